@@ -1,0 +1,1 @@
+"""Build-and-release tooling: pinned sources, images, releases."""
