@@ -1,0 +1,24 @@
+"""Eight virtual CPU devices for every test of the library; this runs before jax is imported."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+_DEVICES = "--xla_force_host_platform_device_count=8"
+os.environ.setdefault("NPROC", "64")  # fewer threads than device programs in flight: collectives wait for ever
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+
+sys.path.insert(0, str(Path(__file__).parent))  # models.py and pipelines.py: pytest's importlib mode adds no folder
+
+if sys.modules.get("multimesh") is not None and getattr(sys.modules["multimesh"], "__file__", None) is None:
+    # pytest's importlib mode names this file multimesh.tests.conftest and makes a package of the project's folder.
+    del sys.modules["multimesh"]
+    importlib.import_module("multimesh")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "flax: needs flax; left out where a jax without a matching flax is tested")

@@ -1,0 +1,154 @@
+"""What the tests share: submeshes, how a model is split over them, plain references, and the comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import multimesh as mm
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from models import Model, Stage, plain
+
+SCHEDULES = ("gpipe", "1f1b")
+FORMS = ("wrapper", "context", "scope")
+RTOL = 1e-5
+
+
+def submeshes(count: int, shape: Sequence[int] = (2,), axes: Sequence[str] = ("data", "model")) -> tuple[Mesh, ...]:
+    """``count`` disjoint submeshes of ``shape`` from the first devices on."""
+    size = int(np.prod(shape))
+    devices = np.array(jax.devices()[: count * size]).reshape(count, *shape)
+    return tuple(Mesh(d, tuple(axes)[: len(shape)]) for d in devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Puts stage s on submesh ``s % len(meshes)``; ``form`` is how the code says so."""
+
+    meshes: tuple[Mesh, ...]
+    form: str = "wrapper"
+
+    def mesh(self, stage: int) -> Mesh:
+        return self.meshes[stage % len(self.meshes)]
+
+    def __call__(self, stage: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"stage{stage}"
+        if self.form == "wrapper":
+            return mm.task(fn, name=name, mesh=self.mesh(stage))
+
+        def inside(*args: Any) -> Any:
+            if self.form == "context":
+                with mm.task(mesh=self.mesh(stage), name=name):
+                    return fn(*args)
+            with jax.named_scope(f"testscope_{stage}"):
+                return fn(*args)
+
+        return inside
+
+    def devices(self, stage: int) -> set[jax.Device]:
+        return set(self.mesh(stage).devices.flat)
+
+    def place(self, tree: Any, owners: Any) -> Any:
+        """Every leaf, replicated over the submesh of the first stage that owns it."""
+        return jax.tree.map(
+            lambda x, o: jax.device_put(jnp.array(x), NamedSharding(self.mesh(o[0]), P())), tree, owners
+        )
+
+
+def register_scopes(split: Split, stages: int) -> list[Any]:
+    """Place the scopes that ``form="scope"`` opens; remove them with ``.remove()``."""
+    return [mm.register_task(rf"testscope_{s}(?!\d)", mesh=split.mesh(s)) for s in range(stages)]
+
+
+def microbatched(fn: Callable[..., Any], *, size: int, argnum: int) -> Callable[..., Any]:
+    """The meaning of mm.microbatch in plain JAX: microbatch i has rows i, i+m, ...; the results are summed."""
+
+    def call(*args: Any) -> Any:
+        def one(x: Any) -> Any:
+            return fn(*args[:argnum], x, *args[argnum + 1 :])
+
+        rows = jax.tree.leaves(args[argnum])[0].shape[0]
+        count = rows // size
+        parts = [jax.tree.map(lambda x: x[i::count], args[argnum]) for i in range(count)]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+        return jax.tree.map(lambda r: r.sum(0, dtype=r.dtype), jax.lax.map(one, stacked))
+
+    return call
+
+
+def gradient(
+    model: Model,
+    stage: Stage,
+    *,
+    size: int,
+    rows: int,
+    where: str = "inside",
+    schedule: str | None = "1f1b",
+    wrap: Callable[..., Any] = lambda loss: loss,
+) -> Callable[..., Any]:
+    """``(params, batch) -> (loss, gradients)``, averaged over microbatches; ``schedule=None`` is plain JAX."""
+    count = rows // size
+    loop = functools.partial(mm.microbatch, schedule=schedule) if schedule else microbatched
+    loss = wrap(functools.partial(_loss, model, stage))
+
+    def inside(params: Any, batch: Any) -> Any:
+        total = loop(jax.value_and_grad(loss), size=size, argnum=1)(params, batch)
+        return jax.tree.map(lambda x: x / count, total)
+
+    def outside(params: Any, batch: Any) -> Any:
+        return jax.value_and_grad(lambda p: loop(loss, size=size, argnum=1)(p, batch) / count)(params)
+
+    return {"inside": inside, "outside": outside}[where]
+
+
+def _loss(model: Model, stage: Stage, params: Any, batch: Any) -> Any:
+    return model.loss(params, batch, stage)
+
+
+@functools.cache
+def reference_gradient(model: Model, stages: int, rows: int, size: int) -> Any:
+    """Loss and gradients of plain jit on one device, computed once for all schedules."""
+    f = gradient(model, plain, size=size, rows=rows, where="inside", schedule=None)
+    return jax.device_get(jax.jit(f)(model.init(stages), model.batch(rows, 0)))
+
+
+def on_host(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def assert_same(got: Any, want: Any, rtol: float = RTOL) -> None:
+    """Same tree, shapes and dtypes; floats within ``rtol`` of the array's largest value, everything else equal."""
+    paths, tree = jax.tree.flatten_with_path(got)
+    wants, want_tree = jax.tree.flatten(want)
+    assert tree == want_tree
+    for (path, g), w in zip(paths, wants, strict=True):
+        where = jax.tree_util.keystr(path)
+        g, w = jnp.asarray(g) if np.isscalar(g) else g, jnp.asarray(w) if np.isscalar(w) else w
+        assert (g.shape, g.dtype) == (w.shape, w.dtype), where
+        a, b = on_host(g), on_host(w)
+        if not jnp.issubdtype(b.dtype, jnp.inexact):
+            np.testing.assert_array_equal(a, b, err_msg=where)
+            continue
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        assert np.isfinite(b).all(), where
+        error, scale = np.abs(a - b).max(initial=0.0), np.abs(b).max(initial=0.0)
+        assert error <= rtol * scale, f"{where}: {error:.3e} > {rtol:g} x {scale:.3e}"
+
+
+def assert_placed(split: Split, tree: Any, owners: Any) -> None:
+    """Every array lies on the devices of exactly one submesh, and that is one of a stage that owns it."""
+    for (path, x), owner in zip(
+        jax.tree.flatten_with_path(tree)[0],
+        jax.tree.leaves(owners, is_leaf=lambda o: isinstance(o, tuple)),
+        strict=True,
+    ):
+        allowed = [split.devices(s) for s in owner]
+        assert set(x.devices()) in allowed, f"{jax.tree_util.keystr(path)} lies on {sorted(d.id for d in x.devices())}"

@@ -1,0 +1,118 @@
+"""Loss and every gradient equal plain jit of the same model on one device: models x schedules x where the gradient is taken."""
+
+import jax
+import multimesh as mm
+import numpy as np
+import pytest
+from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER
+from pipelines import (
+    FORMS,
+    SCHEDULES,
+    Split,
+    assert_placed,
+    assert_same,
+    gradient,
+    reference_gradient,
+    register_scopes,
+    submeshes,
+)
+
+ROWS, SIZE = 16, 4
+
+
+def check(model, split, stages, *, where, schedule, rows=ROWS, size=SIZE):
+    params, batch = model.init(stages), model.batch(rows, 0)
+    owners = model.owners(params)
+    step = mm.jit(gradient(model, split, size=size, rows=rows, where=where, schedule=schedule))
+    loss, grads = step(split.place(params, owners), batch)
+    assert_same((loss, grads), reference_gradient(model, stages, rows, size))
+    assert_placed(split, grads, owners)
+
+
+@pytest.mark.promise("Loss and every gradient equal plain jit on one device, for every schedule")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_two_stages(model, where, schedule):
+    check(model, Split(submeshes(2, (2, 2))), 2, where=where, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", [TRANSFORMER, SKIP], ids=lambda m: m.name)
+def test_four_stages(model, schedule):
+    check(model, Split(submeshes(4, (2,))), 4, where="inside", schedule=schedule)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_four_stages_and_eight_microbatches(model, where, schedule):
+    check(model, Split(submeshes(4, (2,))), 4, where=where, schedule=schedule, size=2)
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_task_can_be_a_context_or_a_registered_scope(form, where):
+    split = Split(submeshes(2, (2, 2)), form)
+    registrations = register_scopes(split, 2) if form == "scope" else []
+    try:
+        check(SKIP, split, 2, where=where, schedule="1f1b")
+    finally:
+        for r in registrations:
+            r.remove()
+
+
+@pytest.mark.parametrize("model", [MLP, MOE, TRANSFORMER], ids=lambda m: m.name)
+def test_more_stages_than_submeshes(model):
+    """Stage s and stage s + 2 share a submesh: the activations come back to it."""
+    check(model, Split(submeshes(2, (2,))), 4, where="inside", schedule="1f1b")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("rows", "size"), [(4, 4), (6, 2), (8, 1)], ids=["m=1", "m=3", "m=8"])
+def test_any_number_of_microbatches(rows, size, schedule):
+    """One, one that the stages do not divide, and one row each."""
+    check(MLP, Split(submeshes(2, (1,))), 2, where="inside", schedule=schedule, rows=rows, size=size)
+
+
+def test_one_stage_on_all_devices():
+    check(MLP, Split(submeshes(1, (4, 2))), 1, where="inside", schedule="1f1b")
+
+
+def test_no_microbatches():
+    """A pipeline without a loop: plain value_and_grad over the tasks."""
+    split = Split(submeshes(2, (2, 2)))
+    params, batch = TRANSFORMER.init(2), TRANSFORMER.batch(8, 0)
+    want = jax.jit(jax.value_and_grad(lambda p, b: TRANSFORMER.loss(p, b, lambda s, f: f)))(params, batch)
+    got = mm.jit(jax.value_and_grad(lambda p, b: TRANSFORMER.loss(p, b, split)))(params, batch)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("model", [TRANSFORMER, MOE], ids=lambda m: m.name)
+def test_schedules_agree_to_the_last_bit(model):
+    """A schedule only orders the work: the sums are made in the same order."""
+    split = Split(submeshes(2, (2,)))
+    params, batch = model.init(2), model.batch(ROWS, 0)
+    results = [
+        jax.device_get(mm.jit(gradient(model, split, size=SIZE, rows=ROWS, schedule=s))(params, batch))
+        for s in SCHEDULES
+    ]
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, results[0])
+
+
+def test_one_function_is_its_own_reference():
+    """Outside mm.jit, tasks and microbatch mean the same and leave the placement to jax.jit."""
+    split = Split(submeshes(2, (2,)))
+    f = gradient(DROPOUT, split, size=SIZE, rows=ROWS)
+    params, batch = DROPOUT.init(2), DROPOUT.batch(ROWS, 0)
+    want = reference_gradient(DROPOUT, 2, ROWS, SIZE)
+    assert_same(jax.jit(f)(params, batch), want)
+    assert_same(mm.jit(f)(params, batch), want)
+
+
+@pytest.mark.full
+def test_eager_calls_mean_the_same():
+    f = gradient(MLP, Split(submeshes(2, (2,))), size=SIZE, rows=ROWS)
+    assert_same(f(MLP.init(2), MLP.batch(ROWS, 0)), reference_gradient(MLP, 2, ROWS, SIZE))

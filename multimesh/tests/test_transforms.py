@@ -1,0 +1,265 @@
+"""JAX transformations around, between and inside tasks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import multimesh as mm
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from models import MLP, SKIP, TRANSFORMER, mlp_block, plain, squared_error
+from pipelines import SCHEDULES, Split, assert_same, gradient, microbatched, submeshes
+
+ROWS, SIZE = 8, 2
+POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("kept"),
+}
+
+
+def split_two():
+    return Split(submeshes(2, (2,)))
+
+
+def both(make, *args, split=None):
+    """``make(stage, loop)`` on submeshes and plain, for the same arguments."""
+    split = split or split_two()
+    got = mm.jit(make(split, functools.partial(mm.microbatch, schedule="1f1b")))(*args)
+    assert_same(got, jax.jit(make(plain, microbatched))(*args))
+
+
+@pytest.mark.promise("jax.vjp, jvp and vmap work over tasks and microbatch loops")
+@pytest.mark.parametrize("loop", ["no loop", "loop"])
+def test_vjp(loop):
+    def make(stage, microbatch):
+        def loss(p, b):
+            return MLP.loss(p, b, stage)
+
+        fn = microbatch(loss, size=SIZE, argnum=1) if loop == "loop" else loss
+
+        def f(params, batch, cotangent):
+            value, pullback = jax.vjp(lambda p: fn(p, batch), params)
+            return value, pullback(cotangent)
+
+        return f
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0), jnp.float32(2.0))
+
+
+@pytest.mark.parametrize("loop", ["no loop", "loop"])
+def test_jvp(loop):
+    def make(stage, microbatch):
+        def loss(p, b):
+            return SKIP.loss(p, b, stage)
+
+        fn = microbatch(loss, size=SIZE, argnum=1) if loop == "loop" else loss
+        return lambda p, t, batch: jax.jvp(lambda p: fn(p, batch), (p,), (t,))
+
+    params = SKIP.init(2)
+    both(make, params, jax.tree.map(np.cos, params), SKIP.batch(ROWS, 0))
+
+
+@pytest.mark.parametrize("loop", ["no loop", "loop"])
+def test_vmap_over_parameters(loop):
+    """An ensemble: every member's parameters in a leading axis."""
+
+    def make(stage, microbatch):
+        def grads(p, b):
+            return jax.value_and_grad(lambda p: MLP.loss(p, b, stage))(p)
+
+        fn = microbatch(grads, size=SIZE, argnum=1) if loop == "loop" else grads
+        return jax.vmap(fn, in_axes=(0, None))
+
+    members = jax.tree.map(lambda *x: np.stack(x), MLP.init(2), jax.tree.map(lambda x: 0.5 * x, MLP.init(2)))
+    both(make, members, MLP.batch(ROWS, 0))
+
+
+def test_vmap_of_a_task_over_rows():
+    def make(stage, _):
+        def f(params, x):
+            rows = jax.vmap(stage(0, mlp_block), in_axes=(None, 0))(params["stages"][0], x)
+            return jax.vmap(stage(1, mlp_block), in_axes=(None, 0))(params["stages"][1], rows)
+
+        return f
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0)["x"])
+
+
+def test_hessian_vector_product():
+    def make(stage, _):
+        def f(params, tangent, batch):
+            grads = jax.grad(lambda p: MLP.loss(p, batch, stage))
+            return jax.jvp(grads, (params,), (tangent,))[1]
+
+        return f
+
+    params = MLP.init(2)
+    both(make, params, jax.tree.map(np.sin, params), MLP.batch(ROWS, 0))
+
+
+@pytest.mark.promise("jax.checkpoint works inside and around tasks, with any policy")
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpoint_inside_a_task(policy, where):
+    def named_block(p, x):
+        return jax.ad_checkpoint.checkpoint_name(mlp_block(p, x), "kept")
+
+    block = jax.checkpoint(named_block, policy=POLICIES[policy])
+
+    def make(stage, microbatch):
+        def loss(params, batch):
+            x = stage(0, block)(params["stages"][0], batch["x"])
+            return stage(1, lambda p, x, y: squared_error(block(p, x), y))(params["stages"][1], x, batch["y"])
+
+        def f(params, batch):
+            if where == "inside":
+                return microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(params, batch)
+            return jax.value_and_grad(lambda p: microbatch(loss, size=SIZE, argnum=1)(p, batch))(params)
+
+        return f
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("what", ["each task", "the loss"])
+def test_checkpoint_around(what, schedule):
+    split = split_two()
+
+    def rematted(s, fn):
+        return jax.checkpoint(split(s, fn))
+
+    wrap = jax.checkpoint if what == "the loss" else lambda loss: loss
+    stage = rematted if what == "each task" else split
+    f = gradient(TRANSFORMER, stage, size=SIZE, rows=ROWS, schedule=schedule, wrap=wrap)
+    want = gradient(TRANSFORMER, plain, size=SIZE, rows=ROWS, schedule=None)
+    args = TRANSFORMER.init(2), TRANSFORMER.batch(ROWS, 0)
+    assert_same(mm.jit(f)(*args), jax.jit(want)(*args))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.tanh(x)
+
+
+clipped.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (jnp.clip(g, -1e-3, 1e-3) * jnp.cos(x),))
+
+
+@jax.custom_jvp
+def halved_slope(x):
+    return jnp.square(x)
+
+
+halved_slope.defjvp(lambda x, t: (jnp.square(x[0]), x[0] * t[0]))
+
+
+def scanned(p, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.mean(x)), x, jnp.stack([p["up"] @ p["down"]] * 3))[0]
+
+
+def branched(p, x):
+    return lax.cond(jnp.sum(x) > 0, lambda x: mlp_block(p, x), lambda x: jnp.sin(x) @ p["up"] @ p["down"], x)
+
+
+def looped(p, x):
+    """A while loop has no transpose: the loop's result is a constant of the gradient."""
+    power = lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 0.9, c[1] + 1), (lax.stop_gradient(x), 0))[0]
+    return mlp_block(p, x) + power
+
+
+def fori(p, x):
+    return lax.fori_loop(0, 3, lambda _, x: mlp_block(p, x), x)
+
+
+BODIES = {
+    "custom_vjp": lambda p, x: clipped(mlp_block(p, x)),
+    "custom_jvp": lambda p, x: halved_slope(mlp_block(p, x)),
+    "scan": scanned,
+    "cond": branched,
+    "while": looped,
+    "fori": fori,
+    "nested jit": lambda p, x: jax.jit(mlp_block)(p, x),
+    "linalg": lambda p, x: x @ jnp.linalg.inv(jnp.eye(x.shape[-1]) * 4 + p["up"] @ p["down"]),
+    "sort and gather": lambda p, x: jnp.take_along_axis(mlp_block(p, x), jnp.argsort(x, -1), -1),
+}
+
+
+@pytest.mark.promise("custom_vjp, lax.scan, cond and while work inside a task")
+@pytest.mark.parametrize("body", BODIES)
+def test_inside_a_task(body):
+    def make(stage, microbatch):
+        def loss(params, batch):
+            x = stage(0, BODIES[body])(params["stages"][0], batch["x"])
+            x = stage(1, BODIES[body])(params["stages"][1], x)
+            return squared_error(x, batch["y"])
+
+        return microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+@pytest.mark.parametrize("body", ["scan", "cond", "custom_vjp"])
+def test_inside_a_task_with_the_gradient_outside_the_loop(body):
+    def make(stage, microbatch):
+        def loss(params, batch):
+            x = stage(0, jax.checkpoint(BODIES[body]))(params["stages"][0], batch["x"])
+            return squared_error(stage(1, BODIES[body])(params["stages"][1], x), batch["y"])
+
+        return lambda p, b: jax.value_and_grad(lambda p: microbatch(loss, size=SIZE, argnum=1)(p, b))(p)
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+def test_custom_vjp_around_tasks():
+    """The backward function holds tasks of its own."""
+
+    def make(stage, _):
+        @jax.custom_vjp
+        def f(p, x):
+            return stage(1, mlp_block)(p[1], stage(0, mlp_block)(p[0], x))
+
+        def forward(p, x):
+            return f(p, x), (p, x)
+
+        def backward(saved, g):
+            p, x = saved
+            return jax.tree.map(lambda w: w * 0.5, p), stage(0, lambda g, x: g * jnp.cos(x))(g, x)
+
+        f.defvjp(forward, backward)
+        return jax.grad(lambda p, x: f(p, x).sum(), argnums=(0, 1))
+
+    params = MLP.init(2)["stages"]
+    both(make, params, MLP.batch(ROWS, 0)["x"])
+
+
+@pytest.mark.promise("shard_map works inside a task")
+@pytest.mark.parametrize("loop", ["no loop", "loop"])
+def test_shard_map_inside_a_task(loop):
+    """Column- and row-parallel halves of a block with an explicit psum over the submesh's axis."""
+    split = Split(submeshes(2, (2, 2)))
+
+    def parallel_block(mesh):
+        def local(p, x):
+            hidden = jnp.tanh(x @ p["up"] + p["bias"])
+            return x + lax.psum(hidden @ p["down"], "model")
+
+        specs = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
+
+    def make(stage, microbatch):
+        def loss(params, batch):
+            x = batch["x"]
+            for s, p in enumerate(params["stages"]):
+                block = mlp_block if stage is plain else parallel_block(split.mesh(s))
+                x = stage(s, block)(p, x)
+            return squared_error(x, batch["y"])
+
+        if loop == "no loop":
+            return jax.value_and_grad(loss)
+        return microbatch(jax.value_and_grad(loss), size=4, argnum=1)
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0), split=split)
