@@ -1,0 +1,79 @@
+"""README and docs say what is there: links, commands and examples."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+INSTALLED = {".venv/bin/pytest", ".venv/bin/python", "python", "git", "cd", "pip"}
+VIRTUAL_DEVICES = {
+    "JAX_PLATFORMS": "cpu",
+    "NPROC": "64",
+    "OPENBLAS_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+}
+
+
+def markdown_files() -> list[str]:
+    argv = ["git", "-C", str(ROOT), "ls-files", "-z", "--", "*.md"]
+    names = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [name for name in names if name]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [body for name, body in FENCE.findall(path.read_text(encoding="utf-8")) if name == language]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Return the argv of every command in the `console` blocks: lines after `$`, split at `&&`."""
+    lines = [line[2:] for block in blocks(path, "console") for line in block.splitlines() if line.startswith("$ ")]
+    return [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
+
+
+@pytest.mark.parametrize("name", markdown_files())
+def test_relative_links_lead_somewhere(name: str) -> None:
+    text = FENCE.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    targets = [t.partition("#")[0] for t in LINK.findall(text) if "://" not in t and not t.startswith(("#", "mailto:"))]
+    assert [target for target in targets if not ((ROOT / name).parent / target).exists()] == []
+
+
+def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, *args]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env=os.environ | VIRTUAL_DEVICES, check=False)
+
+
+@pytest.mark.parametrize("name", [name for name in markdown_files() if commands(ROOT / name)])
+def test_every_command_is_there_with_its_flags(name: str) -> None:
+    for argv in commands(ROOT / name):
+        program = argv[0]
+        if program not in INSTALLED:
+            assert os.access(ROOT / program, os.X_OK), f"{name} names {program}, which is not an executable file here"
+        if argv[1:3] == ["-m", "workflows"]:
+            done = python("-m", "workflows", *argv[3:4], "--help")
+            assert done.returncode == 0, f"{name}: {' '.join(argv)}: {done.stderr}"
+            flags = [flag.partition("=")[0] for flag in argv[4:] if flag.startswith("--")]
+            assert [flag for flag in flags if flag not in done.stdout] == []
+
+
+@pytest.mark.promise("Every Python example in README and docs runs as it is printed, on 8 virtual CPU devices.")
+@pytest.mark.parametrize("name", [name for name in markdown_files() if blocks(ROOT / name, "python")])
+def test_python_examples_run(name: str, tmp_path: Path) -> None:
+    done = python("-c", "\n".join(blocks(ROOT / name, "python")), cwd=tmp_path)
+    assert done.returncode == 0, f"the python blocks of {name}: {done.stderr}"
+
+
+def test_ci_runs_the_two_commands_of_readme() -> None:
+    shown = [" ".join(argv) for argv in commands(ROOT / "README.md")[:4]]
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert len(shown) == 4
+    assert f"{shown[0]} && {shown[1]}\n" in ci
+    assert f"{shown[2]} && {shown[3]}\n" in ci

@@ -1,0 +1,146 @@
+"""What every committed file of this repository obeys."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+MAX_LINES = 500
+DOORS = ("bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py")
+DOOR_LINES = 20
+# Absolute paths that a committed file may name: those that every Debian system, and our images, have.
+SYSTEM_FOLDERS = {"bin", "dev", "etc", "opt", "proc", "run", "sys", "tmp", "usr", "var", "workspace", "workspaces"}
+# Hosts that a committed file may name: public ones that we fetch from or point to, and names reserved for examples.
+PUBLIC_HOSTS = {
+    "bazel.build",
+    "containers.dev",
+    "docker.io",
+    "docs.jax.dev",
+    "files.pythonhosted.org",
+    "ghcr.io",
+    "github.com",
+    "json-schema.org",
+    "mirror.bazel.build",
+    "nvcr.io",
+    "pypi.org",
+    "raw.githubusercontent.com",
+    "slsa.dev",
+    "in-toto.io",
+    "spdx.org",
+    "storage.googleapis.com",
+    "ui.perfetto.dev",
+    "www.apache.org",
+    "www.w3.org",
+}
+RESERVED_HOST = re.compile(
+    r"(^|\.)(example(\.(com|org|net))?|invalid|test|localhost)$|^127\.|^\[?::1\]?$|^0\.0\.0\.0$|^$"
+)
+ABSOLUTE_PATH = re.compile(r"""(?:(?<=[\s"'`=(])|^)/([A-Za-z_][\w.-]*)/[\w.-]""", re.MULTILINE)
+URL = re.compile(r"https?://[^\s\"'`<>)\\|,;]+")
+
+
+def tracked(root: Path, *patterns: str) -> list[Path]:
+    argv = ["git", "-C", str(root), "ls-files", "-z", "--", *patterns]
+    names = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [root / name for name in names if name and (root / name).is_file() and not (root / name).is_symlink()]
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+def relative(root: Path, paths: list[Path]) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in paths)
+
+
+def shell_scripts(root: Path) -> list[Path]:
+    return [path for path in tracked(root) if re.match(r"#!.*\b(ba|da)?sh\b", text_of(path).partition("\n")[0])]
+
+
+def test_files_fit_in_a_head(root: Path) -> None:
+    files = tracked(root, "*.py", "*.sh", "*.md", "*.yaml", "*.yml", ".ci/run", "docker/Dockerfile")
+    long = [path for path in files if len(text_of(path).splitlines()) > MAX_LINES]
+    assert relative(root, long) == []
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_doors_only_open(root: Path, door: str) -> None:
+    if not (root / door).exists():
+        pytest.skip(f"{door} is not here yet")
+    assert len(text_of(root / door).splitlines()) <= DOOR_LINES
+
+
+def test_no_file_names_a_path_of_somebodys_machine(root: Path) -> None:
+    found = [
+        f"{path.relative_to(root)}: {match.group()}"
+        for path in tracked(root)
+        for match in ABSOLUTE_PATH.finditer(text_of(path))
+        if match.group(1) not in SYSTEM_FOLDERS
+    ]
+    assert found == []
+
+
+def test_no_file_names_a_private_host(root: Path) -> None:
+    def is_public(url: str) -> bool:
+        host = re.sub(r"[{$].*", "", urlsplit(url.partition("{")[0]).hostname or "")
+        return host in PUBLIC_HOSTS or RESERVED_HOST.search(host) is not None
+
+    found = [
+        f"{path.relative_to(root)}: {url}"
+        for path in tracked(root)
+        for url in URL.findall(text_of(path))
+        if not is_public(url)
+    ]
+    assert found == []
+
+
+def test_requirements_are_locked_by_hash_and_name_no_index(root: Path) -> None:
+    for path in tracked(root, "requirements/*.txt"):
+        text = text_of(path)
+        unlocked = [line for line in text.splitlines() if "==" in line and not line.endswith("\\")]
+        assert (path.name, unlocked) == (path.name, [])
+        assert "--hash=sha256:" in text
+        assert not re.search(r"--(extra-)?index-url|--find-links|--trusted-host", text)
+
+
+def test_shell_scripts_are_clean(root: Path) -> None:
+    scripts = [str(path) for path in shell_scripts(root)]
+    assert scripts
+    tools = Path(sys.executable).parent
+    for argv in ([tools / "shellcheck", "-x"], [tools / "shfmt", "-i", "4", "-ci", "-d"]):
+        done = subprocess.run([*map(str, argv), *scripts], capture_output=True, text=True, cwd=root, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.promise("The folders docker/, maxtext/ and multimesh/ do not shadow the packages of the same names.")
+def test_the_three_names_import_from_where_they_should(root: Path) -> None:
+    assert not [p for name in ("docker", "maxtext", "multimesh") for p in [root / name / "__init__.py"] if p.exists()]
+    code = (
+        "import importlib.util, json\n"
+        "names = ('docker', 'maxtext', 'multimesh')\n"
+        "print(json.dumps({n: importlib.util.find_spec(n).origin for n in names}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    origin = {name: Path(path or "") for name, path in json.loads(done.stdout).items()}
+    assert root / "multimesh" / "src" / "multimesh" in origin["multimesh"].parents
+    assert root / "third_party" / "maxtext" / "src" / "maxtext" in origin["maxtext"].parents
+    assert "site-packages" in origin["docker"].parts
+
+
+def test_one_distribution_never_imports_the_other(root: Path) -> None:
+    imports = re.compile(r"^\s*(?:from|import)\s+(workflows|multimesh)\b", re.MULTILINE)
+    for own, other, files in (
+        ("multimesh", "workflows", tracked(root, "multimesh/src/*.py")),
+        ("workflows", "multimesh", tracked(root, "workflows/*.py")),
+    ):
+        wrong = [path for path in files if other in imports.findall(text_of(path))]
+        assert (own, relative(root, wrong)) == (own, [])
