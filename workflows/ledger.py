@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from workflows.errors import LedgerError
+
 ROOT = Path(__file__).resolve().parent.parent
 TEST_ROOTS = ("tests", "multimesh/tests")
 VALIDATION = Path("docs/validation.md")
@@ -63,12 +65,6 @@ class Entry:
     why: str = ""
 
 
-def _fail(message: str) -> Exception:
-    from workflows import errors
-
-    return errors.LedgerError(message)
-
-
 # Results files -------------------------------------------------------------------------------------------------------
 
 
@@ -77,12 +73,12 @@ def read_results(path: Path) -> tuple[Record, ...]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != RESULTS_FORMAT:
-            raise _fail(f"{path}: format {data['format']}, this version reads {RESULTS_FORMAT}; record it again")
+            raise LedgerError(f"{path}: format {data['format']}, this version reads {RESULTS_FORMAT}; record it again")
         return tuple(Record(**{**item, "promise": Promise(**item["promise"])}) for item in data["records"])
     except FileNotFoundError:
-        raise _fail(f"{path}: no results; record some with `.venv/bin/pytest --ledger {path}`") from None
+        raise LedgerError(f"{path}: no results; record some with `.venv/bin/pytest --ledger {path}`") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise _fail(f"{path}: not a results file ({error}); delete it and record it again") from None
+        raise LedgerError(f"{path}: not a results file ({error}); delete it and record it again") from None
 
 
 def merge_results(path: Path, new: Iterable[Record]) -> None:
@@ -132,7 +128,7 @@ def declared_promises(root: Path = ROOT) -> tuple[Promise, ...]:
                         found.setdefault(text, Promise(text, name))
                     case _:
                         where = f"{path.relative_to(root)}:{call.lineno}"
-                        raise _fail(f"{where}: promise takes one literal sentence and a literal stand_in")
+                        raise LedgerError(f"{where}: promise takes one literal sentence and a literal stand_in")
     return tuple(found[text] for text in sorted(found))
 
 
@@ -143,7 +139,7 @@ def untested_promises(root: Path = ROOT) -> Mapping[str, str]:
     path = root / UNTESTED
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or not all(isinstance(v, str) and v for v in data.values()):
-        raise _fail(f"{path}: must map each sentence to the reason why it was never run here")
+        raise LedgerError(f"{path}: must map each sentence to the reason why it was never run here")
     return data
 
 
@@ -185,7 +181,7 @@ def entries(declared: Iterable[Promise], untested: Mapping[str, str], records: I
     tested = [_entry(promise, tuple(by_text.get(promise.text, ()))) for promise in declared]
     both = [e.promise.text for e in tested if e.promise.text in untested]
     if both:
-        raise _fail(f"{UNTESTED}: {both[0]!r} has a test now; remove it from this file")
+        raise LedgerError(f"{UNTESTED}: {both[0]!r} has a test now; remove it from this file")
     return (*tested, *(Entry(Promise(text), NEVER, why=why) for text, why in sorted(untested.items())))
 
 
@@ -282,10 +278,12 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         wanted = {promise.text for promise in declared} | set(untested)
         listed = set(parse(target.read_text(encoding="utf-8"))) if target.exists() else set()
-        changes = [f"missing: {text}" for text in sorted(wanted - listed)]
-        changes += [f"gone: {text}" for text in sorted(listed - wanted)]
-        if changes:
-            raise _fail(f"{VALIDATION} is out of date; run `python -m workflows ledger`\n  " + "\n  ".join(changes))
+        for text in sorted(wanted ^ listed):
+            print(f"{'missing' if text in wanted else 'gone'}: {text}")
+        if wanted != listed:
+            raise LedgerError(
+                f"{VALIDATION} does not list today's promises; run the tests and `python -m workflows ledger`"
+            )
         print(f"{VALIDATION} lists all {len(wanted)} promises")
         return 0
     listed_entries = entries(declared, untested, living(read_results(args.results)))

@@ -73,7 +73,7 @@ def test_results_of_tests_that_are_gone_do_not_count(tmp_path: Path) -> None:
 def test_an_unreadable_results_file_is_one_clear_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "ledger.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(errors.WorkflowsError, match=r"ledger\.json: .*record it again"):
+    with pytest.raises(errors.LedgerError, match=r"ledger\.json: .*record it again"):
         ledger.read_results(path)
 
 
@@ -81,7 +81,7 @@ def test_a_promise_must_be_a_literal_sentence(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     source = "import pytest\n\n@pytest.mark.promise(SENTENCE)\ndef test_x(): ...\n"
     (tmp_path / "tests" / "test_x.py").write_text(source, encoding="utf-8")
-    with pytest.raises(errors.WorkflowsError, match=r"tests/test_x\.py:3: promise takes one literal sentence"):
+    with pytest.raises(errors.LedgerError, match=r"tests/test_x\.py:3: promise takes one literal sentence"):
         ledger.declared_promises(tmp_path)
 
 
