@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from workflows import cli, errors
+
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -77,3 +79,11 @@ def test_ci_runs_the_two_commands_of_readme() -> None:
     assert len(shown) == 4
     assert f"{shown[0]} && {shown[1]}\n" in ci
     assert f"{shown[2]} && {shown[3]}\n" in ci
+
+
+def test_readme_lists_the_exit_codes_that_there_are() -> None:
+    listed = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    codes = [kind.exit_code for kind in kinds]
+    assert len(set(codes)) == len(codes)
+    assert sorted(map(int, listed)) == sorted([0, *codes, cli.INTERRUPTED])
