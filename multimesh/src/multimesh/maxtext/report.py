@@ -1,0 +1,92 @@
+"""What people and machines see of a run: progress, a table, JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from multimesh.maxtext.metrics import Step
+
+_ROWS = 12  # of the table
+
+
+class Show(Protocol):
+    """Called with every step that has completed."""
+
+    def __call__(self, step: Step, /) -> None:
+        """Take note of the step."""
+
+
+@contextmanager
+def progress(console: Console, total: int, *, quiet: bool) -> Iterator[Show]:
+    """Show steps as they come: a bar on a terminal, lines elsewhere, nothing if quiet."""
+    if quiet:
+        yield lambda _step: None
+    elif console.is_terminal:
+        yield from _bar(console, total)
+    else:
+        console.print("starting MaxText; it compiles before the first step", highlight=False)
+        yield lambda step: console.print(
+            f"step {step.number + 1}/{total}  loss {step.loss:.4f}  {step.seconds:.2f} s", highlight=False
+        )
+
+
+def _bar(console: Console, total: int) -> Iterator[Show]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("MaxText starts and compiles", total=total)
+        yield lambda step: bar.update(task, completed=step.number + 1, description=f"loss {step.loss:.4f}")
+
+
+def table(steps: Sequence[Step]) -> Table:
+    """Return step, loss, step time and tokens/s of at most a dozen steps, the first and the last among them."""
+    result = Table(box=None, pad_edge=False)
+    for name in ("step", "loss", "gradient norm", "step time", "tokens/s"):
+        result.add_column(name, justify="right")
+    last = len(steps) - 1
+    shown = range(len(steps)) if last < _ROWS else sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
+    for step in (steps[i] for i in shown):
+        note = " (compiles)" if step.number == 0 else ""
+        result.add_row(
+            f"{step.number + 1}",
+            f"{step.loss:.4f}",
+            f"{step.gradient_norm:.4f}",
+            f"{step.seconds:.3f} s",
+            note.strip() or f"{step.tokens_per_second:,.0f}",
+        )
+    return result
+
+
+def plan_text(command: Sequence[str], environment: Mapping[str, str], configuration: Mapping[str, Any]) -> str:
+    """Return what ``--dry-run`` prints: lines to paste into a shell, then the configuration."""
+    lines = ["# environment", *(f"export {key}={shlex.quote(value)}" for key, value in environment.items())]
+    lines += ["# command", shlex.join(command)]
+    lines += ["# configuration", *(f"#   {key}: {json.dumps(value)}" for key, value in configuration.items())]
+    return "\n".join(lines)
+
+
+def summary(
+    steps: Sequence[Step], paths: Mapping[str, Path], error: Exception | None, exit_code: int
+) -> dict[str, Any]:
+    """Return what ``--json`` prints after a run."""
+    return {
+        "steps": [asdict(step) for step in steps],
+        **{name: str(path) for name, path in paths.items()},
+        "error": str(error) if error else None,
+        "exit_code": exit_code,
+    }

@@ -1,0 +1,215 @@
+"""From a checked job to what MaxText is started with: configuration, environment, command. Pure functions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multimesh.errors import UsageError
+from multimesh.maxtext.checks import Job
+from multimesh.maxtext.realm import memory_fraction
+from multimesh.maxtext.text import index_path
+from multimesh.maxtext.xla import xla_flags
+
+TRAINER = "maxtext.trainers.pre_train.train"
+
+_DEFAULTS = {
+    *("run_name", "jax_cache_dir", "enable_checkpointing", "enable_tensorboard", "grain_worker_count"),
+    *("learning_rate", "vocab_size", "head_dim", "base_num_kv_heads", "olmo_apply_ngram_filter"),
+}
+"""Settings that we choose without a flag: a KEY=VALUE argument replaces them."""
+
+_LOG_LEVELS = {
+    "none": {"TF_CPP_MIN_LOG_LEVEL": "1"},
+    "info": {"JAX_LOGGING_LEVEL": "INFO", "TF_CPP_MIN_LOG_LEVEL": "0"},
+    "debug": {"JAX_LOGGING_LEVEL": "DEBUG", "TF_CPP_MIN_LOG_LEVEL": "0"},
+    "spew": {"JAX_LOGGING_LEVEL": "DEBUG", "TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "1"},
+}
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where one run reads and writes."""
+
+    python: str
+    maxtext: Path
+    output: Path
+    metrics: Path
+
+    @property
+    def package(self) -> Path:
+        """MaxText's package folder."""
+        return self.maxtext / "maxtext"
+
+    @property
+    def log(self) -> Path:
+        """What MaxText prints."""
+        return self.output / "maxtext.log"
+
+    @property
+    def text(self) -> Path:
+        """The tokens of ``--text``."""
+        return self.output / "text"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process to start: its command, what it adds to the environment, and the configuration it stands for."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    configuration: Mapping[str, Any]
+
+
+def launch(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
+    """Return the process that trains a job.
+
+    Parameters
+    ----------
+    inherited
+        The environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
+    gpu_memory
+        Memory of a visible GPU in MiB, ``None`` if unknown.
+    """
+    settings = configuration(job, paths)
+    extra = dict(setting.split("=", 1) for setting in job.options.settings)
+    for key in extra:
+        if key not in _DEFAULTS and key in settings:
+            raise UsageError(f"{key}= is decided by the flags ({key}={settings[key]}); use the flag, or leave it out")
+    settings = {key: value for key, value in settings.items() if key not in extra}
+    base = job.options.maxtext_config or paths.package / "configs/base.yml"
+    arguments = [argument(key, value) for key, value in settings.items()]
+    # -P keeps the working folder off the module path: a folder of the user's must not shadow the trainer's modules.
+    command = (paths.python, "-P", "-m", TRAINER, str(base.resolve()), *arguments, *job.options.settings)
+    return Launch(command, environment(job, paths, inherited=inherited, gpu_memory=gpu_memory), {**settings, **extra})
+
+
+def configuration(job: Job, paths: Paths) -> dict[str, Any]:
+    """Return MaxText's settings for a job, by MaxText's names."""
+    o = job.options
+    settings: dict[str, Any] = {
+        "run_name": "train",
+        "base_output_directory": str(paths.output),
+        "metrics_file": str(paths.metrics),
+        "hardware": o.platform,
+        "skip_jax_distributed_system": True,
+        "jax_cache_dir": "",
+        "enable_checkpointing": False,
+        "enable_tensorboard": False,
+        "steps": o.num_steps,
+        "init_weights_seed": o.seed,
+        "data_shuffle_seed": o.seed,
+        "max_target_length": o.sequence_length,
+        "attention": o.attention,
+        "remat_policy": o.remat,
+        "scan_layers": o.scan_layers is not False,
+        "use_iota_embed": o.use_iota_embed,
+        "logits_dot_in_fp32": o.logits_dot_in_fp32,
+        **_model(job),
+        **_grid(job),
+        **_dataset(job, paths),
+    }
+    if o.profile:
+        settings |= {
+            "profiler": "xplane",
+            "skip_first_n_steps_for_profiler": min(1, o.num_steps - 1),
+            "profiler_steps": max(1, min(5, o.num_steps - 2)),
+        }
+    return settings
+
+
+def _model(job: Job) -> dict[str, Any]:
+    if not job.options.model_name:
+        return dict(job.model.settings)
+    return {"model_name": job.options.model_name, "override_model_config": True, **job.model.settings}
+
+
+def _grid(job: Job) -> dict[str, Any]:
+    o = job.options
+    settings: dict[str, Any] = {
+        "ici_data_parallelism": o.dp,
+        "ici_fsdp_parallelism": o.fsdp,
+        "ici_tensor_parallelism": 1 if o.sequence_parallel else o.tp,
+        "ici_tensor_sequence_parallelism": o.tp if o.sequence_parallel else 1,
+        "ici_expert_parallelism": o.ep,
+        "ici_pipeline_parallelism": o.pp,
+    }
+    if o.pp == 1:
+        return settings | {
+            "gradient_accumulation_steps": job.microbatches,
+            "per_device_batch_size": per_device(job.batch // job.microbatches, job.devices),
+        }
+    return settings | {
+        "gradient_accumulation_steps": 1,
+        "per_device_batch_size": per_device(job.batch, job.devices),
+        "num_pipeline_microbatches": job.microbatches,
+        "num_pipeline_repeats": o.interleave,
+        "num_layers_per_pipeline_stage": job.model.layers // (o.pp * o.interleave),
+    }
+
+
+def per_device(rows: int, devices: int) -> float:
+    """Return the share that MaxText multiplies by the devices and truncates, such that it comes to ``rows`` again."""
+    share = rows / devices
+    while int(devices * share) < rows:
+        share = math.nextafter(share, math.inf)
+    return share
+
+
+def _dataset(job: Job, paths: Paths) -> dict[str, Any]:
+    o = job.options
+    if o.text:
+        return {
+            "dataset_type": "olmo_grain",
+            "olmo_index_path": str(index_path(paths.text)),
+            "olmo_apply_ngram_filter": False,
+            "grain_worker_count": 0,
+        }
+    if o.use_tfds_dataset:
+        settings = {"dataset_type": "tfds", "dataset_path": o.dataset_path, "dataset_name": o.dataset_name}
+        return settings | ({"tokenizer_path": o.tokenizer_path} if o.tokenizer_path else {})
+    return {"dataset_type": "synthetic"}
+
+
+def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> dict[str, str]:
+    """Return the variables that the trainer gets on top of the inherited ones."""
+    o = job.options
+    flags = [inherited.get("XLA_FLAGS", ""), *xla_flags(o, devices=job.devices)]
+    search = [str(paths.maxtext), *filter(None, [inherited.get("PYTHONPATH")])]
+    variables = {
+        "DECOUPLE_GCLOUD": "TRUE",
+        "JAX_PLATFORMS": "cuda" if o.gpus else "cpu",
+        "PYTHONPATH": ":".join(search),
+        "PYTHONUNBUFFERED": "1",
+        **_LOG_LEVELS[o.debug],
+    }
+    if any(flags):
+        variables["XLA_FLAGS"] = " ".join(filter(None, flags))
+    if o.platform == "cpu":
+        # XLA:CPU takes the size of its thread pool from NPROC: fewer threads than waiting collectives deadlock.
+        # OpenBLAS threads of every virtual device would fight over the same cores.
+        variables |= {"NPROC": str(max(64, 8 * job.devices)), "OPENBLAS_NUM_THREADS": "1"}
+    elif o.fbmem and gpu_memory:
+        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction(o.fbmem, gpu_memory))
+    if o.debug_nccl and o.gpus:
+        variables["NCCL_DEBUG"] = "INFO"
+    return variables
+
+
+def argument(key: str, value: Any) -> str:
+    """Return ``key=value`` such that MaxText's YAML reader gives back the value, of the same type."""
+    if isinstance(value, bool) or value is None:
+        return f"{key}={json.dumps(value)}"
+    if isinstance(value, str) and value and (yaml.safe_load(value) if _plain(value) else None) != value:
+        return f"{key}={json.dumps(value)}"
+    return f"{key}={value}"
+
+
+def _plain(value: str) -> bool:
+    return not any(character in value for character in "#:{}[],&*!|>'\"%@`\n")

@@ -1,0 +1,51 @@
+"""Whether a finished run is a success. A trainer that raises, diverges, stops early or learns nothing is not."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from multimesh.errors import LossNotFallingError, LossNotFiniteError, StoppedEarlyError, TrainerFailedError
+from multimesh.maxtext.metrics import Step
+
+
+def judge(steps: Sequence[Step], *, expected: int, returncode: int, log: Path) -> None:
+    """Return if every step ran and the loss is finite and falling.
+
+    Falling means that the mean loss of the last third of the steps is below that of the first third; a run of one step
+    is only asked for a finite loss.
+
+    Raises
+    ------
+    LossNotFiniteError, TrainerFailedError, StoppedEarlyError, LossNotFallingError
+        In this order: a diverged run also ends with an error, but the loss is why.
+    """
+    for step in steps:
+        if not math.isfinite(step.loss):
+            raise LossNotFiniteError(
+                f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {log}"
+            )
+    if returncode:
+        raise TrainerFailedError(f"the trainer {_ending(returncode)} after {len(steps)} of {expected} steps; see {log}")
+    if [step.number for step in steps] != list(range(expected)):
+        raise StoppedEarlyError(f"the trainer ended after {len(steps)} of {expected} steps without an error; see {log}")
+    if expected > 1 and not falling([step.loss for step in steps]):
+        raise LossNotFallingError(
+            f"the loss went from {steps[0].loss:.4f} to {steps[-1].loss:.4f}; "
+            "train longer with --num-steps or change learning_rate="
+        )
+
+
+def falling(losses: Sequence[float]) -> bool:
+    """Say whether the mean of the last third is below the mean of the first third."""
+    third = max(1, len(losses) // 3)
+    return sum(losses[-third:]) < sum(losses[:third])
+
+
+def _ending(returncode: int) -> str:
+    if returncode > 0:
+        return f"failed with exit code {returncode}"
+    hint = " (out of memory?)" if -returncode == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-returncode).name}{hint}"
