@@ -1,0 +1,35 @@
+"""``bootstrap``: sources and Python packages, so that this clone can be worked with."""
+
+from __future__ import annotations
+
+import argparse
+
+from workflows import errors
+from workflows.sources import commands
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser("bootstrap", help="bring in sources and install the Python packages of the groups")
+    commands.add_sync_options(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sync the sources, then install; a failed source does not keep the packages from coming."""
+    from workflows import environment
+
+    code, failed = 0, None
+    try:
+        code = commands.run_sync(args)
+    except errors.WorkflowsError as error:
+        if isinstance(error, errors.UsageError):
+            raise
+        failed = error
+    if not args.dry_run:
+        environment.install(
+            commands.workspace().root, args.groups or commands.GROUPS, offline=args.offline, quiet=args.json
+        )
+    if failed is not None:
+        raise failed
+    return code

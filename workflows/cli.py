@@ -1,0 +1,91 @@
+"""The command line: finds the module of a command, parses its options, and turns errors into exit codes.
+
+A command module has ``register(subparsers)``, which adds its commands and sets ``func`` on each: a function of the parsed
+arguments that returns the exit code. Modules are imported when one of their commands is asked for, so that a run
+with nothing to do starts fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from workflows import errors
+
+COMMANDS = {
+    "bootstrap": "workflows.bootstrap",
+    "sync": "workflows.sources.commands",
+    "status": "workflows.sources.commands",
+    "diff": "workflows.sources.commands",
+    "lock": "workflows.sources.maintain",
+    "refresh": "workflows.sources.maintain",
+    "bump": "workflows.sources.maintain",
+    "gc": "workflows.sources.maintain",
+    "bench": "workflows.bench",
+    "ledger": "workflows.ledger",
+}
+INTERRUPTED = 130
+
+
+def build_parser(modules: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser with the commands of these modules."""
+    parser = argparse.ArgumentParser(
+        prog="python -m workflows", description="Sources, images and releases of MultiMesh for JAX."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in modules:
+        importlib.import_module(module).register(subparsers)
+    return parser
+
+
+def main_inner(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors pass through."""
+    wanted = COMMANDS.get(argv[0]) if argv else None
+    parser = build_parser([wanted] if wanted else list(dict.fromkeys(COMMANDS.values())))
+    args = parser.parse_args(argv)
+    code: int = args.func(args)
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; print its error, if any, as one line on stderr."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = main_inner(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except errors.WorkflowsError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted; run the same command again to go on", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output is gone (`... | head`); Python would complain once more while closing stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            return _fail(disk_message(error), errors.DiskError.exit_code)
+        return _fail(f"{error.filename or 'system call'}: {error.strerror or error}", errors.WorkflowsError.exit_code)
+
+
+def disk_message(error: OSError) -> str:
+    """Say which file could not be written and what to do about it."""
+    remedy = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some of your quota"}.get(
+        error.errno or 0, "make it writable"
+    )
+    return f"{error.filename or 'a file'}: {error.strerror}; {remedy} and run the same command again"
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _terminate(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt

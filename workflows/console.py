@@ -1,0 +1,88 @@
+"""What the user sees while work goes on: bars on a terminal, one line a phase elsewhere; always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class Reporter:
+    """Shows how far each of several named pieces of work is; safe to call from their threads."""
+
+    def __init__(self, *, bars: bool | None = None, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bars = (sys.stderr.isatty() if bars is None else bars) and not quiet
+        self._guard = threading.Lock()
+        self._started: dict[str, float] = {}
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def phase(self, name: str, text: str) -> None:
+        """Begin a phase of a piece of work, e.g. ``phase("jax", "fetching")``."""
+        with self._guard:
+            self._started.setdefault(name, time.monotonic())
+            if self._bars:
+                self._bar().update(self._tasks[self._task(name)], description=f"{name}: {text}", total=None)
+            elif not self._quiet:
+                print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+    def advance(self, name: str, done: float, total: float | None) -> None:
+        """Say how much of the present phase is done; shown on a terminal only."""
+        with self._guard:
+            if self._bars and name in self._tasks:
+                self._bar().update(self._tasks[name], completed=done, total=total)
+
+    def done(self, name: str, text: str) -> None:
+        """End a piece of work."""
+        with self._guard:
+            seconds = time.monotonic() - self._started.get(name, time.monotonic())
+            if self._bars:
+                task = self._tasks[self._task(name)]
+                self._bar().update(task, description=f"{name}: {text} ({seconds:.1f} s)", completed=1, total=1)
+            elif not self._quiet:
+                print(f"{name}: {text} ({seconds:.1f} s)", file=sys.stderr, flush=True)
+
+    def _bar(self) -> Progress:
+        if self._progress is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True))
+            self._progress.start()
+        return self._progress
+
+    def _task(self, name: str) -> str:
+        if name not in self._tasks:
+            self._tasks[name] = self._bar().add_task(name, total=None)
+        return name
+
+
+def note(text: str) -> None:
+    """Tell the user something that needs no action."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as text in aligned columns."""
+    lines = [tuple(head), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

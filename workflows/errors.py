@@ -1,0 +1,78 @@
+"""Every error that ends a command of this package; the exit code says which kind it was.
+
+Messages are one line: the component or file, what is wrong with it, and what to do. Only ``cli.main`` prints them and exits.
+"""
+
+from __future__ import annotations
+
+
+class WorkflowsError(Exception):
+    """Something that this tooling cannot do; the base of all errors that a user may see."""
+
+    exit_code = 1
+
+
+class UsageError(WorkflowsError):
+    """Options that do not fit together or name things that do not exist."""
+
+    exit_code = 2
+
+
+class ManifestError(WorkflowsError):
+    """``sources.yaml``, ``sources.lock`` or a patch series is malformed or asks for something unsafe."""
+
+    exit_code = 3
+
+
+class PinError(WorkflowsError):
+    """``sources.lock`` has no pin for what is wanted, or a pin of something else."""
+
+    exit_code = 4
+
+
+class DirtyTreeError(WorkflowsError):
+    """A tree under ``third_party/`` holds work that a sync would lose."""
+
+    exit_code = 5
+
+
+class NetworkError(WorkflowsError):
+    """No server could be reached, or the network is switched off and needed."""
+
+    exit_code = 6
+
+
+class MissingCommitError(WorkflowsError):
+    """The server does not have the pinned commit, or the package index not the pinned file."""
+
+    exit_code = 7
+
+
+class IntegrityError(WorkflowsError):
+    """Fetched bytes are not the pinned ones."""
+
+    exit_code = 8
+
+
+class PatchError(WorkflowsError):
+    """A patch does not apply, or touches what no patch may touch."""
+
+    exit_code = 9
+
+
+class DiskError(WorkflowsError):
+    """The disk is full, read-only or out of reach."""
+
+    exit_code = 10
+
+
+class ToolError(WorkflowsError):
+    """A program that this tooling runs is missing or failed in a way that it does not understand."""
+
+    exit_code = 11
+
+
+class LedgerError(WorkflowsError):
+    """The results of test runs, or the promises that they are held against, cannot be read."""
+
+    exit_code = 12

@@ -1,0 +1,129 @@
+"""The one door through which this package starts other programs."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workflows import errors
+
+_running: set[subprocess.Popen[bytes]] = set()
+_guard = threading.Lock()
+_stopped = threading.Event()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished program left: its exit status and its output."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def text(self) -> str:
+        """Standard output as text without the last newline."""
+        return self.stdout.decode("utf-8", "replace").rstrip("\n")
+
+    @property
+    def complaint(self) -> str:
+        """The last lines of standard error, on one line."""
+        lines = [line.strip() for line in self.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        return " / ".join(lines[-3:]) or f"exit status {self.returncode}, no message"
+
+
+def run(
+    argv: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+    check: bool = True,
+    on_line: Callable[[str], None] | None = None,
+) -> Result:
+    """Run a program to its end.
+
+    Parameters
+    ----------
+    argv
+        Program and arguments; no shell sees them.
+    stdin
+        What the program reads; nothing by default.
+    check
+        Raise ``ToolError`` when the program fails.
+    on_line
+        Called with every line of output, or piece of a progress line, while the program runs; from two threads.
+    """
+    command = tuple(str(word) for word in argv)
+    with _guard:
+        if _stopped.is_set():
+            raise KeyboardInterrupt
+        try:
+            process = subprocess.Popen(
+                command, cwd=cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except FileNotFoundError as error:
+            if cwd is not None and not cwd.is_dir():
+                raise
+            raise errors.ToolError(f"{command[0]}: not found; install it and run the same command again") from error
+        _running.add(process)
+    try:
+        if on_line is None:
+            stdout, stderr = process.communicate(stdin)
+        else:
+            stdout, stderr = _watch(process, stdin, on_line)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    finally:
+        with _guard:
+            _running.discard(process)
+    result = Result(command, process.returncode, stdout, stderr)
+    if check and result.returncode:
+        raise errors.ToolError(f"{quoted(command)}: {result.complaint}")
+    return result
+
+
+def quoted(argv: Sequence[str]) -> str:
+    """Return a command as one could type it, shortened where it is long."""
+    line = shlex.join(argv)
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def stop_all() -> None:
+    """Stop every program that runs now and let none start; for the way out after an interrupt."""
+    with _guard:
+        _stopped.set()
+        for process in _running:
+            process.terminate()
+
+
+def _watch(process: subprocess.Popen[bytes], stdin: bytes, on_line: Callable[[str], None]) -> tuple[bytes, bytes]:
+    """Feed and drain a process, handing on its output piece by piece."""
+    collected: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+
+    def drain(name: str) -> None:
+        stream = getattr(process, name)
+        pending = b""
+        while chunk := stream.read1(65536):
+            collected[name].append(chunk)
+            *lines, pending = (pending + chunk).replace(b"\r", b"\n").split(b"\n")
+            for line in lines:
+                on_line(line.decode("utf-8", "replace"))
+
+    readers = [threading.Thread(target=drain, args=(name,), daemon=True) for name in collected]
+    for reader in readers:
+        reader.start()
+    if process.stdin is not None:
+        process.stdin.write(stdin)
+        process.stdin.close()
+    for reader in readers:
+        reader.join()
+    process.wait()
+    return b"".join(collected["stdout"]), b"".join(collected["stderr"]).replace(b"\r", b"\n")

@@ -1,0 +1,173 @@
+"""Archives as a transport: wheels by name, version and hash, or files by url; read into git objects, never unpacked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from workflows import errors, proc
+from workflows.sources import git, safety
+from workflows.sources.manifest import Transport
+
+_CHUNK = 1 << 20
+_TIMEOUT_S = 60
+_UNREACHABLE = (
+    "connection",
+    "timed out",
+    "name resolution",
+    "unreachable",
+    "temporary failure",
+    "proxyerror",
+    "max retries",
+)
+
+Entry = tuple[str, str, bytes]
+"""Path, git mode ("100644", "100755" or "120000") and content."""
+
+
+def download(
+    transport: Transport,
+    version: str,
+    sha256: str,
+    folder: Path,
+    *,
+    label: str,
+    mirror: str | None,
+    on_progress: Callable[[float, float | None], None],
+) -> Path:
+    """Bring an archive into ``folder`` and check its hash."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if transport.kind == "pypi":
+        path = _from_index(transport, version, sha256, folder, label)
+    else:
+        url = transport.url if mirror is None else f"{mirror.rstrip('/')}/{quote(transport.file)}"
+        path = folder / transport.file
+        _from_url(url, path, label, on_progress)
+    found = file_sha256(path)
+    if found != sha256:
+        raise errors.IntegrityError(
+            f"{label}: {transport.file} has sha256 {found}, sources.lock pins {sha256}; do not use it, and find out who changed it"
+        )
+    return path
+
+
+def _from_index(transport: Transport, version: str, sha256: str, folder: Path, label: str) -> Path:
+    wanted = folder / "requirement.txt"
+    wanted.write_text(f"{transport.package}=={version} --hash=sha256:{sha256}\n", encoding="utf-8")
+    # The package may ask for a newer Python than ours: its patches are what makes it run here.
+    options = (
+        "--no-deps",
+        "--require-hashes",
+        "--ignore-requires-python",
+        "--no-input",
+        "--progress-bar=off",
+        "--quiet",
+    )
+    command = [sys.executable, "-m", "pip", "download", *options, "--only-binary=:all:", "--dest", folder, "-r", wanted]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"PYTHONSAFEPATH": "1"}
+    result = proc.run(command, check=False, env=env | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    if result.returncode == 0 and (folder / transport.file).is_file():
+        return folder / transport.file
+    said = (result.stderr + result.stdout).decode("utf-8", "replace")
+    if "DO NOT MATCH THE HASHES" in said:
+        raise errors.IntegrityError(
+            f"{label}: the package index offers another {transport.file} than sources.lock pins ({sha256}); do not use it"
+        )
+    if "No space left on device" in said:
+        raise errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
+    if any(phrase in said.lower() for phrase in _UNREACHABLE):
+        raise errors.NetworkError(f"{label}: the package index cannot be reached; check the network and run again")
+    if result.returncode == 0 or "No matching distribution" in said:
+        raise errors.MissingCommitError(
+            f"{label}: the package index has no {transport.file}; check the version in sources.yaml or pip's index settings"
+        )
+    raise errors.ToolError(f"{label}: pip download failed ({result.complaint})")
+
+
+def _from_url(url: str, path: Path, label: str, on_progress: Callable[[float, float | None], None]) -> None:
+    import requests
+
+    try:
+        with requests.get(url, stream=True, timeout=_TIMEOUT_S) as answer:
+            if answer.status_code in (404, 410):
+                raise errors.MissingCommitError(
+                    f"{label}: {url} does not exist; check the version or take another --mirror"
+                )
+            answer.raise_for_status()
+            total = float(answer.headers.get("Content-Length", 0)) or None
+            done = 0
+            with path.open("wb") as file:
+                for chunk in answer.iter_content(_CHUNK):
+                    done += file.write(chunk)
+                    on_progress(done, total)
+    except requests.RequestException as error:
+        raise errors.NetworkError(f"{label}: cannot fetch {url} ({type(error).__name__}); check the network") from error
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def import_tree(repo: git.Repo, path: Path, root: str, *, label: str) -> str:
+    """Write the folder ``root`` of an archive into a repository and return the hash of its tree."""
+    try:
+        entries = sorted(_entries(path, root, label))
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
+        raise errors.IntegrityError(f"{label}: {path.name} cannot be read as an archive ({error})") from error
+    if not entries:
+        raise errors.IntegrityError(f"{label}: {path.name} has no folder {root}; correct 'root' in sources.yaml")
+    names = [name for name, _, _ in entries]
+    for before, name in zip(names, names[1:], strict=False):
+        if before == name:
+            raise errors.IntegrityError(f"{label}: {path.name} holds {name} twice")
+    head = b"commit refs/multimesh/import\ncommitter MultiMesh <patches@multimesh.invalid> 0 +0000\ndata 0\n"
+    body = b"".join(
+        b"M %s inline %s\ndata %d\n%s\n" % (mode.encode(), name.encode(), len(data), data)
+        for name, mode, data in entries
+    )
+    repo("fast-import", "--quiet", "--done", stdin=head + body + b"done\n")
+    tree = repo.object("refs/multimesh/import^{tree}")
+    repo("update-ref", "-d", "refs/multimesh/import")
+    return tree or ""
+
+
+def _entries(path: Path, root: str, label: str) -> Iterator[Entry]:
+    """Yield the files and links under ``root``, by their path relative to it."""
+    members = _tar_members(path) if tarfile.is_tarfile(path) else _zip_members(path)
+    prefix = "" if root == "." else root.rstrip("/") + "/"
+    for name, mode, data in members:
+        fault = safety.path_fault(name.removeprefix("./"))
+        if fault:
+            raise errors.IntegrityError(f"{label}: {path.name} holds a file '{name}' whose path {fault}; do not use it")
+        if name.removeprefix("./").startswith(prefix):
+            kind = "120000" if stat.S_ISLNK(mode) else "100755" if mode & 0o100 else "100644"
+            yield name.removeprefix("./").removeprefix(prefix), kind, data
+
+
+def _zip_members(path: Path) -> Iterator[tuple[str, int, bytes]]:
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if not info.is_dir():
+                # orig_filename: Python cuts the other one at a NUL byte.
+                yield info.orig_filename, info.external_attr >> 16, archive.read(info)
+
+
+def _tar_members(path: Path) -> Iterator[tuple[str, int, bytes]]:
+    with tarfile.open(path) as archive:
+        for info in archive:
+            if info.issym():
+                yield info.name, stat.S_IFLNK, info.linkname.encode()
+            elif info.isfile() or info.islnk():
+                content = archive.extractfile(info)
+                yield info.name, info.mode, content.read() if content else b""
+            elif not info.isdir():
+                raise tarfile.TarError(f"{info.name} is neither a file nor a link")

@@ -1,0 +1,206 @@
+"""Git as this package runs it: no configuration but ours, no hooks, no prompts, no transports but the listed ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from workflows import errors, proc
+from workflows.sources.safety import SCHEMES
+
+# Where a component's upstream bytes begin, and the branch with its patches applied.
+BASE, BRANCH = "refs/multimesh/base", "refs/heads/patched"
+# Commits that we make are the same on every machine and on every day.
+IDENTITY = {
+    f"GIT_{role}_{field}": value
+    for role in ("AUTHOR", "COMMITTER")
+    for field, value in (("NAME", "MultiMesh"), ("EMAIL", "patches@multimesh.invalid"), ("DATE", "@946684800 +0000"))
+}
+_SETTINGS = {
+    "advice.detachedHead": "false",
+    "checkout.workers": "0",
+    "core.attributesFile": os.devnull,
+    "core.autocrlf": "false",
+    "core.excludesFile": os.devnull,
+    "core.fsmonitor": "false",
+    "core.fsync": "none",  # a tree that a power cut spoils is fetched again; the verified hash tells
+    "core.hooksPath": os.devnull,
+    "core.protectHFS": "true",
+    "core.protectNTFS": "true",
+    "core.quotePath": "false",
+    "diff.noprefix": "false",
+    "diff.mnemonicPrefix": "false",
+    "fastimport.unpackLimit": "1",
+    "fetch.unpackLimit": "1",  # a pack appears whole or not at all, so a killed fetch leaves no half of a tree
+    "gc.auto": "0",
+    "http.followRedirects": "initial",
+    "http.lowSpeedLimit": "1000",
+    "http.lowSpeedTime": "60",
+    "init.defaultBranch": "patched",
+    "maintenance.auto": "false",
+    "protocol.allow": "never",
+    "submodule.recurse": "false",
+    "transfer.fsckObjects": "true",
+} | {f"protocol.{scheme}.allow": "always" for scheme in SCHEMES}
+_NETWORK = (
+    "could not resolve",
+    "couldn't connect",
+    "connection refused",
+    "connection reset",
+    "connection timed out",
+    "failed to connect",
+    "unable to connect",
+    "no route to host",
+    "network is unreachable",
+    "operation timed out",
+    "operation too slow",
+    "temporary failure in name resolution",
+    "the remote end hung up",
+    "early eof",
+    "unexpected disconnect",
+    "recv failure",
+    "transfer closed",
+    "empty reply from server",
+    "rpc failed",
+    "curl 18",
+    "curl 56",
+    "error: 50",
+    "could not read from remote repository",
+)
+_MISSING = ("not our ref", "couldn't find remote ref", "unadvertised object", "no such remote ref")
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """Return the environment of a git process that works in ``directory``."""
+    kept = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_") or key in kept}
+    # A clone that is mounted into a container belongs to another user there; this directory is one that we made.
+    settings = [*_SETTINGS.items(), ("safe.directory", str(directory))]
+    for number, (key, value) in enumerate(settings):
+        env |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return env | {
+        "GIT_CONFIG_COUNT": str(len(settings)),
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_ATTR_NOSYSTEM": "1",
+        "GIT_ALLOW_PROTOCOL": ":".join(SCHEMES),
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ASKPASS": "true",
+        "GIT_SSH_COMMAND": "ssh -o BatchMode=yes",
+        "GIT_CEILING_DIRECTORIES": str(directory.parent),
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        "LC_ALL": "C",
+    }
+
+
+@dataclass(frozen=True)
+class Repo:
+    """A repository with a work tree at ``root``."""
+
+    root: Path
+
+    def __call__(
+        self,
+        *args: str,
+        stdin: bytes = b"",
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> proc.Result:
+        """Run one git command here."""
+        full = environment(self.root) | dict(env or {})
+        try:
+            return proc.run(["git", *args], cwd=self.root, env=full, stdin=stdin, check=check, on_line=on_line)
+        except errors.ToolError as error:
+            if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
+                raise errors.DiskError(f"{self.root}: no space left on the disk; free some and run again") from error
+            if "Read-only file system" in str(error) or "Permission denied" in str(error):
+                raise errors.DiskError(f"{self.root}: cannot be written; make it writable and run again") from error
+            raise
+
+    def object(self, name: str) -> str | None:
+        """Return the hash that a revision means, or None where this repository lacks it."""
+        result = self("rev-parse", "--verify", "--quiet", "--end-of-options", name, check=False)
+        return result.text if result.returncode == 0 else None
+
+    def whole(self, tree: str) -> bool:
+        """Say whether everything that a tree reaches is here."""
+        walk = self("rev-list", "--objects", "--quiet", "--end-of-options", tree, check=False)
+        return walk.returncode == 0
+
+
+def init(root: Path) -> Repo:
+    """Make an empty repository."""
+    root.mkdir(parents=True)
+    repo = Repo(root)
+    repo("init", "--quiet", "--template=", "--object-format=sha1")
+    (root / ".git" / "info").mkdir(exist_ok=True)
+    return repo
+
+
+def fetch(
+    repo: Repo, url: str, revision: str, *, label: str, on_progress: Callable[[float, float | None], None]
+) -> None:
+    """Fetch one commit, without its history, from a url that ``safety.url_fault`` let pass.
+
+    Raises
+    ------
+    MissingCommitError
+        The server answered and does not have it.
+    NetworkError
+        No answer, or the connection broke.
+    IntegrityError
+        The server sent malformed objects.
+    """
+    args = ("fetch", "--depth=1", "--no-tags", "--no-write-fetch-head", "--no-recurse-submodules", "--progress")
+    result = repo(*args, "--end-of-options", url, revision, check=False, on_line=_progress(on_progress))
+    if result.returncode == 0:
+        return
+    said = result.stderr.decode("utf-8", "replace").lower()
+    complaint = "; ".join(
+        line.strip()
+        for line in result.stderr.decode("utf-8", "replace").splitlines()
+        if "fatal:" in line or "error:" in line
+    )[:300]
+    if "no space left" in said:
+        raise errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
+    if "permission denied" in said and url.startswith("file:") or "read-only file system" in said:
+        raise errors.DiskError(f"{label}: {complaint}; make it writable and run the same command again")
+    if any(phrase in said for phrase in _MISSING):
+        raise errors.MissingCommitError(
+            f"{label}: {url} does not have {revision}; check the pin in sources.lock or take another --mirror"
+        )
+    if any(
+        phrase in said for phrase in ("fsck error", "object corrupt", "index-pack failed", "invalid index-pack")
+    ) and not any(phrase in said for phrase in ("early eof", "disconnect", "hung up", "curl")):
+        raise errors.IntegrityError(
+            f"{label}: {url} sent objects that git refuses ({complaint}); take another --mirror"
+        )
+    if any(phrase in said for phrase in _NETWORK):
+        raise errors.NetworkError(f"{label}: cannot fetch {url} ({complaint}); check the network or name a --mirror")
+    raise errors.NetworkError(f"{label}: {url} cannot be fetched from ({complaint}); check the url or name a --mirror")
+
+
+def _progress(on_progress: Callable[[float, float | None], None]) -> Callable[[str], None]:
+    """Return a reader of git's progress lines that reports received objects."""
+    from git.remote import RemoteProgress
+
+    class Receiving(RemoteProgress):
+        def update(
+            self,
+            op_code: int,
+            cur_count: str | float,
+            max_count: str | float | None = None,
+            message: str = "",
+        ) -> None:
+            if op_code & self.OP_MASK == self.RECEIVING:
+                on_progress(float(cur_count), float(max_count) if max_count else None)
+
+    parser = Receiving()
+
+    def line(text: str) -> None:
+        parser._parse_progress_line(text)
+
+    return line

@@ -1,0 +1,84 @@
+"""What a manifest, an archive or a patch may name: paths that stay inside their tree, and urls that are only addresses."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+SCHEMES = ("https", "http", "ssh", "git", "file")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# Names that some file system reads as `.git`: case, NTFS short names and trailing dots or blanks, HFS+ ignorable characters.
+_GIT_ALIAS = re.compile(r"(\.git|git~\d+)[ .]*(:.*)?", re.IGNORECASE)
+_IGNORABLE = re.compile("[\u200c-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
+
+
+def path_fault(path: str) -> str | None:
+    """Say why a path may not be used inside a component's tree, or return None."""
+    if _CONTROL.search(path):
+        return "contains control characters"
+    if path.startswith(("/", "~")) or re.match(r"[A-Za-z]:", path):
+        return "is absolute"
+    if "\\" in path:
+        return "contains a backslash"
+    for part in path.split("/"):
+        if part == "..":
+            return "leaves its tree by '..'"
+        if part in ("", "."):
+            return "has an empty or '.' part"
+        if _GIT_ALIAS.fullmatch(_IGNORABLE.sub("", part)):
+            return "goes into .git"
+    return None
+
+
+def link_fault(path: str, target: str) -> str | None:
+    """Say why a symbolic link at ``path`` (inside a tree) may not point to ``target``, or return None."""
+    if target.startswith("/") or "\\" in target or _CONTROL.search(target) or not target:
+        return "points out of its tree"
+    depth, named = path.count("/"), False
+    for part in target.split("/"):
+        if part == "..":
+            # After a name, '..' may follow another link and leave the tree although the text of the path stays inside.
+            if depth == 0 or named:
+                return "points out of its tree"
+            depth -= 1
+        elif part not in ("", "."):
+            named = True
+            if _GIT_ALIAS.fullmatch(_IGNORABLE.sub("", part)):
+                return "points into .git"
+    return None
+
+
+def url_fault(url: str) -> str | None:
+    """Say why a url may not be fetched from, or return None.
+
+    A url must be a plain address: no option (``--upload-pack=...``), no remote helper (``ext::...``), no host that ssh
+    would read as an option, and no secret in it.
+    """
+    if _CONTROL.search(url) or " " in url and not url.startswith("file://"):
+        return "contains control characters or blanks"
+    if url.startswith("-"):
+        return "looks like an option"
+    if re.match(r"[A-Za-z0-9+.-]*::", url):
+        return "names a git remote helper"
+    try:
+        parts = urlsplit(url)
+        host, user, password, _ = parts.hostname, parts.username, parts.password, parts.port
+    except ValueError:
+        return "is not a valid url"
+    if parts.scheme not in SCHEMES or "://" not in url:
+        return f"must begin with one of {', '.join(scheme + '://' for scheme in SCHEMES)}"
+    if password is not None or (user and parts.scheme != "ssh"):
+        return "contains a user or password; keep credentials out of files"
+    if user and user.startswith("-"):
+        return "has a user that looks like an option"
+    if parts.scheme == "file":
+        return "must name a path after file://" if host or not parts.path.startswith("/") else None
+    raw = parts.netloc.rpartition("@")[2]
+    raw = raw if raw.endswith("]") else raw.rpartition(":")[0] or raw
+    if not _HOST.fullmatch(raw):
+        return "has a host that is no host name"
+    if parts.path.startswith("/-") or parts.query.startswith("-"):
+        return "has a path that looks like an option"
+    return None
