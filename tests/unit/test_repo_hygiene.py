@@ -116,7 +116,7 @@ def test_shell_scripts_are_clean(root: Path) -> None:
     scripts = [str(path) for path in shell_scripts(root)]
     assert scripts
     tools = Path(sys.executable).parent
-    for argv in ([tools / "shellcheck", "-x"], [tools / "shfmt", "-i", "4", "-ci", "-d"]):
+    for argv in ([tools / "shellcheck", "-x"], [tools / "shfmt", "-i", "2", "-ci", "-d"]):
         done = subprocess.run([*map(str, argv), *scripts], capture_output=True, text=True, cwd=root, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
