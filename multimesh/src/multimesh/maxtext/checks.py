@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from multimesh.errors import MissingPartError, UnsupportedError, UsageError
@@ -111,6 +112,12 @@ def check_job(options: Options, model: Model) -> Job:
         raise UsageError(
             f"MaxText's own pipeline needs a multiple of pp = {o.pp} microbatches, not {microbatches}; "
             f"use --batch-size {near * rows}"
+        )
+    forward = batch if o.pp > 1 else rows
+    if (o.text or o.use_tfds_dataset) and forward > devices and batch % devices:
+        raise UsageError(
+            f"MaxText loads data in equal shares per device, and {devices} devices do not divide a batch of {batch}; "
+            f"use --batch-size {math.lcm(rows * o.pp, devices)}"
         )
     return Job(options, model, devices, batch, microbatches)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Follower:
     def poll(self) -> list[Step]:
         """Return the steps completed since the last poll."""
         # MaxText logs a step before it writes its metrics, so read in the other order.
-        records = [json.loads(line) for line in self._metrics.lines()]
+        records = [record for record in map(_parse, self._metrics.lines()) if record]
         for stamp, number in _COMPLETED.findall("\n".join(self._log.lines())):
             self._completed[int(number)] = datetime.strptime(f"2000{stamp}", "%Y%m%d %H:%M:%S.%f")
         return [self._step(record) for record in records if "learning/loss" in record]
@@ -76,8 +77,16 @@ class Follower:
         return (now - before).total_seconds()
 
 
+def _parse(line: str) -> dict[str, float] | None:
+    """Return a record; ``None`` for a torn line, left where MaxText emptied the file (it does so when it evaluates)."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
 class _Tail:
-    """Complete lines that were appended to a file since the last look; the file may not exist yet."""
+    """Complete lines that were appended to a file since the last look; the file may not exist yet, or be emptied."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,6 +95,7 @@ class _Tail:
     def lines(self) -> Iterator[str]:
         try:
             with self._path.open("rb") as file:
+                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
