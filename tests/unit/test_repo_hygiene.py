@@ -14,8 +14,22 @@ import pytest
 MAX_LINES = 500
 DOORS = ("bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py")
 DOOR_LINES = 20
-# Absolute paths that a committed file may name: those that every Debian system, and our images, have.
-SYSTEM_FOLDERS = {"bin", "dev", "etc", "opt", "proc", "run", "sys", "tmp", "usr", "var", "workspace", "workspaces"}
+# Absolute paths that a committed file may name: those that every Debian system, and our images, have; and /path/to/x.
+SYSTEM_FOLDERS = {
+    "bin",
+    "dev",
+    "etc",
+    "opt",
+    "path",
+    "proc",
+    "run",
+    "sys",
+    "tmp",
+    "usr",
+    "var",
+    "workspace",
+    "workspaces",
+}
 # Hosts that a committed file may name: public ones that we fetch from or point to, and names reserved for examples.
 PUBLIC_HOSTS = {
     "bazel.build",
