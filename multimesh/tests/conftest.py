@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ.setdefault("NPROC", "64")  # fewer threads than device programs in flight: collectives wait for ever
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -22,3 +24,20 @@ if sys.modules.get("multimesh") is not None and getattr(sys.modules["multimesh"]
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "flax: needs flax; left out where a jax without a matching flax is tested")
+
+
+@pytest.fixture
+def compilations():
+    """A list that gets an entry for every program that XLA compiles during the test."""
+    import jax.monitoring
+
+    seen: list[float] = []
+    active = True
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if active and event == "/jax/core/compile/backend_compile_duration":
+            seen.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    active = False  # the public interface has no way to remove one listener

@@ -77,7 +77,9 @@ def moments_of(state, params):
     ]
 
 
-@pytest.mark.promise("The state after five AdamW steps equals plain jit's, and every array lies on its stage's devices only")
+@pytest.mark.promise(
+    "The state after five AdamW steps equals plain jit's, and every array lies on its stage's devices only"
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", [MLP, TRANSFORMER, MOE], ids=lambda m: m.name)
 def test_adamw(model, schedule):

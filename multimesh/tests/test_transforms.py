@@ -8,6 +8,7 @@ import multimesh as mm
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from models import MLP, SKIP, TRANSFORMER, mlp_block, plain, squared_error
 from pipelines import SCHEDULES, Split, assert_same, gradient, microbatched, submeshes
@@ -106,7 +107,7 @@ def test_hessian_vector_product():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpoint_inside_a_task(policy, where):
     def named_block(p, x):
-        return jax.ad_checkpoint.checkpoint_name(mlp_block(p, x), "kept")
+        return checkpoint_name(mlp_block(p, x), "kept")
 
     block = jax.checkpoint(named_block, policy=POLICIES[policy])
 

@@ -1,0 +1,143 @@
+"""Real MaxText, trained through the door that a user has: what succeeds, and every way to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+TINY = ("--num-layers", "1", "--model-dims", "64", "--mlp-dims", "64", "--sequence-length", "32")
+
+
+def records(file: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.promise("maxtext/validate-cpu.sh trains real MaxText with DP=2, PP=2, TP=2 and shows a short table")
+def test_validate_cpu(run: Run, tmp_path: Path):
+    metrics = tmp_path / "m.jsonl"
+    done = run("--output", tmp_path / "out put", "--metrics-file", metrics, script="validate-cpu.sh")
+    assert done.code == 0, done.stderr
+    losses = [record["learning/loss"] for record in records(metrics)]
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]
+    lines = done.stdout.splitlines()
+    assert "8 cpu devices: dp 2 tp 2 pp 2; 2 layers; batch 8 = 2 microbatches in the pipeline" in lines[0]
+    assert [line for line in lines if line.startswith(f"step 3/3  loss {losses[2]:.4f}")]
+    header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["step", "loss"])
+    assert [line.split()[1] for line in lines[header + 1 : header + 4]] == [f"{loss:.4f}" for loss in losses]
+    log = (tmp_path / "out put" / "maxtext.log").read_text()
+    for setting in ("ici_pipeline_parallelism: 2", "ici_tensor_parallelism: 2", "ici_data_parallelism: 2"):
+        assert f"Config param {setting}" in log
+
+
+@pytest.mark.promise("maxtext/run.py --text trains on real text; nothing is downloaded")
+def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
+    """A batch of 4 on 8 tensor-parallel devices, sequence-parallel, on this repository's licence."""
+    # A proxy that does not exist: whatever tried to download would fail.
+    environment = {**os.environ, "https_proxy": "http://127.0.0.1:1", "http_proxy": "http://127.0.0.1:1"}
+    arguments = ("--cpus", 8, "--tp", 8, "--num-heads", 8, "--batch-size", 4, "--microbatch-size", 2, "--num-steps", 6)
+    done = run(
+        *arguments,
+        "--sequence-parallel",
+        *TINY,
+        "--json",
+        "--output",
+        tmp_path,
+        "--text",
+        root / "LICENSE",
+        env=environment,
+    )
+    assert done.code == 0, done.stderr
+    found = done.json
+    assert (found["exit_code"], found["error"], len(found["steps"])) == (0, None, 6)
+    # 6 steps at batch 4 cannot learn the licence by heart, but leave the uniform distribution over bytes behind.
+    assert found["steps"][-1]["loss"] < 5.5 < found["steps"][0]["loss"]
+    # Every sequence of 32 has 31 next tokens to predict.
+    assert {step["tokens"] for step in found["steps"]} == {4 * 31.0}
+    index = json.loads((tmp_path / "text" / "index.json").read_text())
+    assert index["total_tokens"] == (root / "LICENSE").stat().st_size + 1
+
+
+@pytest.mark.promise("The same --seed gives the same losses, another seed others")
+def test_the_seed_decides_parameters_and_data(run: Run, root: Path):
+    def losses(seed: int) -> list[float]:
+        done = run("--seed", seed, "--num-steps", 2, *TINY, "--json", "--text", root / "LICENSE")
+        return [step["loss"] for step in done.json["steps"]]
+
+    first = losses(1)
+    assert len(first) == 2
+    assert first == losses(1)
+    assert first[0] != losses(2)[0]
+
+
+@pytest.mark.promise("A trainer that raises, prints NaN or stops early fails the script")
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("adam_b1=nonsense",), 10, "the trainer failed with exit code 1 after 0 of 4 steps"),
+        (("learning_rate=1e38", "gradient_clipping_threshold=0"), 12, "is nan; lower learning_rate="),
+        (("eval_interval=1", "eval_steps=1", "target_eval_loss=100"), 11, "of 4 steps without an error"),
+        (("learning_rate=0",), 13, "train longer with --num-steps or change learning_rate="),
+    ],
+    ids=["raises", "nan", "stops-early", "learns-nothing"],
+)
+def test_a_bad_trainer_fails_the_script(run: Run, arguments: tuple[str, ...], code: int, message: str):
+    done = run("--num-steps", 4, *TINY, *arguments)
+    assert done.code == code, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+@pytest.mark.promise("Ctrl-C stops the trainer and leaves no process behind")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtext: Path, number: signal.Signals):
+    line = [sys.executable, str(root / "maxtext/run.py"), "--num-steps", "100000", *TINY, "--output", str(tmp_path)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for printed in process.stdout:
+        if printed.startswith("step 1/"):
+            break
+    (trainer,) = _children(process.pid)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted; the trainer was stopped"
+    assert not Path(f"/proc/{trainer}").exists()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.promise("maxtext/validate-gpu.sh refuses clearly without a GPU", stand_in="a PATH without nvidia-smi")
+def test_validate_gpu_refuses_without_a_gpu(run: Run):
+    done = run(script="validate-gpu.sh", env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""})
+    assert (done.code, done.stdout) == (4, "")
+    assert done.stderr == "error: no GPU can be seen here (nvidia-smi lists none); use maxtext/validate-cpu.sh\n"
+
+
+@pytest.mark.promise("validate-gpu.sh is tensor-parallel over the visible GPUs", stand_in="an nvidia-smi of our own")
+@pytest.mark.parametrize(("visible", "tp"), [(None, 4), ("0,2", 2), ("3", 1)])
+def test_validate_gpu_uses_the_visible_gpus(run: Run, tmp_path: Path, visible: str | None, tp: int):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\nfor gpu in 0 1 2 3; do [ "$1" = --list-gpus ] && echo "GPU $gpu: H" || echo 81559; done\n'
+    )
+    smi.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    done = run("--dry-run", "--json", script="validate-gpu.sh", env=environment)
+    assert done.code == 0, done.stderr
+    settings = done.json["configuration"]
+    assert settings["ici_tensor_parallelism"] * settings["ici_tensor_sequence_parallelism"] == tp
+    assert (settings["hardware"], settings["steps"], settings["max_target_length"]) == ("gpu", 20, 256)

@@ -1,0 +1,209 @@
+"""What cannot be done raises MultiMeshError that names the user's line, before anything runs."""
+
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import multimesh as mm
+import numpy as np
+import pytest
+from jax import lax
+from models import MLP, mlp_block
+from pipelines import Split, assert_same, submeshes
+
+HERE = Path(__file__).name
+X = np.ones((8, 4), np.float32)
+
+
+def here():
+    """The caller's line."""
+    return inspect.currentframe().f_back.f_lineno
+
+
+def names_line(error, first, last=None):
+    """The message has this file's name and a line of the range."""
+    message = str(error.value)
+    lines = [int(n) for n in re.findall(re.escape(HERE) + r'(?::|", line )(\d+)', message)]
+    assert any(first <= n <= (last or first) for n in lines), message
+    return True
+
+
+def devices(*shape):
+    return np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+
+
+MESH = submeshes(1, (2, 2))[0]
+
+BAD_TASKS = {
+    "no submesh": {},
+    "mesh and devices": {"mesh": MESH, "devices": devices(2), "device_axes": ("data",)},
+    "too few axes": {"devices": devices(2, 2), "device_axes": ("data",)},
+    "too many axes": {"devices": devices(2), "device_axes": ("data", "model")},
+    "an axis twice": {"devices": devices(2, 2), "device_axes": ("data", "data")},
+    "a device twice": {"devices": np.array([jax.devices()[0]] * 2), "device_axes": ("data",)},
+    "no devices": {"devices": np.array([], dtype=object), "device_axes": ("data",)},
+    "logical axes without axes": {"devices": devices(2), "logical_axes": {"batch": "data"}},
+    "logical axes onto no axis of the mesh": {"mesh": MESH, "logical_axes": {"batch": "nowhere"}},
+    "device_axes of a mesh": {"mesh": MESH, "device_axes": ("data", "model")},
+    "not a mesh": {"mesh": "cpu"},
+    "not devices": {"devices": [0, 1], "device_axes": ("data",)},
+}
+
+
+@pytest.mark.promise("Bad arguments raise when task() is called")
+@pytest.mark.parametrize("case", BAD_TASKS)
+def test_bad_task(case):
+    with pytest.raises(mm.MultiMeshError) as error:
+        mm.task(mlp_block, name="block", **BAD_TASKS[case])
+    assert "\n" not in str(error.value).strip()
+
+
+def test_a_task_of_something_that_cannot_be_called():
+    with pytest.raises(mm.MultiMeshError):
+        mm.task(3, name="three", mesh=MESH)
+
+
+def total(x):
+    return x.sum()
+
+
+BAD_LOOPS = {
+    "size does not divide the rows": ({"size": 3}, (X,)),
+    "size is larger than the rows": ({"size": 16}, (X,)),
+    "leaves of different rows": ({"size": 2}, ((X, X[:4]),)),
+    "a scalar in the batch": ({"size": 2}, ((X, np.float32(1)),)),
+    "dim beyond the rank": ({"size": 2, "dim": 2}, (X,)),
+    "argnum beyond the arguments": ({"size": 2, "argnum": 1}, (X,)),
+    "an empty batch": ({"size": 2}, ({},)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LOOPS)
+def test_bad_microbatch(case):
+    options, args = BAD_LOOPS[case]
+    with pytest.raises(mm.MultiMeshError):
+        mm.jit(mm.microbatch(lambda x: jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, x)), **options))(*args)
+
+
+@pytest.mark.parametrize("options", [{"size": 0}, {"size": -2}, {"size": 2, "schedule": "2f2b"}, {"size": 2.5}])
+def test_bad_microbatch_options(options):
+    with pytest.raises(mm.MultiMeshError):
+        mm.jit(mm.microbatch(total, **options))(X)
+
+
+def test_an_unknown_schedule_lists_the_known_ones():
+    with pytest.raises(mm.MultiMeshError, match="1f1b"):
+        mm.jit(mm.microbatch(total, size=2, schedule="2f2b"))(X)
+
+
+def test_a_stack_prefix_that_does_not_fit():
+    f = mm.microbatch(lambda x: (x.sum(), x), size=2, stack={"x": True})
+    with pytest.raises(mm.MultiMeshError):
+        mm.jit(f)(X)
+
+
+def on(stage, fn):
+    return Split(submeshes(2, (2,)))(stage, fn)
+
+
+@pytest.mark.promise("What cannot be done raises MultiMeshError that names the user's line")
+def test_tasks_of_two_submeshes_in_the_branches_of_a_cond():
+    line = here() + 3
+
+    def f(x):
+        return lax.cond(x.sum() > 0, on(0, jnp.sin), on(1, jnp.cos), x)
+
+    with pytest.raises(mm.MultiMeshError) as error:
+        mm.jit(f)(X)
+    assert names_line(error, line)
+
+
+def test_tasks_in_a_while_loop():
+    line = here() + 4
+
+    def f(x):
+        def body(x):
+            return on(1, jnp.sin)(on(0, jnp.cos)(x))
+
+        return lax.while_loop(lambda x: x.sum() > 1, body, x)
+
+    with pytest.raises(mm.MultiMeshError) as error:
+        mm.jit(f)(X)
+    assert names_line(error, line, line + 1)
+
+
+def test_tasks_in_a_scan_that_is_no_microbatch_loop():
+    """The remedy is named: microbatch, or a Python loop."""
+    line = here() + 4
+
+    def f(x):
+        def body(c, _):
+            return on(1, jnp.sin)(on(0, jnp.cos)(c)), None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    with pytest.raises(mm.MultiMeshError) as error:
+        mm.jit(f)(X)
+    assert names_line(error, line, line + 1)
+
+
+def test_a_task_inside_a_task_of_another_submesh():
+    line = here() + 3
+
+    def f(x):
+        return on(0, lambda x: on(1, jnp.sin)(x) + 1)(x)
+
+    with pytest.raises(mm.MultiMeshError) as error:
+        mm.jit(f)(X)
+    assert names_line(error, line)
+
+
+def test_a_task_inside_a_task_of_the_same_submesh_is_part_of_it():
+    y = mm.jit(lambda x: on(1, lambda x: on(1, jnp.sin)(x) + 1)(x))(X)
+    assert_same(y, jnp.sin(X) + 1)
+    assert set(y.devices()) == set(submeshes(2, (2,))[1].devices.flat)
+
+
+def test_register_task_with_a_bad_regex():
+    with pytest.raises(mm.MultiMeshError):
+        mm.register_task(r"layers_(\d+", mesh=MESH)
+
+
+def test_register_task_without_a_submesh():
+    with pytest.raises(mm.MultiMeshError):
+        mm.register_task(r"layers_(\d+)")
+
+
+def test_a_failed_trace_is_not_cached():
+    """The user's own exception comes out as it is, and the next call traces again."""
+    fail = True
+
+    def f(x):
+        if fail:
+            raise RuntimeError("the user's")
+        return on(1, jnp.sin)(on(0, jnp.cos)(x))
+
+    compiled = mm.jit(f)
+    with pytest.raises(RuntimeError, match="the user's"):
+        compiled(X)
+    fail = False
+    assert_same(compiled(X), jnp.sin(jnp.cos(X)))
+
+
+def test_jaxs_own_errors_stay_jaxs():
+    """Python control flow on a traced value is explained better by jax than by us."""
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        mm.jit(lambda x: on(0, jnp.sin)(x) if x.sum() > 0 else x)(X)
+
+
+def test_a_deleted_input():
+    params, batch = MLP.init(1), MLP.batch(8, 0)
+    f = mm.jit(lambda p, x: on(0, mlp_block)(p, x))
+    x = jax.device_put(batch["x"])
+    f(params["stages"][0], x)
+    x.delete()
+    with pytest.raises(Exception, match="delete"):
+        f(params["stages"][0], x)
+    assert_same(f(params["stages"][0], batch["x"]), mlp_block(params["stages"][0], batch["x"]))

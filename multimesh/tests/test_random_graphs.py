@@ -1,0 +1,142 @@
+"""Random directed graphs of operations over random submeshes, against plain jit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import multimesh as mm
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from pipelines import assert_same, microbatched
+
+ROWS, WIDTH, INPUTS = 8, 4, 3
+
+OPERATIONS: dict[str, Any] = {
+    "add": lambda a, b: a + b,
+    "multiply": lambda a, b: a * jnp.cos(b),
+    "matmul": lambda a, b: jnp.tanh(a @ (b.T @ a) / 8),
+    "where": lambda a, b: jnp.where(a > b, a, 0.5 * b),
+    "mean": lambda a, b: a - b.mean(0),
+    "reverse": lambda a, b: jnp.concatenate([b[:, 2:], a[:, :2]], 1),
+    "scan": lambda a, b: jax.lax.scan(lambda c, x: (0.5 * c + x, jnp.sin(c)), b[0], a)[1],
+    "remat": jax.checkpoint(lambda a, b: jnp.tanh(a) * jax.nn.sigmoid(b)),
+    "constant": lambda a, b: a + jnp.arange(WIDTH, dtype=a.dtype),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """``submesh`` None: the operation stands outside every task."""
+
+    operation: str
+    left: int
+    right: int
+    submesh: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    starts: tuple[tuple[int, int], ...]  # (first device, number of devices) of every submesh
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+
+    def meshes(self) -> list[Mesh]:
+        return [Mesh(np.array(jax.devices()[a : a + n]), ("i",)) for a, n in self.starts]
+
+    def run(self, args: Any, tasks: bool) -> list[Any]:
+        values = list(args)
+        meshes = self.meshes() if tasks else []
+        for k, node in enumerate(self.nodes):
+            f = OPERATIONS[node.operation]
+            if tasks and node.submesh is not None:
+                f = mm.task(f, name=f"n{k}", mesh=meshes[node.submesh])
+            values.append(f(values[node.left], values[node.right]))
+        return [values[o] for o in self.outputs]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    sizes = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3))
+    starts = tuple((draw(st.integers(0, 8 - n)), n) for n in sizes)
+    nodes = tuple(
+        Node(
+            draw(st.sampled_from(sorted(OPERATIONS))),
+            draw(st.integers(0, INPUTS + k - 1)),
+            draw(st.integers(0, INPUTS + k - 1)),
+            draw(st.one_of(st.none(), st.integers(0, len(sizes) - 1))),
+        )
+        for k in range(draw(st.integers(2, 7)))
+    )
+    outputs = tuple(draw(st.lists(st.integers(0, INPUTS + len(nodes) - 1), min_size=1, max_size=3)))
+    return Graph(starts, nodes, (*outputs, INPUTS + len(nodes) - 1))
+
+
+def inputs() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(ROWS, WIDTH)).astype(np.float32) for _ in range(INPUTS)]
+
+
+LIMITS = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+def check_forward(graph: Graph) -> None:
+    args = inputs()
+    assert_same(mm.jit(lambda *a: graph.run(a, True))(*args), jax.jit(lambda *a: graph.run(a, False))(*args))
+
+
+def check_gradient(graph: Graph) -> None:
+    def loss(tasks: bool) -> Any:
+        return jax.value_and_grad(lambda *a: sum(jnp.square(y).mean() for y in graph.run(a, tasks)), argnums=(0, 1, 2))
+
+    args = inputs()
+    assert_same(mm.jit(loss(True))(*args), jax.jit(loss(False))(*args))
+
+
+def check_loop(graph: Graph) -> None:
+    """The first input is the batch, the others are parameters: gradients of all three, summed over four microbatches."""
+    x, *params = inputs()
+    params = [p[:2] for p in params]
+
+    def make(tasks: bool, loop: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            return sum(jnp.square(y).mean() for y in graph.run([x, *params], tasks))
+
+        return loop(jax.value_and_grad(loss), size=2, argnum=1)
+
+    assert_same(mm.jit(make(True, mm.microbatch))(params, x), jax.jit(make(False, microbatched))(params, x))
+
+
+CHECKS = {"forward": check_forward, "gradient": check_gradient, "loop": check_loop}
+
+
+@pytest.mark.promise("Random task graphs over random submeshes equal plain jit")
+@pytest.mark.parametrize("check", CHECKS)
+def test_random_graphs(check):
+    @settings(max_examples=12, **LIMITS)
+    @given(graphs())
+    def holds(graph):
+        CHECKS[check](graph)
+
+    holds()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", CHECKS)
+def test_many_random_graphs(check):
+    @settings(max_examples=150, **LIMITS)
+    @given(graphs())
+    def holds(graph):
+        CHECKS[check](graph)
+
+    holds()

@@ -1,0 +1,163 @@
+"""Named scopes become tasks: by pattern, by callback, for as long as the registration stands."""
+
+import jax
+import jax.numpy as jnp
+import multimesh as mm
+import numpy as np
+import pytest
+from models import MLP, mlp_block, squared_error
+from pipelines import Split, assert_placed, assert_same, reference_gradient, submeshes
+
+ROWS, SIZE = 8, 2
+
+
+def scoped_loss(params, batch):
+    """A model that knows nothing of submeshes: four blocks in scopes, as Flax linen names them."""
+    x = batch["x"]
+    with jax.named_scope("decoder"):
+        for s, p in enumerate(params["stages"]):
+            with jax.named_scope(f"layers_{s}"):
+                x = mlp_block(p, x)
+    return squared_error(x, batch["y"])
+
+
+def step(params, batch):
+    count = ROWS // SIZE
+    total = mm.microbatch(jax.value_and_grad(scoped_loss), size=SIZE, argnum=1)(params, batch)
+    return jax.tree.map(lambda x: x / count, total)
+
+
+def outside(params, batch):
+    return jax.value_and_grad(lambda p: mm.microbatch(scoped_loss, size=SIZE, argnum=1)(p, batch) / (ROWS // SIZE))(
+        params
+    )
+
+
+@pytest.fixture
+def case():
+    return MLP.init(4), MLP.batch(ROWS, 0)
+
+
+@pytest.mark.promise("register_task places every matching named scope: the model needs no change")
+@pytest.mark.parametrize("f", [step, outside], ids=["inside", "outside"])
+def test_one_pattern_a_stage(case, f):
+    split = Split(submeshes(2, (2,)))
+    params, batch = case
+    with (
+        mm.register_task(r"layers_([01])$", mesh=split.mesh(0)),
+        mm.register_task(r"layers_([23])$", mesh=split.mesh(1)),
+    ):
+        loss, grads = mm.jit(f)(params, batch)
+    assert_same((loss, grads), reference_gradient(MLP, 4, ROWS, SIZE))
+    owners = {"stages": [jax.tree.map(lambda _, s=s: (s // 2,), p) for s, p in enumerate(params["stages"])]}
+    assert_placed(split, grads, owners)
+
+
+@pytest.mark.parametrize("f", [step, outside], ids=["inside", "outside"])
+def test_callback(case, f):
+    """The callback gets group 1 and the direction, and answers with a range of devices and the task's name."""
+    params, batch = case
+    seen = set()
+
+    def place(name, backprop):
+        seen.add((name, backprop))
+        stage = int(name) // 2
+        return (2 * stage, 2 * stage + 2), f"stage{stage}"
+
+    with mm.register_task(r"layers_(\d+)", callback=place, dims=(2,), device_axes=("data",)):
+        compiled = mm.jit(f)
+        loss, grads = compiled(params, batch)
+        tasks = {
+            i.task for i in compiled.plan(params, batch).instructions if i.kind == "RUN" and i.microbatch is not None
+        }
+    assert_same((loss, grads), reference_gradient(MLP, 4, ROWS, SIZE))
+    assert {name for name, _ in seen} == {"0", "1", "2", "3"}
+    assert {type(backprop) for _, backprop in seen} == {bool}
+    assert {"stage0", "stage1"} <= tasks
+    owners = {"stages": [jax.tree.map(lambda _, s=s: (s // 2,), p) for s, p in enumerate(params["stages"])]}
+    assert_placed(Split(submeshes(2, (2,))), grads, owners)
+
+
+def test_devices_and_logical_axes(case):
+    params, batch = case
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+
+    def f(p, x):
+        with jax.named_scope("block"):
+            return mm.with_sharding_constraint(mlp_block(p, x), jax.sharding.PartitionSpec("rows"))
+
+    with mm.register_task("block", devices=devices, device_axes=("a", "b"), logical_axes={"rows": ("a", "b")}):
+        y = mm.jit(f)(params["stages"][0], batch["x"])
+    assert y.addressable_shards[0].data.shape == (ROWS // 4, y.shape[1])
+    assert set(y.devices()) == set(devices.flat)
+    assert_same(y, mlp_block(params["stages"][0], batch["x"]))
+
+
+def test_a_registration_ends(case):
+    """After remove(), or the end of the with block, the scope is a name like any other."""
+    params, batch = case
+    mesh = submeshes(2, (2,))[1]
+
+    def f(p, x):
+        with jax.named_scope("ends_here"):
+            return mlp_block(p, x)
+
+    registration = mm.register_task("ends_here", mesh=mesh)
+    try:
+        first = mm.jit(lambda *a: f(*a))(params["stages"][0], batch["x"])
+    finally:
+        registration.remove()
+    second = mm.jit(lambda *a: f(*a))(params["stages"][0], batch["x"])
+    assert set(first.devices()) == set(mesh.devices.flat)
+    assert not set(second.devices()) & set(mesh.devices.flat)
+    assert_same(first, second)
+
+
+@pytest.mark.parametrize("policy", [None, "dots"])
+def test_remat_of_scoped_blocks(case, policy):
+    """Names are relative inside remat and lose their direction: placement must not depend on either."""
+    params, batch = case
+    split = Split(submeshes(2, (2,)))
+    chosen = jax.checkpoint_policies.dots_saveable if policy else None
+
+    def loss(p, b):
+        x = b["x"]
+        for s, w in enumerate(p["stages"]):
+            with jax.named_scope(f"layers_{s}"):
+                x = jax.checkpoint(mlp_block, policy=chosen)(w, x)
+        return squared_error(x, b["y"])
+
+    with (
+        mm.register_task(r"layers_([01])$", mesh=split.mesh(0)),
+        mm.register_task(r"layers_([23])$", mesh=split.mesh(1)),
+    ):
+        got = mm.jit(mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1))(params, batch)
+    got = jax.tree.map(lambda x: x / (ROWS // SIZE), got)
+    assert_same(got, reference_gradient(MLP, 4, ROWS, SIZE))
+
+
+def test_a_scan_inside_a_registered_scope(case):
+    """A stage that scans its layers: the scope names inside the scan are relative."""
+    params, batch = case
+    split = Split(submeshes(2, (2,)))
+    stacked = [
+        jax.tree.map(lambda *w: np.stack(w), *params["stages"][:2]),
+        jax.tree.map(lambda *w: np.stack(w), *params["stages"][2:]),
+    ]
+
+    def loss(stacks, b):
+        x = b["x"]
+        for s, stack in enumerate(stacks):
+            with jax.named_scope(f"stage_{s}"):
+                x = jax.lax.scan(lambda x, w: (mlp_block(w, x), None), x, stack)[0]
+        return squared_error(x, b["y"])
+
+    with mm.register_task(r"stage_0", mesh=split.mesh(0)), mm.register_task(r"stage_1", mesh=split.mesh(1)):
+        loss_sum, grads = mm.jit(mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1))(stacked, batch)
+    want_loss, want = reference_gradient(MLP, 4, ROWS, SIZE)
+    count = ROWS // SIZE
+    assert_same(loss_sum / count, jnp.asarray(want_loss))
+    want = [jax.tree.map(lambda *w: np.stack(w), *want["stages"][2 * s : 2 * s + 2]) for s in range(2)]
+    assert_same(jax.tree.map(lambda x: x / count, grads), want)
+    for s in range(2):
+        assert {d for g in jax.tree.leaves(grads[s]) for d in g.devices()} == split.devices(s)

@@ -1,0 +1,178 @@
+"""Interruptions, threads and deletion."""
+
+import gc
+import signal
+import threading
+import weakref
+
+import jax
+import multimesh as mm
+import numpy as np
+import pytest
+from measure import at_every_call, calls
+from models import MLP, SKIP, TRANSFORMER, mlp_block
+from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
+
+ROWS, SIZE = 8, 2
+
+
+def compiled_case(model=MLP, schedule="1f1b"):
+    split = Split(submeshes(2, (2,)))
+    params = model.init(2)
+    f = mm.jit(gradient(model, split, size=SIZE, rows=ROWS, schedule=schedule))
+    return f, split.place(params, model.owners(params)), jax.device_put(model.batch(ROWS, 0))
+
+
+@pytest.mark.promise("Ctrl-C in the middle of a step leaves arrays usable and the next call correct")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_interrupted_at_any_point_of_a_step(error):
+    """The step is broken off at 40 places, spread over all the calls that it makes."""
+    f, params, batch = compiled_case()
+    want = reference_gradient(MLP, 2, ROWS, SIZE)
+    f(params, batch)
+    total = calls(lambda: f(params, batch))
+    broken = 0
+    for k in np.linspace(1, total - 2, 40).astype(int):
+
+        def stop(n, k=k):
+            if n == k:
+                raise error
+
+        try:
+            at_every_call(lambda: f(params, batch), stop)
+        except error:
+            broken += 1
+        assert not any(x.is_deleted() for x in jax.tree.leaves((params, batch)))
+        assert_same(f(params, batch), want)
+    assert broken > 30
+
+
+def test_interrupted_during_the_first_call():
+    """While it traces, partitions and compiles."""
+    want = reference_gradient(MLP, 2, ROWS, SIZE)
+    total = None
+    for share in (0.1, 0.5, 0.9):
+        f, params, batch = compiled_case()
+        if total is None:
+            g, *_ = compiled_case()
+            total = calls(lambda g=g, params=params, batch=batch: g(params, batch))
+
+        def stop(n, share=share):
+            if n == int(share * total):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            at_every_call(lambda f=f, params=params, batch=batch: f(params, batch), stop)
+        assert_same(f(params, batch), want)
+
+
+def test_a_signal_in_the_middle_of_a_step():
+    """A real SIGINT, sent by the first stage's own program while later ones are dispatched."""
+    split = Split(submeshes(2, (1,)))
+    params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
+    armed = True
+
+    def interrupt(v):
+        nonlocal armed
+        if armed:
+            armed = False
+            signal.raise_signal(signal.SIGINT)
+        return np.asarray(v)
+
+    def first(p, x):
+        return jax.pure_callback(interrupt, jax.ShapeDtypeStruct(x.shape, x.dtype), mlp_block(p, x))
+
+    def f(p, x):
+        return split(1, mlp_block)(p["stages"][1], split(0, first)(p["stages"][0], x)).sum()
+
+    step = mm.jit(mm.microbatch(f, size=1, argnum=1))
+    with pytest.raises((KeyboardInterrupt, jax.errors.JaxRuntimeError), match="^$|KeyboardInterrupt"):
+        for _ in range(10_000):  # XLA may run the callback on this thread, and then wraps what it raises
+            jax.block_until_ready(step(params, x))
+    want = jax.jit(lambda p, x: mlp_block(p["stages"][1], mlp_block(p["stages"][0], x)).sum())(params, x)
+    assert_same(step(params, x), want)
+
+
+def test_an_error_inside_a_task():
+    """A host callback raises in one step; the next one is right, with the same arrays."""
+    split = Split(submeshes(2, (1,)))
+    params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
+    placed, x = split.place(params, MLP.owners(params)), jax.device_put(x)
+    fail = True
+
+    def check(v):
+        if fail:
+            raise ValueError("the user's callback")
+        return np.asarray(v)
+
+    def first(p, x):
+        return jax.pure_callback(check, jax.ShapeDtypeStruct(x.shape, x.dtype), mlp_block(p, x))
+
+    step = mm.jit(lambda p, x: split(1, mlp_block)(p["stages"][1], split(0, first)(p["stages"][0], x)))
+    with pytest.raises(Exception, match="the user's callback"):
+        jax.block_until_ready(step(placed, x))
+    fail = False
+    want = jax.jit(lambda p, x: mlp_block(p["stages"][1], mlp_block(p["stages"][0], x)))(params, x)
+    assert_same(step(placed, x), want)
+
+
+@pytest.mark.promise("Two threads may call two compiled functions, or one")
+@pytest.mark.parametrize("functions", ["two", "one"])
+def test_threads(functions):
+    cases = [(m, *compiled_case(m)) for m in (MLP, SKIP)]
+    if functions == "one":
+        cases = [cases[0]] * 2
+    errors = []
+
+    def work(model, f, params, batch):
+        try:
+            for _ in range(20):
+                assert_same(f(params, batch), reference_gradient(model, 2, ROWS, SIZE))
+        except BaseException as e:  # noqa: BLE001 - handed to the main thread
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=c) for c in cases]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+
+
+def executables():
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+@pytest.mark.promise("Deletion of the function frees its programs")
+def test_deletion_frees_the_programs():
+    before = executables()
+    f, params, batch = compiled_case(TRANSFORMER)
+    jax.block_until_ready(f(params, batch))
+    alive = weakref.ref(f)
+    held = executables()
+    del f
+    gc.collect()
+    assert held > before
+    assert alive() is None
+    assert (
+        executables() <= before + 1
+    )  # jax keeps small programs of its own, such as the one that placed the parameters
+
+
+def test_many_functions_do_not_pile_up():
+    """Compiled and dropped ten times: no programs and no arrays stay."""
+    split = Split(submeshes(2, (1,)))
+    params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
+
+    def once():
+        f = mm.jit(lambda p, x: split(1, mlp_block)(p["stages"][1], split(0, mlp_block)(p["stages"][0], x)))
+        return np.asarray(f(params, x))
+
+    once()
+    programs, arrays = executables(), len(jax.live_arrays())
+    for _ in range(10):
+        once()
+    assert executables() <= programs
+    gc.collect()
+    assert len(jax.live_arrays()) <= arrays
