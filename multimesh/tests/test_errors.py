@@ -127,7 +127,7 @@ def test_tasks_in_a_while_loop():
         def body(x):
             return on(1, jnp.sin)(on(0, jnp.cos)(x))
 
-        return lax.while_loop(lambda x: x.sum() > 1, body, x)
+        return lax.while_loop(lambda x: x.sum() > 100, body, x)
 
     with pytest.raises(mm.MultiMeshError) as error:
         mm.jit(f)(X)
