@@ -1,7 +1,7 @@
 """Tiny models that are written once and run whole or split over tasks.
 
-A model takes ``stage``: ``stage(s, fn)`` returns the function that runs ``fn`` as stage ``s``. With ``plain`` that is ``fn``
-itself, so the same code without a single call to MultiMesh is the reference.
+A model takes ``stage``: ``stage(s, fn)`` returns the function that runs ``fn`` as stage ``s``. With ``plain`` that is
+``fn`` itself, so the same code without a single call to MultiMesh is the reference.
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import Model, Stage, plain
+
+import multimesh as mm
 
 SCHEDULES = ("gpipe", "1f1b")
 FORMS = ("wrapper", "context", "scope")

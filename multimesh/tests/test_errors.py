@@ -6,12 +6,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import numpy as np
 import pytest
 from jax import lax
 from models import MLP, mlp_block
 from pipelines import Split, assert_same, submeshes
+
+import multimesh as mm
 
 HERE = Path(__file__).name
 X = np.ones((8, 4), np.float32)
@@ -96,6 +97,14 @@ def test_bad_microbatch_options(options):
 def test_an_unknown_schedule_lists_the_known_ones():
     with pytest.raises(mm.MultiMeshError, match="1f1b"):
         mm.jit(mm.microbatch(total, size=2, schedule="2f2b"))(X)
+
+
+def test_1f1b_needs_as_many_submeshes_as_stages():
+    """Two stages a submesh need a schedule with chunks; the message says which to take."""
+    split = Split(submeshes(2, (1,)))
+    f = mm.microbatch(jax.value_and_grad(lambda p, b: MLP.loss(p, b, split)), size=2, argnum=1, schedule="1f1b")
+    with pytest.raises(mm.MultiMeshError, match="gpipe|interleaved"):
+        mm.jit(f)(MLP.init(4), MLP.batch(8, 0))
 
 
 def test_a_stack_prefix_that_does_not_fit():

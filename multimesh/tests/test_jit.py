@@ -2,13 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, mlp_block, plain
 from pipelines import Split, assert_placed, assert_same, gradient, reference_gradient, submeshes
+
+import multimesh as mm
 
 ROWS, SIZE = 8, 2
 

@@ -3,12 +3,13 @@
 import gc
 
 import jax
-import multimesh as mm
 import numpy as np
 import pytest
 from measure import device_bytes, peak_bytes
 from models import MLP, TRANSFORMER
 from pipelines import Split, assert_placed, gradient, submeshes
+
+import multimesh as mm
 
 STAGES = 4
 
@@ -94,7 +95,7 @@ def test_during_a_step_every_array_lies_on_one_stage():
     before = {id(x) for x in jax.live_arrays()}
     homes = [split.devices(s) for s in range(STAGES)]
     widths = {p["up"].shape for p in params["stages"]}
-    spread, seen = [], {s: 0 for s in range(STAGES)}
+    spread, seen = [], dict.fromkeys(range(STAGES), 0)
 
     def hook(k):
         if k % 5:

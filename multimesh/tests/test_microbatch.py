@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import numpy as np
 import pytest
 from models import MLP, mlp_block, plain, squared_error
 from pipelines import SCHEDULES, Split, assert_same, microbatched, submeshes
+
+import multimesh as mm
 
 ROWS, SIZE = 8, 2
 COUNT = ROWS // SIZE

@@ -6,10 +6,11 @@ import itertools
 import json
 
 import jax
-import multimesh as mm
 import pytest
 from models import MLP, SKIP, TRANSFORMER
 from pipelines import SCHEDULES, Split, gradient, submeshes
+
+import multimesh as mm
 
 KINDS = {"RUN", "SEND", "RECV", "FREE"}
 SIZE = 2

@@ -1,16 +1,17 @@
 """bfloat16 and mixed precision.
 
-bfloat16 keeps 8 bits of the mantissa: one rounding is a relative 2^-8 = 4e-3. XLA rounds intermediate values where a program
-ends, and programs end elsewhere once a function is split, so results agree to a few roundings.
+bfloat16 keeps 8 bits of the mantissa: one rounding is a relative 2^-8 = 4e-3. XLA rounds intermediate values where a
+program ends, and programs end elsewhere once a function is split, so results agree to a few roundings.
 """
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import optax
 import pytest
 from models import MLP, MOE, TRANSFORMER, plain
 from pipelines import SCHEDULES, Split, assert_placed, assert_same, gradient, submeshes
+
+import multimesh as mm
 
 ROWS, SIZE = 8, 2
 BFLOAT16 = 4e-2  # ten roundings

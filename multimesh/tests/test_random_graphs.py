@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from pipelines import assert_same, microbatched
+
+import multimesh as mm
 
 ROWS, WIDTH, INPUTS = 8, 4, 3
 
@@ -104,7 +105,7 @@ def check_gradient(graph: Graph) -> None:
 
 
 def check_loop(graph: Graph) -> None:
-    """The first input is the batch, the others are parameters: gradients of all three, summed over four microbatches."""
+    """The first input is the batch, the others are parameters: their gradients, summed over four microbatches."""
     x, *params = inputs()
     params = [p[:2] for p in params]
 

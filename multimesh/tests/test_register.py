@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import numpy as np
 import pytest
 from models import MLP, mlp_block, squared_error
 from pipelines import Split, assert_placed, assert_same, reference_gradient, submeshes
+
+import multimesh as mm
 
 ROWS, SIZE = 8, 2
 

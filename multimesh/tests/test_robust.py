@@ -6,12 +6,13 @@ import threading
 import weakref
 
 import jax
-import multimesh as mm
 import numpy as np
 import pytest
 from measure import at_every_call, calls
 from models import MLP, SKIP, TRANSFORMER, mlp_block
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
+
+import multimesh as mm
 
 ROWS, SIZE = 8, 2
 
@@ -86,9 +87,14 @@ def test_a_signal_in_the_middle_of_a_step():
         return split(1, mlp_block)(p["stages"][1], split(0, first)(p["stages"][0], x)).sum()
 
     step = mm.jit(mm.microbatch(f, size=1, argnum=1))
-    with pytest.raises((KeyboardInterrupt, jax.errors.JaxRuntimeError), match="^$|KeyboardInterrupt"):
-        for _ in range(10_000):  # XLA may run the callback on this thread, and then wraps what it raises
+
+    def steps():
+        for _ in range(10_000):
             jax.block_until_ready(step(params, x))
+
+    # XLA may run the callback on this thread, and then wraps what it raises.
+    with pytest.raises((KeyboardInterrupt, jax.errors.JaxRuntimeError), match=r"^$|KeyboardInterrupt"):
+        steps()
     want = jax.jit(lambda p, x: mlp_block(p["stages"][1], mlp_block(p["stages"][0], x)).sum())(params, x)
     assert_same(step(params, x), want)
 

@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import optax
 import pytest
 from models import DROPOUT, MLP, MOE, TRANSFORMER, plain
 from pipelines import SCHEDULES, Split, assert_placed, assert_same, gradient, submeshes
+
+import multimesh as mm
 
 ROWS, SIZE, STEPS = 8, 2, 5
 

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import multimesh as mm
 import numpy as np
 import pytest
 from jax import lax
@@ -12,6 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from models import MLP, SKIP, TRANSFORMER, mlp_block, plain, squared_error
 from pipelines import SCHEDULES, Split, assert_same, gradient, microbatched, submeshes
+
+import multimesh as mm
 
 ROWS, SIZE = 8, 2
 POLICIES = {

@@ -1,0 +1,159 @@
+"""Flax linen modules: unchanged, placed by the scopes that linen opens, or wrapped one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from pipelines import SCHEDULES, Split, assert_placed, assert_same, microbatched, submeshes
+
+import multimesh as mm
+
+nn = pytest.importorskip("flax.linen")
+pytestmark = pytest.mark.flax
+
+WIDTH, ROWS, SIZE, LAYERS = 16, 8, 2, 4
+
+
+class Block(nn.Module):
+    width: int = WIDTH
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm()(x)
+        return x + nn.Dense(self.width)(nn.tanh(nn.Dense(2 * self.width)(h)))
+
+
+class Decoder(nn.Module):
+    layers: int = LAYERS
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            x = Block(name=f"layers_{i}")(x)
+        return nn.Dense(1, name="head")(x)
+
+
+class Scanned(nn.Module):
+    """Two stages that each scan two layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        for s in range(2):
+            stack = nn.scan(
+                lambda block, x, _: (block(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=2,
+            )
+            x = stack(Block(name=f"stage_{s}"), x, None)[0]
+        return nn.Dense(1, name="head")(x)
+
+
+class Rematted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(LAYERS):
+            x = nn.remat(Block)(name=f"layers_{i}")(x)
+        return nn.Dense(1, name="head")(x)
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(-1, keepdims=True))}
+
+
+def step_of(module, loop):
+    def loss(params, b):
+        return jnp.mean(jnp.square(module.apply(params, b["x"]) - b["y"]))
+
+    return lambda params, b: loop(jax.value_and_grad(loss), size=SIZE, argnum=1)(params, b)
+
+
+def stage_of(path):
+    """layers_0, layers_1 on stage 0; layers_2, layers_3 and the head on stage 1."""
+    name = jax.tree_util.keystr(path)
+    return (0,) if any(s in name for s in ("layers_0", "layers_1", "stage_0")) else (1,)
+
+
+def owners(params):
+    return jax.tree.map_with_path(lambda path, _: stage_of(path), params)
+
+
+@pytest.mark.promise("Flax linen models need no change: register_task finds their scopes")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("cls", [Decoder, Rematted, Scanned], ids=lambda c: c.__name__)
+def test_registered_scopes(cls, schedule):
+    split = Split(submeshes(2, (2,)))
+    module = cls()
+    params = module.init(jax.random.key(0), batch()["x"])
+    with (
+        mm.register_task(r"(?:layers_[01]|stage_0)$", mesh=split.mesh(0)),
+        mm.register_task(r"(?:layers_[23]|stage_1|head)$", mesh=split.mesh(1)),
+    ):
+        step = mm.jit(step_of(module, lambda f, **kw: mm.microbatch(f, schedule=schedule, **kw)))
+        got = step(split.place(params, owners(params)), batch())
+    assert_same(got, jax.jit(step_of(module, microbatched))(params, batch()))
+    assert_placed(split, got[1], owners(params))
+
+
+@pytest.mark.promise("A Flax linen module can be wrapped as a task")
+def test_a_module_as_a_task():
+    """Names of parameters do not change: parameters of the plain model fit."""
+    split = Split(submeshes(2, (2,)))
+
+    class Split2(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(LAYERS):
+                x = mm.task(Block(name=f"layers_{i}"), name=f"layer{i}", mesh=split.mesh(i // 2))(x)
+            return mm.task(nn.Dense(1, name="head"), name="head", mesh=split.mesh(1))(x)
+
+    params = Decoder().init(jax.random.key(0), batch()["x"])
+    assert jax.tree.structure(Split2().init(jax.random.key(0), batch()["x"])) == jax.tree.structure(params)
+    got = mm.jit(step_of(Split2(), mm.microbatch))(params, batch())
+    assert_same(got, jax.jit(step_of(Decoder(), microbatched))(params, batch()))
+    assert_placed(split, got[1], owners(params))
+
+
+def test_a_whole_module_as_a_task():
+    split = Split(submeshes(2, (2,)))
+    module = Block()
+    params = module.init(jax.random.key(0), batch()["x"])
+    f = mm.task(module, name="block", mesh=split.mesh(1))
+    y = mm.jit(lambda p, x: f.apply(p, x))(params, batch()["x"])
+    assert set(y.devices()) == split.devices(1)
+    assert_same(y, module.apply(params, batch()["x"]))
+
+
+def test_train_state():
+    """flax.training.train_state with adamw, three steps."""
+    train_state = pytest.importorskip("flax.training.train_state")
+    split = Split(submeshes(2, (2,)))
+    module = Decoder()
+    params = module.init(jax.random.key(0), batch()["x"])
+
+    def make(loop):
+        grads_of = step_of(module, loop)
+
+        def step(state, b):
+            loss, grads = grads_of(state.params, b)
+            return state.apply_gradients(grads=grads), loss
+
+        return step
+
+    state = train_state.TrainState.create(apply_fn=module.apply, params=params, tx=optax.adamw(1e-2, eps=1e-6))
+    with (
+        mm.register_task(r"layers_[01]$", mesh=split.mesh(0)),
+        mm.register_task(r"(?:layers_[23]|head)$", mesh=split.mesh(1)),
+    ):
+        ours, plain_step = mm.jit(make(mm.microbatch)), jax.jit(make(microbatched))
+        got, want = state, state
+        for _ in range(3):
+            got, loss = ours(got, batch())
+            want, want_loss = plain_step(want, batch())
+            assert_same(loss, want_loss)
+    assert_same((got.params, got.opt_state), (want.params, want.opt_state))
+    assert_placed(split, got.params, owners(params))
+    assert_placed(split, got.opt_state[0].mu, owners(params))
