@@ -2,7 +2,7 @@
 # Fetches and patches third_party/ and makes .venv; see `./bootstrap.sh --help`. Safe to interrupt and to run again.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
-for python in "${PYTHON:-python3}" python3.14 python3.13 python3.12 python3.11 python3; do
+for python in "${PYTHON:-$root/.venv/bin/python}" python3 python3.14 python3.13 python3.12 python3.11; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     exec "$python" -I "$root/workflows/venv.py" "$@"
   fi

@@ -1,7 +1,7 @@
 """The command line: finds the module of a command, parses its options, and turns errors into exit codes.
 
-A command module has ``register(subparsers)``, which adds its commands and sets ``func`` on each: a function of the parsed
-arguments that returns the exit code. Modules are imported when one of their commands is asked for, so that a run
+A command module has ``register(subparsers)``, which adds its commands and sets ``func`` on each: a function of the
+parsed arguments that returns the exit code. Modules are imported when one of their commands is asked for, so that a run
 with nothing to do starts fast.
 """
 

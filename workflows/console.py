@@ -51,7 +51,8 @@ class Reporter:
     def done(self, name: str, text: str) -> None:
         """End a piece of work."""
         with self._guard:
-            seconds = time.monotonic() - self._started.get(name, time.monotonic())
+            now = time.monotonic()
+            seconds = now - self._started.get(name, now)
             if self._bars:
                 task = self._tasks[self._task(name)]
                 self._bar().update(task, description=f"{name}: {text} ({seconds:.1f} s)", completed=1, total=1)

@@ -1,6 +1,6 @@
 """Every error that ends a command of this package; the exit code says which kind it was.
 
-Messages are one line: the component or file, what is wrong with it, and what to do. Only ``cli.main`` prints them and exits.
+Messages are one line: the component or file, what is wrong with it, and what to do. Only ``cli.main`` prints them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``bootstrap.sh`` starts with the machine's Python and only its standard library: makes ``.venv`` and goes on in it."""
+"""What ``bootstrap.sh`` starts with the machine's Python and standard library: makes ``.venv`` and goes on in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Failure(Exception):
     """What keeps the environment from being made, in one line."""
 
 
-def main() -> int:  # of a failure; otherwise this process becomes another
+def main() -> int:
     """Make the environment if need be, then become ``python -m workflows bootstrap`` in it."""
     python = VENV / "bin" / "python"
     try:
@@ -37,13 +37,13 @@ def main() -> int:  # of a failure; otherwise this process becomes another
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if read_stamp() != wanted:
                     make(python, wanted)
+        os.execv(python, [str(python), "-c", GO_ON, str(ROOT), "bootstrap", *sys.argv[1:]])  # noqa: S606
     except Failure as failure:
         return fail(str(failure), ENVIRONMENT_FAILED)
     except KeyboardInterrupt:
         return fail("interrupted; run the same command again to go on", INTERRUPTED)
     except OSError as error:
         return fail(f"{error.filename or VENV}: {error.strerror}; free or unlock it and run again", DISK_FAILED)
-    os.execv(python, [str(python), "-c", GO_ON, str(ROOT), "bootstrap", *sys.argv[1:]])  # noqa: S606
 
 
 def read_stamp() -> object:
@@ -62,8 +62,10 @@ def make(python: Path, stamp: object) -> None:
             raise Failure(
                 f"{sys.executable} cannot make environments; install its venv package (Debian: python{version}-venv)"
             )
+        # The running Python may be that of the broken environment: take the one it was made from.
+        base = getattr(sys, "_base_executable", None) or sys.executable
         print("making .venv", file=sys.stderr, flush=True)
-        quietly([sys.executable, "-m", "venv", "--clear", str(VENV)], "python -m venv")
+        quietly([base, "-m", "venv", "--clear", str(VENV)], "python -m venv")
     print("installing requirements/workflows.txt", file=sys.stderr, flush=True)
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     quietly([*install, "--require-hashes", "-r", str(REQUIREMENTS)], "pip install -r requirements/workflows.txt")

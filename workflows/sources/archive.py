@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import stat
 import sys
@@ -35,14 +36,14 @@ Entry = tuple[str, str, bytes]
 def download(
     transport: Transport,
     version: str,
-    sha256: str,
+    sha256: str | None,
     folder: Path,
     *,
     label: str,
     mirror: str | None,
     on_progress: Callable[[float, float | None], None],
 ) -> Path:
-    """Bring an archive into ``folder`` and check its hash."""
+    """Bring an archive into ``folder`` and hold it against its hash; None for one that is yet to be pinned."""
     folder.mkdir(parents=True, exist_ok=True)
     if transport.kind == "pypi":
         path = _from_index(transport, version, sha256, folder, label)
@@ -51,26 +52,21 @@ def download(
         path = folder / transport.file
         _from_url(url, path, label, on_progress)
     found = file_sha256(path)
-    if found != sha256:
+    if sha256 is not None and found != sha256:
         raise errors.IntegrityError(
-            f"{label}: {transport.file} has sha256 {found}, sources.lock pins {sha256}; do not use it, and find out who changed it"
+            f"{label}: {transport.file} has sha256 {found}, sources.lock pins {sha256}; do not use it"
         )
     return path
 
 
-def _from_index(transport: Transport, version: str, sha256: str, folder: Path, label: str) -> Path:
+def _from_index(transport: Transport, version: str, sha256: str | None, folder: Path, label: str) -> Path:
     wanted = folder / "requirement.txt"
-    wanted.write_text(f"{transport.package}=={version} --hash=sha256:{sha256}\n", encoding="utf-8")
+    pinned = f" --hash=sha256:{sha256}" if sha256 else ""
+    wanted.write_text(f"{transport.package}=={version}{pinned}\n", encoding="utf-8")
     # The package may ask for a newer Python than ours: its patches are what makes it run here.
-    options = (
-        "--no-deps",
-        "--require-hashes",
-        "--ignore-requires-python",
-        "--no-input",
-        "--progress-bar=off",
-        "--quiet",
-    )
-    command = [sys.executable, "-m", "pip", "download", *options, "--only-binary=:all:", "--dest", folder, "-r", wanted]
+    options = ["--no-deps", "--ignore-requires-python", "--only-binary=:all:", "--no-input", "--progress-bar=off", "-q"]
+    options += ["--require-hashes"] if sha256 else []
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "-r", str(wanted)]
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"PYTHONSAFEPATH": "1"}
     result = proc.run(command, check=False, env=env | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
     if result.returncode == 0 and (folder / transport.file).is_file():
@@ -78,7 +74,7 @@ def _from_index(transport: Transport, version: str, sha256: str, folder: Path, l
     said = (result.stderr + result.stdout).decode("utf-8", "replace")
     if "DO NOT MATCH THE HASHES" in said:
         raise errors.IntegrityError(
-            f"{label}: the package index offers another {transport.file} than sources.lock pins ({sha256}); do not use it"
+            f"{label}: the index offers another {transport.file} than sources.lock pins ({sha256}); do not use it"
         )
     if "No space left on device" in said:
         raise errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
@@ -86,7 +82,7 @@ def _from_index(transport: Transport, version: str, sha256: str, folder: Path, l
         raise errors.NetworkError(f"{label}: the package index cannot be reached; check the network and run again")
     if result.returncode == 0 or "No matching distribution" in said:
         raise errors.MissingCommitError(
-            f"{label}: the package index has no {transport.file}; check the version in sources.yaml or pip's index settings"
+            f"{label}: the package index has no {transport.file}; check its version or pip's index settings"
         )
     raise errors.ToolError(f"{label}: pip download failed ({result.complaint})")
 
@@ -126,7 +122,7 @@ def import_tree(repo: git.Repo, path: Path, root: str, *, label: str) -> str:
     if not entries:
         raise errors.IntegrityError(f"{label}: {path.name} has no folder {root}; correct 'root' in sources.yaml")
     names = [name for name, _, _ in entries]
-    for before, name in zip(names, names[1:], strict=False):
+    for before, name in itertools.pairwise(names):
         if before == name:
             raise errors.IntegrityError(f"{label}: {path.name} holds {name} twice")
     head = b"commit refs/multimesh/import\ncommitter MultiMesh <patches@multimesh.invalid> 0 +0000\ndata 0\n"

@@ -87,7 +87,7 @@ def _expect(what: str, pinned: str | None, found: str) -> None:
 
 
 def seeds(workspace: Workspace, name: str, left: Iterable[Path]) -> tuple[Path, ...]:
-    """Return the trees on this disk that may hold a component's objects: the one in place, and what killed runs left."""
+    """Return the trees on this disk that may hold a component's objects: the one in place, and those of killed runs."""
     folders = (workspace.place(name), *(stage / name for stage in left))
     return tuple(folder for folder in folders if (folder / ".git" / "objects").is_dir() and not folder.is_symlink())
 

@@ -24,7 +24,7 @@ def add_sync_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``sync`` and ``bootstrap`` share."""
     parser.add_argument(
         "--group", action="append", choices=GROUPS, dest="groups",
-        help="only this group; may be given again (default: all). run: to run MaxText; source: to build jaxlib; dev: to work here",
+        help="only this group; may be repeated (default: all); run: for MaxText, source: for jaxlib, dev: to work here",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     parser.add_argument("--offline", action="store_true", help="use only what is on this disk")

@@ -69,6 +69,7 @@ _NETWORK = (
     "error: 50",
     "could not read from remote repository",
 )
+_MALFORMED = ("fsck error", "object corrupt", "index-pack failed", "invalid index-pack", "inflate", "bad object")
 _MISSING = ("not our ref", "couldn't find remote ref", "unadvertised object", "no such remote ref")
 
 
@@ -158,29 +159,36 @@ def fetch(
     result = repo(*args, "--end-of-options", url, revision, check=False, on_line=_progress(on_progress))
     if result.returncode == 0:
         return
-    said = result.stderr.decode("utf-8", "replace").lower()
-    complaint = "; ".join(
-        line.strip()
-        for line in result.stderr.decode("utf-8", "replace").splitlines()
-        if "fatal:" in line or "error:" in line
-    )[:300]
-    if "no space left" in said:
-        raise errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
-    if "permission denied" in said and url.startswith("file:") or "read-only file system" in said:
-        raise errors.DiskError(f"{label}: {complaint}; make it writable and run the same command again")
+    raise _failure(result, url, revision, label)
+
+
+def ask(repo: Repo, url: str, ref: str, *, label: str) -> dict[str, str]:
+    """Return what a server says of a ref, and of what it points to when peeled (``ref^{}``), if it has them."""
+    result = repo("ls-remote", "--end-of-options", url, ref, f"{ref}^{{}}", check=False)
+    if result.returncode:
+        raise _failure(result, url, ref, label)
+    pairs = (line.split("\t") for line in result.text.splitlines())
+    return {name: commit for commit, name in pairs}
+
+
+def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors.WorkflowsError:
+    """Return the error that a failed conversation with a server amounts to."""
+    lines = result.stderr.decode("utf-8", "replace").splitlines()
+    said = "\n".join(lines).lower()
+    complaint = "; ".join(line.strip() for line in lines if "fatal:" in line or "error:" in line)[:300]
+    if "no space left" in said or "disk quota" in said:
+        return errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
     if any(phrase in said for phrase in _MISSING):
-        raise errors.MissingCommitError(
+        return errors.MissingCommitError(
             f"{label}: {url} does not have {revision}; check the pin in sources.lock or take another --mirror"
         )
-    if any(
-        phrase in said for phrase in ("fsck error", "object corrupt", "index-pack failed", "invalid index-pack")
-    ) and not any(phrase in said for phrase in ("early eof", "disconnect", "hung up", "curl")):
-        raise errors.IntegrityError(
+    broken = any(phrase in said for phrase in _NETWORK)
+    if not broken and any(phrase in said for phrase in _MALFORMED):
+        return errors.IntegrityError(
             f"{label}: {url} sent objects that git refuses ({complaint}); take another --mirror"
         )
-    if any(phrase in said for phrase in _NETWORK):
-        raise errors.NetworkError(f"{label}: cannot fetch {url} ({complaint}); check the network or name a --mirror")
-    raise errors.NetworkError(f"{label}: {url} cannot be fetched from ({complaint}); check the url or name a --mirror")
+    remedy = "check the network or name a --mirror" if broken else "check the url or name a --mirror"
+    return errors.NetworkError(f"{label}: cannot fetch {url} ({complaint}); {remedy}")
 
 
 def _progress(on_progress: Callable[[float, float | None], None]) -> Callable[[str], None]:

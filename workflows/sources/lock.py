@@ -13,7 +13,10 @@ from workflows.sources import document
 from workflows.sources.manifest import Component, Manifest
 
 SCHEMA = Path(__file__).with_name("lock.schema.json")
-_HEAD = "# The exact bytes of third_party/. Written by `python -m workflows lock` and `bump`; null: no source was read that says.\n"
+_HEAD = """\
+# The exact bytes of third_party/; written by `python -m workflows lock` and `bump`.
+# null: no source was read that says.
+"""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ class Transport:
 class Component:
     """One folder of ``third_party/``: a subtree of an upstream, or a link to a folder of this repository.
 
-    ``path`` is where the component lies both in the upstream's tree and under ``third_party/<name>``; empty for a whole
-    upstream. ``link`` is set for links only.
+    ``path`` is where the component lies both in the upstream's tree and under ``third_party/<name>``; empty for a
+    whole upstream. ``link`` is set for links only.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Component:
     def keeps_upstream_commit(self) -> bool:
         """Whether the tree's history starts at the upstream's own commit.
 
-        An archive does not hold the upstream's commit, nor does a subtree have one: such components start at a commit of
-        ours, the same for every transport.
+        An archive does not hold the upstream's commit, nor does a subtree have one: such components start at a commit
+        of ours, the same for every transport.
         """
         return not self.path and all(transport.kind == "git" for transport in self.transports)
 

@@ -1,4 +1,4 @@
-"""Patch series: ``patches/<component>/series`` names the files in order; each becomes one commit, the same everywhere."""
+"""Patch series: ``patches/<component>/series`` names the files in order; each becomes one reproducible commit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The fast answer to "is there anything to do?": no YAML, no schema, no network; one ``git status`` a component.
 
-The last full sync left a summary: a digest of everything that decides what ``third_party/`` should hold, and what it put there.
+The last full sync left a summary: a digest of all that decides what ``third_party/`` should
+hold, and what it put there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a manifest, an archive or a patch may name: paths that stay inside their tree, and urls that are only addresses."""
+"""What a manifest, an archive or a patch may name: paths inside their tree, and urls that are only addresses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 SCHEMES = ("https", "http", "ssh", "git", "file")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# Names that some file system reads as `.git`: case, NTFS short names and trailing dots or blanks, HFS+ ignorable characters.
+# Names that some file system reads as `.git`: other case, NTFS short names, trailing dots or blanks, HFS+ ignorables.
 _GIT_ALIAS = re.compile(r"(\.git|git~\d+)[ .]*(:.*)?", re.IGNORECASE)
 _IGNORABLE = re.compile("[\u200c-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -56,7 +56,7 @@ def url_fault(url: str) -> str | None:
     A url must be a plain address: no option (``--upload-pack=...``), no remote helper (``ext::...``), no host that ssh
     would read as an option, and no secret in it.
     """
-    if _CONTROL.search(url) or " " in url and not url.startswith("file://"):
+    if _CONTROL.search(url) or (" " in url and not url.startswith("file://")):
         return "contains control characters or blanks"
     if url.startswith("-"):
         return "looks like an option"

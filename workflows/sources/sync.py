@@ -182,7 +182,9 @@ def _kept(workspace: Workspace, name: str) -> Outcome:
     if place.is_symlink():
         return Outcome(name, "kept", f"link to {os.readlink(place)}")
     record = tree.read_record(place)
-    return Outcome(name, "kept", "in place", record and record.commit, source=record and record.source)
+    return Outcome(
+        name, "kept", "in place", record.commit if record else None, source=record.source if record else None
+    )
 
 
 def _run_all(

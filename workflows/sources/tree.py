@@ -19,8 +19,8 @@ EXCLUDE = "__pycache__/\n*.pyc\n*.egg-info/\n"
 class Record:
     """What this tooling wrote into a tree when it made it.
 
-    ``commit`` is the branch's commit after the patches, ``base`` the one before; ``source`` says where the bytes came from,
-    ``override`` what the user named instead of the lock, if anything, and ``series`` is a digest of the patches.
+    ``commit`` is the branch's commit after the patches, ``base`` the one before; ``source`` says where the bytes came
+    from, ``override`` what the user named instead of the lock, if anything; ``series`` is a digest of the patches.
     """
 
     version: str
@@ -59,7 +59,7 @@ def observe(place: Path) -> Observed:
     if record is None:
         return Observed("unknown")
     status = git.Repo(place)(
-        "status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal", "--ignore-submodules=none",
+        "status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal",
         check=False,
     )  # fmt: skip
     if status.returncode:
@@ -72,7 +72,7 @@ def observe(place: Path) -> Observed:
 
 
 def _path(line: str) -> str:
-    """Return the path of a porcelain-v2 line: after 8 fields of a changed entry, 10 of an unmerged one, 1 of an untracked."""
+    """Return the path of a porcelain-v2 line: it stands after 8 fields, 10 if unmerged, 1 if untracked."""
     fields = {"1": 8, "u": 10}.get(line[0], 1)
     return line.split(" ", fields)[-1]
 

@@ -1,4 +1,4 @@
-"""Where things lie in a clone, and the two rules that make a sync safe: one at a time, and every change in a stage first."""
+"""Where things lie in a clone, and what makes a sync safe: one at a time, and every change in a stage first."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Workspace:
     def stage(self) -> Iterator[tuple[Path, tuple[Path, ...]]]:
         """Give a folder to build in, and the ones that killed runs left behind; both are gone afterwards.
 
-        A killed run's git may still write into its own stage, so a stage is never used twice. The left ones are good for
-        their finished packs.
+        A killed run's git may still write into its own stage, so a stage is never used twice. The left ones are good
+        for their finished packs.
         """
         self._put_back()
         left = tuple(sorted(self.stages.glob("run-*"))) if self.stages.is_dir() else ()

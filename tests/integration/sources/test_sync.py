@@ -1,0 +1,328 @@
+"""What a sync brings in, by which way, and that a second one has nothing to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Clone, Upstream, git, make_clone, new_file, patch_text
+
+
+@pytest.mark.promise("A sync fetches the pinned commit and nothing of its history.")
+def test_pinned_commit_arrives_without_history(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+
+    place = clone.place("alpha")
+    assert clone.head("alpha") == clone.pins["alpha"]["commit"]
+    assert (place / "README").read_text() == "hello\n"
+    assert git(place, "rev-list", "--all", "--count") == "1"
+    assert git(place, "status", "--porcelain") == ""
+    assert clone.state("alpha") == "clean"
+    assert clone.leftovers == []
+
+
+@pytest.mark.promise("A second sync with nothing to do needs no network and changes nothing.")
+def test_second_sync_asks_nobody_and_touches_nothing(clone: Clone, alpha: Upstream, server: Any) -> None:
+    clone.ok("sync")
+    asked, times = len(server.requests), {path: path.stat().st_mtime_ns for path in clone.place("alpha").glob("[!.]*")}
+
+    report = json.loads(clone.ok("sync", "--json"))
+
+    assert [each["action"] for each in report["components"]] == ["kept"]
+    assert len(server.requests) == asked
+    assert {path: path.stat().st_mtime_ns for path in clone.place("alpha").glob("[!.]*")} == times
+
+
+@pytest.mark.promise("Patches become commits with the same SHA on every machine.")
+def test_patched_commit_is_the_same_everywhere(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
+    clone.patch("alpha", first=patch_text("README", "hello", "patched"), second=new_file("src/b.txt", "two"))
+    clone.ok("lock", "alpha")
+    clone.ok("sync")
+    other = make_clone(tmp_path / "other")
+    for name in ("sources.yaml", "sources.lock"):
+        (other.root / name).write_bytes((clone.root / name).read_bytes())
+    other.patch("alpha", first=patch_text("README", "hello", "patched"), second=new_file("src/b.txt", "two"))
+
+    other.ok("sync", env={"GIT_AUTHOR_NAME": "Somebody Else", "GIT_COMMITTER_DATE": "@1 +0000", "TZ": "Asia/Tokyo"})
+
+    assert clone.head("alpha") == other.head("alpha") != clone.pins["alpha"]["commit"]
+    assert git(clone.place("alpha"), "log", "--format=%s", "-2") == "second\nfirst"
+    assert (other.place("alpha") / "README").read_text() == "patched\n"
+    assert (other.place("alpha") / "src" / "b.txt").read_text() == "two\n"
+
+
+def test_sync_after_patches_are_applied_keeps_them_applied_once(clone: Clone, alpha: Upstream) -> None:
+    clone.patch("alpha", only=new_file("added", "line"))
+    clone.ok("lock", "alpha")
+    clone.ok("sync")
+    before = clone.head("alpha")
+    (clone.root / "third_party" / ".synced.json").unlink()
+
+    clone.ok("sync")
+
+    assert clone.head("alpha") == before
+    assert git(clone.place("alpha"), "rev-list", "--count", "HEAD") == "2"
+
+
+def test_changed_patch_is_applied_from_what_is_on_disk(clone: Clone, alpha: Upstream, server: Any) -> None:
+    clone.ok("sync")
+    clone.patch("alpha", only=patch_text("README", "hello", "patched"))
+    clone.ok("lock", "alpha")
+    asked = len(server.requests)
+
+    clone.ok("sync", "--offline")
+
+    assert len(server.requests) == asked
+    assert (clone.place("alpha") / "README").read_text() == "patched\n"
+
+
+def test_moved_pin_replaces_a_clean_tree(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    clone.add("alpha", clone.components["alpha"]["url"], alpha.head, alpha.tree())
+    assert clone.state("alpha") == "outdated"
+
+    clone.ok("sync")
+
+    assert (clone.place("alpha") / "README").read_text() == "later\n"
+    assert clone.state("alpha") == "clean"
+
+
+def archive_of(upstream: Upstream, folder: Path, kind: str, root: str) -> Path:
+    """Pack the folder ``src`` of an upstream as publishers do, under ``root``; the file modes stay."""
+    path = folder / f"beta-1.0.{kind}"
+    tree = upstream.work / "src"
+    files = sorted(file for file in tree.rglob("*") if file.is_file())
+    if kind == "tar.gz":
+        with tarfile.open(path, "w:gz") as archive:
+            archive.add(tree, root)
+    else:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file in files:
+                archive.write(file, f"{root}/{file.relative_to(tree)}")
+            archive.writestr("beta-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: beta\nVersion: 1.0\n")
+            archive.writestr(
+                "beta-1.0.dist-info/WHEEL",
+                "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            )
+            archive.writestr("beta-1.0.dist-info/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def beta(make_upstream: Callable[[str], Upstream]) -> Upstream:
+    """An upstream of which the component is only ``src``; it has a program, a link, line ends and an attribute."""
+    upstream = make_upstream("beta")
+    (upstream.work / "src").mkdir()
+    (upstream.work / "src" / "tool.sh").write_text("#!/bin/sh\n")
+    (upstream.work / "src" / "tool.sh").chmod(0o755)
+    (upstream.work / "src" / "dos.txt").write_bytes(b"line\r\n")
+    upstream.commit(
+        {
+            "README": "not wanted\n",
+            "src/pkg/a.py": "A = 1\n",
+            "src/.gitattributes": "*.py text\n",
+            "src/ignored.log": "kept\n",
+        }
+    )
+    return upstream
+
+
+TRANSPORTS = {
+    "git": "git",
+    "pypi": {"pypi": {"package": "beta", "file": "beta-{version}-py3-none-any.whl", "root": "beta"}},
+    "zip": {"archive": {"url": "SERVER/beta-{version}.zip", "root": "beta"}},
+    "tar": {"archive": {"url": "SERVER/beta-{version}.tar.gz", "root": "beta-1.0/deep"}},
+}
+
+
+def add_beta(clone: Clone, beta: Upstream, server: Any, *ways: str) -> None:
+    """Pin ``beta`` with some of its transports."""
+    served = beta.bare.parent
+    wheel = archive_of(beta, served, "zip", "beta").rename(served / "beta-1.0-py3-none-any.whl")
+    files = [archive_of(beta, served, "zip", "beta"), archive_of(beta, served, "tar.gz", "beta-1.0/deep"), wheel]
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    transports = json.loads(json.dumps([TRANSPORTS[way] for way in ways]).replace("SERVER", server.url))
+    clone.add(
+        "beta", f"{server.url}/beta.git", beta.head, beta.tree("HEAD", "src"), root_tree=beta.tree(), path="src",
+        transports=transports, archives=digests,
+    )  # fmt: skip
+
+
+@pytest.mark.promise("Git, a wheel and an archive of one version give the same tree and the same patched commit.")
+def test_every_transport_gives_the_same_commit(clone: Clone, beta: Upstream, server: Any, tmp_path: Path) -> None:
+    heads = {}
+    env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(beta.bare.parent)}
+    for way in TRANSPORTS:
+        one = make_clone(tmp_path / way)
+        add_beta(one, beta, server, way)
+        one.patch("beta", only=patch_text("src/pkg/a.py", "A = 1", "A = 2"))
+        one.ok("lock", "beta", env=env)
+        report = json.loads(one.ok("sync", "--json", env=env))
+        assert report["components"][0]["source"] == ("archive" if way in ("zip", "tar") else way)
+        assert os.access(one.place("beta") / "src" / "tool.sh", os.X_OK)
+        assert (one.place("beta") / "src" / "dos.txt").read_bytes() == b"line\r\n"
+        assert [path.name for path in one.place("beta").iterdir() if path.name != ".git"] == ["src"]
+        heads[way] = one.head("beta")
+
+    assert len(set(heads.values())) == 1, heads
+
+
+def test_next_transport_is_tried_when_one_is_out_of_reach(clone: Clone, beta: Upstream, server: Any) -> None:
+    add_beta(clone, beta, server, "zip", "git")
+    (beta.bare.parent / "beta-1.0.zip").unlink()
+    clone.ok("lock", "beta")
+
+    report = json.loads(clone.ok("sync", "--json"))
+
+    assert report["components"][0]["source"] == "git"
+
+
+@pytest.mark.promise("The MaxText wheel holds the tree that sources.lock pins for its git commit.")
+def test_maxtext_wheel_holds_the_pinned_tree(clone: Clone, root: Path) -> None:
+    for name in ("sources.yaml", "sources.lock"):
+        (clone.root / name).write_bytes((root / name).read_bytes())
+    subprocess.run(["cp", "-r", root / "patches", clone.root], check=True)
+
+    clone.ok("sync", "--group", "run")
+
+    place = clone.place("maxtext")
+    assert git(place, "rev-parse", "refs/multimesh/base:src/maxtext") == "59f74a3d5abe74a2c60ee2ca2133260b82c2e87b"
+    assert clone.state("maxtext") == "clean"
+    assert os.readlink(clone.place("multimesh")) == "../multimesh"
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[str]:
+    """``git daemon`` on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    served = tmp_path / "served"
+    served.mkdir(exist_ok=True)
+    options = (
+        "--export-all",
+        "--listen=127.0.0.1",
+        f"--port={port}",
+        "--reuseaddr",
+        f"--base-path={served}",
+        "--verbose",
+    )
+    env = os.environ | {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+    process = subprocess.Popen(["git", "daemon", *options, str(served)], stderr=subprocess.PIPE, env=env)
+    assert b"Ready" in process.stderr.readline()
+    yield f"git://127.0.0.1:{port}"
+    process.terminate()
+    process.wait()
+    process.stderr.close()
+
+
+def test_git_daemon_and_plain_files_serve_too(clone: Clone, alpha: Upstream, daemon: str, tmp_path: Path) -> None:
+    for number, base in enumerate((daemon, f"file://{alpha.bare.parent}")):
+        one = make_clone(tmp_path / f"clone {number}")
+        one.add("alpha", f"{base}/alpha.git", alpha.head, alpha.tree())
+        one.ok("sync")
+        assert one.head("alpha") == alpha.head
+
+
+def test_mirror_is_asked_instead_of_the_upstream(clone: Clone, alpha: Upstream, server: Any) -> None:
+    clone.components["alpha"]["url"] = "https://nowhere.invalid/owner/alpha.git"
+    clone.write()
+
+    clone.ok("sync", "--mirror", server.url)
+
+    assert clone.state("alpha") == "clean"
+
+
+def test_only_the_asked_group_is_touched(clone: Clone, alpha: Upstream) -> None:
+    clone.add("gamma", clone.components["alpha"]["url"], alpha.head, alpha.tree(), groups=["source"])
+
+    clone.ok("sync", "--group", "source")
+
+    assert clone.state("gamma") == "clean"
+    assert clone.state("alpha") == "missing"
+    report = json.loads(clone.ok("sync", "--json"))
+    assert {each["name"]: each["action"] for each in report["components"]} == {"alpha": "created", "gamma": "kept"}
+
+
+def test_dry_run_says_what_would_happen_and_does_nothing(clone: Clone, alpha: Upstream, server: Any) -> None:
+    before = sorted(path.name for path in (clone.root / "third_party").iterdir())
+
+    out = clone.ok("sync", "--dry-run")
+
+    assert "would create" in out
+    assert server.requests == []
+    assert sorted(path.name for path in (clone.root / "third_party").iterdir()) == before
+
+
+def test_override_takes_a_commit_of_a_fork_and_a_plain_sync_returns_to_the_lock(clone: Clone, alpha: Upstream) -> None:
+    clone.patch("alpha", only=new_file("added", "line"))
+    clone.ok("lock", "alpha")
+    clone.ok("sync")
+    locked = clone.head("alpha")
+
+    clone.ok("sync", "--override", f"alpha={clone.components['alpha']['url']}@{alpha.head}")
+
+    assert (clone.place("alpha") / "README").read_text() == "later\n"
+    assert (clone.place("alpha") / "added").is_file(), "the component's patches apply to its fork, too"
+    assert clone.state("alpha") == "overridden"
+    clone.ok("sync")
+    assert clone.head("alpha") == locked
+
+
+def test_override_links_a_folder_and_a_plain_sync_returns_to_the_lock(
+    clone: Clone, alpha: Upstream, tmp_path: Path
+) -> None:
+    clone.components["multimesh"] = {"link": "multimesh", "groups": ["run"]}
+    clone.write()
+    (tmp_path / "mine").mkdir()
+    clone.ok("sync", "--override", f"alpha={tmp_path / 'mine'}", "--override", f"multimesh={tmp_path / 'mine'}")
+    assert os.readlink(clone.place("alpha")) == str(tmp_path / "mine")
+
+    clone.ok("sync")
+
+    assert clone.head("alpha") == clone.pins["alpha"]["commit"]
+    assert os.readlink(clone.place("multimesh")) == "../multimesh"
+    assert (tmp_path / "mine").is_dir()
+
+
+@pytest.mark.promise("Two bootstraps at once both succeed.")
+def test_two_syncs_at_once_both_succeed(clone: Clone, alpha: Upstream, server: Any) -> None:
+    env = os.environ | {"PYTHONPATH": str(clone.root)}
+    command = [sys.executable, "-m", "workflows", "sync"]
+    both = [
+        subprocess.Popen(command, cwd=clone.root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=60) for process in both]
+
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sum(path.endswith("/git-upload-pack") for path in server.requests) <= 3, (
+        "the second one had nothing to fetch"
+    )
+    assert clone.state("alpha") == "clean"
+
+
+def test_null_pins_are_reported(clone: Clone, alpha: Upstream) -> None:
+    clone.add("alpha", clone.components["alpha"]["url"], alpha.head, None)
+
+    clone.ok("sync")
+
+    assert "alpha: sources.lock has no tree" in clone.ok("status")
+
+
+def test_works_from_any_folder(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(clone.root)}
+    subprocess.run([sys.executable, "-m", "workflows", "sync"], cwd=tmp_path, env=env, check=True, capture_output=True)
+
+    assert clone.state("alpha") == "clean"
