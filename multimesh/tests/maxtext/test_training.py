@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -49,6 +50,7 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
         *arguments,
         "--sequence-parallel",
         *TINY,
+        "learning_rate=0.01",
         "--json",
         "--output",
         tmp_path,
@@ -59,8 +61,8 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
     assert done.code == 0, done.stderr
     found = done.json
     assert (found["exit_code"], found["error"], len(found["steps"])) == (0, None, 6)
-    # 6 steps at batch 4 cannot learn the licence by heart, but leave the uniform distribution over bytes behind.
-    assert found["steps"][-1]["loss"] < 5.5 < found["steps"][0]["loss"]
+    # A few steps cannot learn the licence by heart, but they find that most bytes never occur in it.
+    assert found["steps"][-1]["loss"] < math.log(256) < found["steps"][0]["loss"]
     # Every sequence of 32 has 31 next tokens to predict.
     assert {step["tokens"] for step in found["steps"]} == {4 * 31.0}
     index = json.loads((tmp_path / "text" / "index.json").read_text())
@@ -68,9 +70,9 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
 
 
 @pytest.mark.promise("The same --seed gives the same losses, another seed others")
-def test_the_seed_decides_parameters_and_data(run: Run, root: Path):
+def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Path):
     def losses(seed: int) -> list[float]:
-        done = run("--seed", seed, "--num-steps", 2, *TINY, "--json", "--text", root / "LICENSE")
+        done = run("--seed", seed, "--num-steps", 2, *TINY, "--json", "--output", tmp_path, "--text", root / "LICENSE")
         return [step["loss"] for step in done.json["steps"]]
 
     first = losses(1)
@@ -90,8 +92,8 @@ def test_the_seed_decides_parameters_and_data(run: Run, root: Path):
     ],
     ids=["raises", "nan", "stops-early", "learns-nothing"],
 )
-def test_a_bad_trainer_fails_the_script(run: Run, arguments: tuple[str, ...], code: int, message: str):
-    done = run("--num-steps", 4, *TINY, *arguments)
+def test_a_bad_trainer_fails_the_script(run: Run, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str):
+    done = run("--num-steps", 4, *TINY, "--output", tmp_path, *arguments)
     assert done.code == code, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")

@@ -43,7 +43,7 @@ def check_backend(options: Options) -> None:
     if options.backend == "multimesh":
         raise UnsupportedError("--backend multimesh does not train MaxText yet; use --backend spmd")
     for name, reason in MULTIMESH_ONLY.items():
-        if getattr(options, name) not in (None, False):
+        if options.has(name):
             flag = "--" + name.replace("_", "-")
             raise UnsupportedError(f"--backend {options.backend} has no use for {flag}: {reason}; leave it out")
     if options.nodes > 1:

@@ -21,9 +21,17 @@ of its dp x fsdp x ep domains, and each domain works through its rows in microba
 KEY=VALUE arguments go to MaxText as they are (learning_rate=3e-4, dtype=float32, num_experts=8, ...)."""
 
 EPILOG = """\
-exit codes: 0 every step ran, the loss is finite and falling; 1 other errors; 2 flags that do not fit together;
-3 something this backend cannot do yet; 4 MaxText or a package it needs is missing; 10 the trainer failed; 11 it stopped
-early; 12 a loss is not finite; 13 the loss is not falling; 130 interrupted."""
+exit codes:
+    0  every step ran, the loss is finite and falling
+    1  any other error
+    2  flags that do not fit together
+    3  something that this backend cannot do
+    4  MaxText, a package or a device is missing
+   10  the trainer failed
+   11  the trainer stopped early
+   12  a loss is not finite
+   13  the loss is not falling
+  130  interrupted"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,7 +67,7 @@ def parse(argv: Sequence[str]) -> Options:
     options, unknown = root.parse_known_intermixed_args(rest, namespace=Options(eager=eager))
     if unknown:
         known = [flag for action in root._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1, cutoff=0.7)
         hint = f"did you mean {near[0]}?" if near else "maxtext/run.py --help lists every flag"
         raise UsageError(f"{unknown[0]}: no such flag; {hint}")
     for setting in options.settings:

@@ -95,7 +95,8 @@ class _Tail:
     def lines(self) -> Iterator[str]:
         try:
             with self._path.open("rb") as file:
-                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

@@ -92,6 +92,11 @@ class Options(argparse.Namespace):
     only_fuse_loop_tasks: bool
     host_offload_min_reuse_distance: int | None
 
+    def has(self, name: str) -> bool:
+        """Say whether a flag without a default was given; 0 is a value."""
+        value = getattr(self, name)
+        return value is not None and value is not False
+
     @property
     def domains(self) -> int:
         """Number of tensor-parallel domains that hold different rows of the batch: dp x fsdp x ep."""

@@ -41,6 +41,6 @@ def warning(options: Options, *, gpu_memory: int | None) -> str | None:
     if options.hoist_loop_convert:
         parts.append("--hoist-loop-convert (XLA has no such switch any more)")
     if options.platform == "cpu":
-        unused = [f"--{name.replace('_', '-')}" for name in GPU_ONLY if getattr(options, name) not in (None, False)]
+        unused = [f"--{name.replace('_', '-')}" for name in GPU_ONLY if options.has(name)]
         parts += [f"{', '.join(unused)} (for GPUs)"] if unused else []
     return f"without effect here: {'; '.join(parts)}" if parts else None

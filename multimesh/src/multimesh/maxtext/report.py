@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,10 +84,14 @@ def plan_text(command: Sequence[str], environment: Mapping[str, str], configurat
 def summary(
     steps: Sequence[Step], paths: Mapping[str, Path], error: Exception | None, exit_code: int
 ) -> dict[str, Any]:
-    """Return what ``--json`` prints after a run."""
+    """Return what ``--json`` prints after a run; JSON has no NaN, so a number that is not finite is null."""
     return {
-        "steps": [asdict(step) for step in steps],
+        "steps": [{key: _finite(value) for key, value in asdict(step).items()} for step in steps],
         **{name: str(path) for name, path in paths.items()},
         "error": str(error) if error else None,
         "exit_code": exit_code,
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

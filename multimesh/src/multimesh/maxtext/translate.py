@@ -207,7 +207,7 @@ def argument(key: str, value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return f"{key}={json.dumps(value)}"
     if isinstance(value, str) and value and (yaml.safe_load(value) if _plain(value) else None) != value:
-        return f"{key}={json.dumps(value)}"
+        return f"{key}={json.dumps(value, ensure_ascii=False)}"
     return f"{key}={value}"
 
 
