@@ -103,7 +103,7 @@ def test_1f1b_needs_as_many_submeshes_as_stages():
     """Two stages a submesh need a schedule with chunks; the message says which to take."""
     split = Split(submeshes(2, (1,)))
     f = mm.microbatch(jax.value_and_grad(lambda p, b: MLP.loss(p, b, split)), size=2, argnum=1, schedule="1f1b")
-    with pytest.raises(mm.MultiMeshError, match="gpipe|interleaved"):
+    with pytest.raises(mm.MultiMeshError, match=r"gpipe|interleaved"):
         mm.jit(f)(MLP.init(4), MLP.batch(8, 0))
 
 
