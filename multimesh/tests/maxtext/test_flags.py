@@ -277,3 +277,16 @@ def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
 def test_exit_codes_are_stable_and_in_the_help(error: type[MultiMeshError], code: int):
     assert error.exit_code == code
     assert re.search(rf"^ +{code}  \w", parser().format_help(), re.MULTILINE)
+
+
+def test_the_door_names_the_bootstrap_where_there_is_no_environment(tmp_path: Path, root: Path):
+    door = tmp_path / "maxtext" / "run.py"
+    door.parent.mkdir()
+    door.write_text((root / "maxtext/run.py").read_text())
+    done = subprocess.run([sys.executable, "-S", "-E", str(door)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"multimesh is not installed here; run: {tmp_path / 'bootstrap.sh'} --group run\n"
+
+
+def test_the_door_is_short(root: Path):
+    assert len((root / "maxtext/run.py").read_text().splitlines()) <= 20
