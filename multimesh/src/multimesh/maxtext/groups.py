@@ -9,10 +9,12 @@ from pathlib import Path
 BACKENDS = ("multimesh", "spmd", "cuda", "cpu")
 SCHEDULES = ("fill-drain", "gpipe", "1f1b", "interleaved", "zb-h1", "wavefront", "prefetch-wavefront", "custom")
 ATTENTION = ("autoselected", "dot_product", "flash", "cudnn_flash_te")
-REMAT = (
-    "none",
+REMAT = (  # MaxText also reads "none", and recomputes everything
     "full",
     "minimal",
+    "minimal_with_context",
+    "minimal_with_quantization",
+    "minimal_with_context_and_quantization",
     "save_dot_with_context_except_mlp",
     "save_dot_except_mlpwi",
     "save_dot_except_mlp",
