@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import report
 from workload import SMALL_2, SMALL_4, TINY, Size, pipeline, spmd
-
-import jax
 
 SCHEDULES = ("gpipe", "1f1b")
 CASES = [(TINY, "1f1b"), *((size, s) for size in (SMALL_2, SMALL_4) for s in SCHEDULES)]

@@ -13,19 +13,19 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-import dataclasses  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from typing import Any  # noqa: E402
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from jax import lax  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import multimesh as mm  # noqa: E402
+import multimesh as mm
 
 HEADS, VOCAB = 4, 64
 OPTIMIZER = optax.adam(1e-3)
@@ -206,6 +206,9 @@ def pipeline(size: Size, schedule: str) -> tuple[Any, tuple[Any, Any, Any]]:
     count = jax.device_put(np.int32(0), shard(0, P()))
     state = (optax.ScaleByAdamState(count=count, mu=zeros, nu=again), optax.EmptyState())
     b = batch(size)
-    data = {"x": jax.device_put(b["x"], shard(0, P("data"))), "y": jax.device_put(b["y"], shard(size.stages - 1, P("data")))}
+    data = {
+        "x": jax.device_put(b["x"], shard(0, P("data"))),
+        "y": jax.device_put(b["y"], shard(size.stages - 1, P("data"))),
+    }
     step = mm.jit(train_step(grads_of, size.microbatches), donate_argnums=(0, 1))
     return step, (placed, state, data)

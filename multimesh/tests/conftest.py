@@ -14,7 +14,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 
-sys.path.insert(0, str(Path(__file__).parent))  # models.py and pipelines.py: pytest's importlib mode adds no folder
+_HERE = Path(__file__).parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "benchmarks")]  # pytest's importlib mode adds no folder
 
 if sys.modules.get("multimesh") is not None and getattr(sys.modules["multimesh"], "__file__", None) is None:
     # pytest's importlib mode names this file multimesh.tests.conftest and makes a package of the project's folder.

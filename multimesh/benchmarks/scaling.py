@@ -1,0 +1,79 @@
+"""How partitioning grows with the layers and dispatch with the microbatches: both should be linear."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import jax
+import report
+from step import Training
+from workload import TINY, pipeline
+
+LAYERS = (4, 16, 64)
+MICROBATCHES = (8, 32, 128)
+
+
+def equations(jaxpr: Any) -> int:
+    """Equations of a jaxpr and of all that it holds."""
+    return sum(1 + sum(map(equations, jax.core.jaxprs_in_params(e.params))) for e in jaxpr.eqns)
+
+
+def partition(layers: int, repeats: int) -> report.Row:
+    """CPU seconds of lowering less those of tracing the same function."""
+    step, args = pipeline(dataclasses.replace(TINY, layers=layers), "1f1b")
+    traces, lowers = [], []
+    for _ in range(repeats):
+        jax.clear_caches()
+        start = time.process_time()
+        lowered = step.lower(*args)
+        lowers.append(time.process_time() - start)
+        jax.clear_caches()
+        start = time.process_time()
+        jax.make_jaxpr(step.__wrapped__)(*args)
+        traces.append(time.process_time() - start)
+    own = statistics.median(lowers) - statistics.median(traces)
+    count = equations(lowered.closed.jaxpr)
+    return {
+        "layers": layers,
+        "equations": count,
+        "trace s": statistics.median(traces),
+        "partition s": own,
+        "us per equation": 1e6 * own / count,
+    }
+
+
+def dispatch(microbatches: int, steps: int) -> report.Row:
+    """Thread time of a warm step."""
+    step, args = pipeline(dataclasses.replace(TINY, microbatches=microbatches), "1f1b")
+    training = Training(step, args)
+    plan = step.plan(*args)
+    runs = sum(i.kind == "RUN" for i in plan.instructions)
+    for _ in range(2):
+        jax.block_until_ready(training())
+    times = []
+    for _ in range(steps):
+        start = time.thread_time()
+        training()
+        times.append(time.thread_time() - start)
+        jax.block_until_ready(training.params)
+    total = statistics.median(times)
+    return {"microbatches": microbatches, "RUN": runs, "step ms": 1e3 * total, "us per RUN": 1e6 * total / runs}
+
+
+def main() -> None:
+    options = report.parser(__doc__)
+    options.add_argument("--repeats", type=int, default=3, help="partitions of each size (default 3)")
+    options.add_argument("--steps", type=int, default=10, help="warm steps of each number of microbatches (default 10)")
+    args = options.parse_args()
+    tables = {
+        "Partition time (tiny, 4 stages)": [partition(n, args.repeats) for n in LAYERS],
+        "Dispatch time (tiny, 4 stages, 1f1b)": [dispatch(n, args.steps) for n in MICROBATCHES],
+    }
+    report.show(tables, args.json)
+
+
+if __name__ == "__main__":
+    main()
