@@ -57,7 +57,7 @@ class GitServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def _handler(server) -> type[BaseHTTPRequestHandler]:  # noqa: N805  (self is the handler inside)
+    def _handler(server) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.0"
 

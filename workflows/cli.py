@@ -59,18 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = main_inner(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
+    except errors.SeveralErrors as error:
+        return _fail(*error.messages, code=error.exit_code)
     except errors.WorkflowsError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), code=error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted; run the same command again to go on", INTERRUPTED)
+        return _fail("interrupted; run the same command again to go on", code=INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output is gone (`... | head`); Python would complain once more while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
-            return _fail(disk_message(error), errors.DiskError.exit_code)
-        return _fail(f"{error.filename or 'system call'}: {error.strerror or error}", errors.WorkflowsError.exit_code)
+            return _fail(disk_message(error), code=errors.DiskError.exit_code)
+        return _fail(
+            f"{error.filename or 'system call'}: {error.strerror or error}", code=errors.WorkflowsError.exit_code
+        )
 
 
 def disk_message(error: OSError) -> str:
@@ -81,9 +85,12 @@ def disk_message(error: OSError) -> str:
     return f"{error.filename or 'a file'}: {error.strerror}; {remedy} and run the same command again"
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(*messages: str, code: int) -> int:
     sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr)
+    for message in messages:
+        # What a server, an archive or a patch calls its files must not reach the terminal as control sequences.
+        shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
+        print(f"error: {shown}", file=sys.stderr)
     return code
 
 

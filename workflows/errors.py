@@ -5,6 +5,8 @@ Messages are one line: the component or file, what is wrong with it, and what to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class WorkflowsError(Exception):
     """Something that this tooling cannot do; the base of all errors that a user may see."""
@@ -70,6 +72,15 @@ class ToolError(WorkflowsError):
     """A program that this tooling runs is missing or failed in a way that it does not understand."""
 
     exit_code = 11
+
+
+class SeveralErrors(WorkflowsError):
+    """What went wrong in pieces of work that do not depend on each other; the exit code is that of the first."""
+
+    def __init__(self, messages: Sequence[str], exit_code: int) -> None:
+        super().__init__("; ".join(messages))
+        self.messages = tuple(messages)
+        self.exit_code = exit_code
 
 
 class LedgerError(WorkflowsError):

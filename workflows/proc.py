@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -64,9 +67,8 @@ def run(
         if _stopped.is_set():
             raise KeyboardInterrupt
         try:
-            process = subprocess.Popen(
-                command, cwd=cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
         except FileNotFoundError as error:
             if cwd is not None and not cwd.is_dir():
                 raise
@@ -78,7 +80,7 @@ def run(
         else:
             stdout, stderr = _watch(process, stdin, on_line)
     except BaseException:
-        process.kill()
+        _signal(process, signal.SIGKILL)
         process.wait()
         raise
     finally:
@@ -101,7 +103,13 @@ def stop_all() -> None:
     with _guard:
         _stopped.set()
         for process in _running:
-            process.terminate()
+            _signal(process, signal.SIGTERM)
+
+
+def _signal(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    """Send a signal to a program and all that it started: git's helpers hold its pipes open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signum)
 
 
 def _watch(process: subprocess.Popen[bytes], stdin: bytes, on_line: Callable[[str], None]) -> tuple[bytes, bytes]:

@@ -115,9 +115,10 @@ class Repo:
         try:
             return proc.run(["git", *args], cwd=self.root, env=full, stdin=stdin, check=check, on_line=on_line)
         except errors.ToolError as error:
-            if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
-                raise errors.DiskError(f"{self.root}: no space left on the disk; free some and run again") from error
-            if "Read-only file system" in str(error) or "Permission denied" in str(error):
+            said = str(error)
+            if any(phrase in said for phrase in ("No space left", "Disk quota", "unable to write", "write error")):
+                raise errors.DiskError(f"{self.root}: cannot be written; free some space and run again") from error
+            if "Read-only file system" in said or "Permission denied" in said:
                 raise errors.DiskError(f"{self.root}: cannot be written; make it writable and run again") from error
             raise
 

@@ -96,7 +96,7 @@ def apply_series(repo: git.Repo, base: str, patches: Sequence[Patch]) -> str:
         if result.returncode:
             raise errors.PatchError(_rejection(repo, patch, result.complaint))
         tree = repo("write-tree").text
-        check_tree(repo, tree, patch.label, since=commit)
+        check_tree(repo, tree, patch.label, errors.PatchError, since=commit)
         if tree == repo.object(f"{commit}^{{tree}}"):
             raise errors.PatchError(f"{patch.label}: changes nothing; remove it from the series")
         message = patch.message.encode()
@@ -124,7 +124,9 @@ def _rejection(repo: git.Repo, patch: Patch, complaint: str) -> str:
     return f"{patch.label}: does not apply ({complaint}); adapt it to the pinned source"
 
 
-def check_tree(repo: git.Repo, tree: str, label: str, since: str | None = None) -> None:
+def check_tree(
+    repo: git.Repo, tree: str, label: str, kind: type[errors.WorkflowsError], since: str | None = None
+) -> None:
     """Refuse links that leave a tree, submodules and unsafe names, in a tree or in what changed since a commit."""
     if since is None:
         listing = repo("ls-tree", "-r", "-z", tree).stdout
@@ -139,10 +141,10 @@ def check_tree(repo: git.Repo, tree: str, label: str, since: str | None = None) 
         if mode == b"000000":
             continue
         if fault := safety.path_fault(path):
-            raise errors.PatchError(f"{label}: '{path}' {fault}; refused")
+            raise kind(f"{label}: '{path}' {fault}; refused")
         if mode == b"160000":
-            raise errors.PatchError(f"{label}: '{path}' is a submodule; only files and links can be patched in")
+            raise kind(f"{label}: '{path}' is a submodule; only files and links are taken")
         if mode == b"120000":
             target = repo("cat-file", "blob", blob.decode()).stdout.decode("utf-8", "surrogateescape")
             if fault := safety.link_fault(path, target):
-                raise errors.PatchError(f"{label}: link '{path}' -> '{target}' {fault}; refused")
+                raise kind(f"{label}: link '{path}' -> '{target}' {fault}; refused")

@@ -290,9 +290,7 @@ def failure(outcomes: list[Outcome]) -> errors.WorkflowsError | None:
     failed = [outcome for outcome in outcomes if outcome.error]
     if not failed:
         return None
-    error = errors.WorkflowsError("\nerror: ".join(str(outcome.error) for outcome in failed))
-    error.exit_code = failed[0].exit_code
-    return error
+    return errors.SeveralErrors([str(outcome.error) for outcome in failed], failed[0].exit_code)
 
 
 def as_json(outcomes: list[Outcome]) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""Disks that are full or may not be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import Clone, Upstream, make_clone
+
+DISK = 10
+MEGABYTES = 6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few megabytes."""
+    mount = tmp_path / "small disk"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", mount], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+@pytest.fixture
+def there(small_disk: Path, clone: Clone, alpha: Upstream) -> Clone:
+    """A clone on the small disk, its component in place."""
+    other = make_clone(small_disk / "clone")
+    other.components, other.pins = clone.components, clone.pins
+    other.write()
+    other.ok("sync")
+    return other
+
+
+@pytest.mark.promise("A full disk is an error that says so; the old tree stays.")
+def test_disk_full(there: Clone, alpha: Upstream) -> None:
+    before = there.head("alpha")
+    alpha.commit({"blob.bin": os.urandom(4 << 20).hex()}, "large")
+    there.add("alpha", there.components["alpha"]["url"], alpha.head, alpha.tree())
+
+    said = there.refused(DISK, "sync")
+
+    assert "free some" in said
+    assert there.head("alpha") == before
+    assert there.leftovers == []
+
+
+def test_disk_full_to_the_last_byte(there: Clone, alpha: Upstream) -> None:
+    there.add("alpha", there.components["alpha"]["url"], alpha.head, alpha.tree())
+    filler = there.root / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+    assert "space" in there.refused(DISK, "sync")
+    filler.unlink()
+    there.ok("sync")
+    assert there.head("alpha") == alpha.head
+
+
+@pytest.mark.promise("A read-only disk is an error that says so.")
+def test_read_only(there: Clone, small_disk: Path, alpha: Upstream) -> None:
+    there.add("alpha", there.components["alpha"]["url"], alpha.head, alpha.tree())
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+
+    said = there.refused(DISK, "sync")
+
+    assert "Read-only file system; make it writable" in said
+    assert there.state("alpha") == "outdated", "looking needs no writing"
+
+
+def test_nothing_to_do_on_a_read_only_disk_succeeds(there: Clone, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+
+    assert "kept" in there.ok("sync")

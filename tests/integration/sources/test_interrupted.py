@@ -1,0 +1,187 @@
+"""Kill it at any point, run it again: nothing is stuck, nothing is half."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Clone, Upstream, git
+
+INTERRUPTED = 130
+HANG = """#!{python}
+import os, sys
+if {step!r} in sys.argv[1:]:
+    open({fifo!r}, "w").close()
+    os.read(os.open({hold!r}, os.O_RDONLY), 1)
+os.execv({git!r}, ["git", *sys.argv[1:]])
+"""
+
+
+class HangingGit:
+    """A ``git`` in front of the real one that stops when a given step begins, and says so through a pipe."""
+
+    def __init__(self, folder: Path, step: str) -> None:
+        folder.mkdir()
+        self.reached, self.hold = folder / "reached", folder / "hold"
+        os.mkfifo(self.reached)
+        os.mkfifo(self.hold)
+        script = folder / "git"
+        real = shutil.which("git")
+        script.write_text(
+            HANG.format(python=sys.executable, step=step, fifo=str(self.reached), hold=str(self.hold), git=real)
+        )
+        script.chmod(0o755)
+        self.env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+    def wait(self) -> None:
+        """Return when the step has begun."""
+        self.reached.open().close()
+
+    def release(self) -> None:
+        """Let the stopped git go on."""
+        self.hold.open("w").close()
+
+
+def start(clone: Clone, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    full = os.environ | {"PYTHONPATH": str(clone.root)} | (env or {})
+    command = [sys.executable, "-m", "workflows", "sync"]
+    return subprocess.Popen(command, cwd=clone.root, env=full, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def large(clone: Clone, alpha: Upstream) -> Clone:
+    """The clone, its component grown beyond what a socket's buffers hold, so that a fetch can be caught half way."""
+    blob = os.urandom(1 << 19).hex()
+    alpha.commit({"blob.txt": blob}, "large", tag="v3.0")
+    clone.add("alpha", clone.components["alpha"]["url"], alpha.head, alpha.tree())
+    return clone
+
+
+@pytest.mark.promise("Killed while fetching, the next run succeeds.")
+def test_kill_while_fetching(large: Clone, server: Any) -> None:
+    server.stall_after = 100_000
+    process = start(large)
+    assert server.stalled.wait(30)
+    process.kill()
+    process.wait()
+    assert large.state("alpha") == "missing"
+    assert large.leftovers != []
+    server.stall_after = None
+
+    large.ok("sync")
+    server.released.set()
+
+    assert large.state("alpha") == "clean"
+    assert large.leftovers == []
+
+
+@pytest.mark.promise("Killed while checking out, the next run succeeds without fetching again.")
+@pytest.mark.parametrize("step", ["checkout", "commit-tree", "read-tree"])
+def test_kill_after_fetching(large: Clone, server: Any, tmp_path: Path, step: str) -> None:
+    large.patch("alpha", only="diff --git a/README b/README\n--- a/README\n+++ b/README\n@@ -1 +1 @@\n-later\n+mine\n")
+    large.ok("lock", "alpha")
+    sent = server.sent
+    hanging = HangingGit(tmp_path / "bin", step)
+    process = start(large, hanging.env)
+    hanging.wait()
+    process.kill()
+    process.wait()
+    after_kill = server.sent
+    assert after_kill > sent
+    assert large.state("alpha") == "missing"
+
+    large.ok("sync", "--offline")
+
+    assert server.sent == after_kill
+    assert large.state("alpha") == "clean"
+    assert large.leftovers == []
+    hanging.release()
+
+
+def test_orphan_of_a_killed_run_does_no_harm(large: Clone, tmp_path: Path) -> None:
+    hanging = HangingGit(tmp_path / "bin", "checkout")
+    process = start(large, hanging.env)
+    hanging.wait()
+    process.kill()
+    process.wait()
+    large.ok("sync")
+
+    hanging.release()  # the orphan now checks out into a stage that is gone
+
+    assert large.state("alpha") == "clean"
+    large.ok("sync")
+
+
+def test_kill_between_taking_the_old_tree_away_and_putting_the_new_one_in(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    stage = clone.root / "third_party" / ".stage" / "run-1-dead" / "old"
+    stage.mkdir(parents=True)
+    clone.place("alpha").rename(stage / "alpha")
+
+    clone.ok("sync", "--offline")
+
+    assert clone.state("alpha") == "clean"
+    assert clone.leftovers == []
+
+
+def test_stale_locks_of_git_in_a_tree_do_not_last(clone: Clone, alpha: Upstream) -> None:
+    """A killed git of the user's leaves ``index.lock``; looking at the tree needs no lock."""
+    clone.ok("sync")
+    (clone.place("alpha") / ".git" / "index.lock").touch()
+
+    clone.ok("sync")
+    clone.add("alpha", clone.components["alpha"]["url"], alpha.head, alpha.tree())
+    clone.ok("sync")
+
+    assert clone.head("alpha") == alpha.head
+
+
+@pytest.mark.promise("Interrupting leaves the old tree and no leftovers, and exits with 130.")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt(large: Clone, server: Any, signum: signal.Signals) -> None:
+    server.stall_after = 100_000
+    process = start(large)
+    assert server.stalled.wait(30)
+
+    process.send_signal(signum)
+
+    assert process.wait(30) == INTERRUPTED
+    assert large.state("alpha") == "missing"
+    assert large.leftovers == []
+
+
+@pytest.mark.promise("A connection that breaks is tried again.")
+def test_broken_connection_is_tried_again(large: Clone, server: Any) -> None:
+    server.cut_after, server.cuts = 100_000, 2
+
+    large.ok("sync")
+
+    assert large.state("alpha") == "clean"
+
+
+def test_connection_that_always_breaks_is_a_network_error(large: Clone, server: Any) -> None:
+    server.cut_after, server.cuts = 100_000, 1_000
+
+    assert "cannot fetch" in large.refused(6, "sync")
+    assert large.leftovers == []
+
+
+def test_half_a_fetch_in_a_dead_stage_is_not_mistaken_for_a_whole_one(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    dead = clone.root / "third_party" / ".stage" / "run-1-dead" / "alpha"
+    shutil.copytree(clone.place("alpha"), dead)
+    shutil.rmtree(clone.place("alpha"))
+    git(dead, "unpack-objects", stdin=next(dead.glob(".git/objects/pack/*.pack")).rename(dead / "pack").read_bytes())
+    blob = git(dead, "rev-parse", "HEAD:README")
+    (dead / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+
+    clone.ok("sync")
+
+    assert clone.state("alpha") == "clean"

@@ -1,0 +1,211 @@
+"""Changing what is pinned: refresh, bump, lock, gc."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Clone, Upstream, git, make_clone, new_file, patch_text
+
+
+def commit(clone: Clone, path: str, text: str, message: str) -> None:
+    """Commit a file in the tree as a user would."""
+    (clone.place("alpha") / path).write_text(text)
+    git(clone.place("alpha"), "add", "-A")
+    git(clone.place("alpha"), "commit", "-q", "-m", message)
+
+
+def series(clone: Clone) -> list[str]:
+    return (clone.root / "patches" / "alpha" / "series").read_text().split()
+
+
+def pin(clone: Clone) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load((clone.root / "sources.lock").read_text())["components"]["alpha"]
+
+
+@pytest.mark.promise("Commits made in third_party become patches by one command, and a fresh clone gets the same tree.")
+def test_refresh_turns_commits_into_patches(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
+    clone.patch("alpha", first=patch_text("README", "hello", "patched"))
+    before = (clone.root / "patches" / "alpha" / "first.patch").read_bytes()
+    clone.ok("lock", "alpha")
+    clone.ok("sync")
+    commit(clone, "src/a.txt", "two\n", "Make it two\n\nOne was too few.")
+    commit(clone, "blob.bin", "\0binary\n", "Add a blob")
+    assert clone.state("alpha") == "commits"
+
+    clone.ok("refresh", "alpha")
+
+    assert series(clone) == ["first.patch", "make-it-two.patch", "add-a-blob.patch"]
+    assert (clone.root / "patches" / "alpha" / "first.patch").read_bytes() == before
+    assert clone.state("alpha") == "clean"
+    assert "kept" in clone.ok("sync")
+    assert git(clone.place("alpha"), "log", "-2", "--format=%B|") == "Add a blob\n|\nMake it two\n\nOne was too few.\n|"
+    other = make_clone(tmp_path / "other")
+    for path in ("sources.yaml", "sources.lock", "patches"):
+        os.symlink(clone.root / path, other.root / path)
+    other.ok("sync")
+    assert other.head("alpha") == clone.head("alpha")
+
+
+def test_refresh_of_an_amended_commit_keeps_the_file_name(clone: Clone, alpha: Upstream) -> None:
+    clone.patch("alpha", odd_name=patch_text("README", "hello", "patched"))
+    clone.ok("lock", "alpha")
+    clone.ok("sync")
+    (clone.place("alpha") / "README").write_text("patched better\n")
+    git(clone.place("alpha"), "commit", "-q", "-a", "--amend", "--no-edit")
+
+    clone.ok("refresh", "alpha")
+
+    assert series(clone) == ["odd_name.patch"]
+    assert "+patched better" in (clone.root / "patches" / "alpha" / "odd_name.patch").read_text()
+    assert clone.state("alpha") == "clean"
+
+
+def test_refresh_of_a_dropped_commit_removes_its_patch(clone: Clone, alpha: Upstream) -> None:
+    clone.patch("alpha", a=new_file("a", "line"), b=new_file("b", "line"))
+    clone.ok("lock")
+    clone.ok("sync")
+    git(clone.place("alpha"), "reset", "-q", "--hard", "HEAD~1")
+
+    clone.ok("refresh", "alpha")
+
+    assert series(clone) == ["a.patch"]
+    assert not (clone.root / "patches" / "alpha" / "b.patch").exists()
+
+
+def test_refresh_wants_changes_committed(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    (clone.place("alpha") / "README").write_text("mine\n")
+
+    assert "commit your changes there" in clone.refused(5, "refresh", "alpha")
+
+
+def test_refresh_refuses_merges(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    place = clone.place("alpha")
+    git(place, "checkout", "-q", "-b", "side")
+    commit(clone, "side.txt", "side\n", "side")
+    git(place, "checkout", "-q", "patched")
+    commit(clone, "main.txt", "main\n", "main")
+    git(place, "merge", "-q", "--no-edit", "side")
+
+    assert "merge" in clone.refused(9, "refresh", "alpha")
+
+
+def test_refresh_of_what_is_not_there(clone: Clone, alpha: Upstream) -> None:
+    assert "run `python -m workflows sync` first" in clone.refused(2, "refresh", "alpha")
+    assert "no such component" in clone.refused(2, "refresh", "omega")
+
+
+@pytest.mark.promise("A bump moves version, commit, tree and patches together, or changes nothing.")
+def test_bump_moves_everything(clone: Clone, alpha: Upstream) -> None:
+    clone.patch("alpha", only=patch_text("src/a.txt", "one", "two"))
+    clone.ok("lock")
+    clone.ok("sync")
+    (clone.root / "sources.yaml").write_text(
+        "format: 1\ncomponents:\n  # keep this comment\n  alpha:\n    groups: [run]\n"
+        f'    url: {clone.components["alpha"]["url"]}\n    version: "1.0"  # and this\n    tag: v{{version}}\n    transports: [git]\n'
+    )
+
+    clone.ok("bump", "alpha", "2.0")
+
+    text = (clone.root / "sources.yaml").read_text()
+    assert 'version: "2.0"' in text
+    assert "# keep this comment" in text
+    assert (pin(clone)["commit"], pin(clone)["tree"]) == (alpha.head, alpha.tree())
+    assert clone.state("alpha") == "outdated"
+    clone.ok("sync")
+    assert (clone.place("alpha") / "README").read_text() == "later\n"
+    assert (clone.place("alpha") / "src" / "a.txt").read_text() == "two\n"
+
+
+def test_bump_whose_patches_conflict_changes_nothing(clone: Clone, alpha: Upstream) -> None:
+    clone.patch("alpha", only=patch_text("README", "hello", "patched"))
+    clone.ok("lock")
+    rewrite_as_yaml(clone)
+    before = [(clone.root / name).read_bytes() for name in ("sources.yaml", "sources.lock")]
+
+    assert "only.patch: does not apply" in clone.refused(9, "bump", "alpha", "2.0")
+
+    assert [(clone.root / name).read_bytes() for name in ("sources.yaml", "sources.lock")] == before
+    assert clone.leftovers == []
+
+
+def rewrite_as_yaml(clone: Clone) -> None:
+    """Write the manifest in block style, as people do."""
+    import yaml
+
+    document = {"format": 1, "components": clone.components}
+    (clone.root / "sources.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+
+
+def test_bump_to_a_version_that_does_not_exist(clone: Clone, alpha: Upstream) -> None:
+    rewrite_as_yaml(clone)
+
+    assert "has no tag v9.9" in clone.refused(7, "bump", "alpha", "9.9")
+    assert "is no version" in clone.refused(2, "bump", "alpha", "../9")
+    assert pin(clone)["version"] == "1.0"
+
+
+def test_lock_is_stable(clone: Clone, alpha: Upstream) -> None:
+    clone.patch("alpha", only=new_file("added", "line"))
+    clone.ok("lock", "alpha")
+    first = (clone.root / "sources.lock").read_bytes()
+
+    clone.ok("lock", "alpha")
+
+    assert (clone.root / "sources.lock").read_bytes() == first
+    assert pin(clone)["patched_commit"] != pin(clone)["commit"]
+
+
+def test_gc_removes_leftovers_and_keeps_work(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    clone.add("gamma", clone.components["alpha"]["url"], alpha.head, alpha.tree())
+    clone.ok("sync")
+    (clone.place("gamma") / "README").write_text("mine\n")
+    clone.add("delta", clone.components["alpha"]["url"], alpha.head, alpha.tree())
+    clone.run("sync")
+    third_party = clone.root / "third_party"
+    (third_party / ".stage" / "run-1-dead").mkdir(parents=True)
+    (third_party / ".stash" / "alpha-1").mkdir(parents=True)
+    (third_party / "foreign").mkdir()
+    for name in ("gamma", "delta"):
+        del clone.components[name], clone.pins[name]
+    clone.write()
+
+    listed = clone.ok("gc", "--dry-run")
+    removed = clone.ok("gc")
+
+    assert "would remove third_party/delta" in listed
+    assert "removed third_party/delta" in removed
+    left = {path.name for path in third_party.iterdir() if not path.is_file()}
+    assert left - {".stage"} == {"alpha", "gamma", "foreign", ".stash"}
+    assert clone.state("alpha") == "clean"
+    clone.ok("gc", "--stashes")
+    assert list((third_party / ".stash").iterdir()) == []
+
+
+def test_status_is_one_table_and_json(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+
+    lines = clone.ok("status").splitlines()
+    report = json.loads(clone.ok("status", "--json"))
+
+    assert len(lines) == 2
+    assert lines[0].split()[:4] == ["component", "groups", "version", "state"]
+    assert lines[1].split()[:4] == ["alpha", "run", "1.0", "clean"]
+    assert report["clean"] is True
+    assert report["components"][0]["commit"] == clone.head("alpha")
+
+
+def test_status_exits_with_1_when_something_is_not_as_locked(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    (clone.place("alpha") / "README").write_text("mine\n")
+
+    assert clone.run("status").returncode == 1

@@ -1,0 +1,157 @@
+"""Patches that a sync must not apply: each leaves the old tree as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import Clone, Upstream, git, new_file, patch_text
+
+PATCH_ERROR, MANIFEST_ERROR, PIN_ERROR = 9, 3, 4
+GITLINK = new_file("module", "Subproject commit " + "1" * 40, mode="160000")
+
+
+@pytest.fixture
+def synced(clone: Clone, alpha: Upstream) -> Clone:
+    """A clone whose tree is in place, so that a failure has something to spoil."""
+    clone.ok("sync")
+    return clone
+
+
+def lock_by_hand(clone: Clone) -> None:
+    """Accept the patches on disk into the lock without applying them, as a careless hand would."""
+    import hashlib
+
+    folder = clone.root / "patches" / "alpha"
+    names = (folder / "series").read_text().split()
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    clone.pins["alpha"] |= {"patches": digests, "patched_commit": "1" * 40, "patched_tree": None}
+    clone.write()
+
+
+@pytest.mark.promise(
+    "A patch that conflicts, touches .git, leaves the tree or links out of it is refused; the old tree stays."
+)
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (patch_text("README", "not there", "x"), "does not apply"),
+        (patch_text("absent", "a", "b"), "does not apply"),
+        (patch_text("README", "hello", "bye") + patch_text("absent", "a", "b"), "does not apply"),
+        (new_file(".git/hooks/post-checkout", "#!/bin/sh", "100755"), "goes into .git"),
+        (new_file("src/.GIT/config", "x"), "goes into .git"),
+        (new_file("git~1/config", "x"), "goes into .git"),
+        (new_file("../escaped", "x"), "leaves its tree"),
+        (new_file("/tmp/escaped", "x"), "is absolute"),
+        (new_file("out", "/etc/passwd", "120000", newline=False), "points out of its tree"),
+        (new_file("out", "../../..", "120000", newline=False), "points out of its tree"),
+        (new_file("src/out", "../..", "120000", newline=False), "points out of its tree"),
+        (new_file("in", "src/../../x", "120000", newline=False), "points out of its tree"),
+        (new_file("hooks", ".git/hooks", "120000", newline=False), "points into .git"),
+        (new_file("l", "src", "120000", newline=False) + new_file("l/through", "x"), "does not apply"),
+        (GITLINK, "is a submodule"),
+        ("diff --git a/README b/.git/config\nrename from README\nrename to .git/config\n", "goes into .git"),
+        ("this is no patch\n", "is no patch that git can read"),
+        ("", "is no patch that git can read"),
+        (patch_text("README", "hello", "hello"), "changes nothing"),
+    ],
+    ids=[
+        "conflict", "absent-file", "second-hunk-conflicts", "git-hooks", "git-upper-case", "git-short-name", "escape",
+        "absolute", "link-absolute", "link-up", "link-up-from-folder", "link-up-after-name", "link-into-git",
+        "through-link", "submodule",
+        "rename-into-git", "garbage", "empty", "no-change",
+    ],
+)  # fmt: skip
+def test_bad_patch_is_refused_and_the_old_tree_stays(synced: Clone, text: str, says: str, tmp_path: Path) -> None:
+    before = synced.head("alpha")
+    synced.patch("alpha", good=new_file("good", "line"), bad=text)
+
+    said_by_lock = synced.refused(PATCH_ERROR, "lock", "alpha")
+    lock_by_hand(synced)
+    said_by_sync = synced.refused(PATCH_ERROR, "sync")
+
+    assert said_by_lock == said_by_sync
+    assert said_by_sync.startswith("patches/alpha/bad.patch: ")
+    assert says in said_by_sync
+    assert synced.head("alpha") == before
+    assert git(synced.place("alpha"), "status", "--porcelain") == ""
+    assert not (synced.place("alpha") / "good").exists(), "no patch is kept when another one fails"
+    assert not (synced.place("alpha") / ".git" / "rebase-apply").exists()
+    assert synced.leftovers == []
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_patch_that_upstream_has_is_named_as_such(synced: Clone) -> None:
+    synced.patch("alpha", old=patch_text("README", "old", "hello"))
+
+    assert "already has this change; remove the patch" in synced.refused(PATCH_ERROR, "lock", "alpha")
+
+
+def test_patch_edited_after_locking_is_refused(synced: Clone) -> None:
+    synced.patch("alpha", only=new_file("added", "line"))
+    synced.ok("lock")
+    synced.patch("alpha", only=new_file("added", "another line"))
+
+    assert "sources.lock does not have only.patch as on disk" in synced.refused(PIN_ERROR, "sync")
+    assert synced.state("alpha") == "patches changed"
+
+
+def test_patches_in_another_order_are_refused(synced: Clone) -> None:
+    synced.patch("alpha", a=new_file("a", "line"), b=new_file("b", "line"))
+    synced.ok("lock")
+    (synced.root / "patches" / "alpha" / "series").write_text("b.patch\na.patch\n")
+
+    assert "their order" in synced.refused(PIN_ERROR, "sync")
+
+
+def test_lock_that_expects_another_result_is_an_integrity_error(synced: Clone) -> None:
+    synced.patch("alpha", only=new_file("added", "line"))
+    lock_by_hand(synced)
+
+    assert "patched commit is" in synced.refused(8, "sync")
+    assert synced.state("alpha") == "outdated"
+
+
+@pytest.mark.parametrize(
+    ("series", "says"),
+    [
+        ("", "does not list one.patch"),
+        ("one.patch\none.patch\n", "names a patch twice"),
+        ("one.patch\nabsent.patch\n", "absent.patch is not a file"),
+        ("../alpha/one.patch\n", "is not the name of a .patch file"),
+        ("/etc/passwd\n", "is not the name of a .patch file"),
+        ("-one.patch\n", "is not the name of a .patch file"),
+    ],
+    ids=["forgotten", "twice", "absent", "escape", "absolute", "option"],
+)
+def test_bad_series_is_refused(synced: Clone, series: str, says: str) -> None:
+    synced.patch("alpha", one=new_file("added", "line"))
+    (synced.root / "patches" / "alpha" / "series").write_text(series)
+
+    assert says in synced.refused(MANIFEST_ERROR, "sync")
+
+
+def test_patches_without_a_series_are_not_skipped_silently(synced: Clone) -> None:
+    synced.patch("alpha", one=new_file("added", "line"))
+    (synced.root / "patches" / "alpha" / "series").unlink()
+
+    assert "list one.patch there" in synced.refused(MANIFEST_ERROR, "sync")
+
+
+def test_linked_patch_is_refused(synced: Clone, tmp_path: Path) -> None:
+    synced.patch("alpha", one=new_file("added", "line"))
+    patch = synced.root / "patches" / "alpha" / "one.patch"
+    patch.rename(tmp_path / "elsewhere")
+    patch.symlink_to(tmp_path / "elsewhere")
+
+    assert "is not a file in patches/alpha" in synced.refused(MANIFEST_ERROR, "sync")
+
+
+def test_link_inside_the_tree_is_allowed(synced: Clone) -> None:
+    synced.patch("alpha", link=new_file("src/readme", "../README", "120000", newline=False))
+    synced.ok("lock")
+
+    synced.ok("sync")
+
+    assert (synced.place("alpha") / "src" / "readme").read_text() == "hello\n"

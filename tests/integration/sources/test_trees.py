@@ -1,0 +1,157 @@
+"""Trees in ``third_party/`` that hold somebody's work: refused, put aside or dropped, as the user chooses."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Clone, Upstream, git
+
+DIRTY = 5
+
+
+def edit(clone: Clone) -> None:
+    (clone.place("alpha") / "README").write_text("mine\n")
+
+
+def add_file(clone: Clone) -> None:
+    (clone.place("alpha") / "mine.txt").write_text("mine\n")
+
+
+def delete_file(clone: Clone) -> None:
+    (clone.place("alpha") / "README").unlink()
+
+
+def stage_file(clone: Clone) -> None:
+    edit(clone)
+    git(clone.place("alpha"), "add", "README")
+
+
+def commit(clone: Clone) -> None:
+    edit(clone)
+    git(clone.place("alpha"), "commit", "-qam", "mine")
+
+
+def move_head(clone: Clone) -> None:
+    git(clone.place("alpha"), "commit", "-q", "--amend", "--allow-empty", "-m", "another commit with the same tree")
+
+
+def foreign_folder(clone: Clone) -> None:
+    shutil.rmtree(clone.place("alpha"))
+    clone.place("alpha").mkdir()
+    add_file(clone)
+
+
+def foreign_repository(clone: Clone) -> None:
+    foreign_folder(clone)
+    git(clone.place("alpha"), "init", "-q")
+    git(clone.place("alpha"), "add", "-A")
+    git(clone.place("alpha"), "commit", "-qm", "mine")
+
+
+def foreign_link(clone: Clone) -> None:
+    shutil.rmtree(clone.place("alpha"))
+    elsewhere = clone.root.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.txt").write_text("mine\n")
+    clone.place("alpha").symlink_to(elsewhere)
+
+
+def broken_repository(clone: Clone) -> None:
+    (clone.place("alpha") / ".git" / "HEAD").write_text("garbage\n")
+
+
+def plain_file(clone: Clone) -> None:
+    shutil.rmtree(clone.place("alpha"))
+    clone.place("alpha").write_text("mine\n")
+
+
+SPOILERS = [
+    (edit, "dirty"), (add_file, "dirty"), (delete_file, "dirty"), (stage_file, "dirty"), (commit, "commits"),
+    (move_head, "commits"), (foreign_folder, "unknown"), (foreign_repository, "unknown"), (foreign_link, "link"),
+    (broken_repository, "unknown"), (plain_file, "unknown"),
+]  # fmt: skip
+
+
+@pytest.fixture(params=SPOILERS, ids=[spoil.__name__ for spoil, _ in SPOILERS])
+def spoiled(request: pytest.FixtureRequest, clone: Clone, alpha: Upstream) -> Clone:
+    """A clone whose tree is not as the last sync left it."""
+    spoil, state = request.param
+    clone.ok("sync")
+    spoil(clone)
+    assert clone.state("alpha") == state
+    return clone
+
+
+def listing(place: Path) -> dict[str, str]:
+    """All that a user may have put there."""
+    if place.is_file():
+        return {"": place.read_text()}
+    files = (path for path in place.rglob("*") if path.is_file() and ".git" not in path.relative_to(place).parts)
+    return {str(path.relative_to(place)): path.read_text() for path in files}
+
+
+@pytest.mark.promise("A dirty or unknown tree is an error that offers choices; its work is never lost silently.")
+def test_refused_then_put_aside(spoiled: Clone) -> None:
+    place = spoiled.place("alpha")
+    before = listing(place)
+
+    said = spoiled.refused(DIRTY, "sync")
+    assert said.startswith("third_party/alpha: ")
+    assert "--stash" in said
+    assert "--force" in said
+    assert listing(place) == before
+
+    spoiled.ok("sync", "--stash")
+    assert listing(spoiled.root / "third_party" / ".stash" / "alpha-1") == before
+    assert spoiled.state("alpha") == "clean"
+
+
+@pytest.mark.parametrize("spoil", [edit, commit, foreign_repository, foreign_link, plain_file])
+def test_dropped_when_forced(clone: Clone, alpha: Upstream, spoil: Callable[[Clone], None]) -> None:
+    clone.ok("sync")
+    spoil(clone)
+
+    clone.ok("sync", "--force")
+
+    assert clone.state("alpha") == "clean"
+    assert not (clone.root / "third_party" / ".stash").exists()
+    if spoil is foreign_link:
+        assert (clone.root.parent / "elsewhere" / "mine.txt").is_file(), "what a link points to is not ours to drop"
+
+
+def test_files_that_running_leaves_are_not_dirt(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    (clone.place("alpha") / "src" / "__pycache__").mkdir()
+    (clone.place("alpha") / "src" / "__pycache__" / "a.pyc").write_text("")
+
+    assert clone.state("alpha") == "clean"
+    assert "kept" in clone.ok("sync")
+
+
+def test_a_dirty_tree_does_not_keep_others_from_coming(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    edit(clone)
+    clone.add("gamma", clone.components["alpha"]["url"], alpha.head, alpha.tree())
+
+    clone.refused(DIRTY, "sync")
+
+    assert clone.state("gamma") == "clean"
+    assert clone.state("alpha") == "dirty"
+
+
+def test_diff_shows_changes_committed_or_not(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    commit(clone)
+    (clone.place("alpha") / "src" / "a.txt").write_text("two\n")
+    add_file(clone)
+
+    shown = clone.ok("diff", "alpha")
+
+    assert "+mine" in shown
+    assert "+two" in shown
+    assert "--- a/third_party/alpha/README" in shown
+    assert "# untracked: third_party/alpha/mine.txt" in shown

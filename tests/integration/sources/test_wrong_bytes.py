@@ -1,0 +1,264 @@
+"""Servers and archives that do not give the pinned bytes, and networks that give none."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import socket
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Clone, Upstream, git
+
+PIN_ERROR, NETWORK, MISSING, INTEGRITY = 4, 6, 7, 8
+
+
+@pytest.mark.promise("A pin that the upstream does not have is an error and leaves no half of a tree.")
+def test_commit_that_the_server_lacks(clone: Clone, alpha: Upstream) -> None:
+    clone.add("alpha", clone.components["alpha"]["url"], "1" * 40, None)
+
+    said = clone.refused(MISSING, "sync")
+
+    assert said.startswith("alpha: ")
+    assert "does not have " + "1" * 40 in said
+    assert clone.state("alpha") == "missing"
+    assert clone.leftovers == []
+
+
+def test_moved_pin_that_the_server_lacks_leaves_the_old_tree(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    before = clone.head("alpha")
+    clone.add("alpha", clone.components["alpha"]["url"], "1" * 40, None)
+
+    clone.refused(MISSING, "sync")
+
+    assert clone.head("alpha") == before
+
+
+@pytest.mark.promise("Bytes whose tree or archive hash is not the pinned one never reach third_party.")
+def test_tree_that_is_not_the_pinned_one(clone: Clone, alpha: Upstream) -> None:
+    clone.add("alpha", clone.components["alpha"]["url"], alpha.head, "2" * 40)
+
+    assert f"alpha: tree is {alpha.tree()}, sources.lock pins {'2' * 40}" in clone.refused(INTEGRITY, "sync")
+    assert clone.state("alpha") == "missing"
+
+
+def test_subtree_of_another_root(clone: Clone, alpha: Upstream) -> None:
+    url = clone.components["alpha"]["url"]
+    clone.add("alpha", url, alpha.head, alpha.tree("HEAD", "src"), path="src", root_tree="2" * 40)
+    clone.pins["alpha"] |= {"patched_commit": "3" * 40}
+    clone.write()
+
+    assert "alpha: root tree is" in clone.refused(INTEGRITY, "sync")
+
+
+def test_lock_without_a_commit(clone: Clone, alpha: Upstream) -> None:
+    clone.pins["alpha"] |= {"commit": None, "patched_commit": None}
+    clone.write()
+
+    assert "has no patched_commit" in clone.refused(PIN_ERROR, "sync")
+
+
+def test_lock_of_another_version(clone: Clone, alpha: Upstream) -> None:
+    clone.components["alpha"]["version"] = "2.0"
+    clone.write()
+
+    assert "wants 2.0, sources.lock pins 1.0; run `python -m workflows bump alpha 2.0`" in clone.refused(
+        PIN_ERROR, "sync"
+    )
+    assert clone.state("alpha") == "unlocked"
+
+
+def add_archive(clone: Clone, server: Any, path: Path, **pin: Any) -> None:
+    """Pin a component that comes from one archive on the server."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    transports = [{"archive": {"url": f"{server.url}/{path.name}", "root": "pkg"}}]
+    digests = {path.name: pin.pop("sha256", digest)}
+    tree = pin.pop("tree", "2" * 40)
+    clone.add("packed", f"{server.url}/packed.git", "1" * 40, tree, path="src", transports=transports, archives=digests)
+    clone.pins["packed"]["patched_commit"] = "3" * 40
+    clone.write()
+
+
+def zip_of(folder: Path, *entries: tuple[str, str, int]) -> Path:
+    """A zip file with these names, contents and modes."""
+    path = folder / "served" / "packed.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text, mode in entries:
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            archive.writestr(info, text)
+    return path
+
+
+def test_archive_with_another_hash(clone: Clone, server: Any, tmp_path: Path) -> None:
+    add_archive(clone, server, zip_of(tmp_path, ("pkg/a", "x", 0o100644)), sha256="4" * 64)
+
+    assert f"sources.lock pins {'4' * 64}" in clone.refused(INTEGRITY, "sync")
+    assert clone.leftovers == []
+
+
+def test_archive_with_another_tree(clone: Clone, server: Any, tmp_path: Path) -> None:
+    add_archive(clone, server, zip_of(tmp_path, ("pkg/a", "x", 0o100644)))
+
+    assert "packed: tree of packed.zip is" in clone.refused(INTEGRITY, "sync")
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        (("../escaped", "x", 0o100644), "leaves its tree"),
+        (("pkg/../../escaped", "x", 0o100644), "leaves its tree"),
+        (("/tmp/escaped", "x", 0o100644), "is absolute"),
+        (("pkg/.git/config", "x", 0o100644), "goes into .git"),
+        (("pkg/a\nb", "x", 0o100644), "control characters"),
+        (("pkg/a\\b", "x", 0o100644), "backslash"),
+    ],
+    ids=["escape", "escape-inside", "absolute", "git", "newline", "backslash"],
+)
+def test_archive_with_an_unsafe_path(
+    clone: Clone, server: Any, tmp_path: Path, entry: tuple[str, str, int], says: str
+) -> None:
+    add_archive(clone, server, zip_of(tmp_path, ("pkg/a", "x", 0o100644), entry))
+
+    assert says in clone.refused(INTEGRITY, "sync")
+    assert not (tmp_path / "escaped").exists()
+
+
+def tree_with_link(tmp_path: Path, target: str) -> str:
+    """The hash of a tree that holds only a link."""
+    repo = tmp_path / "scratch"
+    repo.mkdir()
+    git(repo, "init", "-q")
+    blob = git(repo, "hash-object", "-w", "--stdin", stdin=target.encode())
+    return git(repo, "mktree", stdin=f"120000 blob {blob}\tlink\n".encode())
+
+
+def test_archive_with_a_link_out_of_the_tree(clone: Clone, server: Any, tmp_path: Path) -> None:
+    target = "../../../etc/passwd"
+    tree = tree_with_link(tmp_path, target)
+    add_archive(clone, server, zip_of(tmp_path, ("pkg/link", target, 0o120777)), tree=tree)
+
+    assert "points out of its tree" in clone.refused(INTEGRITY, "sync")
+
+
+def test_archive_with_a_device(clone: Clone, server: Any, tmp_path: Path) -> None:
+    path = tmp_path / "served" / "packed.tar"
+    with tarfile.open(path, "w") as archive:
+        info = tarfile.TarInfo("pkg/null")
+        info.type = tarfile.CHRTYPE
+        archive.addfile(info)
+    add_archive(clone, server, path)
+
+    assert "neither a file nor a link" in clone.refused(INTEGRITY, "sync")
+
+
+def test_archive_that_is_none(clone: Clone, server: Any, tmp_path: Path) -> None:
+    path = tmp_path / "served" / "packed.zip"
+    path.write_bytes(b"not an archive")
+    add_archive(clone, server, path)
+
+    assert "cannot be read as an archive" in clone.refused(INTEGRITY, "sync")
+
+
+def test_archive_that_is_not_there(clone: Clone, server: Any, tmp_path: Path) -> None:
+    path = zip_of(tmp_path, ("pkg/a", "x", 0o100644))
+    add_archive(clone, server, path)
+    path.unlink()
+
+    assert "does not exist" in clone.refused(MISSING, "sync")
+
+
+def test_wheel_that_the_index_offers_with_another_hash(clone: Clone, tmp_path: Path) -> None:
+    wheel = tmp_path / "index" / "packed-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name in (
+            "pkg/a",
+            "packed-1.0.dist-info/METADATA",
+            "packed-1.0.dist-info/WHEEL",
+            "packed-1.0.dist-info/RECORD",
+        ):
+            archive.writestr(name, "Metadata-Version: 2.1\nName: packed\nVersion: 1.0\nWheel-Version: 1.0\n")
+    wheel.write_bytes(content.getvalue())
+    transports = [{"pypi": {"package": "packed", "file": wheel.name, "root": "pkg"}}]
+    clone.add(
+        "packed",
+        "https://nowhere.invalid/p.git",
+        "1" * 40,
+        "2" * 40,
+        transports=transports,
+        archives={wheel.name: "4" * 64},
+    )
+    clone.pins["packed"]["patched_commit"] = "3" * 40
+    clone.write()
+    env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheel.parent)}
+
+    assert f"({'4' * 64}); do not use it" in clone.refused(INTEGRITY, "sync", env=env)
+    wheel.unlink()
+    assert "the package index has no" in clone.refused(MISSING, "sync", env=env)
+
+
+@pytest.mark.promise("Without a network a sync says so in one line and the old tree stays.")
+def test_no_network(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    before = clone.head("alpha")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/alpha.git"
+        clone.add("alpha", url, alpha.head, alpha.tree())
+
+        assert f"alpha: cannot fetch {url}" in clone.refused(NETWORK, "sync")
+
+    assert clone.head("alpha") == before
+
+
+def test_name_that_does_not_resolve(clone: Clone, alpha: Upstream) -> None:
+    clone.add("alpha", "https://nowhere.invalid/alpha.git", alpha.head, alpha.tree())
+
+    assert "check the network" in clone.refused(NETWORK, "sync", env={"https_proxy": "", "HTTPS_PROXY": ""})
+
+
+def test_offline_without_the_bytes_on_disk(clone: Clone, alpha: Upstream, server: Any) -> None:
+    assert "run once without --offline" in clone.refused(NETWORK, "sync", "--offline")
+    assert server.requests == []
+
+
+def test_server_that_asks_for_a_password_is_not_answered(
+    clone: Clone, alpha: Upstream, make_upstream: Callable[[str], Upstream]
+) -> None:
+    clone.add("alpha", clone.components["alpha"]["url"].replace("alpha.git", "absent.git"), alpha.head, alpha.tree())
+
+    said = clone.refused(NETWORK, "sync", env={"GIT_ASKPASS": "/bin/false", "SSH_ASKPASS": "/bin/false"})
+
+    assert "absent.git" in said
+
+
+def test_objects_that_git_refuses(clone: Clone, alpha: Upstream) -> None:
+    """A commit whose tree holds a folder named ``.git``: git's own check of incoming objects stops it."""
+    blob = git(alpha.bare, "hash-object", "-w", "--stdin", stdin=b"evil")
+    raw = b"100644 config\0" + bytes.fromhex(blob)
+    inner = git(alpha.bare, "hash-object", "-w", "-t", "tree", "--literally", "--stdin", stdin=raw)
+    tree = git(
+        alpha.bare,
+        "hash-object",
+        "-w",
+        "-t",
+        "tree",
+        "--literally",
+        "--stdin",
+        stdin=b"40000 .git\0" + bytes.fromhex(inner),
+    )
+    commit = git(alpha.bare, "commit-tree", tree, "-m", "evil")
+    git(alpha.bare, "update-ref", "refs/heads/evil", commit)
+    clone.add("alpha", clone.components["alpha"]["url"], commit, tree)
+
+    assert "sent objects that git refuses" in clone.refused(INTEGRITY, "sync")
+    assert not os.path.lexists(clone.place("alpha"))
