@@ -1,1 +1,61 @@
-"""MultiMesh for JAX: parts of one jitted function on different submeshes, on the JAX that everyone has."""
+"""MultiMesh for JAX: parts of one jitted function on different submeshes, on the JAX that everyone has.
+
+Names are loaded on first use, so that ``multimesh.maxtext`` can check its flags before JAX is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from multimesh.errors import MultiMeshError, UsageError
+
+if TYPE_CHECKING:
+    from multimesh import schedules
+    from multimesh.jitted import jit
+    from multimesh.marks import register_task
+    from multimesh.microbatching import microbatch
+    from multimesh.modules import scope_nnx
+    from multimesh.plan import Instruction, Plan
+    from multimesh.tasks import task, with_sharding_constraint
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Instruction": "plan",
+    "Plan": "plan",
+    "jit": "jitted",
+    "microbatch": "microbatching",
+    "register_task": "marks",
+    "scope_nnx": "modules",
+    "task": "tasks",
+    "with_sharding_constraint": "tasks",
+}
+
+__all__ = [
+    "Instruction",
+    "MultiMeshError",
+    "Plan",
+    "UsageError",
+    "jit",
+    "microbatch",
+    "register_task",
+    "schedules",
+    "scope_nnx",
+    "task",
+    "with_sharding_constraint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "schedules":
+        return importlib.import_module("multimesh.schedules")
+    if name not in _HOME:
+        raise AttributeError(f"module 'multimesh' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"multimesh.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,104 @@
+"""Every access to JAX internals, in one place (supported: jax >= 0.9).
+
+The rest of the package uses public JAX only, or what this module gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info
+from jax._src.lax import lax as _lax
+from jax.extend import core as _extend
+from jax.extend.core import primitives as _primitives
+from jax.sharding import Mesh
+
+from multimesh.errors import MultiMeshError
+
+Literal = _extend.Literal
+Jaxpr = _extend.Jaxpr
+ClosedJaxpr = _extend.ClosedJaxpr
+JaxprEqn = _extend.JaxprEqn
+Primitive = _extend.Primitive
+
+jit_p = _primitives.jit_p
+remat_p = _primitives.remat_p
+sharding_constraint_p = _primitives.sharding_constraint_p
+optimization_barrier_p = _lax.optimization_barrier_p
+add_p = _lax.add_p
+copy_p = _lax.copy_p
+
+if jax.__version_info__ < (0, 9):
+    raise MultiMeshError(f"MultiMesh needs jax >= 0.9, found {jax.__version__}: pip install -U jax jaxlib")
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether ``x`` is a value of an enclosing trace."""
+    return isinstance(x, _core.Tracer)
+
+
+def abstractify(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an argument, without its sharding."""
+    aval = _core.shaped_abstractify(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def nbytes(aval: Any) -> int:
+    """Size of an array of this abstract value in bytes; zero for tokens."""
+    if not hasattr(aval, "shape"):
+        return 0
+    return int(np.prod(aval.shape, dtype=np.int64)) * getattr(aval.dtype, "itemsize", 8)
+
+
+def scopes(eqn: JaxprEqn) -> tuple[tuple[str, ...], bool]:
+    """Named scopes around an equation, outermost first, and whether a transposition (backward pass) made it."""
+    stack = eqn.source_info.name_stack.stack
+    names = tuple(s.name for s in stack if isinstance(s, _source_info.Scope))
+    backward = any(isinstance(s, _source_info.Transform) and s.name == "transpose" for s in stack)
+    return names, backward
+
+
+_OWN_FILES = os.path.dirname(__file__) + os.sep
+
+
+def user_line(source_info: Any) -> str:
+    """``file:line`` of the user's code that made an equation, or an empty string."""
+    if source_info is None or source_info.traceback is None:
+        return ""
+    for frame in _source_info.user_frames(source_info.traceback):
+        if not frame.file_name.startswith(_OWN_FILES):
+            return f"{frame.file_name}:{frame.start_line}"
+    return ""
+
+
+def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    """Jaxprs among the parameters of an equation."""
+    yield from _core.jaxprs_in_params(params)
+
+
+def abstract_mesh_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Make ``mesh`` (without its devices) the mesh of bare ``PartitionSpec`` constraints while tracing."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def bind(prim: Primitive, params: dict[str, Any], ctx: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Evaluate one equation again, in the context it was traced in."""
+    bind_params = prim.get_bind_params(params)
+    subfuns: Sequence[Any] = ()
+    if isinstance(bind_params, tuple):  # jax < 0.10 returned (subfuns, params)
+        subfuns, bind_params = bind_params
+    with ctx.manager if ctx is not None else contextlib.nullcontext():
+        out = prim.bind(*subfuns, *args, **bind_params)
+    return out if prim.multiple_results else [out]
+
+
+def named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Give ``fn`` the name that ``jax.jit`` records in jaxprs, HLO modules and profiles."""
+    fn.__name__ = fn.__qualname__ = name
+    return fn

@@ -1,0 +1,225 @@
+"""Kernels to XLA programs: layouts are fixed slot by slot, programs are compiled once and in parallel."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multimesh import _compat, ir
+from multimesh.errors import MultiMeshError
+from multimesh.plan import Instruction, Kernel, Plan
+from multimesh.submesh import carry_over, translate
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """A plan with its programs and the layout of every slot."""
+
+    plan: Plan
+    programs: tuple[Any, ...]  # jax.stages.Compiled, one per kernel
+    layouts: tuple[NamedSharding, ...]  # one per slot
+
+
+def compile_plan(
+    plan: Plan, specs: Sequence[PartitionSpec], out_specs: Mapping[int, PartitionSpec] | None = None
+) -> CompiledPlan:
+    """Compile every kernel of a plan.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    specs
+        Partition spec of each argument leaf, carried over to each submesh that reads it.
+    out_specs
+        Result leaf to the spec that it must have.
+    """
+    return _Compiler(plan, specs, out_specs or {}).run()
+
+
+class _Compiler:
+    def __init__(self, plan: Plan, specs: Sequence[PartitionSpec], out_specs: Mapping[int, PartitionSpec]):
+        self._plan = plan
+        self._layouts: dict[int, NamedSharding] = {}
+        self._pinned: dict[int, NamedSharding] = {}
+        for arg, slot in plan.inputs:
+            self._layouts[slot] = self._carried(specs[arg], slot)
+        for _, slot in plan.constants:
+            self._layouts[slot] = self._carried(PartitionSpec(), slot)
+        for slot, args in plan.like.items():
+            agreed = {self._carried(specs[a], slot) for a in args}
+            if len(agreed) == 1:
+                self._pinned[slot] = agreed.pop()
+        for position, spec in out_specs.items():
+            kind, slot = plan.outputs[position]
+            if kind == "slot" and slot not in self._layouts:
+                self._pinned[slot] = self._carried(spec, slot)
+        for slot in {s for step in plan.instructions if step.kind == "RUN" for s in step.outs} - set(self._pinned):
+            if plan.submeshes[plan.slots[slot].submesh].size == 1 or self._is_accumulator(slot):
+                self._pinned[slot] = self._carried(PartitionSpec(), slot)
+        self._received = self._senders()
+
+    def _carried(self, spec: PartitionSpec, slot: int) -> NamedSharding:
+        where = self._plan.slots[slot]
+        return carry_over(spec, where.shape, self._plan.submeshes[where.submesh])
+
+    def _is_accumulator(self, slot: int) -> bool:
+        return slot in self._accumulators
+
+    @property
+    def _accumulators(self) -> set[int]:
+        zeros = {k for k, kernel in enumerate(self._plan.kernels) if kernel.make == "zeros"}
+        return {s for step in self._plan.instructions if step.kernel in zeros for s in step.outs}
+
+    def _senders(self) -> dict[int, int]:
+        """Slot that receives to the slot that it is received from."""
+        source: dict[int, int] = {}
+        steps = self._plan.instructions
+        for send, recv in zip(steps, steps[1:], strict=False):
+            if send.kind == "SEND" and recv.kind == "RECV":
+                source.update(zip(recv.outs, send.ins, strict=True))
+        return source
+
+    def _layout(self, slot: int) -> NamedSharding | None:
+        """Layout of a slot, as far as it is known yet."""
+        if slot not in self._layouts and slot in self._pinned:
+            return self._pinned[slot]
+        if slot not in self._layouts and slot in self._received:
+            sent = self._layout(self._received[slot])
+            if sent is not None:
+                self._layouts[slot] = self._carried(sent.spec, slot)
+        return self._layouts.get(slot)
+
+    def run(self) -> CompiledPlan:
+        """Lower in this thread as soon as the layouts of the inputs are known; compile in a pool."""
+        uses: dict[int, list[Instruction]] = {}
+        for step in self._plan.instructions:
+            if step.kind == "RUN" and step.kernel is not None:
+                uses.setdefault(step.kernel, []).append(step)
+        waiting = list(uses)
+        programs: dict[int, Any] = {}
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            running: dict[concurrent.futures.Future[Any], int] = {}
+            try:
+                while waiting or running:
+                    for kernel in list(waiting):
+                        layouts = [self._layout(s) for s in uses[kernel][0].ins]
+                        if None not in layouts:
+                            waiting.remove(kernel)
+                            running[pool.submit(self._lower(kernel, uses[kernel][0], layouts).compile)] = kernel
+                    if not running:
+                        stuck = ", ".join(self._plan.kernels[k].name for k in waiting)
+                        raise AssertionError(f"no layout for the inputs of {stuck}")
+                    done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                    for future in done:
+                        kernel = running.pop(future)
+                        programs[kernel] = future.result()
+                        self._note_results(programs[kernel], uses[kernel])
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        layouts = [self._layout(slot) for slot in range(len(self._plan.slots))]
+        return CompiledPlan(self._plan, tuple(programs[k] for k in range(len(programs))), tuple(layouts))  # type: ignore[arg-type]
+
+    def _lower(self, number: int, step: Instruction, layouts: Sequence[NamedSharding | None]) -> Any:
+        kernel = self._plan.kernels[number]
+        given = [
+            jax.ShapeDtypeStruct(self._plan.slots[slot].shape, self._plan.slots[slot].dtype, sharding=layout)
+            for slot, layout in zip(step.ins, layouts, strict=True)
+        ]
+        pinned = [self._pinned.get(slot) for slot in step.outs]
+        if not given:
+            pinned = [p or self._carried(PartitionSpec(), s) for p, s in zip(pinned, step.outs, strict=True)]
+        jitted = jax.jit(
+            kernel_function(kernel, self._plan),
+            out_shardings=pinned,
+            donate_argnums=self._plan.donations.get(number, ()),
+            keep_unused=True,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            try:
+                return jitted.lower(*given)
+            except MultiMeshError:
+                raise
+            except Exception as error:
+                lines = [line for op in kernel.ops[-1:] if (line := _compat.user_line(op.source))]
+                raise MultiMeshError(
+                    f"{lines[0] if lines else kernel.name}: task {kernel.name!r} can't be lowered for its submesh: {error}"
+                ) from error
+
+    def _note_results(self, program: Any, steps: Sequence[Instruction]) -> None:
+        mesh = self._plan.submeshes[steps[0].submesh]
+        for position, sharding in enumerate(program.output_shardings):
+            spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+            for step in steps:
+                self._layouts.setdefault(step.outs[position], NamedSharding(mesh, spec))
+
+
+def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
+    """Function of flat arrays that a kernel stands for: see `Kernel` for its arguments and results."""
+    mesh = plan.submeshes[kernel.submesh]
+
+    def zeros() -> list[Any]:
+        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outs]
+
+    def stack(*rows: Any) -> list[Any]:
+        return [jnp.stack(rows)]
+
+    def ops(*args: Any) -> list[Any]:
+        left = list(args)
+        sums = [left.pop(0) for _ in kernel.sums]
+        env: dict[ir.Value, Any] = {}
+        if kernel.rows:
+            number = left.pop(0)
+            for v in kernel.rows:
+                env[v] = lax.dynamic_index_in_dim(left.pop(0), number, 0, keepdims=False)
+        env.update(zip(kernel.ins, left, strict=True))
+        evaluate(kernel.ops, env)
+        return [
+            *(lax.add(total, env[leaf]) for total, leaf in zip(sums, kernel.sums, strict=True)),
+            *(env[v] for v in kernel.outs),
+        ]
+
+    def in_mesh(*args: Any) -> list[Any]:
+        with _compat.abstract_mesh_context(mesh):
+            return {"ops": ops, "zeros": zeros, "stack": stack}[kernel.make](*args)
+
+    return _compat.named(in_mesh, "".join(c if c.isalnum() else "_" for c in kernel.name))
+
+
+def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any]) -> None:
+    """Evaluate operations in order; ``env`` holds the values and receives the results."""
+    for op in ops:
+        args = [env[i] if isinstance(i, ir.Value) else i.val for i in op.ins]
+        results = _constrained(op, args) if op.prim is _compat.sharding_constraint_p else None
+        if results is None:
+            results = _compat.bind(op.prim, op.params, op.ctx, args)
+        env.update(zip(op.outs, results, strict=True))
+
+
+def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
+    """A sharding constraint on the submesh where the operation landed; None for what has no axes to translate."""
+    if op.params.get("identity"):
+        return args
+    (x,) = args
+    if op.mesh is None:
+        return args
+    if "logical" in op.params:
+        spec = op.params["logical"]
+        if op.task is None or len(spec) > x.ndim or op.params["rank"] != x.ndim:
+            return args  # batched by vmap: the layout of the new dimension is the compiler's choice
+        return [lax.with_sharding_constraint(x, NamedSharding(op.mesh, translate(spec, op.task)))]
+    sharding = op.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return [lax.with_sharding_constraint(x, carry_over(sharding.spec, x.shape, op.mesh))]

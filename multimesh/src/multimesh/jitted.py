@@ -1,0 +1,414 @@
+"""``multimesh.jit``: trace once, partition, compile, run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multimesh import _compat, ir
+from multimesh.compiling import CompiledPlan, compile_plan
+from multimesh.errors import MultiMeshError, UsageError
+from multimesh.passes.inline import inline
+from multimesh.passes.loops import fuse, separate
+from multimesh.passes.place import place
+from multimesh.passes.planning import arrange, build
+from multimesh.plan import Plan
+from multimesh.runtime import Runner
+from multimesh.submesh import spec_of
+from multimesh.tracing import partitioning
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a trace depends on: tree, types, layouts and static arguments."""
+
+    tree: Any
+    avals: tuple[Any, ...]
+    specs: tuple[PartitionSpec, ...]
+    static: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A partitioned function, before compilation."""
+
+    plan: Plan | None
+    closed: Any
+    specs: tuple[PartitionSpec, ...]
+    out_tree: Any
+    out_specs: dict[int, PartitionSpec]
+    in_tree: Any = None
+
+    def compile(self) -> Compiled:
+        """Compile every program; in parallel where their layouts allow."""
+        if self.plan is None:
+            raise MultiMeshError("nothing to compile")
+        return Compiled(self, Runner(compile_plan(self.plan, self.specs, self.out_specs)))
+
+    def as_text(self) -> str:
+        """The plan, then the operations of each program."""
+        kernels = self.plan.kernels if self.plan else ()
+        parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
+        return "\n\n".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled function: call it with arguments of the types that it was lowered for."""
+
+    lowered: Lowered
+    runner: Runner
+
+    @property
+    def compiled_plan(self) -> CompiledPlan:
+        """Programs and layouts."""
+        return self.runner.compiled
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs."""
+        return self.runner.compiled.plan
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self.lowered.in_tree:
+            raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
+        return self.run_flat(leaves)
+
+    def run_flat(self, leaves: Sequence[Any]) -> Any:
+        """Run on the flat list of (non-static) argument leaves."""
+        return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves))
+
+    def memory_analysis(self) -> tuple[dict[str, int], ...]:
+        """Bytes per submesh (of whole arrays): arguments, results, live intermediates at the peak, scratch of the largest program."""
+        plan = self.plan
+        peaks = plan.peak_bytes()
+        given = {slot for _, slot in plan.inputs}
+        results = {value for kind, value in plan.outputs if kind == "slot"}
+        scratch = [0] * len(plan.submeshes)
+        for kernel, program in zip(plan.kernels, self.compiled_plan.programs, strict=True):
+            stats = program.memory_analysis()
+            if stats is not None:
+                size = stats.temp_size_in_bytes * plan.submeshes[kernel.submesh].size
+                scratch[kernel.submesh] = max(scratch[kernel.submesh], size)
+        return tuple(
+            {
+                "arguments": sum(plan.slots[s].nbytes for s in given if plan.slots[s].submesh == i),
+                "results": sum(plan.slots[s].nbytes for s in results if plan.slots[s].submesh == i),
+                "intermediates": peaks[i],
+                "scratch": scratch[i],
+            }
+            for i in range(len(plan.submeshes))
+        )
+
+    def cost_analysis(self) -> tuple[dict[str, float], ...]:
+        """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them."""
+        plan = self.plan
+        totals = [{"flops": 0.0, "bytes accessed": 0.0} for _ in plan.submeshes]
+        costs = [program.cost_analysis() or {} for program in self.compiled_plan.programs]
+        for step in plan.instructions:
+            if step.kind == "RUN" and step.kernel is not None:
+                for key in totals[step.submesh]:
+                    totals[step.submesh][key] += float(costs[step.kernel].get(key, 0.0))
+        return tuple(totals)
+
+
+class Jitted:
+    """The result of `jit`; see there."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        donate: tuple[int, ...],
+        static: tuple[int, ...],
+        in_shardings: Any,
+        out_shardings: Any,
+        devices: Sequence[jax.Device] | None,
+    ):
+        self._fn = fn
+        self._donate, self._static = donate, static
+        self._in_shardings, self._out_shardings = in_shardings, out_shardings
+        self._devices = tuple(devices) if devices is not None else None
+        self._compiled: dict[Signature, Compiled | Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run; traces and compiles when the types, layouts or static arguments are new."""
+        positional = self._positional(args, kwargs)
+        dynamic = [a for i, a in enumerate(positional) if i not in self._static]
+        leaves, tree = jax.tree.flatten(dynamic)
+        if any(_compat.is_tracer(leaf) for leaf in leaves):
+            return self._fn(*positional)
+        signature = self._signature(leaves, tree, positional)
+        compiled = self._compiled.get(signature)
+        if compiled is None:
+            with self._lock:
+                compiled = self._compiled.get(signature)
+                if compiled is None:
+                    compiled = self._compiled[signature] = self._compile(positional, signature)
+        return compiled.run_flat(leaves)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
+        positional = self._positional(args, kwargs)
+        dynamic = [a for i, a in enumerate(positional) if i not in self._static]
+        leaves, tree = jax.tree.flatten(dynamic)
+        return self._lower(positional, self._signature(leaves, tree, positional))
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments; nothing is compiled or run."""
+        plan = self.lower(*args, **kwargs).plan
+        if plan is None:
+            raise MultiMeshError("no plan")
+        return plan
+
+    def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
+        """`Compiled.memory_analysis` for these arguments."""
+        return self.lower(*args, **kwargs).compile().memory_analysis()
+
+    def cost_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, float], ...]:
+        """`Compiled.cost_analysis` for these arguments."""
+        return self.lower(*args, **kwargs).compile().cost_analysis()
+
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if not kwargs:
+            return args
+        try:
+            bound = inspect.signature(self._fn).bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{getattr(self._fn, '__name__', 'function')}: {error}") from None
+        if bound.kwargs:
+            raise UsageError(
+                f"{getattr(self._fn, '__name__', 'function')}: keyword-only arguments ({', '.join(bound.kwargs)}) can't be "
+                "passed through multimesh.jit; make them positional"
+            )
+        return bound.args
+
+    def _signature(self, leaves: Sequence[Any], tree: Any, positional: tuple[Any, ...]) -> Signature:
+        avals = tuple(map(_abstract, leaves))
+        given = _per_leaf(self._in_shardings, tree, "in_shardings") if self._in_shardings is not None else None
+        specs = [_stripped(spec_of(leaf)) for leaf in leaves]
+        if given is not None:
+            specs = [spec if g is None else _stripped(g) for spec, g in zip(specs, given, strict=True)]
+        static = tuple(positional[i] for i in self._static if i < len(positional))
+        try:
+            hash(static)
+        except TypeError:
+            raise UsageError("static_argnums: static arguments must be hashable") from None
+        return Signature(tree, avals, tuple(specs), static)
+
+    def _compile(self, positional: tuple[Any, ...], signature: Signature) -> Compiled:
+        return self._lower(positional, signature).compile()
+
+    def _lower(self, positional: tuple[Any, ...], signature: Signature) -> Lowered:
+        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals]
+
+        def flat(*leaves: Any) -> Any:
+            dynamic = iter(jax.tree.unflatten(signature.tree, leaves))
+            full = [a if i in self._static else next(dynamic) for i, a in enumerate(positional)]
+            with partitioning():
+                return self._fn(*full)
+
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+        devices = self._devices or tuple(jax.devices())
+        program, homes = place(separate(fuse(inline(closed, devices))))
+        self._check_devices(program)
+        out_tree = jax.tree.structure(shapes)
+        donated = self._donated_leaves(signature.tree)
+        alike = _alike(signature, out_tree, jax.tree.leaves(shapes))
+        plan = build(program, homes, arrange(program), donated, alike)
+        return Lowered(
+            plan, closed, signature.specs, out_tree, self._result_specs(out_tree), jax.tree.structure(tuple(_dynamic(positional, self._static)))
+        )
+
+    def _check_devices(self, program: ir.Program) -> None:
+        if self._devices is None:
+            return
+        known = set(self._devices)
+        for item in program.items:
+            for op in item.ops if isinstance(item, ir.Loop) else (item,):
+                if op.task is not None and not known.issuperset(op.task.mesh.devices.flat):
+                    raise UsageError(
+                        f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that jit(devices=...) does not have"
+                    )
+
+    def _donated_leaves(self, tree: Any) -> frozenset[int]:
+        dynamic = [i for i in range(tree.num_leaves + len(self._static) + 1) if i not in self._static]
+        donated: list[int] = []
+        start = 0
+        for number, child in zip(dynamic, tree.children(), strict=False):
+            if number in self._donate:
+                donated += range(start, start + child.num_leaves)
+            start += child.num_leaves
+        return frozenset(donated)
+
+    def _result_specs(self, out_tree: Any) -> dict[int, PartitionSpec]:
+        if self._out_shardings is None:
+            return {}
+        given = _per_leaf(self._out_shardings, out_tree, "out_shardings")
+        return {i: spec for i, spec in enumerate(given) if spec is not None}
+
+
+def _dynamic(positional: tuple[Any, ...], static: tuple[int, ...]) -> list[Any]:
+    return [a for i, a in enumerate(positional) if i not in static]
+
+
+def _abstract(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False))
+    try:
+        struct = _compat.abstractify(leaf)
+    except TypeError:
+        raise UsageError(
+            f"multimesh.jit: an argument of type {type(leaf).__name__} is no array; name it in static_argnums"
+        ) from None
+    return tuple(struct.shape), struct.dtype, bool(struct.weak_type)
+
+
+def _stripped(spec: PartitionSpec) -> PartitionSpec:
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
+    """Partition spec per leaf of a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
+
+    def spec(x: Any) -> PartitionSpec | None:
+        if isinstance(x, NamedSharding):
+            return x.spec
+        if x is None or isinstance(x, PartitionSpec):
+            return x
+        raise UsageError(f"{what}: use NamedSharding, PartitionSpec or None, not {type(x).__name__}")
+
+    if isinstance(shardings, list) and tree.num_leaves and not isinstance(shardings, tuple):
+        shardings = tuple(shardings)
+    dummy = jax.tree.unflatten(tree, range(tree.num_leaves))
+    if isinstance(dummy, list) and isinstance(shardings, tuple):
+        dummy = tuple(dummy)
+    try:
+        spread = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), shardings, dummy, is_leaf=is_leaf)
+    except ValueError as error:
+        raise UsageError(f"{what}: not a pytree prefix of the arguments: {error}") from None
+    return [spec(s) for s in jax.tree.leaves(spread, is_leaf=is_leaf)]
+
+
+def _alike(signature: Signature, out_tree: Any, outs: Sequence[Any]) -> dict[int, int]:
+    """Result leaf to the argument leaf that it replaces: subtrees of the result that have an argument's structure and types."""
+    arguments: list[tuple[Any, int]] = []
+    start = 0
+    for child in signature.tree.children():
+        arguments.append((child, start))
+        start += child.num_leaves
+    alike: dict[int, int] = {}
+
+    def types(first: int, count: int) -> list[Any]:
+        return [(shape, dtype) for shape, dtype, _ in signature.avals[first : first + count]]
+
+    def visit(tree: Any, first: int) -> None:
+        mine = [(tuple(o.shape), o.dtype) for o in outs[first : first + tree.num_leaves]]
+        for child, at in arguments:
+            if child == tree and types(at, child.num_leaves) == mine and tree.num_leaves:
+                alike.update({first + k: at + k for k in range(tree.num_leaves)})
+                return
+        for child in tree.children():
+            visit(child, first)
+            first += child.num_leaves
+
+    visit(out_tree, 0)
+    return alike
+
+
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Any:
+    """Compile a function whose tasks run on different submeshes.
+
+    The function is traced once per signature (types, layouts, static arguments), cut into one program per submesh and dataflow level, and
+    run; data moves between submeshes by itself. Results stay on the submesh that made them.
+
+    Parameters
+    ----------
+    fn
+        The function; without it ``jit`` is a decorator with options.
+    donate_argnums
+        Arguments whose buffers the call may reuse; they can't be used after it.
+    static_argnums
+        Arguments that are Python values, hashed into the signature.
+    in_shardings, out_shardings
+        Pytree prefixes of ``NamedSharding``, ``PartitionSpec`` or None: the layout of arguments and results on their submesh. By default
+        arguments keep theirs, and new parameters take that of the old.
+    devices
+        The devices that tasks may use and that `register_task` callbacks count; by default all.
+
+    Returns
+    -------
+    Jitted
+        Called like ``fn``; has ``lower(*args).compile()``, ``plan(*args)``, ``memory_analysis(*args)`` and ``cost_analysis(*args)``. Under
+        another trace (``jax.grad``, ``jax.jit``) it is ``fn`` itself.
+
+    Raises
+    ------
+    MultiMeshError
+        When the function can't be partitioned; names the user's line.
+    """
+    if fn is None:
+        return functools.partial(
+            jit,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            devices=devices,
+        )
+    if not callable(fn):
+        raise UsageError(f"jit: expected a callable, got {type(fn).__name__}")
+    count = _positional_count(fn)
+    return Jitted(
+        fn,
+        _argnums(donate_argnums, count, "donate_argnums"),
+        _argnums(static_argnums, count, "static_argnums"),
+        in_shardings,
+        out_shardings,
+        devices,
+    )
+
+
+def _positional_count(fn: Callable[..., Any]) -> int | None:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _argnums(given: int | Sequence[int], count: int | None, what: str) -> tuple[int, ...]:
+    numbers = (given,) if isinstance(given, int) else tuple(given)
+    if any(not isinstance(n, int) for n in numbers):
+        raise UsageError(f"{what}: must be an int or ints, got {given!r}")
+    if count is not None:
+        for n in numbers:
+            if not -count <= n < count:
+                raise UsageError(f"{what}: {n} is out of range for a function of {count} positional arguments")
+        numbers = tuple(n % count for n in numbers)
+    return tuple(sorted(set(numbers)))

@@ -1,0 +1,197 @@
+"""Marks that tracing leaves in a jaxpr for the partitioner: tasks, constraints and microbatch loops.
+
+A mark is an inner ``jax.jit`` (or a named scope) whose name starts with a reserved prefix and ends in the number of an
+interned, immutable description. Such a mark is the identity in meaning and survives ``grad``, ``vmap``, ``remat`` and
+``scan``, so the same function also runs under plain ``jax.jit``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from multimesh.errors import UsageError
+from multimesh.submesh import AxisMap, Task, make_task
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Interned(Generic[T]):
+    """Descriptions that marks refer to by number: equal descriptions share one."""
+
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+        self._numbers: dict[T, int] = {}
+        self._items: list[T] = []
+        self._lock = threading.Lock()
+
+    def name(self, item: T, suffix: str = "") -> str:
+        """Reserved name of a mark that stands for ``item``."""
+        with self._lock:
+            if item not in self._numbers:
+                self._numbers[item] = len(self._items)
+                self._items.append(item)
+            return f"{self.prefix}{self._numbers[item]}{suffix}"
+
+    def find(self, name: str) -> T | None:
+        """Description behind a mark's name, or None for any other name."""
+        if not name.startswith(self.prefix):
+            return None
+        return self._items[int(name.removeprefix(self.prefix).partition(":")[0])]
+
+
+@dataclass(frozen=True)
+class LoopMark:
+    """What ``microbatch`` was asked for: number of microbatches and schedule."""
+
+    count: int
+    schedule: Any
+    num_stages: int | None = None
+
+
+TASKS: Interned[Task] = Interned("multimesh.task:")
+CONSTRAINTS: Interned[tuple[PartitionSpec, int]] = Interned("multimesh.constraint:")  # spec and rank
+LOOPS: Interned[LoopMark] = Interned("multimesh.loop:")
+_loop_uid = itertools.count()
+
+
+def loop_name(mark: LoopMark) -> str:
+    """Name of one microbatch loop; the forward and backward pass of that loop carry the same name."""
+    return LOOPS.name(mark, f":{next(_loop_uid)}")
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A rule that places every named scope its pattern matches; also a context manager that ends it."""
+
+    pattern: re.Pattern[str]
+    task: Task | None = None
+    callback: Callable[[str, bool], tuple[tuple[int, int], str]] | None = None
+    dims: tuple[int, ...] | None = None
+    device_axes: tuple[str, ...] | None = None
+    logical_axes: tuple[tuple[str, Any], ...] = ()
+
+    def remove(self) -> None:
+        """End the registration; removing twice is harmless."""
+        with _registrations_lock:
+            _registrations[:] = [r for r in _registrations if r is not self]
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def resolve(self, path: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Task | None:
+        """Task of a scope path (``decoder/layers_3/mlp``), or None where the pattern does not match."""
+        match = None
+        for match in self.pattern.finditer(path):  # noqa: B007 - the innermost match counts
+            pass
+        if match is None:
+            return None
+        label = match.group(1) if self.pattern.groups else match.group(0)
+        if self.callback is None:
+            assert self.task is not None
+            return self.task
+        return self._from_callback(label, backprop, devices)
+
+    def _from_callback(self, label: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Task:
+        assert self.callback is not None
+        (start, stop), name = self.callback(label, backprop)
+        if not 0 <= start < stop <= len(devices):
+            raise UsageError(
+                f"register_task({self.pattern.pattern!r}): the callback placed {label!r} on devices {start}..{stop}, "
+                f"but there are {len(devices)}"
+            )
+        chosen = np.asarray(devices[start:stop], dtype=object)
+        dims = self.dims or (len(chosen),)
+        if int(np.prod(dims)) != len(chosen):
+            raise UsageError(
+                f"register_task({self.pattern.pattern!r}): dims={dims} does not hold the {len(chosen)} devices that "
+                f"the callback chose for {label!r}"
+            )
+        return make_task(
+            name, devices=chosen.reshape(dims), device_axes=self.device_axes, logical_axes=dict(self.logical_axes)
+        )
+
+
+_registrations: list[Registration] = []
+_registrations_lock = threading.Lock()
+
+
+def registrations() -> tuple[Registration, ...]:
+    """Registrations in force, the newest first."""
+    with _registrations_lock:
+        return tuple(reversed(_registrations))
+
+
+def register_task(
+    regex: str | re.Pattern[str],
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    callback: Callable[[str, bool], tuple[tuple[int, int], str]] | None = None,
+    dims: tuple[int, ...] | None = None,
+    device_axes: tuple[str, ...] | None = None,
+    logical_axes: AxisMap | None = None,
+) -> Registration:
+    """Place every ``jax.named_scope`` whose path matches ``regex``: models need no change.
+
+    Flax linen names a scope after each module; for NNX see `multimesh.scope_nnx`.
+
+    Parameters
+    ----------
+    regex
+        Searched in the scope path (``decoder/layers_3/mlp``), which is free of ``jvp()`` and ``transpose()``. The innermost match
+        counts, and the newest registration that matches.
+    mesh, devices
+        The submesh, as in `task`.
+    callback
+        ``callback(name, backprop) -> ((start, stop), task_name)`` instead of a fixed submesh: ``name`` is group 1 of the match,
+        ``start:stop`` a range of the devices of `jit`.
+    dims, device_axes
+        Shape and axis names of the callback's device range.
+    logical_axes
+        Logical axis name to the submesh's axis, axes or None.
+
+    Returns
+    -------
+    Registration
+        In force until its ``remove()``, or the end of a ``with`` over it.
+
+    Raises
+    ------
+    UsageError
+        At once, when arguments do not fit together.
+    """
+    try:
+        pattern = re.compile(regex)
+    except re.error as error:
+        raise UsageError(f"register_task({regex!r}): not a regular expression: {error}") from None
+    if callback is None:
+        if dims is not None:
+            raise UsageError(f"register_task({pattern.pattern!r}): dims= shapes a callback's devices; give callback=")
+        task = make_task(
+            pattern.pattern, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes
+        )
+        made = Registration(pattern, task)
+    else:
+        if mesh is not None or devices is not None:
+            raise UsageError(f"register_task({pattern.pattern!r}): callback= chooses the devices; drop mesh=/devices=")
+        if pattern.groups < 1:
+            raise UsageError(f"register_task({pattern.pattern!r}): callback= gets group 1 of the match; add a (group)")
+        axes = tuple(device_axes) if device_axes else None
+        if logical_axes and axes is None:
+            raise UsageError(f"register_task({pattern.pattern!r}): logical_axes= needs device_axes=")
+        made = Registration(pattern, None, callback, dims, axes, tuple(dict(logical_axes or {}).items()))
+    with _registrations_lock:
+        _registrations.append(made)
+    return made

@@ -1,0 +1,134 @@
+"""``microbatch``: a loop over microbatches of one argument, the loop that a pipeline schedule reorders."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from multimesh import _compat, marks, schedules
+from multimesh.errors import UsageError
+
+
+def microbatch(
+    fn: Callable[..., Any],
+    *,
+    dim: int = 0,
+    size: int,
+    argnum: int = 0,
+    schedule: str | schedules.Schedule = "1f1b",
+    num_stages: int | None = None,
+    stack: Any = None,
+) -> Callable[..., Any]:
+    """Call ``fn`` once per microbatch of one argument and sum the results.
+
+    Parameters
+    ----------
+    fn
+        Function of the whole argument list; it sees ``size`` rows of argument ``argnum`` at a time.
+    dim
+        The dimension of every leaf of that argument that holds the rows.
+    size
+        Rows of a microbatch. There are ``m = rows // size`` of them; microbatch ``i`` takes rows ``i, i + m, i + 2 m, ...``, so that
+        rows that are sharded over data-parallel devices stay where they are.
+    argnum
+        Which positional argument is cut; any pytree of arrays with the same number of rows.
+    schedule
+        Order in which `multimesh.jit` runs the stages of the loop: a name of `multimesh.schedules` or a schedule object.
+    num_stages
+        The number of stages that the loop must have; checked when it is partitioned.
+    stack
+        Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m`` instead of summed.
+
+    Returns
+    -------
+    Callable
+        With the signature of ``fn``. Averages are the caller's: divide by ``m``.
+
+    Raises
+    ------
+    UsageError
+        When rows do not divide by ``size``, leaves differ in rows, or a result can't be summed.
+    """
+    if size < 1:
+        raise UsageError(f"microbatch: size must be at least 1, got {size}")
+    plan = schedules.get(schedule)
+
+    @functools.wraps(fn)
+    def looped(*args: Any, **kwargs: Any) -> Any:
+        if not -len(args) <= argnum < len(args):
+            raise UsageError(f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments")
+        rows = _rows(args[argnum], dim, argnum)
+        if rows % size:
+            raise UsageError(f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch")
+        count = rows // size
+        mark = marks.LoopMark(count, plan, num_stages)
+
+        def loop(*args: Any) -> Any:
+            slices = jax.tree.map(lambda x: _split(jnp.asarray(x), dim, size, count), args[argnum])
+
+            def call(piece: Any) -> Any:
+                full = list(args)
+                full[argnum] = jax.tree.map(lambda x: jnp.moveaxis(x, 0, dim), piece)
+                return fn(*full, **kwargs)
+
+            return _scan(jax.jit(call), slices, stack)
+
+        return jax.jit(_compat.named(loop, marks.loop_name(mark)))(*args)
+
+    return looped
+
+
+def _rows(arg: Any, dim: int, argnum: int) -> int:
+    leaves = jax.tree.leaves(arg)
+    if not leaves:
+        raise UsageError(f"microbatch: argument {argnum} has no arrays to cut")
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if any(not -len(shape) <= dim < len(shape) for shape in shapes):
+        raise UsageError(f"microbatch: dim={dim} is out of range for a leaf of argument {argnum}; shapes {shapes[:4]}")
+    rows = {shape[dim] for shape in shapes}
+    if len(rows) > 1:
+        raise UsageError(f"microbatch: leaves of argument {argnum} differ in rows along dim={dim}: {sorted(rows)}")
+    return rows.pop()
+
+
+def _split(x: jax.Array, dim: int, size: int, count: int) -> jax.Array:
+    """``[..., rows, ...]`` to ``[count, size, ...]``: microbatch ``i`` holds rows ``i, i + count, ...``."""
+    x = jnp.moveaxis(x, dim, 0)
+    return jnp.swapaxes(x.reshape((size, count) + x.shape[1:]), 0, 1)
+
+
+def _scan(call: Callable[[Any], Any], slices: Any, stack: Any) -> Any:
+    piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
+    shapes = jax.eval_shape(call, piece)
+    leaves, tree = jax.tree.flatten(shapes)
+    stacked = _stacked_leaves(stack, shapes)
+    for leaf, keep in zip(leaves, stacked, strict=True):
+        if not keep and not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
+            raise UsageError(f"microbatch: a result of dtype {leaf.dtype} can't be summed; mark it True in stack=")
+
+    def body(carry: list[Any], piece: Any) -> tuple[list[Any], list[Any]]:
+        outs = jax.tree.leaves(call(piece))
+        summed = [o for o, keep in zip(outs, stacked, strict=True) if not keep]
+        kept = [o for o, keep in zip(outs, stacked, strict=True) if keep]
+        return [jnp.add(c, o) for c, o in zip(carry, summed, strict=True)], kept
+
+    zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf, keep in zip(leaves, stacked, strict=True) if not keep]
+    sums, stacks = lax.scan(body, zeros, slices)
+    sums_left, stacks_left = iter(sums), iter(stacks)
+    return jax.tree.unflatten(tree, [next(stacks_left if keep else sums_left) for keep in stacked])
+
+
+def _stacked_leaves(stack: Any, shapes: Any) -> list[bool]:
+    if stack is None:
+        return [False] * len(jax.tree.leaves(shapes))
+    try:
+        full = jax.tree.map(lambda keep, part: jax.tree.map(lambda _: bool(keep), part), stack, shapes)
+    except ValueError as error:
+        raise UsageError(f"microbatch: stack= must be a pytree prefix of the result: {error}") from None
+    return jax.tree.leaves(full)

@@ -1,0 +1,94 @@
+"""Flax modules as tasks, and named scopes for NNX. Flax is imported only where a module of it is met."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from multimesh.errors import UsageError
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _flax(name: str) -> Any:
+    return sys.modules.get(f"flax.{name}")
+
+
+def with_call(module: Any, wrap: Wrap) -> Any | None:
+    """Copy of a Flax module whose ``__call__`` is wrapped, or None for what is no Flax module.
+
+    The copy keeps class name, fields and parameters, so that a parent module and its checkpoints do not notice.
+    """
+    linen, nnx = _flax("linen"), _flax("nnx")
+    if linen is not None and isinstance(module, linen.Module):
+        return module.clone() if not callable(module) else _linen_copy(module, wrap)
+    if nnx is not None and isinstance(module, nnx.Module):
+        twin = copy.copy(module)
+        twin.__class__ = _subclass(type(module), wrap)
+        return twin
+    return None
+
+
+def _subclass(cls: type, wrap: Wrap) -> type:
+    body = {"__call__": wrap(cls.__call__), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def _linen_copy(module: Any, wrap: Wrap) -> Any:
+    fields = {
+        name: getattr(module, name)
+        for name, field in type(module).__dataclass_fields__.items()
+        if field.init and name not in ("parent", "name")
+    }
+    named = {"name": module.name} if module.name is not None else {}
+    return _subclass(type(module), wrap)(**fields, **named)
+
+
+def scope_nnx(module: Any) -> Any:
+    """Give each child of an NNX module a ``jax.named_scope`` named by its path, as Flax linen does by itself.
+
+    The module's children are changed in place (their ``__call__`` runs inside the scope; state and parameters stay), and the
+    module is returned. A child ``self.layers[3].mlp`` gets the path ``layers_3/mlp``, so that
+    ``register_task(r"layers_(\\d+)", ...)`` finds it.
+
+    Raises
+    ------
+    UsageError
+        When ``module`` is no ``flax.nnx.Module``.
+    """
+    nnx = _flax("nnx")
+    if nnx is None or not isinstance(module, nnx.Module):
+        raise UsageError(f"scope_nnx: expected a flax.nnx.Module, got {type(module).__name__}")
+    seen: set[int] = {id(module)}
+
+    def visit(value: Any, label: str) -> None:
+        if isinstance(value, nnx.Module):
+            if id(value) in seen:
+                return
+            seen.add(id(value))
+            for name, child in list(vars(value).items()):
+                visit(child, name)
+            if callable(value):
+                value.__class__ = _subclass(type(value), lambda call: _named_call(call, label))
+        elif isinstance(value, list | tuple):
+            for i, child in enumerate(value):
+                visit(child, f"{label}_{i}")
+        elif isinstance(value, dict):
+            for key, child in value.items():
+                visit(child, f"{label}_{key}")
+
+    for name, child in list(vars(module).items()):
+        visit(child, name)
+    return module
+
+
+def _named_call(call: Callable[..., Any], label: str) -> Callable[..., Any]:
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(label):
+            return call(*args, **kwargs)
+
+    return scoped

@@ -1,0 +1,1 @@
+"""The partitioner: small pure passes from a jaxpr to a plan, one file each."""

@@ -1,0 +1,184 @@
+"""Jaxpr to `Program`: calls are inlined, marks become the ``task`` of operations, marked scans become `Loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from multimesh import _compat, ir, marks
+from multimesh.errors import MultiMeshError
+from multimesh.passes import loops
+from multimesh.submesh import Task
+
+_CALLS = {  # primitive name -> parameter that holds the called jaxpr
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Context of an equation, inherited by everything that it calls."""
+
+    task: Task | None = None
+    backward: bool = False
+    loop: tuple[marks.LoopMark, str] | None = None
+    scope: tuple[str, ...] = ()
+
+
+class _Inliner:
+    """Walks jaxprs; the only state is the cache of scope look-ups."""
+
+    def __init__(self, devices: tuple[jax.Device, ...]):
+        self._devices = devices
+        self._registrations = marks.registrations()
+        self._scope_cache: dict[tuple[tuple[str, ...], bool], Task | None] = {}
+        self.consts: dict[ir.Value, Any] = {}
+
+    def jaxpr(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[ir.Atom], where: _Where, out: list[ir.Item]
+    ) -> list[ir.Atom]:
+        """Append the items of a jaxpr to ``out`` and return its results."""
+        env: dict[Any, ir.Atom] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = ir.Value(var.aval)
+            self.consts[env[var]] = const
+        for eqn in jaxpr.eqns:
+            ins = [a if isinstance(a, _compat.Literal) else env[a] for a in eqn.invars]
+            env.update(zip(eqn.outvars, self._eqn(eqn, ins, where, out), strict=True))
+        return [a if isinstance(a, _compat.Literal) else env[a] for a in jaxpr.outvars]
+
+    def _eqn(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> Sequence[ir.Atom]:
+        where = self._at(eqn, where)
+        name = eqn.primitive.name
+        if name in _CALLS:
+            return self._call(eqn, ins, where, out)
+        if name == "scan" and where.loop is not None:
+            return self._loop(eqn, ins, where, out)
+        if name == "convert_element_type" and isinstance(ins[0], ir.Value) and _same_type(ins[0].aval, eqn.outvars[0].aval):
+            return ins
+        results = tuple(ir.Value(v.aval) for v in eqn.outvars)
+        task = where.task or self._task_inside(eqn, where)
+        out.append(
+            ir.Op(
+                eqn.primitive,
+                eqn.params,
+                tuple(ins),
+                results,
+                task=task,
+                backward=where.backward,
+                ctx=eqn.ctx,
+                source=eqn.source_info,
+                effects=bool(eqn.effects),
+            )
+        )
+        return results
+
+    def _at(self, eqn: Any, where: _Where) -> _Where:
+        names, backward = _compat.scopes(eqn)
+        if not names and backward <= where.backward:
+            return where
+        where = replace(where, backward=where.backward or backward, scope=where.scope + names)
+        return replace(where, task=self._task_of(names, where) or where.task)
+
+    def _task_of(self, names: tuple[str, ...], where: _Where) -> Task | None:
+        for name in reversed(names):
+            marked = marks.TASKS.find(name)
+            if marked is not None:
+                return marked
+        if where.task is not None or not names or not self._registrations:
+            return None
+        key = (where.scope, where.backward)
+        if key not in self._scope_cache:
+            path = "/".join(where.scope)
+            found = (r.resolve(path, where.backward, self._devices) for r in self._registrations)
+            self._scope_cache[key] = next((task for task in found if task is not None), None)
+        return self._scope_cache[key]
+
+    def _call(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> Sequence[ir.Atom]:
+        called = eqn.params[_CALLS[eqn.primitive.name]]
+        consts = getattr(called, "consts", ())
+        jaxpr = getattr(called, "jaxpr", called)
+        if eqn.primitive is _compat.jit_p:
+            name = eqn.params["name"]
+            constraint = marks.CONSTRAINTS.find(name)
+            if constraint is not None:
+                result = ir.Value(eqn.outvars[0].aval)
+                params = {"logical": constraint[0], "rank": constraint[1]}
+                op = ir.Op(_compat.sharding_constraint_p, params, tuple(ins), (result,))
+                out.append(replace(op, task=where.task, backward=where.backward, source=eqn.source_info))
+                return (result,)
+            loop = marks.LOOPS.find(name)
+            if loop is not None and where.task is None:
+                where = replace(where, loop=(loop, name))
+            where = replace(where, task=marks.TASKS.find(name) or where.task)
+        elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
+            ins = self._barrier(eqn, ins, where, out)
+        return self.jaxpr(jaxpr, consts, ins, where, out)
+
+    def _barrier(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Atom]:
+        """Tie a recomputation to the cotangents that it is for, as jax's own lowering of remat does."""
+        given = tuple(ir.values(ins))
+        tied = tuple(ir.Value(v.aval) for v in given)
+        out.append(
+            ir.Op(_compat.optimization_barrier_p, {}, given, tied, backward=True, ctx=eqn.ctx, source=eqn.source_info)
+        )
+        after = dict(zip(given, tied, strict=True))
+        return [after[i] if isinstance(i, ir.Value) else i for i in ins]
+
+    def _loop(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> Sequence[ir.Atom]:
+        mark, uid = where.loop  # type: ignore[misc]  # the caller checked
+        body = eqn.params["jaxpr"]
+        args = [ir.Value(v.aval) for v in body.jaxpr.invars]
+        items: list[ir.Item] = []
+        results = self.jaxpr(body.jaxpr, body.consts, args, replace(where, loop=None), items)
+        outs = [ir.Value(v.aval) for v in eqn.outvars]
+        ops = [i for i in items if isinstance(i, ir.Op)]
+        if len(ops) < len(items):
+            raise MultiMeshError(f"{_compat.user_line(eqn.source_info)}: a microbatch loop inside another; use one loop")
+        made = loops.from_scan(eqn, mark, uid, args, ops, results, ins, outs)
+        out.append(replace(made, backward=where.backward, source=eqn.source_info))
+        return outs
+
+    def _task_inside(self, eqn: Any, where: _Where) -> Task | None:
+        """The task of a control-flow operation whose body is marked: all of it must be on one submesh."""
+        found = dict.fromkeys(self._tasks_in(_compat.subjaxprs(eqn.params), where))
+        meshes = {task.mesh for task in found}
+        if len(meshes) > 1:
+            names = ", ".join(task.name for task in found)
+            raise MultiMeshError(
+                f"{_compat.user_line(eqn.source_info)}: this {eqn.primitive.name} has tasks on {len(meshes)} submeshes inside "
+                f"({names}), and one such operation runs on one submesh; write the loop in Python, or as multimesh.microbatch"
+            )
+        return next(iter(found), None)
+
+    def _tasks_in(self, jaxprs: Iterable[Any], where: _Where) -> Iterable[Task]:
+        for jaxpr in jaxprs:
+            for eqn in jaxpr.eqns:
+                inner = self._at(eqn, where)
+                task = marks.TASKS.find(eqn.params["name"]) if eqn.primitive is _compat.jit_p else None
+                if task or inner.task:
+                    yield task or inner.task  # type: ignore[misc]
+                else:
+                    yield from self._tasks_in(_compat.subjaxprs(eqn.params), inner)
+
+
+def _same_type(a: Any, b: Any) -> bool:
+    return a.dtype == b.dtype and getattr(a, "weak_type", False) == getattr(b, "weak_type", False)
+
+
+def inline(closed: Any, devices: tuple[jax.Device, ...]) -> ir.Program:
+    """Flatten a traced function; nothing is placed yet."""
+    walker = _Inliner(devices)
+    inputs = [ir.Value(v.aval) for v in closed.jaxpr.invars]
+    items: list[ir.Item] = []
+    outputs = walker.jaxpr(closed.jaxpr, closed.consts, inputs, _Where(), items)
+    return ir.Program(tuple(inputs), walker.consts, tuple(items), tuple(outputs))

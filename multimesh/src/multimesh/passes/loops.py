@@ -1,0 +1,356 @@
+"""Microbatch loops: from scans to sums of independent iterations, and a forward loop with its transpose to one loop."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from multimesh import _compat, ir
+from multimesh.errors import MultiMeshError
+from multimesh.marks import LoopMark
+
+_ADDS = ("add", "add_any")
+
+
+def from_scan(
+    eqn: Any,
+    mark: LoopMark,
+    uid: str,
+    args: Sequence[ir.Value],
+    ops: Sequence[ir.Op],
+    results: Sequence[ir.Atom],
+    ins: Sequence[ir.Atom],
+    outs: Sequence[ir.Value],
+) -> ir.Loop:
+    """Loop of a scan: carries must be passed through or summed, which is what `microbatch` and its derivatives do.
+
+    ``args`` and ``results`` are inputs and results of the body, ``ins`` and ``outs`` those of the scan.
+    """
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts: dict[ir.Value, ir.Atom] = dict(zip(args[:num_consts], ins[:num_consts], strict=True))
+    slices: dict[ir.Value, Any] = dict(zip(args[num_consts + num_carry :], ins[num_consts + num_carry :], strict=True))
+    producer = {o: op for op in ops for o in op.outs}
+    sums: list[ir.Sum] = []
+    spent: set[int] = set()
+    for carry_in, carry_out, init, out in zip(
+        args[num_consts : num_consts + num_carry], results, ins[num_consts:], outs, strict=False
+    ):
+        if carry_out is carry_in:
+            consts[carry_in] = init
+            sums.append(ir.Sum(out, init, None))
+            continue
+        leaves = _addends(carry_in, carry_out, producer, spent)
+        if leaves is None:
+            raise MultiMeshError(
+                f"{_compat.user_line(eqn.source_info)}: a microbatch loop carries a value that is not a plain sum over "
+                "microbatches; iterations of multimesh.microbatch must be independent"
+            )
+        sums += _as_sums(out, init, leaves)
+    stacks = dict(zip(outs[num_carry:], results[num_carry:], strict=True))
+    kept = tuple(op for op in ops if id(op) not in spent)
+    return ir.Loop(mark, uid, kept, consts, slices, tuple(sums), stacks)
+
+
+def _as_sums(out: ir.Value, init: ir.Atom, leaves: list[ir.Atom]) -> list[ir.Sum]:
+    """One sum per addend; several share ``out``, which `separate` replaces by additions after the loop."""
+    return [ir.Sum(out, init if i == 0 else None, leaf) for i, leaf in enumerate(leaves)]
+
+
+def _addends(
+    carry: ir.Value, total: ir.Atom, producer: dict[ir.Value, ir.Op], spent: set[int]
+) -> list[ir.Atom] | None:
+    """Addends of ``total = carry + a + b ...``; additions that only serve the carry go into ``spent``."""
+    depends: dict[ir.Value, bool] = {carry: True}
+
+    def on_carry(atom: ir.Atom) -> bool:
+        if not isinstance(atom, ir.Value):
+            return False
+        stack = [atom]
+        while stack:
+            value = stack[-1]
+            op = producer.get(value)
+            inner = list(op.reads) if op else []
+            pending = [i for i in inner if i not in depends]
+            if pending and value not in depends:
+                stack += pending
+                continue
+            depends.setdefault(value, any(depends[i] for i in inner))
+            stack.pop()
+        return depends[atom]
+
+    leaves: list[ir.Atom] = []
+    reached = False
+    chain: list[ir.Op] = []
+    stack: list[ir.Atom] = [total]
+    while stack:
+        atom = stack.pop()
+        if atom is carry:
+            if reached:
+                return None
+            reached = True
+        elif not on_carry(atom):
+            leaves.append(atom)
+        else:
+            op = producer[atom]
+            if op.prim.name not in _ADDS:
+                return None
+            chain.append(op)
+            stack += reversed(op.ins)
+    spent.update(map(id, chain))
+    return leaves if reached else None
+
+
+def fuse(program: ir.Program) -> ir.Program:
+    """Join the forward loop of each ``microbatch`` with its transpose, where the backward needs no forward sum."""
+    items = list(program.items)
+    rename: dict[ir.Value, ir.Atom] = {}
+    for second in [i for i in items if isinstance(i, ir.Loop)]:
+        for first in [i for i in items if isinstance(i, ir.Loop)]:
+            if first is second:
+                break
+            if first.uid == second.uid and _can_fuse(first, second, items):
+                items[items.index(second)] = _fused(first, second)
+                items.remove(first)
+                break
+    for i, loop in enumerate(items):
+        if isinstance(loop, ir.Loop):
+            # a carry that is passed through is its initial value
+            rename.update({s.out: s.init for s in loop.sums if s.leaf is None})
+            items[i] = replace(loop, sums=tuple(s for s in loop.sums if s.leaf is not None))
+    outputs = tuple(_renamed(o, rename) for o in program.outputs)
+    ordered = _topological([rename_item(i, rename) for i in items])
+    return replace(program, items=tuple(ir.live(ordered, outputs)), outputs=outputs)
+
+
+def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool:
+    """Whether ``second`` depends on ``first`` only row by row, and nothing between needs the other order."""
+    if not any(outer in first.stacks for outer in second.slices.values()):
+        return False
+    passed = {s.out for s in first.sums if s.leaf is None}
+    tainted = {o for o in first.outs if o not in passed}
+    for item in items[items.index(first) + 1 : items.index(second)]:
+        if any(v in tainted for v in item.reads):
+            tainted.update(item.outs)
+    reads = [v for v in second.consts.values() if isinstance(v, ir.Value)]
+    reads += [v for v in second.slices.values() if v not in first.stacks]
+    reads += [s.init for s in second.sums if isinstance(s.init, ir.Value)]
+    return not any(v in tainted for v in reads)
+
+
+def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
+    rename: dict[ir.Value, ir.Atom] = {
+        inner: first.stacks[outer] for inner, outer in second.slices.items() if outer in first.stacks
+    }
+    passed = {s.out: s.init for s in first.sums if s.leaf is None}
+    consts = {inner: _renamed(outer, passed) for inner, outer in second.consts.items()}
+    ops = tuple(replace(_rename_op(op, rename), backward=True) for op in second.ops)
+    return replace(
+        first,
+        ops=first.ops + ops,
+        consts={**first.consts, **consts},
+        slices={**first.slices, **{k: v for k, v in second.slices.items() if k not in rename}},
+        sums=first.sums + tuple(replace(s, leaf=_renamed(s.leaf, rename)) for s in second.sums),
+        stacks={**first.stacks, **{o: _renamed(i, rename) for o, i in second.stacks.items()}},
+    )
+
+
+def separate(program: ir.Program) -> ir.Program:
+    """Give every sum one leaf: drop what nobody reads, link loops row by row, split sums of several submeshes.
+
+    A gradient of a tied weight is a sum of leaves that different submeshes make; each submesh accumulates its own, and
+    additions after the loop join them. Initial values other than zero are added after the loop too.
+    """
+    program = replace(program, items=tuple(_pruned(program)))
+    bodies: dict[ir.Value, ir.Atom] = {}
+    producer = {o: i for i in program.items if isinstance(i, ir.Op) for o in i.outs}
+    items: list[ir.Item] = []
+    for item in program.items:
+        if isinstance(item, ir.Op):
+            items.append(item)
+            continue
+        loop, joins = _one_leaf_each(_linked(_without_literals(item), bodies), producer)
+        bodies.update({o: i for o, i in loop.stacks.items() if isinstance(i, ir.Value)})
+        items += [loop, *joins]
+    return replace(program, items=tuple(_pruned(replace(program, items=tuple(items)))))
+
+
+def _linked(loop: ir.Loop, bodies: dict[ir.Value, ir.Atom]) -> ir.Loop:
+    """Read rows that an earlier loop made directly, instead of from their stack."""
+    linked = {inner: bodies[outer] for inner, outer in loop.slices.items() if outer in bodies}
+    slices = {inner: outer for inner, outer in loop.slices.items() if inner not in linked}
+    return replace(loop, linked=linked, slices=slices)
+
+
+def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.Loop, list[ir.Op]]:
+    uses = collections.Counter(v for op in loop.ops for v in op.reads)
+    uses.update(v for v in ir.values(loop.stacks.values()))
+    inner = {o: op for op in loop.ops for o in op.outs}
+    dropped: set[int] = set()
+    sums: list[ir.Sum] = []
+    joins: list[ir.Op] = []
+    by_out: dict[ir.Value, list[ir.Sum]] = collections.defaultdict(list)
+    for s in loop.sums:
+        by_out[s.out].append(s)
+    for out, parts in by_out.items():
+        leaves = [leaf for s in parts for leaf in _split_leaf(s.leaf, inner, uses, dropped)]
+        inits = [s.init for s in parts if s.init is not None and not _is_zero(s.init, producer)]
+        made = [ir.Sum(ir.Value(_aval(out, leaf)), None, leaf) for leaf in leaves]
+        addends: list[ir.Atom] = [s.out for s in made] + inits
+        if len(addends) == 1:
+            sums.append(replace(made[0], out=out))
+            continue
+        sums += made
+        joins += _joined(addends, out, loop.source, loop.backward)
+    ops = [op for op in loop.ops if id(op) not in dropped]
+    sums = [replace(s, leaf=_made(s.leaf, s.out, inner, ops)) for s in sums]
+    stacks = {o: _made(i, o, inner, ops, stacked=True) for o, i in loop.stacks.items()}
+    return replace(loop, ops=tuple(ops), sums=tuple(sums), stacks=stacks), joins
+
+
+def _made(
+    atom: ir.Atom, out: ir.Value, inner: dict[ir.Value, ir.Op], ops: list[ir.Op], *, stacked: bool = False
+) -> ir.Value:
+    """A body value that an operation makes: results that are literals or inputs of the body get a copy."""
+    if isinstance(atom, ir.Value) and atom in inner:
+        return atom
+    aval = atom.aval if isinstance(atom, ir.Value) else out.aval.update(shape=out.aval.shape[1:]) if stacked else out.aval
+    result = ir.Value(aval)
+    ops.append(ir.Op(_compat.copy_p, {}, (atom,), (result,)))
+    return result
+
+
+def _without_literals(loop: ir.Loop) -> ir.Loop:
+    """Constants that are literals go into the operations that read them."""
+    rename = {k: v for k, v in loop.consts.items() if not isinstance(v, ir.Value)}
+    if not rename:
+        return loop
+    return replace(
+        loop,
+        ops=tuple(_rename_op(op, rename) for op in loop.ops),
+        consts={k: v for k, v in loop.consts.items() if k not in rename},
+        sums=tuple(replace(s, leaf=_renamed(s.leaf, rename)) for s in loop.sums),
+        stacks={o: _renamed(i, rename) for o, i in loop.stacks.items()},
+    )
+
+
+def _aval(out: ir.Value, leaf: ir.Atom) -> Any:
+    return leaf.aval if isinstance(leaf, ir.Value) else out.aval
+
+
+def _joined(addends: list[ir.Atom], out: ir.Value, source: Any, backward: bool) -> list[ir.Op]:
+    ops = []
+    total = addends[0]
+    for i, addend in enumerate(addends[1:]):
+        result = out if i == len(addends) - 2 else ir.Value(out.aval)
+        ops.append(ir.Op(_compat.add_p, {}, (total, addend), (result,), backward=backward, source=source))
+        total = result
+    return ops
+
+
+def _split_leaf(
+    leaf: ir.Atom, inner: dict[ir.Value, ir.Op], uses: collections.Counter[ir.Value], dropped: set[int]
+) -> list[ir.Atom]:
+    """Addends of a leaf that is itself a sum (of cotangents) which nothing else reads."""
+    leaves: list[ir.Atom] = []
+    stack = [leaf]
+    while stack:
+        atom = stack.pop()
+        op = inner.get(atom) if isinstance(atom, ir.Value) else None
+        if op is not None and op.prim.name == "add_any" and uses[atom] == 0 and id(op) not in dropped:
+            dropped.add(id(op))
+            uses.subtract(op.reads)
+            stack += reversed(op.ins)
+        else:
+            leaves.append(atom)
+    return leaves
+
+
+def _is_zero(atom: ir.Atom, producer: dict[ir.Value, ir.Op]) -> bool:
+    while isinstance(atom, ir.Value):
+        op = producer.get(atom)
+        if op is None or op.prim.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
+            return False
+        atom = op.ins[0]
+    return bool(np.all(np.asarray(atom.val) == 0))
+
+
+def _pruned(program: ir.Program) -> list[ir.Item]:
+    """Live items; loops lose the sums, stacks, operations and inputs that nobody needs."""
+    needed = set(ir.values(program.outputs))
+    kept: list[ir.Item] = []
+    for item in reversed(program.items):
+        if isinstance(item, ir.Loop):
+            sums = tuple(s for s in item.sums if s.out in needed)
+            stacks = {o: i for o, i in item.stacks.items() if o in needed}
+            read_later = [o for op in item.ops for o in op.outs if o in needed]  # rows that a later loop is linked to
+            ops = tuple(ir.live(item.ops, [*(s.leaf for s in sums), *stacks.values(), *read_later]))
+            if not ops and not sums and not stacks:
+                continue
+            used = {v for op in ops for v in op.reads}  # type: ignore[union-attr]
+            used |= set(ir.values([*(s.leaf for s in sums), *stacks.values()]))
+            item = replace(
+                item,
+                ops=ops,
+                sums=sums,
+                stacks=stacks,
+                consts={k: v for k, v in item.consts.items() if k in used},
+                slices={k: v for k, v in item.slices.items() if k in used},
+                linked={k: v for k, v in item.linked.items() if k in used},
+            )
+            needed.update(item.linked.values())
+        elif not (item.effects or any(o in needed for o in item.outs)):
+            continue
+        needed.update(item.reads)
+        kept.append(item)
+    kept.reverse()
+    return kept
+
+
+def _renamed(atom: ir.Atom, rename: dict[ir.Value, ir.Atom]) -> ir.Atom:
+    while isinstance(atom, ir.Value) and atom in rename:
+        atom = rename[atom]
+    return atom
+
+
+def _rename_op(op: ir.Op, rename: dict[ir.Value, ir.Atom]) -> ir.Op:
+    if not any(v in rename for v in op.reads):
+        return op
+    return replace(op, ins=tuple(_renamed(i, rename) for i in op.ins))
+
+
+def rename_item(item: ir.Item, rename: dict[ir.Value, ir.Atom]) -> ir.Item:
+    """The item with outer values replaced."""
+    if isinstance(item, ir.Op):
+        return _rename_op(item, rename)
+    return replace(
+        item,
+        consts={k: _renamed(v, rename) for k, v in item.consts.items()},
+        slices={k: _renamed(v, rename) for k, v in item.slices.items()},
+        sums=tuple(replace(s, init=_renamed(s.init, rename)) for s in item.sums),
+    )
+
+
+def _topological(items: Iterable[ir.Item]) -> list[ir.Item]:
+    """Items after what they read; the given order otherwise."""
+    items = list(items)
+    producer = {o: i for i, item in enumerate(items) for o in item.outs}
+    ordered: list[ir.Item] = []
+    done: set[int] = set()
+    for start in range(len(items)):
+        stack = [start]
+        while stack:
+            i = stack[-1]
+            pending = [producer[v] for v in items[i].reads if v in producer and producer[v] not in done]
+            if i in done:
+                stack.pop()
+            elif pending:
+                stack += pending
+            else:
+                done.add(i)
+                ordered.append(items[i])
+                stack.pop()
+    return ordered

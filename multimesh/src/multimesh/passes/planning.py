@@ -1,0 +1,385 @@
+"""The last pass: a placed program to a `Plan` of kernels, slots and instructions."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from multimesh import _compat, ir
+from multimesh.passes.fragment import Fragment, fragment
+from multimesh.passes.order import LoopOrder, order
+from multimesh.passes.place import Homes, task_meshes
+from multimesh.passes.recompute import recompute
+from multimesh.plan import Instruction, Kernel, Plan, Slot
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Straight code between loops."""
+
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OrderedLoop:
+    """A loop with its fragments in the order of its schedule."""
+
+    loop: ir.Loop
+    order: LoopOrder
+
+
+def arrange(program: ir.Program) -> tuple[Segment | OrderedLoop, ...]:
+    """Cut a placed program into straight segments and ordered loops."""
+    loops = [item for item in program.items if isinstance(item, ir.Loop)]
+    epochs = _epochs(program)
+    rows = {v for loop in loops for v in loop.linked.values()}
+    read_at: dict[ir.Value, set[int]] = collections.defaultdict(set)
+    for item, epoch in zip(program.items, epochs, strict=True):
+        if isinstance(item, ir.Op):
+            for v in (*item.reads, *item.after):
+                read_at[v].add(epoch)
+    outside = {v for loop in loops for v in loop.reads} | set(ir.values(program.outputs))
+    parts: list[Segment | OrderedLoop] = []
+    for epoch in range(len(loops) + 1):
+        ops = [i for i, e in zip(program.items, epochs, strict=True) if e == epoch and isinstance(i, ir.Op)]
+        results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
+        parts.append(Segment(fragment(ops, results, phased=False)))
+        if epoch < len(loops):
+            parts.append(_ordered(loops[epoch], rows))
+    return tuple(parts)
+
+
+def _epochs(program: ir.Program) -> list[int]:
+    """For each item the number of loops it must come after; what needs none waits for its first reader."""
+    epoch_of: dict[ir.Value, int] = {}
+    epochs: list[int] = []
+    loops = 0
+    for item in program.items:
+        epoch = max((epoch_of.get(v, 0) for v in item.reads), default=0)
+        if isinstance(item, ir.Loop):
+            loops += 1
+            epoch = loops
+        epochs.append(epoch)
+        epoch_of.update(dict.fromkeys(item.outs, epoch))
+    first_read: dict[ir.Value, int] = {}
+    for i in reversed(range(len(program.items))):
+        item = program.items[i]
+        late = min((first_read[o] for o in item.outs if o in first_read), default=None)
+        if isinstance(item, ir.Op) and epochs[i] == 0 and late is not None and not item.effects:
+            epochs[i] = late
+        at = epochs[i] - 1 if isinstance(item, ir.Loop) else epochs[i]
+        for v in (*item.reads, *(item.after if isinstance(item, ir.Op) else ())):
+            first_read[v] = min(first_read.get(v, at), at)
+    return epochs
+
+
+def _ordered(loop: ir.Loop, rows: set[ir.Value]) -> OrderedLoop:
+    results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
+    results |= {o for op in loop.ops for o in op.outs if o in rows}
+    parts = recompute(fragment(loop.ops, results, phased=True), results)
+    where = _compat.user_line(loop.source) or "microbatch"
+    return OrderedLoop(loop, order(parts, loop.mark, results, where))
+
+
+def build(
+    program: ir.Program,
+    homes: Homes,
+    parts: Sequence[Segment | OrderedLoop],
+    donated: frozenset[int] = frozenset(),
+    alike: Mapping[int, int] | None = None,
+) -> Plan:
+    """Plan of an arranged program.
+
+    Parameters
+    ----------
+    program, homes
+        From `place`.
+    parts
+        From `arrange`.
+    donated
+        Argument leaves whose buffers may be reused.
+    alike
+        Result leaf to the argument leaf that it replaces.
+    """
+    builder = _Builder(program, homes, parts)
+    for part in parts:
+        if isinstance(part, Segment):
+            builder.segment(part)
+        else:
+            builder.loop(part)
+    return builder.finish(donated, alike or {})
+
+
+@dataclass
+class _Builder:
+    """Accumulates slots, kernels and instructions in global order."""
+
+    program: ir.Program
+    homes: Homes
+    parts: Sequence[Segment | OrderedLoop]
+    meshes: list[Mesh] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    steps: list[Instruction] = field(default_factory=list)
+    inputs: dict[tuple[int, int], None] = field(default_factory=dict)
+    constants: list[tuple[Any, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._index: dict[Any, int] = {}
+        self._arg = {v: i for i, v in enumerate(self.program.inputs)}
+        self._accumulators: list[int] = []
+        for mesh in task_meshes(self.program):
+            self._submesh(mesh)
+        self._readers: dict[ir.Value, dict[int, None]] = collections.defaultdict(dict)
+        for part in self.parts:
+            self._note_readers(part)
+
+    def _note_readers(self, part: Segment | OrderedLoop) -> None:
+        if isinstance(part, Segment):
+            for f in part.fragments:
+                for v in f.ins:
+                    self._readers[v][self._submesh(f.mesh)] = None
+            return
+        loop = part.loop
+        for stage in part.order.stages:
+            for v in stage.fragment.ins:
+                outer = loop.consts.get(v, loop.slices.get(v, loop.linked.get(v, v)))
+                self._readers[outer][self._submesh(stage.fragment.mesh)] = None  # type: ignore[index]
+
+    def _submesh(self, mesh: Mesh) -> int:
+        if mesh not in self.meshes:
+            self.meshes.append(mesh)
+        return self.meshes.index(mesh)
+
+    def _slot(self, value: ir.Value, submesh: int, microbatch: int | None = None) -> int:
+        """Slot of a value on a submesh: an argument, a constant or something made there or received."""
+        key = (value, submesh, microbatch)
+        if key not in self._index:
+            self._index[key] = self._new_slot(value.aval, submesh)
+            if value in self._arg:
+                self.inputs[self._arg[value], self._index[key]] = None
+            elif value in self.program.consts:
+                self.constants.append((self.program.consts[value], self._index[key]))
+        return self._index[key]
+
+    def _new_slot(self, aval: Any, submesh: int) -> int:
+        self.slots.append(Slot(submesh, tuple(aval.shape), aval.dtype, _compat.nbytes(aval)))
+        return len(self.slots) - 1
+
+    def _number_slot(self, number: int, submesh: int) -> int:
+        """Slot of a microbatch number, a constant on its submesh."""
+        key = (number, submesh)
+        if key not in self._index:
+            array = np.int32(number)
+            self._index[key] = self._new_slot(array, submesh)
+            self.constants.append((array, self._index[key]))
+        return self._index[key]
+
+    def _kernel(self, kernel: Kernel) -> int:
+        self.kernels.append(kernel)
+        return len(self.kernels) - 1
+
+    def _send(self, values: Iterable[ir.Value], submesh: int, task: str, microbatch: int | None = None) -> None:
+        """Send what a kernel made to every other submesh that reads it."""
+        to: dict[int, list[ir.Value]] = collections.defaultdict(list)
+        for v in values:
+            for other in self._readers[v]:
+                if other != submesh:
+                    to[other].append(v)
+        for other, sent in to.items():
+            common: dict[str, Any] = {"task": task, "microbatch": microbatch}
+            ins = tuple(self._slot(v, submesh, microbatch) for v in sent)
+            outs = tuple(self._slot(v, other, microbatch) for v in sent)
+            self.steps.append(Instruction("SEND", submesh, ins=ins, peer=other, **common))
+            self.steps.append(Instruction("RECV", other, outs=outs, peer=submesh, **common))
+
+    def segment(self, part: Segment) -> None:
+        """Run each fragment once."""
+        for f in part.fragments:
+            submesh = self._submesh(f.mesh)
+            name = f.task or "unmarked"
+            kernel = self._kernel(Kernel(name, submesh, f.ops, ins=f.ins, outs=f.outs))
+            ins = tuple(self._slot(v, submesh) for v in f.ins)
+            outs = tuple(self._slot(v, submesh) for v in f.outs)
+            self.steps.append(Instruction("RUN", submesh, name, kernel=kernel, ins=ins, outs=outs))
+            self._send(f.outs, submesh, name)
+
+    def loop(self, part: OrderedLoop) -> None:
+        """Zero accumulators, every cell of the schedule, then stacks."""
+        sums: dict[int, list[ir.Sum]] = collections.defaultdict(list)
+        for s in part.loop.sums:
+            sums[self._submesh(self.homes[s.out])].append(s)
+        for submesh, mine in sorted(sums.items()):
+            kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
+            outs = tuple(self._slot(s.out, submesh) for s in mine)
+            self._accumulators += outs
+            self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
+        kernels = [self._stage_kernel(part.loop, stage.fragment, stage) for stage in part.order.stages]
+        for index, microbatch in part.order.cells:
+            self._cell(part, index, microbatch, *kernels[index])
+        for out, inner in part.loop.stacks.items():
+            submesh = self._submesh(self.homes[out])
+            rows = tuple(self._slot(inner, submesh, k) for k in range(part.loop.mark.count))
+            kernel = self._kernel(Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack"))
+            outs = (self._slot(out, submesh),)
+            self.steps.append(Instruction("RUN", submesh, "stack", kernel=kernel, ins=rows, outs=outs))
+        for out in part.loop.outs:
+            self._send([out], self._submesh(self.homes[out]), "sum")
+
+    def _stage_kernel(self, loop: ir.Loop, f: Fragment, stage: Any) -> tuple[int, Kernel, tuple[ir.Sum, ...]]:
+        made = f.made
+        mine = tuple(s for s in loop.sums if s.leaf in made)
+        rows = tuple(v for v in f.ins if v in loop.slices)
+        kernel = Kernel(
+            f"{stage.phase}{stage.number}.{f.task or 'unmarked'}",
+            self._submesh(f.mesh),
+            f.ops,
+            sums=tuple(s.leaf for s in mine),
+            rows=rows,
+            ins=tuple(v for v in f.ins if v not in loop.slices),
+            outs=tuple(v for v in f.outs if self._is_read(v, loop, f)),
+        )
+        return self._kernel(kernel), kernel, mine
+
+    def _is_read(self, value: ir.Value, loop: ir.Loop, f: Fragment) -> bool:
+        """Whether a value leaves its kernel otherwise than through an accumulator."""
+        return bool(self._readers[value]) or value in loop.stacks.values()
+
+    def _cell(
+        self, part: OrderedLoop, index: int, microbatch: int, number: int, kernel: Kernel, mine: tuple[ir.Sum, ...]
+    ) -> None:
+        loop, stage, submesh = part.loop, part.order.stages[index], kernel.submesh
+        sums = tuple(self._slot(s.out, submesh) for s in mine)
+        ins = list(sums)
+        if kernel.rows:
+            ins.append(self._number_slot(microbatch, submesh))
+            ins += [self._slot(loop.slices[v], submesh) for v in kernel.rows]
+        for v in kernel.ins:
+            if v in loop.consts:
+                ins.append(self._slot(loop.consts[v], submesh))  # type: ignore[arg-type]
+            elif v in self.program.consts:
+                ins.append(self._slot(v, submesh))
+            else:
+                ins.append(self._slot(loop.linked.get(v, v), submesh, microbatch))
+        outs = (*sums, *(self._slot(v, submesh, microbatch) for v in kernel.outs))
+        task = stage.fragment.task
+        self.steps.append(
+            Instruction("RUN", submesh, task, microbatch, stage.phase, stage.number, number, tuple(ins), outs)
+        )
+        self._send(kernel.outs, submesh, task, microbatch)
+
+    def finish(self, donated: frozenset[int], alike: Mapping[int, int]) -> Plan:
+        """Results, layouts, donations and frees."""
+        outputs = tuple(self._output(o) for o in self.program.outputs)
+        like = self._layouts(outputs, alike)
+        kept = {value for kind, value in outputs if kind == "slot"}
+        last = self._last_use()
+        plan = Plan(
+            tuple(self.meshes),
+            tuple(self.kernels),
+            tuple(self.slots),
+            tuple(self.steps),
+            tuple(self.inputs),
+            tuple(self.constants),
+            outputs,
+            like=like,
+        )
+        donations = _donations(plan, last, kept, donated)
+        held = kept | {slot for _, slot in self.constants}
+        return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, held)))
+
+    def _output(self, atom: ir.Atom) -> tuple[str, Any]:
+        if not isinstance(atom, ir.Value):
+            return "literal", atom.val
+        if atom in self._arg:
+            staged = [slot for arg, slot in self.inputs if arg == self._arg[atom]]
+            return ("slot", staged[0]) if staged else ("arg", self._arg[atom])
+        if atom in self.program.consts:
+            return "literal", self.program.consts[atom]
+        return "slot", self._slot(atom, self._submesh(self.homes[atom]))
+
+    def _last_use(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for n, step in enumerate(self.steps):
+            for slot in (*step.ins, *step.outs):
+                last[slot] = n + (step.kind == "SEND")  # a RECV follows every SEND
+        return last
+
+    def _layouts(self, outputs: Sequence[tuple[str, Any]], alike: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        """Layout of results and accumulators: that of the argument which each replaces or is combined with."""
+        producer = {o: i for i in self.program.items if isinstance(i, ir.Op) for o in i.outs}
+        label: dict[ir.Value, int] = {}
+        for position, arg in alike.items():
+            stack = list(ir.values([self.program.outputs[position]]))
+            while stack:
+                v = stack.pop()
+                if v in label or v in self._arg:
+                    continue
+                label[v] = arg
+                op = producer.get(v)
+                stack += [r for r in (op.reads if op else ()) if r.aval.shape == v.aval.shape]
+        like: dict[int, tuple[int, ...]] = {}
+        for key, slot in self._index.items():
+            if len(key) == 3 and key[2] is None and key[0] in label:
+                like[slot] = (label[key[0]],)
+        for slot in self._accumulators:
+            if slot not in like:
+                mine = self.slots[slot]
+                same = [a for a, s in self.inputs if self.slots[s].submesh == mine.submesh and self._same(s, slot)]
+                if same:
+                    like[slot] = tuple(same)
+        return like
+
+    def _same(self, a: int, b: int) -> bool:
+        return (self.slots[a].shape, self.slots[a].dtype) == (self.slots[b].shape, self.slots[b].dtype)
+
+
+def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Accumulators always; elsewhere what is read for the last time and can become a result of the same type."""
+    arg_of = {slot: arg for arg, slot in plan.inputs}
+    held = kept | {slot for _, slot in plan.constants}
+    donations: dict[int, tuple[int, ...]] = {}
+    for n, step in enumerate(plan.instructions):
+        if step.kind != "RUN" or step.kernel is None:
+            continue
+        kernel = plan.kernels[step.kernel]
+        if kernel.sums:
+            donations[step.kernel] = tuple(range(len(kernel.sums)))
+        elif kernel.make == "ops" and step.phase is None:
+            free = [
+                i
+                for i, slot in enumerate(step.ins)
+                if last[slot] == n and slot not in held and (slot not in arg_of or arg_of[slot] in donated)
+            ]
+            donations[step.kernel] = _matched(plan, step, free, arg_of)
+    return donations
+
+
+def _matched(plan: Plan, step: Instruction, free: Sequence[int], arg_of: dict[int, int]) -> tuple[int, ...]:
+    """Positions among ``free`` whose buffers can hold one result each, the argument that a result replaces first."""
+    chosen: list[int] = []
+    open_results = list(step.outs)
+    for i in free:
+        arg = arg_of.get(step.ins[i])
+        same = next((o for o in open_results if arg is not None and plan.like.get(o) == (arg,)), None)
+        if same is not None:
+            open_results.remove(same)
+            chosen.append(i)
+    return tuple(sorted(chosen))
+
+
+def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[Instruction]:
+    ends: dict[int, list[int]] = collections.defaultdict(list)
+    for slot, n in last.items():
+        if slot not in held:
+            ends[n].append(slot)
+    for n, step in enumerate(plan.instructions):
+        yield step
+        if ends[n]:
+            on = step.submesh if step.peer is None else step.peer
+            yield Instruction("FREE", on, ins=tuple(ends[n]))

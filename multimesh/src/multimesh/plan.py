@@ -1,0 +1,189 @@
+"""The compiled pipeline as data: kernels, slots and one global order of instructions."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.submesh import describe
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a plan.
+
+    Attributes
+    ----------
+    kind
+        ``RUN`` a kernel, ``SEND`` and ``RECV`` an array between submeshes, ``FREE`` slots after their last use.
+    submesh
+        Index into ``Plan.submeshes``: where it happens.
+    task
+        Names of the tasks in the kernel, joined by ``+``; for transfers that of the kernel that made the value.
+    microbatch, phase, stage
+        Of a pipeline's kernels (phase ``F`` or ``B``); None elsewhere.
+    kernel
+        Index into ``Plan.kernels`` of a RUN.
+    ins, outs
+        Slots read and written; of a FREE, the slots it empties.
+    peer
+        The other submesh of a transfer.
+    """
+
+    kind: str
+    submesh: int
+    task: str = ""
+    microbatch: int | None = None
+    phase: str | None = None
+    stage: int | None = None
+    kernel: int | None = None
+    ins: tuple[int, ...] = ()
+    outs: tuple[int, ...] = ()
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        label = f"{self.phase or ''}{'' if self.stage is None else self.stage}"
+        cell = "" if self.microbatch is None else f" microbatch {self.microbatch}"
+        peer = {"SEND": f" to {self.peer}", "RECV": f" from {self.peer}"}.get(self.kind, "")
+        slots = f"{_slots(self.ins)}{' -> ' + _slots(self.outs) if self.outs else ''}"
+        return f"{self.submesh}: {self.kind:4}{' ' + label if label else ''}{cell}{peer} {self.task} {slots}".rstrip()
+
+
+def _slots(slots: tuple[int, ...]) -> str:
+    return " ".join(f"s{s}" for s in slots[:6]) + (f" +{len(slots) - 6}" if len(slots) > 6 else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One program of a submesh, compiled once and run for every microbatch.
+
+    Arguments in order: ``sums`` accumulators (donated), the microbatch number if there are ``rows``, ``rows`` stacked arrays of which it
+    takes that row, ``ins``. Results: accumulators, then ``outs``.
+    """
+
+    name: str
+    submesh: int
+    ops: tuple[ir.Op, ...] = ()
+    sums: tuple[ir.Value, ...] = ()
+    rows: tuple[ir.Value, ...] = ()
+    ins: tuple[ir.Value, ...] = ()
+    outs: tuple[ir.Value, ...] = ()
+    make: str = "ops"  # "zeros" makes outs of zeros, "stack" stacks its inputs
+
+    @property
+    def arity(self) -> int:
+        """Number of arguments."""
+        return len(self.sums) + (1 + len(self.rows) if self.rows else 0) + len(self.ins)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for an array on a submesh; ``nbytes`` is the size of the whole array."""
+
+    submesh: int
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a function does on which submesh, in which order.
+
+    Attributes
+    ----------
+    submeshes
+        Meshes, in the order of the pipeline.
+    kernels
+        Programs to compile.
+    slots
+        Where arrays live while the plan runs.
+    instructions
+        The global order. Every process runs its own part of it.
+    inputs
+        (argument leaf, slot): an argument that several submeshes read has a slot on each.
+    constants
+        (array, slot): captured arrays and microbatch numbers, placed once.
+    outputs
+        For each result: a slot, an argument leaf that is passed through, or a literal.
+    donations
+        Kernel to the positions of its arguments whose buffers it may reuse.
+    like
+        Slot to the argument leaves whose layout it takes: a new parameter that of the old one, a gradient that of its
+        parameter. Of several candidates the layout is taken only when they agree.
+    """
+
+    submeshes: tuple[Mesh, ...]
+    kernels: tuple[Kernel, ...]
+    slots: tuple[Slot, ...]
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[Any, int], ...]
+    outputs: tuple[tuple[str, Any], ...]
+    donations: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    like: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Most bytes of intermediate values alive at once, per submesh (whole arrays; arguments and results not counted)."""
+        given = {slot for _, slot in (*self.inputs, *self.constants)}
+        live = [0] * len(self.submeshes)
+        peak = [0] * len(self.submeshes)
+        alive: set[int] = set()
+        for step in self.instructions:
+            if step.kind == "FREE":
+                for slot in alive.intersection(step.ins):
+                    live[self.slots[slot].submesh] -= self.slots[slot].nbytes
+                alive -= set(step.ins)
+                continue
+            for slot in step.outs:
+                if slot not in alive and slot not in given:
+                    alive.add(slot)
+                    live[self.slots[slot].submesh] += self.slots[slot].nbytes
+                    peak[self.slots[slot].submesh] = max(peak[self.slots[slot].submesh], live[self.slots[slot].submesh])
+        return tuple(peak)
+
+    def transfers(self) -> tuple[int, int]:
+        """Number of arrays sent between submeshes in one run, and their bytes."""
+        sends = [step for step in self.instructions if step.kind == "SEND"]
+        return sum(len(s.ins) for s in sends), sum(self.slots[i].nbytes for s in sends for i in s.ins)
+
+    def __str__(self) -> str:
+        count, size = self.transfers()
+        kinds = collections.Counter(step.kind for step in self.instructions)
+        lines = [f"submesh {i}: {describe(mesh)}" for i, mesh in enumerate(self.submeshes)]
+        lines.append(
+            f"{len(self.kernels)} programs, {kinds['RUN']} runs, {count} arrays ({size} bytes) sent; peak bytes "
+            f"{' '.join(map(str, self.peak_bytes()))}"
+        )
+        for i, _ in enumerate(self.submeshes):
+            runs = [s for s in self.instructions if s.kind == "RUN" and s.submesh == i]
+            cells = " ".join(
+                f"{s.phase}{s.stage}.{s.microbatch}" if s.phase else self.kernels[s.kernel or 0].name for s in runs
+            )
+            lines.append(f"{i} | {cells}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The plan as JSON: submeshes, kernels, slots, instructions."""
+        return json.dumps(
+            {
+                "submeshes": [
+                    {"axes": dict(m.shape), "devices": [d.id for d in m.devices.flat]} for m in self.submeshes
+                ],
+                "kernels": [{"name": k.name, "submesh": k.submesh, "operations": len(k.ops)} for k in self.kernels],
+                "slots": [
+                    {"submesh": s.submesh, "shape": s.shape, "dtype": str(s.dtype), "bytes": s.nbytes} for s in self.slots
+                ],
+                "instructions": [
+                    {k: v for k, v in vars(step).items() if v not in (None, (), "")} for step in self.instructions
+                ],
+                "inputs": self.inputs,
+                "outputs": [[kind, value if kind != "literal" else None] for kind, value in self.outputs],
+            }
+        )

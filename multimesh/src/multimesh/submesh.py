@@ -1,0 +1,147 @@
+"""Submeshes: which devices a task runs on, and how logical axes map to their axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multimesh.errors import UsageError
+
+AxisMap = Mapping[str, "str | tuple[str, ...] | None"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A named place for computation: a submesh and the meaning of logical axes on it."""
+
+    name: str
+    mesh: Mesh
+    logical_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Task({self.name!r}, {describe(self.mesh)})"
+
+
+def describe(mesh: Mesh) -> str:
+    """Short text of a mesh: its axes with sizes and its device ids."""
+    axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    ids = [device.id for device in mesh.devices.flat]
+    span = f"{ids[0]}..{ids[-1]}" if len(ids) > 2 and ids == list(range(ids[0], ids[-1] + 1)) else ",".join(map(str, ids))
+    return f"[{axes} | devices {span}]"
+
+
+def make_task(
+    name: str,
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: AxisMap | None = None,
+) -> Task:
+    """Check the arguments of ``task`` and ``register_task`` and build the task they mean."""
+    if (mesh is None) == (devices is None):
+        raise UsageError(f"task {name!r}: give either mesh= or devices= (with device_axes=), not both or neither")
+    if mesh is None:
+        mesh = _mesh_of(name, devices, device_axes)
+    elif device_axes is not None:
+        raise UsageError(f"task {name!r}: device_axes= names the axes of devices=; a mesh has its own names")
+    elif not isinstance(mesh, Mesh):
+        raise UsageError(f"task {name!r}: mesh= must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    elif logical_axes is None:
+        logical_axes = {}
+    return Task(name, mesh, _axis_items(name, mesh, logical_axes, named=device_axes is not None or devices is None))
+
+
+def _mesh_of(name: str, devices: Any, device_axes: Sequence[str] | None) -> Mesh:
+    grid = np.asarray(devices, dtype=object)
+    if grid.size == 0 or not all(isinstance(d, jax.Device) for d in grid.flat):
+        raise UsageError(f"task {name!r}: devices= must be a non-empty array of jax devices")
+    if len(set(grid.flat)) != grid.size:
+        raise UsageError(f"task {name!r}: devices= names a device twice")
+    if device_axes is None:
+        device_axes = [f"axis{i}" for i in range(grid.ndim)]
+    if len(device_axes) != grid.ndim:
+        raise UsageError(
+            f"task {name!r}: devices= has {grid.ndim} dimensions but device_axes={tuple(device_axes)} names "
+            f"{len(device_axes)}; name each dimension once"
+        )
+    return Mesh(grid, tuple(device_axes))
+
+
+def _axis_items(
+    name: str, mesh: Mesh, logical_axes: AxisMap | None, *, named: bool
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    if not logical_axes:
+        return ()
+    if not named:
+        raise UsageError(f"task {name!r}: logical_axes= needs mesh= or device_axes=, so that there are axes to map to")
+    items = []
+    for logical, axes in logical_axes.items():
+        physical = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        unknown = [axis for axis in physical if axis not in mesh.axis_names]
+        if unknown:
+            raise UsageError(
+                f"task {name!r}: logical axis {logical!r} maps to {unknown[0]!r}, but the submesh has axes "
+                f"{mesh.axis_names}"
+            )
+        items.append((logical, physical))
+    return tuple(sorted(items))
+
+
+def translate(spec: PartitionSpec, task: Task) -> PartitionSpec:
+    """Replace the logical names of a spec by the axes of the task's submesh.
+
+    A name that is no logical axis of the task must be an axis of its submesh.
+
+    Raises
+    ------
+    UsageError
+        For a name that is neither.
+    """
+    table = dict(task.logical_axes)
+
+    def axes_of(name: str) -> tuple[str, ...]:
+        if name in table:
+            return table[name]
+        if name in task.mesh.axis_names:
+            return (name,)
+        raise UsageError(
+            f"task {task.name!r}: {spec} names {name!r}, which is neither one of its logical axes {tuple(table)} nor "
+            f"an axis of its submesh {task.mesh.axis_names}; add it to logical_axes="
+        )
+
+    entries: list[Any] = []
+    for entry in spec:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            entries.append(entry)
+            continue
+        names = (entry,) if isinstance(entry, str) else tuple(entry)
+        physical = tuple(axis for name in names for axis in axes_of(name))
+        entries.append(None if not physical else physical[0] if len(physical) == 1 else physical)
+    return PartitionSpec(*entries)
+
+
+def carry_over(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Sharding on ``mesh`` of an array that had ``spec`` elsewhere: the same axes where the submesh has them.
+
+    A dimension whose axes are missing on ``mesh`` or do not divide it is replicated there.
+    """
+    entries: list[Any] = []
+    for size, entry in zip(shape, tuple(spec) + (None,) * len(shape), strict=False):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        ways = int(np.prod([mesh.shape.get(axis, 0) for axis in names], dtype=np.int64))
+        entries.append(entry if names and ways and size % ways == 0 else None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def spec_of(x: Any) -> PartitionSpec:
+    """Partition spec of an array or of anything with a ``sharding``; replicated where it has none."""
+    sharding = getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

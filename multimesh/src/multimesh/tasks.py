@@ -1,0 +1,126 @@
+"""``task``: a function, a module or a block of code that runs on a submesh."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from multimesh import _compat, marks
+from multimesh.errors import UsageError
+from multimesh.modules import with_call
+from multimesh.submesh import AxisMap, Task, make_task
+from multimesh.tracing import partitioned_trace
+
+
+def task(
+    fn: Callable[..., Any] | None = None,
+    name: str | None = None,
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: AxisMap | None = None,
+) -> Any:
+    """Run ``fn`` on a submesh of the enclosing `multimesh.jit`; elsewhere it is ``fn`` itself in meaning.
+
+    Parameters
+    ----------
+    fn
+        A function, a callable object, or a Flax module (linen or NNX). Without it the result is a context manager for a block of
+        traced code: ``with mm.task(mesh=m0, name="stage0"): ...``
+    name
+        Shown in plans and profiles; by default the function's own name.
+    mesh
+        The submesh. Bare ``PartitionSpec`` constraints inside the task refer to its axes.
+    devices, device_axes
+        Instead of ``mesh``: an array of devices, whose shape is the submesh's, and a name for each of its dimensions.
+    logical_axes
+        Logical axis name to the submesh's axis, axes or None, for `multimesh.with_sharding_constraint`.
+
+    Raises
+    ------
+    UsageError
+        At once, when arguments do not fit together.
+
+    Examples
+    --------
+    >>> stage0 = mm.task(lambda w, x: jnp.tanh(x @ w), "stage0", mesh=mesh0)  # doctest: +SKIP
+    """
+    if fn is not None and not callable(fn):
+        raise UsageError(f"task: the first argument must be callable, got {type(fn).__name__}; pass a mesh as mesh=")
+    label = name or getattr(fn, "__name__", None) or (type(fn).__name__ if fn is not None else "task")
+    placed = make_task(label, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
+    if fn is None:
+        return _scope(placed)
+    module = with_call(fn, lambda call: _scoped(call, placed))
+    return _marked(fn, placed) if module is None else module
+
+
+@contextlib.contextmanager
+def _scope(placed: Task) -> Iterator[None]:
+    with jax.named_scope(marks.TASKS.name(placed)), _mesh_context(placed):
+        yield
+
+
+def _mesh_context(placed: Task) -> contextlib.AbstractContextManager[Any]:
+    return _compat.abstract_mesh_context(placed.mesh) if partitioned_trace() else contextlib.nullcontext()
+
+
+def _scoped(call: Callable[..., Any], placed: Task) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with _scope(placed):
+            return call(*args, **kwargs)
+
+    return scoped
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
+    """Wrap ``fn`` in a marking inner jit; what is no array (flags, names, sizes) stays a Python value."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        where = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+        def body(*arrays: Any) -> Any:
+            full = list(leaves)
+            for i, array in zip(where, arrays, strict=True):
+                full[i] = array
+            inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
+            with _mesh_context(placed):
+                return fn(*inner_args, **inner_kwargs)
+
+        return jax.jit(_compat.named(body, marks.TASKS.name(placed)))(*(leaves[i] for i in where))
+
+    with contextlib.suppress(AttributeError, TypeError):
+        functools.update_wrapper(marked, fn)
+    return marked
+
+
+def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
+    """Constrain the layout of ``x`` (an array or a pytree of them) by logical axes.
+
+    Inside a task the names are translated to its submesh's axes by its ``logical_axes``. Outside one the task that consumes the
+    value resolves them; for outputs the task that produces it. Outside `multimesh.jit` it is the identity.
+    """
+    if not isinstance(spec, PartitionSpec):
+        raise UsageError(f"with_sharding_constraint: give a jax.sharding.PartitionSpec, got {type(spec).__name__}")
+
+    def constrain(leaf: Any) -> Any:
+        if len(spec) > np.ndim(leaf):
+            raise UsageError(
+                f"with_sharding_constraint: {spec} has {len(spec)} entries for an array of shape {np.shape(leaf)}"
+            )
+        return jax.jit(_compat.named(lambda a: a, marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
+
+    return jax.tree.map(constrain, x)
