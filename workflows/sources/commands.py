@@ -6,10 +6,14 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workflows import console, errors
 from workflows.sources import safety
 from workflows.sources.workspace import Workspace
+
+if TYPE_CHECKING:
+    from workflows.sources.sync import Override
 
 GROUPS = ("run", "source", "dev")
 MAX_JOBS = 64
@@ -64,7 +68,7 @@ def run_sync(args: argparse.Namespace) -> int:
     if not 1 <= args.jobs <= MAX_JOBS:
         raise errors.UsageError(f"--jobs {args.jobs}: must be from 1 to {MAX_JOBS}")
     if args.mirror and (fault := safety.url_fault(args.mirror)):
-        raise errors.UsageError(f"--mirror '{args.mirror}': {fault}")
+        raise errors.UsageError(f"--mirror '{safety.shown(args.mirror)}': {fault}")
     if args.offline and args.mirror:
         raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
     options = sync.Options(
@@ -93,7 +97,7 @@ def run_sync(args: argparse.Namespace) -> int:
     return 0
 
 
-def _override(text: str):  # type: ignore[no-untyped-def]
+def _override(text: str) -> tuple[str, Override]:
     """Read one ``--override``."""
     from workflows.sources.sync import Override
 
@@ -107,9 +111,11 @@ def _override(text: str):  # type: ignore[no-untyped-def]
             raise errors.UsageError(f"--override {name}: {folder} is not a folder")
         return name, Override(folder=folder)
     if not at or not safety.COMMIT.fullmatch(commit):
-        raise errors.UsageError(f"--override {name}: '{value}' needs a full commit after the url: URL@40-hex-digits")
+        raise errors.UsageError(
+            f"--override {name}: '{safety.shown(value)}' needs a full commit after the url: URL@40-hex-digits"
+        )
     if fault := safety.url_fault(url):
-        raise errors.UsageError(f"--override {name}: '{url}' {fault}")
+        raise errors.UsageError(f"--override {name}: '{safety.shown(url)}' {fault}")
     return name, Override(url=url, commit=commit)
 
 

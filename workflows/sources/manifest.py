@@ -115,11 +115,11 @@ def _faults(component: Component) -> Iterable[str]:
         if value and (fault := safety.path_fault(value)):
             yield f"{field}: '{value}' {fault}; name a folder inside the tree"
     if component.url and (fault := safety.url_fault(component.url)):
-        yield f"url: '{component.url}' {fault}"
+        yield f"url: '{safety.shown(component.url)}' {fault}"
     if component.tag and (".." in component.tag or "{" in component.tag):
         yield f"tag: '{component.tag}' is no tag name"
     for number, transport in enumerate(component.transports):
         if transport.url and (fault := safety.url_fault(transport.url)):
-            yield f"transports.{number}.url: '{transport.url}' {fault}"
+            yield f"transports.{number}.url: '{safety.shown(transport.url)}' {fault}"
         if transport.root and transport.root != "." and (fault := safety.path_fault(transport.root)):
             yield f"transports.{number}.root: '{transport.root}' {fault}"

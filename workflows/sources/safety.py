@@ -50,6 +50,11 @@ def link_fault(path: str, target: str) -> str | None:
     return None
 
 
+def shown(url: str) -> str:
+    """Return a url as an error may show it: without what could be a password."""
+    return re.sub(r"//[^/]*@", "//***@", url)
+
+
 def url_fault(url: str) -> str | None:
     """Say why a url may not be fetched from, or return None.
 

@@ -108,9 +108,10 @@ def test_bump_moves_everything(clone: Clone, alpha: Upstream) -> None:
     clone.patch("alpha", only=patch_text("src/a.txt", "one", "two"))
     clone.ok("lock")
     clone.ok("sync")
+    url = clone.components["alpha"]["url"]
     (clone.root / "sources.yaml").write_text(
-        "format: 1\ncomponents:\n  # keep this comment\n  alpha:\n    groups: [run]\n"
-        f'    url: {clone.components["alpha"]["url"]}\n    version: "1.0"  # and this\n    tag: v{{version}}\n    transports: [git]\n'
+        "format: 1\ncomponents:\n  # keep this comment\n  alpha:\n    groups: [run]\n    transports: [git]\n"
+        f'    url: {url}\n    version: "1.0"\n    tag: v{{version}}\n'
     )
 
     clone.ok("bump", "alpha", "2.0")

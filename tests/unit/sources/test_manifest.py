@@ -1,0 +1,80 @@
+"""Manifests that nobody should be able to make this tooling follow: one small file each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workflows import errors
+from workflows.sources import lock, manifest
+
+BAD = sorted((Path(__file__).parent / "bad_manifests").glob("*.yaml"))
+
+
+@pytest.mark.promise("A malformed or malicious manifest is refused in one line that names file and field.")
+@pytest.mark.parametrize("path", BAD, ids=[path.stem for path in BAD])
+def test_bad_manifest_is_refused(path: Path) -> None:
+    expected = path.read_text().splitlines()[0].removeprefix("# error: ")
+
+    with pytest.raises(errors.ManifestError) as caught:
+        manifest.load(path)
+
+    said = str(caught.value)
+    assert said.startswith(path.name)
+    assert expected.encode().decode("unicode_escape").strip() in said
+    assert "user:secret" not in said
+
+
+def test_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "sources.yaml").write_bytes(b"format: \xff\n")
+
+    with pytest.raises(errors.ManifestError, match="byte 8 is not UTF-8"):
+        manifest.load(tmp_path / "sources.yaml")
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(errors.ManifestError, match="not found"):
+        manifest.load(tmp_path / "sources.yaml")
+
+
+def test_manifest_of_this_repository(root: Path) -> None:
+    wanted, pins = manifest.load(root / "sources.yaml"), lock.load(root / "sources.lock")
+
+    assert [each.name for each in wanted.of(["run"])] == ["maxtext", "multimesh"]
+    assert [each.name for each in wanted.of(["source"])] == ["jax", "xla"]
+    assert [name for name, pin in pins.items() if pin.missing] == ["xla"], "no source says the tree of xla"
+    for name, pin in pins.items():
+        assert lock.pin_of(wanted[name], pins) == pin
+
+
+def test_lock_of_this_repository_is_as_it_would_be_written(root: Path) -> None:
+    wanted = manifest.load(root / "sources.yaml")
+
+    assert lock.render(wanted, lock.load(root / "sources.lock")) == (root / "sources.lock").read_text()
+
+
+def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
+    from workflows.sources import sync
+    from workflows.sources.workspace import Workspace
+
+    wanted, pins = manifest.load(root / "sources.yaml"), lock.load(root / "sources.lock")
+    for component in wanted.components:
+        if not component.link:
+            recipe = sync.locked_recipe(Workspace(root), component, pins)
+            assert [each.file for each in recipe.patches] == [file for file, _ in pins[component.name].patches]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("commit", "main"), ("commit", "990e6a0"), ("tree", "-x"), ("patched_commit", "A" * 40)],
+)
+def test_lock_takes_whole_hashes_only(root: Path, tmp_path: Path, field: str, value: str) -> None:
+    path = tmp_path / "sources.lock"
+    entry = {"version": '"1"', "commit": "null", "tree": "null", "archives": "{}", "patches": "{}"}
+    entry |= {"patched_commit": "null", "patched_tree": "null", field: f'"{value}"'}
+    lines = "".join(f"    {key}: {text}\n" for key, text in entry.items())
+    path.write_text(f"format: 1\ncomponents:\n  alpha:\n{lines}")
+
+    with pytest.raises(errors.ManifestError, match=f"components.alpha.{field}"):
+        lock.load(path)
