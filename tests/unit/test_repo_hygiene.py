@@ -16,7 +16,12 @@ DOORS = ("bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/ru
 DOOR_LINES = 20
 # Absolute paths that a committed file may name: those that every Debian system and our images have; /path/to/x;
 # and /jax/..., which is how JAX names its monitoring events.
-SYSTEM_FOLDERS = set("bin dev etc jax opt path proc run srv sys tmp usr var workspace workspaces".split())
+SYSTEM_FOLDERS = {
+    *("bin", "dev", "etc", "opt", "proc", "run", "srv", "sys", "tmp", "usr", "var"),
+    "workspace",
+    "path",
+    "jax",
+}
 # Hosts that a committed file may name: public ones that we fetch from or point to, and names reserved for examples.
 PUBLIC_HOSTS = {
     "bazel.build",
