@@ -56,7 +56,7 @@ class Recorder:
             jax = importlib.metadata.version("jax")
         except importlib.metadata.PackageNotFoundError:
             jax = None
-        commit = ledger.current_commit()
+        commit = ledger.current_commit(ledger.ROOT)
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         ledger.merge_results(
             self.path,

@@ -92,7 +92,7 @@ def merge_results(path: Path, new: Iterable[Record]) -> None:
     part.replace(path)
 
 
-def current_commit(root: Path = ROOT) -> str:
+def current_commit(root: Path) -> str:
     """Return the short id of HEAD, with ``+changes`` when tracked files differ from it; ``unknown`` outside git."""
 
     def git(*args: str) -> str:
@@ -116,7 +116,7 @@ def _marks(tree: ast.Module) -> Iterator[ast.Call]:
                 yield node
 
 
-def declared_promises(root: Path = ROOT) -> tuple[Promise, ...]:
+def declared_promises(root: Path) -> tuple[Promise, ...]:
     """Return the promises that test sources declare, read from their syntax so that nothing is imported."""
     found: dict[str, Promise] = {}
     for folder in TEST_ROOTS:
@@ -132,7 +132,7 @@ def declared_promises(root: Path = ROOT) -> tuple[Promise, ...]:
     return tuple(found[text] for text in sorted(found))
 
 
-def untested_promises(root: Path = ROOT) -> Mapping[str, str]:
+def untested_promises(root: Path) -> Mapping[str, str]:
     """Return the promises of ``docs/promises.yaml``: sentence to the reason why it was never run here."""
     import yaml  # here, because the recorder must also load in environments that only run the library's tests
 
@@ -143,7 +143,7 @@ def untested_promises(root: Path = ROOT) -> Mapping[str, str]:
     return data
 
 
-def living(records: Iterable[Record], root: Path = ROOT) -> tuple[Record, ...]:
+def living(records: Iterable[Record], root: Path) -> tuple[Record, ...]:
     """Return the records whose test is still there: a result outlives neither its file nor its function."""
     sources: dict[str, str] = {}
 
@@ -273,7 +273,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Render the ledger, or check the committed one against the promises that exist now."""
-    declared, untested = declared_promises(), untested_promises()
+    declared, untested = declared_promises(ROOT), untested_promises(ROOT)
     target = ROOT / VALIDATION
     if args.check:
         wanted = {promise.text for promise in declared} | set(untested)
@@ -286,7 +286,7 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"{VALIDATION} lists all {len(wanted)} promises")
         return 0
-    listed_entries = entries(declared, untested, living(read_results(args.results)))
+    listed_entries = entries(declared, untested, living(read_results(args.results), ROOT))
     target.write_text(render(listed_entries), encoding="utf-8")
     counts = {state: sum(e.state == state for e in listed_entries) for state in _HEADINGS}
     print(f"{VALIDATION}: " + ", ".join(f"{n} {state.lower()}" for state, n in counts.items() if n))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workflows import errors, ledger
+from workflows import cli, errors, ledger
 
 pytest_plugins = ["pytester"]
 CLAIM = re.compile(r"<!-- promise: (.+?) -->", re.DOTALL)
@@ -133,6 +133,15 @@ def test_readme_claims_only_what_was_run(root: Path) -> None:
     assert {claim: listed.get(claim, "no promise") for claim in claims} == dict.fromkeys(claims, ledger.RUN)
 
 
-def test_validation_lists_exactly_the_promises_that_exist(root: Path) -> None:
-    wanted = {promise.text for promise in ledger.declared_promises()} | set(ledger.untested_promises())
-    assert set(ledger.parse((root / ledger.VALIDATION).read_text(encoding="utf-8"))) == wanted
+def test_check_refuses_a_page_that_does_not_list_todays_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = ledger.entries([ledger.Promise("gone")], {}, [record("gone")])
+    (tmp_path / "docs").mkdir()
+    (tmp_path / ledger.VALIDATION).write_text(ledger.render(listed), encoding="utf-8")
+    (tmp_path / ledger.UNTESTED).write_text("needs a GPU: there is none\n", encoding="utf-8")
+    monkeypatch.setattr(ledger, "ROOT", tmp_path)
+    assert cli.main(["ledger", "--check"]) == errors.LedgerError.exit_code
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["gone: gone", "missing: needs a GPU"]
+    assert err.startswith("error: docs/validation.md")
