@@ -22,10 +22,6 @@ from jax.sharding import Mesh
 from multimesh.errors import MultiMeshError
 
 Literal = _extend.Literal
-Jaxpr = _extend.Jaxpr
-ClosedJaxpr = _extend.ClosedJaxpr
-JaxprEqn = _extend.JaxprEqn
-Primitive = _extend.Primitive
 
 jit_p = _primitives.jit_p
 remat_p = _primitives.remat_p
@@ -56,7 +52,7 @@ def nbytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * getattr(aval.dtype, "itemsize", 8)
 
 
-def scopes(eqn: JaxprEqn) -> tuple[tuple[str, ...], bool]:
+def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
     """Named scopes around an equation, outermost first, and whether a transposition (backward pass) made it."""
     stack = eqn.source_info.name_stack.stack
     names = tuple(s.name for s in stack if isinstance(s, _source_info.Scope))
@@ -77,7 +73,7 @@ def user_line(source_info: Any) -> str:
     return ""
 
 
-def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Jaxprs among the parameters of an equation."""
     yield from _core.jaxprs_in_params(params)
 
@@ -87,7 +83,7 @@ def abstract_mesh_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def bind(prim: Primitive, params: dict[str, Any], ctx: Any, args: Sequence[Any]) -> Sequence[Any]:
+def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Evaluate one equation again, in the context it was traced in."""
     bind_params = prim.get_bind_params(params)
     subfuns: Sequence[Any] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +85,7 @@ class _Compiler:
         """Slot that receives to the slot that it is received from."""
         source: dict[int, int] = {}
         steps = self._plan.instructions
-        for send, recv in zip(steps, steps[1:], strict=False):
+        for send, recv in itertools.pairwise(steps):
             if send.kind == "SEND" and recv.kind == "RECV":
                 source.update(zip(recv.outs, send.ins, strict=True))
         return source
@@ -128,7 +129,7 @@ class _Compiler:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         layouts = [self._layout(slot) for slot in range(len(self._plan.slots))]
-        return CompiledPlan(self._plan, tuple(programs[k] for k in range(len(programs))), tuple(layouts))  # type: ignore[arg-type]
+        return CompiledPlan(self._plan, tuple(programs[k] for k in range(len(programs))), tuple(layouts))
 
     def _lower(self, number: int, step: Instruction, layouts: Sequence[NamedSharding | None]) -> Any:
         kernel = self._plan.kernels[number]
@@ -154,7 +155,7 @@ class _Compiler:
             except Exception as error:
                 lines = [line for op in kernel.ops[-1:] if (line := _compat.user_line(op.source))]
                 raise MultiMeshError(
-                    f"{lines[0] if lines else kernel.name}: task {kernel.name!r} can't be lowered for its submesh: {error}"
+                    f"{lines[0] if lines else kernel.name}: {kernel.name!r} can't be lowered for its submesh: {error}"
                 ) from error
 
     def _note_results(self, program: Any, steps: Sequence[Instruction]) -> None:

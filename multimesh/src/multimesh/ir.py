@@ -1,7 +1,7 @@
 """The intermediate representation: frozen operations over single-assignment values.
 
-A `Program` is what every pass takes and returns. Its items are `Op` (one primitive) and `Loop` (a microbatch loop with a body
-of its own). ``str(program)`` is a readable dump, used by the tests and the documentation of the passes.
+A `Program` is what every pass takes and returns. Its items are `Op` (one primitive) and `Loop` (a microbatch loop
+with a body of its own). ``str(program)`` is a readable dump, used by the tests and the documentation of the passes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
@@ -82,9 +82,9 @@ class Sum:
 class Loop:
     """A microbatch loop of independent iterations.
 
-    ``consts`` and ``slices`` map body values to values outside (a slice is row ``k`` of the outer value in iteration ``k``); ``linked``
-    maps body values to the body value of an earlier loop, iteration by iteration; ``stacks`` maps outer values to the body
-    values that they stack.
+    ``consts`` and ``slices`` map body values to values outside (a slice is row ``k`` of the outer value in iteration
+    ``k``); ``linked`` maps body values to the body value of an earlier loop, iteration by iteration; ``stacks`` maps
+    outer values to the body values that they stack.
     """
 
     mark: LoopMark
@@ -144,10 +144,13 @@ def values(atoms: Iterable[Atom]) -> Iterator[Value]:
     return (a for a in atoms if isinstance(a, Value))
 
 
-def live(items: Iterable[Item], wanted: Iterable[Atom]) -> list[Item]:
+AnyItem = TypeVar("AnyItem", Op, Item)
+
+
+def live(items: Iterable[AnyItem], wanted: Iterable[Atom]) -> list[AnyItem]:
     """Items that the wanted values need, and those with effects, in order."""
     needed = set(values(wanted))
-    kept: list[Item] = []
+    kept: list[AnyItem] = []
     for item in reversed(list(items)):
         if any(o in needed for o in item.outs) or (isinstance(item, Op) and item.effects):
             kept.append(item)

@@ -77,6 +77,7 @@ class Compiled:
         return self.runner.compiled.plan
 
     def __call__(self, *args: Any) -> Any:
+        """Run; the arguments without the static ones."""
         leaves, tree = jax.tree.flatten(args)
         if tree != self.lowered.in_tree:
             raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
@@ -87,7 +88,10 @@ class Compiled:
         return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves))
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
-        """Bytes per submesh (of whole arrays): arguments, results, live intermediates at the peak, scratch of the largest program."""
+        """Bytes per submesh, of whole arrays.
+
+        ``arguments``, ``results``, ``intermediates`` alive at the peak, ``scratch`` of the largest program.
+        """
         plan = self.plan
         peaks = plan.peak_bytes()
         given = {slot for _, slot in plan.inputs}
@@ -136,7 +140,7 @@ class Jitted:
         self._donate, self._static = donate, static
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         self._devices = tuple(devices) if devices is not None else None
-        self._compiled: dict[Signature, Compiled | Callable[..., Any]] = {}
+        self._compiled: dict[Signature, Compiled] = {}
         self._lock = threading.Lock()
         functools.update_wrapper(self, fn, updated=())
 
@@ -187,8 +191,8 @@ class Jitted:
             raise UsageError(f"{getattr(self._fn, '__name__', 'function')}: {error}") from None
         if bound.kwargs:
             raise UsageError(
-                f"{getattr(self._fn, '__name__', 'function')}: keyword-only arguments ({', '.join(bound.kwargs)}) can't be "
-                "passed through multimesh.jit; make them positional"
+                f"{getattr(self._fn, '__name__', 'function')}: keyword-only arguments ({', '.join(bound.kwargs)}) "
+                "can't be passed through multimesh.jit; make them positional"
             )
         return bound.args
 
@@ -226,7 +230,12 @@ class Jitted:
         alike = _alike(signature, out_tree, jax.tree.leaves(shapes))
         plan = build(program, homes, arrange(program), donated, alike)
         return Lowered(
-            plan, closed, signature.specs, out_tree, self._result_specs(out_tree), jax.tree.structure(tuple(_dynamic(positional, self._static)))
+            plan,
+            closed,
+            signature.specs,
+            out_tree,
+            self._result_specs(out_tree),
+            jax.tree.structure(tuple(_dynamic(positional, self._static))),
         )
 
     def _check_devices(self, program: ir.Program) -> None:
@@ -237,7 +246,8 @@ class Jitted:
             for op in item.ops if isinstance(item, ir.Loop) else (item,):
                 if op.task is not None and not known.issuperset(op.task.mesh.devices.flat):
                     raise UsageError(
-                        f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that jit(devices=...) does not have"
+                        f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that are not among "
+                        "jit(devices=...)"
                     )
 
     def _donated_leaves(self, tree: Any) -> frozenset[int]:
@@ -306,7 +316,7 @@ def _per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None
 
 
 def _alike(signature: Signature, out_tree: Any, outs: Sequence[Any]) -> dict[int, int]:
-    """Result leaf to the argument leaf that it replaces: subtrees of the result that have an argument's structure and types."""
+    """Result leaf to the argument leaf that it replaces: subtrees with an argument's structure and types."""
     arguments: list[tuple[Any, int]] = []
     start = 0
     for child in signature.tree.children():
@@ -342,8 +352,8 @@ def jit(
 ) -> Any:
     """Compile a function whose tasks run on different submeshes.
 
-    The function is traced once per signature (types, layouts, static arguments), cut into one program per submesh and dataflow level, and
-    run; data moves between submeshes by itself. Results stay on the submesh that made them.
+    The function is traced once per signature (types, layouts, static arguments), cut into one program per submesh and
+    dataflow level, and run; data moves between submeshes by itself. Results stay on the submesh that made them.
 
     Parameters
     ----------
@@ -354,16 +364,16 @@ def jit(
     static_argnums
         Arguments that are Python values, hashed into the signature.
     in_shardings, out_shardings
-        Pytree prefixes of ``NamedSharding``, ``PartitionSpec`` or None: the layout of arguments and results on their submesh. By default
-        arguments keep theirs, and new parameters take that of the old.
+        Pytree prefixes of ``NamedSharding``, ``PartitionSpec`` or None: the layout of arguments and results on their
+        submesh. By default arguments keep theirs, and new parameters take that of the old.
     devices
         The devices that tasks may use and that `register_task` callbacks count; by default all.
 
     Returns
     -------
     Jitted
-        Called like ``fn``; has ``lower(*args).compile()``, ``plan(*args)``, ``memory_analysis(*args)`` and ``cost_analysis(*args)``. Under
-        another trace (``jax.grad``, ``jax.jit``) it is ``fn`` itself.
+        Called like ``fn``; has ``lower(*args).compile()``, ``plan(*args)``, ``memory_analysis(*args)`` and
+        ``cost_analysis(*args)``. Under another trace (``jax.grad``, ``jax.jit``) it is ``fn`` itself.
 
     Raises
     ------

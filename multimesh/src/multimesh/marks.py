@@ -99,13 +99,11 @@ class Registration:
             return None
         label = match.group(1) if self.pattern.groups else match.group(0)
         if self.callback is None:
-            assert self.task is not None
             return self.task
-        return self._from_callback(label, backprop, devices)
+        return self._place(self.callback(label, backprop), label, devices)
 
-    def _from_callback(self, label: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Task:
-        assert self.callback is not None
-        (start, stop), name = self.callback(label, backprop)
+    def _place(self, answer: tuple[tuple[int, int], str], label: str, devices: tuple[jax.Device, ...]) -> Task:
+        (start, stop), name = answer
         if not 0 <= start < stop <= len(devices):
             raise UsageError(
                 f"register_task({self.pattern.pattern!r}): the callback placed {label!r} on devices {start}..{stop}, "
@@ -150,13 +148,13 @@ def register_task(
     Parameters
     ----------
     regex
-        Searched in the scope path (``decoder/layers_3/mlp``), which is free of ``jvp()`` and ``transpose()``. The innermost match
-        counts, and the newest registration that matches.
+        Searched in the scope path (``decoder/layers_3/mlp``), which is free of ``jvp()`` and ``transpose()``. The
+        innermost match counts, and the newest registration that matches.
     mesh, devices
         The submesh, as in `task`.
     callback
-        ``callback(name, backprop) -> ((start, stop), task_name)`` instead of a fixed submesh: ``name`` is group 1 of the match,
-        ``start:stop`` a range of the devices of `jit`.
+        ``callback(name, backprop) -> ((start, stop), task_name)`` instead of a fixed submesh: ``name`` is group 1 of
+        the match, ``start:stop`` a range of the devices of `jit`.
     dims, device_axes
         Shape and axis names of the callback's device range.
     logical_axes

@@ -34,16 +34,18 @@ def microbatch(
     dim
         The dimension of every leaf of that argument that holds the rows.
     size
-        Rows of a microbatch. There are ``m = rows // size`` of them; microbatch ``i`` takes rows ``i, i + m, i + 2 m, ...``, so that
-        rows that are sharded over data-parallel devices stay where they are.
+        Rows of a microbatch. There are ``m = rows // size`` of them; microbatch ``i`` takes rows ``i, i + m, i + 2 m,
+        ...``, so that rows that are sharded over data-parallel devices stay where they are.
     argnum
         Which positional argument is cut; any pytree of arrays with the same number of rows.
     schedule
-        Order in which `multimesh.jit` runs the stages of the loop: a name of `multimesh.schedules` or a schedule object.
+        Order in which `multimesh.jit` runs the stages of the loop: a name of `multimesh.schedules` or a schedule
+        object.
     num_stages
         The number of stages that the loop must have; checked when it is partitioned.
     stack
-        Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m`` instead of summed.
+        Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m`` instead of
+        summed.
 
     Returns
     -------
@@ -65,7 +67,9 @@ def microbatch(
             raise UsageError(f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments")
         rows = _rows(args[argnum], dim, argnum)
         if rows % size:
-            raise UsageError(f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch")
+            raise UsageError(
+                f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch"
+            )
         count = rows // size
         mark = marks.LoopMark(count, plan, num_stages)
 
@@ -100,7 +104,7 @@ def _rows(arg: Any, dim: int, argnum: int) -> int:
 def _split(x: jax.Array, dim: int, size: int, count: int) -> jax.Array:
     """``[..., rows, ...]`` to ``[count, size, ...]``: microbatch ``i`` holds rows ``i, i + count, ...``."""
     x = jnp.moveaxis(x, dim, 0)
-    return jnp.swapaxes(x.reshape((size, count) + x.shape[1:]), 0, 1)
+    return jnp.swapaxes(x.reshape((size, count, *x.shape[1:])), 0, 1)
 
 
 def _scan(call: Callable[[Any], Any], slices: Any, stack: Any) -> Any:

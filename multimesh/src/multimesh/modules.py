@@ -51,8 +51,8 @@ def _linen_copy(module: Any, wrap: Wrap) -> Any:
 def scope_nnx(module: Any) -> Any:
     """Give each child of an NNX module a ``jax.named_scope`` named by its path, as Flax linen does by itself.
 
-    The module's children are changed in place (their ``__call__`` runs inside the scope; state and parameters stay), and the
-    module is returned. A child ``self.layers[3].mlp`` gets the path ``layers_3/mlp``, so that
+    The module's children are changed in place (their ``__call__`` runs inside the scope; state and parameters stay),
+    and the module is returned. A child ``self.layers[3].mlp`` gets the path ``layers_3/mlp``, so that
     ``register_task(r"layers_(\\d+)", ...)`` finds it.
 
     Raises

@@ -63,8 +63,8 @@ def _slots(slots: tuple[int, ...]) -> str:
 class Kernel:
     """One program of a submesh, compiled once and run for every microbatch.
 
-    Arguments in order: ``sums`` accumulators (donated), the microbatch number if there are ``rows``, ``rows`` stacked arrays of which it
-    takes that row, ``ins``. Results: accumulators, then ``outs``.
+    Arguments in order: ``sums`` accumulators (donated), the microbatch number if there are ``rows``, ``rows`` stacked
+    arrays of which it takes that row, ``ins``. Results: accumulators, then ``outs``.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Plan:
     like: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def peak_bytes(self) -> tuple[int, ...]:
-        """Most bytes of intermediate values alive at once, per submesh (whole arrays; arguments and results not counted)."""
+        """Most bytes of intermediate values alive at once, per submesh: whole arrays, without arguments."""
         given = {slot for _, slot in (*self.inputs, *self.constants)}
         live = [0] * len(self.submeshes)
         peak = [0] * len(self.submeshes)
@@ -178,7 +178,8 @@ class Plan:
                 ],
                 "kernels": [{"name": k.name, "submesh": k.submesh, "operations": len(k.ops)} for k in self.kernels],
                 "slots": [
-                    {"submesh": s.submesh, "shape": s.shape, "dtype": str(s.dtype), "bytes": s.nbytes} for s in self.slots
+                    {"submesh": s.submesh, "shape": s.shape, "dtype": str(s.dtype), "bytes": s.nbytes}
+                    for s in self.slots
                 ],
                 "instructions": [
                     {k: v for k, v in vars(step).items() if v not in (None, (), "")} for step in self.instructions

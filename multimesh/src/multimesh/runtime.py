@@ -14,8 +14,8 @@ from multimesh.compiling import CompiledPlan
 class Runner:
     """Executes a compiled plan in one process.
 
-    All state of a call is local to it: threads may share a runner, and an exception in the middle leaves nothing behind but
-    donated arguments that were already consumed.
+    All state of a call is local to it: threads may share a runner, and an exception in the middle leaves nothing
+    behind but donated arguments that were already consumed.
     """
 
     def __init__(self, compiled: CompiledPlan):
@@ -72,7 +72,7 @@ def _steps(compiled: CompiledPlan) -> list[tuple[Any, Any, tuple[int, ...], tupl
     """(program, inputs, outputs, frees); transfers have no program, and adjacent ones are one ``device_put``."""
     steps: list[list[Any]] = []
     for step in compiled.plan.instructions:
-        if step.kind == "RUN":
+        if step.kind == "RUN" and step.kernel is not None:
             steps.append([compiled.programs[step.kernel], step.ins, step.outs, ()])
         elif step.kind == "SEND":
             if steps and steps[-1][0] is None and not steps[-1][3]:
@@ -85,5 +85,6 @@ def _steps(compiled: CompiledPlan) -> list[tuple[Any, Any, tuple[int, ...], tupl
         else:
             steps[-1][3] += step.ins
     return [
-        (program, (ins[0], list(ins[1])) if program is None else ins, outs, frees) for program, ins, outs, frees in steps
+        (program, (ins[0], list(ins[1])) if program is None else ins, outs, frees)
+        for program, ins, outs, frees in steps
     ]

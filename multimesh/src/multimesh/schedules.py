@@ -1,7 +1,7 @@
 """Pipeline schedules as data: for each submesh the order in which it runs its stages' microbatches.
 
-A schedule is a frozen dataclass with ``table(submeshes, chunks, microbatches, backward)``. Cells name phase, stage and microbatch;
-stage ``s`` runs on submesh ``s % submeshes``.
+A schedule is a frozen dataclass with ``table(submeshes, chunks, microbatches, backward)``. Cells name phase, stage
+and microbatch; stage ``s`` runs on submesh ``s % submeshes``.
 
 GPipe: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
 1F1B: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, in its synchronous form.
@@ -37,7 +37,7 @@ class Schedule:
         raise NotImplementedError
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
-        """Order of cells of each submesh; ``chunks`` stages a submesh, ``backward`` whether the loop has a backward pass."""
+        """Order of cells of each submesh; ``chunks`` stages a submesh, ``backward`` whether there is a backward."""
         raise NotImplementedError
 
     def limit(self, submeshes: int, rank: int) -> int | None:

@@ -31,7 +31,9 @@ def describe(mesh: Mesh) -> str:
     """Short text of a mesh: its axes with sizes and its device ids."""
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     ids = [device.id for device in mesh.devices.flat]
-    span = f"{ids[0]}..{ids[-1]}" if len(ids) > 2 and ids == list(range(ids[0], ids[-1] + 1)) else ",".join(map(str, ids))
+    span = (
+        f"{ids[0]}..{ids[-1]}" if len(ids) > 2 and ids == list(range(ids[0], ids[-1] + 1)) else ",".join(map(str, ids))
+    )
     return f"[{axes} | devices {span}]"
 
 

@@ -32,8 +32,8 @@ def task(
     Parameters
     ----------
     fn
-        A function, a callable object, or a Flax module (linen or NNX). Without it the result is a context manager for a block of
-        traced code: ``with mm.task(mesh=m0, name="stage0"): ...``
+        A function, a callable object, or a Flax module (linen or NNX). Without it the result is a context manager for
+        a block of traced code: ``with mm.task(mesh=m0, name="stage0"): ...``
     name
         Shown in plans and profiles; by default the function's own name.
     mesh
@@ -110,8 +110,9 @@ def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
 def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
     """Constrain the layout of ``x`` (an array or a pytree of them) by logical axes.
 
-    Inside a task the names are translated to its submesh's axes by its ``logical_axes``. Outside one the task that consumes the
-    value resolves them; for outputs the task that produces it. Outside `multimesh.jit` it is the identity.
+    Inside a task the names are translated to its submesh's axes by its ``logical_axes``. Outside one the task that
+    consumes the value resolves them; for outputs the task that produces it. Outside `multimesh.jit` it is the
+    identity.
     """
     if not isinstance(spec, PartitionSpec):
         raise UsageError(f"with_sharding_constraint: give a jax.sharding.PartitionSpec, got {type(spec).__name__}")

@@ -1,8 +1,8 @@
 """Fragments: operations of one submesh at one dataflow level, each compiled as one program.
 
-The level of an operation is the number of times that the data it needs changed submesh (or turned from the forward to the
-backward pass). Fragments of a submesh and level can therefore never wait for each other in a circle, and the direction needs no
-names: it follows from the first transposed operation.
+The level of an operation is the number of times that the data it needs changed submesh (or turned from the forward to
+the backward pass). Fragments of a submesh and level can therefore never wait for each other in a circle, and the
+direction needs no names: it follows from the first transposed operation.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def with_interfaces(fragments: Sequence[Fragment], results: set[ir.Value]) -> tu
     wanted = set(results)
     kept: list[Fragment] = []
     for part in reversed(fragments):
-        ops = tuple(op for op in ir.live(part.ops, wanted) if isinstance(op, ir.Op))
+        ops = tuple(ir.live(part.ops, wanted))
         if ops:
             kept.append(replace(part, ops=ops))
             made = {o for op in ops for o in op.outs}

@@ -63,7 +63,11 @@ class _Inliner:
             return self._call(eqn, ins, where, out)
         if name == "scan" and where.loop is not None:
             return self._loop(eqn, ins, where, out)
-        if name == "convert_element_type" and isinstance(ins[0], ir.Value) and _same_type(ins[0].aval, eqn.outvars[0].aval):
+        if (
+            name == "convert_element_type"
+            and isinstance(ins[0], ir.Value)
+            and _same_type(ins[0].aval, eqn.outvars[0].aval)
+        ):
             return ins
         results = tuple(ir.Value(v.aval) for v in eqn.outvars)
         task = where.task or self._task_inside(eqn, where)
@@ -143,7 +147,9 @@ class _Inliner:
         outs = [ir.Value(v.aval) for v in eqn.outvars]
         ops = [i for i in items if isinstance(i, ir.Op)]
         if len(ops) < len(items):
-            raise MultiMeshError(f"{_compat.user_line(eqn.source_info)}: a microbatch loop inside another; use one loop")
+            raise MultiMeshError(
+                f"{_compat.user_line(eqn.source_info)}: a microbatch loop inside another; use one loop"
+            )
         made = loops.from_scan(eqn, mark, uid, args, ops, results, ins, outs)
         out.append(replace(made, backward=where.backward, source=eqn.source_info))
         return outs
@@ -155,8 +161,9 @@ class _Inliner:
         if len(meshes) > 1:
             names = ", ".join(task.name for task in found)
             raise MultiMeshError(
-                f"{_compat.user_line(eqn.source_info)}: this {eqn.primitive.name} has tasks on {len(meshes)} submeshes inside "
-                f"({names}), and one such operation runs on one submesh; write the loop in Python, or as multimesh.microbatch"
+                f"{_compat.user_line(eqn.source_info)}: this {eqn.primitive.name} has tasks on {len(meshes)} submeshes "
+                f"inside ({names}), and one such operation runs on one submesh; write the loop in Python, or as "
+                "multimesh.microbatch"
             )
         return next(iter(found), None)
 

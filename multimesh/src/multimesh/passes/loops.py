@@ -60,9 +60,7 @@ def _as_sums(out: ir.Value, init: ir.Atom, leaves: list[ir.Atom]) -> list[ir.Sum
     return [ir.Sum(out, init if i == 0 else None, leaf) for i, leaf in enumerate(leaves)]
 
 
-def _addends(
-    carry: ir.Value, total: ir.Atom, producer: dict[ir.Value, ir.Op], spent: set[int]
-) -> list[ir.Atom] | None:
+def _addends(carry: ir.Value, total: ir.Atom, producer: dict[ir.Value, ir.Op], spent: set[int]) -> list[ir.Atom] | None:
     """Addends of ``total = carry + a + b ...``; additions that only serve the carry go into ``spent``."""
     depends: dict[ir.Value, bool] = {carry: True}
 
@@ -217,7 +215,9 @@ def _made(
     """A body value that an operation makes: results that are literals or inputs of the body get a copy."""
     if isinstance(atom, ir.Value) and atom in inner:
         return atom
-    aval = atom.aval if isinstance(atom, ir.Value) else out.aval.update(shape=out.aval.shape[1:]) if stacked else out.aval
+    aval = (
+        atom.aval if isinstance(atom, ir.Value) else out.aval.update(shape=out.aval.shape[1:]) if stacked else out.aval
+    )
     result = ir.Value(aval)
     ops.append(ir.Op(_compat.copy_p, {}, (atom,), (result,)))
     return result
@@ -290,7 +290,7 @@ def _pruned(program: ir.Program) -> list[ir.Item]:
             ops = tuple(ir.live(item.ops, [*(s.leaf for s in sums), *stacks.values(), *read_later]))
             if not ops and not sums and not stacks:
                 continue
-            used = {v for op in ops for v in op.reads}  # type: ignore[union-attr]
+            used = {v for op in ops for v in op.reads}
             used |= set(ir.values([*(s.leaf for s in sums), *stacks.values()]))
             item = replace(
                 item,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ def _join_turns(
             continue
         first, second = pair[0], pair[1]
         row = next(r for r in rows if any(c.stage == number for c in r))
-        following = dict(zip(row, row[1:], strict=False))
+        following = dict(itertools.pairwise(row))
         forwards = [c for c in row if c.stage == number and c.phase == "F"]
         if any(following.get(c) != Cell("B", number, c.microbatch) for c in forwards):
             continue

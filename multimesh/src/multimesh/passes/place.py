@@ -1,7 +1,7 @@
 """Placement: every operation gets a submesh.
 
-Marked operations are where their task is. Unmarked ones follow their operands. What depends on inputs only is cloned to each submesh
-that reads it, so that nothing is sent that can be computed on the spot.
+Marked operations are where their task is. Unmarked ones follow their operands. What depends on inputs only is cloned
+to each submesh that reads it, so that nothing is sent that can be computed on the spot.
 """
 
 from __future__ import annotations
@@ -89,19 +89,25 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
             tasks = list(readers[item.outs[0]]) or ([made_by.task] if made_by is not None and made_by.task else [])
             if not tasks and not item.backward:
                 raise MultiMeshError(
-                    f"{_compat.user_line(item.source)}: with_sharding_constraint({item.params['logical']}) outside a task, and "
-                    "no task reads or makes the value; constrain it inside a task"
+                    f"{_compat.user_line(item.source)}: with_sharding_constraint({item.params['logical']}) outside a "
+                    "task, and no task reads or makes the value; constrain it inside a task"
                 )
             for task in tasks:
                 made = ir.Value(item.outs[0].aval)
                 out.append(replace(item, task=task, outs=(made,)))
                 rename[item.outs[0], task if readers[item.outs[0]] else None] = made
             if readers[item.outs[0]] or not tasks:
-                out.append(ir.Op(_compat.sharding_constraint_p, {"identity": True}, item.ins, item.outs, source=item.source))
+                out.append(
+                    ir.Op(_compat.sharding_constraint_p, {"identity": True}, item.ins, item.outs, source=item.source)
+                )
         return out
 
-    items = [replace(i, ops=tuple(resolve(i.ops))) if isinstance(i, ir.Loop) else i for i in program.items]
+    items = [replace(i, ops=_only_ops(resolve(i.ops))) if isinstance(i, ir.Loop) else i for i in program.items]
     return resolve(items)
+
+
+def _only_ops(items: Iterable[ir.Item]) -> tuple[ir.Op, ...]:
+    return tuple(item for item in items if isinstance(item, ir.Op))
 
 
 def _seen_by(atom: ir.Atom, task: Task | None, rename: dict[tuple[ir.Value, Task | None], ir.Value]) -> ir.Atom:
@@ -189,8 +195,9 @@ def _place_loop(loop: ir.Loop, default: Mesh, outer: Homes, order: Sequence[Mesh
         outer[s.out] = _home(s.leaf, homes, default)
     for o, inner in stacks.items():
         outer[o] = _home(inner, homes, default)
-    outer.update({o: homes[o] for op in placed for o in op.outs})  # type: ignore[union-attr]  # rows for linked loops
-    return replace(loop, ops=tuple(placed), sums=sums, stacks=stacks)  # type: ignore[arg-type]
+    ops = _only_ops(placed)
+    outer.update({o: homes[o] for op in ops for o in op.outs})  # rows for linked loops
+    return replace(loop, ops=ops, sums=sums, stacks=stacks)
 
 
 def _home(atom: ir.Atom, homes: Homes, default: Mesh) -> Mesh:
@@ -281,19 +288,17 @@ def _read_copies(
         for table, new in ((loop.consts, consts), (loop.slices, slices)):
             if v not in table:
                 continue
-            outer = table[v]  # type: ignore[index]
+            outer = table[v]
             if outer not in floating:
-                new[v] = outer  # type: ignore[index, assignment]
+                new[v] = outer
                 return v
             if (v, mesh) not in inner_copy:
                 inner_copy[v, mesh] = ir.Value(v.aval)
-                new[inner_copy[v, mesh]] = copy[outer, mesh]  # type: ignore[index]
+                new[inner_copy[v, mesh]] = copy[outer, mesh]
             return inner_copy[v, mesh]
         return v
 
-    ops = tuple(
-        replace(op, ins=tuple(localised(i, op.mesh) for i in op.ins)) for op in loop.ops if op.mesh is not None
-    )
+    ops = tuple(replace(op, ins=tuple(localised(i, op.mesh) for i in op.ins)) for op in loop.ops if op.mesh is not None)
     sums = tuple(replace(s, leaf=localised(s.leaf, default)) for s in loop.sums)
     stacks = {o: localised(i, default) for o, i in loop.stacks.items()}
     return replace(loop, ops=ops, consts=consts, slices=slices, sums=sums, stacks=stacks)

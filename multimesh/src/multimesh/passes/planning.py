@@ -149,7 +149,7 @@ class _Builder:
         for stage in part.order.stages:
             for v in stage.fragment.ins:
                 outer = loop.consts.get(v, loop.slices.get(v, loop.linked.get(v, v)))
-                self._readers[outer][self._submesh(stage.fragment.mesh)] = None  # type: ignore[index]
+                self._readers[outer][self._submesh(stage.fragment.mesh)] = None
 
     def _submesh(self, mesh: Mesh) -> int:
         if mesh not in self.meshes:
@@ -261,7 +261,7 @@ class _Builder:
             ins += [self._slot(loop.slices[v], submesh) for v in kernel.rows]
         for v in kernel.ins:
             if v in loop.consts:
-                ins.append(self._slot(loop.consts[v], submesh))  # type: ignore[arg-type]
+                ins.append(self._slot(loop.consts[v], submesh))
             elif v in self.program.consts:
                 ins.append(self._slot(v, submesh))
             else:

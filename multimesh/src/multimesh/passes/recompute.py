@@ -1,8 +1,8 @@
 """Recompute instead of keeping: trivial operations are repeated where their inputs are already at hand.
 
 A forward fragment hands its backward fragment every intermediate value that the derivative reads. Many of them are a
-broadcast, a cast or a product of values that the backward reads anyway; repeating those costs less than an array that is held
-(or sent) and handed to a program.
+broadcast, a cast or a product of values that the backward reads anyway; repeating those costs less than an array that
+is held (or sent) and handed to a program.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from multimesh import ir
 from multimesh.passes.fragment import Fragment, with_interfaces
 
 TRIVIAL = frozenset(
-    "add add_any sub mul neg max min select_n convert_element_type broadcast_in_dim reshape transpose squeeze expand_dims iota "
-    "eq ne lt le gt ge and or not sign abs integer_pow square copy copy_p slice rev is_finite real imag".split()
+    (
+        *("add", "add_any", "sub", "mul", "neg", "max", "min", "abs", "sign", "square", "integer_pow"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "is_finite"),
+        *("convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota"),
+        *("copy", "copy_p", "slice", "rev", "real", "imag"),
+    )
 )
 
 
