@@ -63,7 +63,7 @@ def make(python: Path, stamp: object) -> None:
                 f"{sys.executable} cannot make environments; install its venv package (Debian: python{version}-venv)"
             )
         # The running Python may be that of the broken environment: take the one it was made from.
-        base = getattr(sys, "_base_executable", None) or sys.executable
+        base = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
         print("making .venv", file=sys.stderr, flush=True)
         quietly([base, "-m", "venv", "--clear", str(VENV)], "python -m venv")
     print("installing requirements/workflows.txt", file=sys.stderr, flush=True)

@@ -1,14 +1,13 @@
-"""Git as this package runs it: no configuration but ours, no hooks, no prompts, no transports but the listed ones."""
+"""Git as this package runs it: in a hardened environment, its complaints told apart."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from workflows import errors, proc
-from workflows.sources.safety import SCHEMES
+from workflows.sources.hardened import environment
 
 # Where a component's upstream bytes begin, and the branch with its patches applied.
 BASE, BRANCH = "refs/multimesh/base", "refs/heads/patched"
@@ -18,32 +17,6 @@ IDENTITY = {
     for role in ("AUTHOR", "COMMITTER")
     for field, value in (("NAME", "MultiMesh"), ("EMAIL", "patches@multimesh.invalid"), ("DATE", "@946684800 +0000"))
 }
-_SETTINGS = {
-    "advice.detachedHead": "false",
-    "checkout.workers": "0",
-    "core.attributesFile": os.devnull,
-    "core.autocrlf": "false",
-    "core.excludesFile": os.devnull,
-    "core.fsmonitor": "false",
-    "core.fsync": "none",  # a tree that a power cut spoils is fetched again; the verified hash tells
-    "core.hooksPath": os.devnull,
-    "core.protectHFS": "true",
-    "core.protectNTFS": "true",
-    "core.quotePath": "false",
-    "diff.noprefix": "false",
-    "diff.mnemonicPrefix": "false",
-    "fastimport.unpackLimit": "1",
-    "fetch.unpackLimit": "1",  # a pack appears whole or not at all, so a killed fetch leaves no half of a tree
-    "gc.auto": "0",
-    "http.followRedirects": "initial",
-    "http.lowSpeedLimit": "1000",
-    "http.lowSpeedTime": "60",
-    "init.defaultBranch": "patched",
-    "maintenance.auto": "false",
-    "protocol.allow": "never",
-    "submodule.recurse": "false",
-    "transfer.fsckObjects": "true",
-} | {f"protocol.{scheme}.allow": "always" for scheme in SCHEMES}
 _NETWORK = (
     "could not resolve",
     "couldn't connect",
@@ -73,29 +46,6 @@ _MALFORMED = ("fsck error", "object corrupt", "index-pack failed", "invalid inde
 _MISSING = ("not our ref", "couldn't find remote ref", "unadvertised object", "no such remote ref")
 
 
-def environment(directory: Path) -> dict[str, str]:
-    """Return the environment of a git process that works in ``directory``."""
-    kept = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_") or key in kept}
-    # A clone that is mounted into a container belongs to another user there; this directory is one that we made.
-    settings = [*_SETTINGS.items(), ("safe.directory", str(directory))]
-    for number, (key, value) in enumerate(settings):
-        env |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    return env | {
-        "GIT_CONFIG_COUNT": str(len(settings)),
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_ATTR_NOSYSTEM": "1",
-        "GIT_ALLOW_PROTOCOL": ":".join(SCHEMES),
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_ASKPASS": "true",
-        "GIT_SSH_COMMAND": "ssh -o BatchMode=yes",
-        "GIT_CEILING_DIRECTORIES": str(directory.parent),
-        "GIT_NO_REPLACE_OBJECTS": "1",
-        "LC_ALL": "C",
-    }
-
-
 @dataclass(frozen=True)
 class Repo:
     """A repository with a work tree at ``root``."""
@@ -111,7 +61,7 @@ class Repo:
         on_line: Callable[[str], None] | None = None,
     ) -> proc.Result:
         """Run one git command here."""
-        full = environment(self.root) | dict(env or {})
+        full = environment(str(self.root)) | dict(env or {})
         try:
             return proc.run(["git", *args], cwd=self.root, env=full, stdin=stdin, check=check, on_line=on_line)
         except errors.ToolError as error:

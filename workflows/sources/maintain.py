@@ -79,7 +79,7 @@ def run_refresh(args: argparse.Namespace) -> int:
             print(f"{name}: {len(series)} patches, {(pin.patched_commit or '-')[:12]}")
             for each in series:
                 print(f"  {each.file}")
-        quick.forget(here)
+        quick.forget(str(here.root))
     return 0
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-SCHEMES = ("https", "http", "ssh", "git", "file")
+from workflows.sources.hardened import SCHEMES
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Names that some file system reads as `.git`: other case, NTFS short names, trailing dots or blanks, HFS+ ignorables.
 _GIT_ALIAS = re.compile(r"(\.git|git~\d+)[ .]*(:.*)?", re.IGNORECASE)

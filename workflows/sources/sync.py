@@ -64,17 +64,17 @@ class Outcome:
 
 def sync(workspace: Workspace, options: Options, reporter: console.Reporter) -> list[Outcome]:
     """Bring every component of the wanted groups into place; failures are outcomes, so that the others still arrive."""
-    if not options.overrides and (kept := quick.in_place(workspace, options.groups)) is not None:
+    if not options.overrides and (kept := quick.in_place(str(workspace.root), list(options.groups))) is not None:
         return [_kept(workspace, name) for name in kept]
     wishes = decide(workspace, options)
     if options.dry_run:
         return [_forecast(workspace, wish, options) for wish in wishes]
     with workspace.exclusive(), workspace.stage() as (stage, left):
-        quick.forget(workspace)
-        digest = quick.inputs_digest(workspace)
+        quick.forget(str(workspace.root))
+        inputs = quick.signature(str(workspace.root))
         outcomes = _run_all(workspace, wishes, options, stage, left, reporter)
         if not options.overrides:
-            _remember(workspace, digest, wishes, outcomes)
+            _remember(workspace, inputs, wishes, outcomes)
     return outcomes
 
 
@@ -271,18 +271,14 @@ def _sync_one(
     return Outcome(name, action, detail, built.record.commit, built.tree, built.record.source)
 
 
-def _remember(workspace: Workspace, digest: str, wishes: list[Wish], outcomes: list[Outcome]) -> None:
-    """Leave the summary for ``quick``; components of other groups count as not done."""
-    result = {outcome.name: outcome for outcome in outcomes}
-    expected: dict[str, dict[str, Any]] = {}
-    for component in manifest.load(workspace.manifest).components:
-        entry: dict[str, Any] = {"groups": component.groups, "done": False}
-        outcome = result.get(component.name)
-        if outcome is not None and outcome.action != "failed":
-            wish = next(wish for wish in wishes if wish.component.name == component.name)
-            entry |= {"done": True, "commit": outcome.commit} if wish.recipe else {"done": True, "target": wish.target}
-        expected[component.name] = entry
-    quick.remember(workspace, digest, expected)
+def _remember(workspace: Workspace, inputs: str, wishes: list[Wish], outcomes: list[Outcome]) -> None:
+    """Leave the note for ``quick``; components that failed, or of other groups, hold nothing yet."""
+    holds = {wish.component.name: f"->{wish.target}" for wish in wishes if wish.recipe is None}
+    holds |= {outcome.name: outcome.commit for outcome in outcomes if outcome.commit}
+    failed = {outcome.name for outcome in outcomes if outcome.action == "failed"}
+    components = manifest.load(workspace.manifest).components
+    lines = [(each.name, each.groups, "" if each.name in failed else holds.get(each.name, "")) for each in components]
+    quick.remember(str(workspace.root), inputs, lines)
 
 
 def failure(outcomes: list[Outcome]) -> errors.WorkflowsError | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from workflows.sources import git
+from workflows.sources import git, quick
 
 RECORD = "multimesh.json"
 # What running the sources leaves beside them; without this every tree would be dirty after its first use.
@@ -58,10 +58,7 @@ def observe(place: Path) -> Observed:
     record = read_record(place)
     if record is None:
         return Observed("unknown")
-    status = git.Repo(place)(
-        "status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal",
-        check=False,
-    )  # fmt: skip
+    status = git.Repo(place)(*quick.STATUS, check=False)
     if status.returncode:
         return Observed("unknown", record=record)
     lines = status.stdout.decode("utf-8", "surrogateescape").split("\0")

@@ -67,7 +67,7 @@ def test_sync_after_patches_are_applied_keeps_them_applied_once(clone: Clone, al
     clone.ok("lock", "alpha")
     clone.ok("sync")
     before = clone.head("alpha")
-    (clone.root / "third_party" / ".synced.json").unlink()
+    (clone.root / "third_party" / ".synced").unlink()
 
     clone.ok("sync")
 

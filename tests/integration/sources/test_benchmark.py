@@ -1,0 +1,22 @@
+"""The benchmark at a small scale: what it counts, not how long it takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .conftest import ROOT, run_workflows
+
+
+@pytest.mark.promise(
+    "A bootstrap fetches at most 1.05 times the pack of the pinned trees.",
+    stand_in="repositories of like shape, made here",
+)
+def test_sync_fetches_little_more_than_the_pinned_trees() -> None:
+    done = run_workflows(ROOT, "bench", "sources", "--scale", "0.02", "--json")
+
+    assert done.returncode == 0, done.stderr
+    results = {each["method"].split()[0]: each for each in json.loads(done.stdout)["results"]}
+    assert set(results) == {"workflows", "git", "west"}
+    assert 1.0 <= results["workflows"]["of_least"] <= 1.05

@@ -1,0 +1,181 @@
+"""``bootstrap.sh`` itself: from a machine's Python to a clone that can be worked in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Clone, make_clone
+
+TOOL, USAGE = 11, 2
+TIMEOUT_S = 300
+
+
+def bootstrap(clone: Clone, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``bootstrap.sh`` as a user with an empty home would."""
+    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
+    full = kept | {"PATH": os.environ["PATH"], "HOME": str(clone.root.parent / "home")} | env
+    command = [str(clone.root / "bootstrap.sh"), *args]
+    done = subprocess.run(command, cwd=cwd, env=full, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def furnish(root: Path) -> Clone:
+    """A clone that wants one link and one small package, so that what is tested is the way and not the load."""
+    clone = make_clone(root)
+    (root.parent / "home").mkdir(exist_ok=True)
+    shutil.copytree(ROOT / "requirements", root / "requirements")
+    locked = (ROOT / "requirements" / "run.txt").read_text().replace("\\\n", "\\")
+    small = next(line for line in locked.splitlines() if line.startswith("humanize==")).replace("\\", "\\\n")
+    (root / "requirements" / "run.txt").write_text(small + "\n")
+    shutil.copytree(ROOT / "multimesh" / "src", root / "multimesh" / "src")
+    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/pyproject.toml"):
+        shutil.copy2(ROOT / name, root / name)
+    clone.components["multimesh"] = {"link": "multimesh", "groups": ["run", "dev"]}
+    clone.write()
+    return clone
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """A clone, in a folder with a space, that two bootstraps have just made ready at the same time."""
+    clone = furnish(tmp_path_factory.mktemp("bootstrap") / "a clone")
+    env = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_")) or key == "PATH"}
+    command = [str(clone.root / "bootstrap.sh"), "--group", "run"]
+    both = [
+        subprocess.Popen(
+            command, env=env | {"HOME": str(clone.root.parent / "home")}, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=TIMEOUT_S)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    return clone
+
+
+@pytest.mark.promise("Two bootstraps at once on a bare clone both succeed.")
+def test_what_a_bootstrap_leaves(done: Clone) -> None:
+    program = "import multimesh, workflows, humanize; print(multimesh.__file__); print(workflows.__file__)"
+    python = done.root / ".venv" / "bin" / "python"
+    found = subprocess.run([python, "-c", program], cwd="/", capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+
+    assert found[0] == str(done.root / "multimesh" / "src" / "multimesh" / "__init__.py")
+    assert found[1] == str(done.root / "workflows" / "__init__.py")
+    assert os.readlink(done.place("multimesh")) == "../multimesh"
+
+
+def test_maxtext_is_found_where_sync_puts_it(done: Clone) -> None:
+    package = done.root / "third_party" / "maxtext" / "src" / "maxtext"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    python = done.root / ".venv" / "bin" / "python"
+
+    found = subprocess.run(
+        [python, "-c", "import maxtext; print(maxtext.__file__)"],
+        cwd=done.root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert found.stdout.strip() == str(package / "__init__.py")
+
+
+@pytest.mark.promise("A second bootstrap with nothing to do installs nothing and asks nobody.")
+def test_second_bootstrap_needs_no_index(done: Clone, tmp_path: Path) -> None:
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/", "PIP_FIND_LINKS": "", "PIP_NO_CACHE_DIR": "1"}
+
+    again = bootstrap(done, "--group", "run", cwd=tmp_path, **nowhere)
+
+    assert again.returncode == 0, again.stderr
+    assert again.stderr == ""
+    assert "multimesh  kept" in again.stdout
+
+
+def test_killed_while_making_the_environment(tmp_path: Path) -> None:
+    clone = furnish(tmp_path / "clone")
+    (clone.root / ".venv" / "bin").mkdir(parents=True)
+    (clone.root / ".venv" / "bin" / "python").symlink_to(sys.executable)  # as `python -m venv` leaves it before pip
+
+    process = bootstrap(clone, "--group", "run", "--dry-run")
+
+    assert process.returncode == 0, process.stderr
+    assert (clone.root / ".venv" / "bin" / "pip").exists()
+
+
+def test_interrupted_bootstrap_says_so(tmp_path: Path) -> None:
+    clone = furnish(tmp_path / "clone")
+    env = os.environ | {"HOME": str(tmp_path)}
+    process = subprocess.Popen([clone.root / "bootstrap.sh"], env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline() == "making .venv\n"
+
+    process.send_signal(signal.SIGINT)
+
+    assert process.communicate(timeout=60)[1] == "error: interrupted; run the same command again to go on\n"
+    assert process.returncode == 130
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Iterator[Path]:
+    """A folder with the programs that bootstrap.sh uses, but no Python."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "dirname", "env"):
+        (folder / name).symlink_to(shutil.which(name))
+    return folder
+
+
+def test_no_python(tmp_path: Path, tools: Path) -> None:
+    clone = furnish(tmp_path / "clone")
+    (tools / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (tools / "python3").chmod(0o755)
+
+    process = bootstrap(clone, PATH=str(tools))
+
+    assert process.returncode == TOOL
+    assert process.stderr == "error: no Python >= 3.11 found; install one or name it with PYTHON=/path/to/python3\n"
+
+
+def test_python_that_cannot_make_environments(tmp_path: Path, tools: Path) -> None:
+    """As on a machine where the distribution keeps ``venv`` in a package of its own."""
+    clone = furnish(tmp_path / "clone")
+    hide = (
+        "import importlib.util as u, runpy, sys\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name == 'ensurepip' else find(name, package)\n"
+    )
+    script = f'#!{sys.executable}\n{hide}if "-c" in sys.argv: sys.exit(0)\nsys.argv = sys.argv[2:]\n'
+    (tools / "python3").write_text(script + "runpy.run_path(sys.argv[0], run_name='__main__')\n")
+    (tools / "python3").chmod(0o755)
+
+    process = bootstrap(clone, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}")
+
+    assert process.returncode == TOOL
+    assert "cannot make environments; install its venv package" in process.stderr
+    assert len(process.stderr.splitlines()) == 1
+
+
+def test_no_package_index(tmp_path: Path) -> None:
+    clone = furnish(tmp_path / "clone")
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+
+    process = bootstrap(clone, "--group", "run", **nowhere)
+
+    assert process.returncode == TOOL
+    assert "error: pip install -r requirements/workflows.txt failed" in process.stderr.splitlines()[-1]
+
+
+def test_wrong_option_is_named(done: Clone) -> None:
+    process = bootstrap(done, "--group", "everything")
+
+    assert process.returncode == USAGE
+    assert "invalid choice: 'everything'" in process.stderr
