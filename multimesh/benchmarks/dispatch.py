@@ -1,7 +1,7 @@
 """The runtime's own cost: CPU time of the calling thread in a warm step, less what the programs and transfers take.
 
-Every program call and every batched ``device_put`` of the step is timed on its own; what is left is the runtime: signature,
-argument and slot handling, frees. The timers' own cost is counted against the runtime.
+Every program call and every batched ``device_put`` of the step is timed on its own; what is left is the runtime:
+signature, argument and slot handling, frees. The timers' own cost is counted against the runtime.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CPU time of a training step and of its first call: MultiMesh against one SPMD program over the same devices.
 
-Ratios of CPU time travel between machines; wall times of virtual CPU devices do not. Steps of the two programs alternate, so
-that what else the machine does falls on both.
+Ratios of CPU time travel between machines; wall times of virtual CPU devices do not. The two programs alternate,
+so that what else the machine does falls on both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The work that is measured: one training step of a small transformer, as one SPMD program and as a MultiMesh pipeline.
 
-Both use the same devices, the same microbatches and the same arithmetic (adam, float32). The SPMD program uses the axis of
-the stages as one more data axis and accumulates its gradients over the microbatches with ``lax.scan``.
+Both use the same devices, the same microbatches and the same arithmetic (adam, float32). The SPMD program uses the axis
+of the stages as one more data axis and accumulates its gradients over the microbatches with ``lax.scan``.
 """
 
 from __future__ import annotations

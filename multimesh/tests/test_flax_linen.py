@@ -89,8 +89,8 @@ def test_registered_scopes(cls, schedule):
     module = cls()
     params = module.init(jax.random.key(0), batch()["x"])
     with (
-        mm.register_task(r"(?:layers_[01]|stage_0)$", mesh=split.mesh(0)),
-        mm.register_task(r"(?:layers_[23]|stage_1|head)$", mesh=split.mesh(1)),
+        mm.register_task(r"(?:layers_[01]|stage_0)(?!\d)", mesh=split.mesh(0)),
+        mm.register_task(r"(?:layers_[23]|stage_1|head)(?!\d)", mesh=split.mesh(1)),
     ):
         step = mm.jit(step_of(module, lambda f, **kw: mm.microbatch(f, schedule=schedule, **kw)))
         got = step(split.place(params, owners(params)), batch())
@@ -145,8 +145,8 @@ def test_train_state():
 
     state = train_state.TrainState.create(apply_fn=module.apply, params=params, tx=optax.adamw(1e-2, eps=1e-6))
     with (
-        mm.register_task(r"layers_[01]$", mesh=split.mesh(0)),
-        mm.register_task(r"(?:layers_[23]|head)$", mesh=split.mesh(1)),
+        mm.register_task(r"layers_[01](?!\d)", mesh=split.mesh(0)),
+        mm.register_task(r"(?:layers_[23]|head)(?!\d)", mesh=split.mesh(1)),
     ):
         ours, plain_step = mm.jit(make(mm.microbatch)), jax.jit(make(microbatched))
         got, want = state, state

@@ -28,7 +28,7 @@ def forward(stage, params, x):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rows_are_strided(split, schedule):
     rows = np.arange(ROWS, dtype=np.int32)
-    f = mm.jit(mm.microbatch(split(0, lambda r: r), size=SIZE, stack=True, schedule=schedule))
+    f = mm.jit(mm.microbatch(split(0, lambda r: r + 0), size=SIZE, stack=True, schedule=schedule))
     np.testing.assert_array_equal(f(rows), rows.reshape(SIZE, COUNT).T)
 
 

@@ -65,14 +65,18 @@ class Graph:
 def graphs(draw: st.DrawFn) -> Graph:
     sizes = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3))
     starts = tuple((draw(st.integers(0, 8 - n)), n) for n in sizes)
+    anywhere = st.integers(0, len(sizes) - 1)
+    count = draw(st.integers(2, 7))
     nodes = tuple(
         Node(
             draw(st.sampled_from(sorted(OPERATIONS))),
             draw(st.integers(0, INPUTS + k - 1)),
             draw(st.integers(0, INPUTS + k - 1)),
-            draw(st.one_of(st.none(), st.integers(0, len(sizes) - 1))),
+            draw(
+                anywhere if k == count - 1 else st.one_of(st.none(), anywhere)
+            ),  # the last one is a task and an output
         )
-        for k in range(draw(st.integers(2, 7)))
+        for k in range(count)
     )
     outputs = tuple(draw(st.lists(st.integers(0, INPUTS + len(nodes) - 1), min_size=1, max_size=3)))
     return Graph(starts, nodes, (*outputs, INPUTS + len(nodes) - 1))

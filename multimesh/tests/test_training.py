@@ -12,10 +12,10 @@ import multimesh as mm
 ROWS, SIZE, STEPS = 8, 2, 5
 
 OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2, eps=1e-6),
-    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-6)),
-    "schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 5), eps=1e-6),
-    "multisteps": lambda: optax.MultiSteps(optax.adamw(1e-2, eps=1e-6), every_k_schedule=2).gradient_transformation(),
+    "adamw": lambda: optax.adamw(1e-3, eps=1e-4),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-4)),
+    "schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 2, 5), eps=1e-4),
+    "multisteps": lambda: optax.MultiSteps(optax.adamw(1e-3, eps=1e-4), every_k_schedule=2).gradient_transformation(),
 }
 
 
