@@ -43,16 +43,20 @@ def bump(workspace: Workspace, name: str, version: str, mirror: str | None, repo
 
 def _with_version(path: Path, name: str, version: str) -> str:
     """Return the manifest's text with one version changed and all else, comments too, as it was."""
-    text = path.read_text(encoding="utf-8")
-    entry = re.compile(rf"(?ms)^(  {re.escape(name)}:\n(?:(?!  \S).*\n)*?    version: ).*?$")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", version):
         raise errors.UsageError(f"'{version}' is no version; write letters, digits, dots, dashes or underscores")
-    changed, count = entry.subn(lambda match: f'{match[1]}"{version}"', text)
-    if count != 1:
+    lines, inside, changed = path.read_text(encoding="utf-8").splitlines(keepends=True), False, 0
+    for number, line in enumerate(lines):
+        if re.match(r"  [^\s#]", line):
+            inside = line.rstrip() == f"  {name}:"
+        elif inside and (match := re.match(r"(    version:\s+)(\"[^\"]*\"|'[^']*'|[^\s#]+)(.*\n?)", line)):
+            lines[number] = f'{match[1]}"{version}"{match[3]}'
+            changed += 1
+    if changed != 1:
         raise errors.ManifestError(
             f"sources.yaml: {name} has no line 'version:' of its own; write one, indented by four"
         )
-    return changed
+    return "".join(lines)
 
 
 def _resolve(workspace: Workspace, component: Component, mirror: str | None, reporter: console.Reporter) -> Pin:

@@ -109,5 +109,9 @@ def answer(argv: list[str]) -> bool:
     if not found:
         return False
     width = max(map(len, found))
-    sys.stdout.write("".join(f"{name:{width}}  kept  {holds[:12]}\n" for name, holds in found.items()))
+    sys.stdout.write("".join(f"{name:{width}}  kept  {_short(holds)}\n" for name, holds in found.items()))
     return True
+
+
+def _short(holds: str) -> str:
+    return f"link to {holds[2:]}" if holds.startswith("->") else holds[:12]
