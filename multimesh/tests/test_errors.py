@@ -158,12 +158,15 @@ def test_tasks_in_a_scan_that_is_no_microbatch_loop():
     assert names_line(error, line)
 
 
-def test_a_task_inside_a_task_of_another_submesh_runs_on_its_own():
-    f = mm.jit(lambda x: on(0, lambda x: (y := on(1, jnp.sin)(x), y + 1))(x))
-    inner, outer = f(X)
-    assert_same((inner, outer), (jnp.sin(X), jnp.sin(X) + 1))
-    for s, y in ((1, inner), (0, outer)):
-        assert set(y.devices()) == set(submeshes(2, (2,))[s].devices.flat)
+def test_a_task_inside_a_task_of_another_submesh():
+    line = here() + 3
+
+    def f(x):
+        return on(0, lambda x: on(1, jnp.sin)(x) + 1)(x)
+
+    with pytest.raises(mm.MultiMeshError) as error:
+        mm.jit(f)(X)
+    assert names_line(error, line)
 
 
 def test_a_task_inside_a_task_of_the_same_submesh_is_part_of_it():
