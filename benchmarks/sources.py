@@ -155,7 +155,7 @@ def prepare_ours(folder: Path, repositories: Sequence[Repository], url: str) -> 
         lock[each.name] = {"version": "1", "archives": {}, "patches": {}, **pins}
     for name, components in (("sources.yaml", manifest), ("sources.lock", lock)):
         (folder / name).write_text(json.dumps({"format": 1, "components": components}))
-    return [sys.executable, "-m", "workflows", "sync", "--jobs", str(JOBS)]
+    return [sys.executable, "-m", "workflows", "sync"]  # four at a time unless told otherwise
 
 
 def prepare_submodules(folder: Path, repositories: Sequence[Repository], url: str) -> list[str]:
