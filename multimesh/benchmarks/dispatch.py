@@ -1,14 +1,13 @@
-"""The runtime's own cost: CPU time of the calling thread in a warm step, less what the programs and transfers take.
+"""The runtime's own cost: CPU time of the calling thread in a warm step, less that of the bare calls that it makes.
 
-Every program call and every batched ``device_put`` of the step is timed on its own; what is left is the runtime:
-signature, argument and slot handling, frees. The timers' own cost is counted against the runtime.
+The bare calls are the step's programs, batched transfers and frees, written out as one straight Python function.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,66 +19,70 @@ CASES = [(TINY, "1f1b"), *((size, s) for size in (SMALL_2, SMALL_4) for s in SCH
 LIMIT_US = 25.0
 
 
-class Stopwatch:
-    """Adds up the time that wrapped functions take, and counts their calls."""
-
-    def __init__(self) -> None:
-        self.seconds, self.calls = 0.0, 0
-
-    def timed(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            start = time.thread_time()
-            result = f(*args)
-            self.seconds += time.thread_time() - start
-            self.calls += 1
-            return result
-
-        return run
-
-    def take(self) -> tuple[float, int]:
-        taken = self.seconds, self.calls
-        self.seconds, self.calls = 0.0, 0
-        return taken
+def straight_line(compiled: Any, args: Sequence[Any]) -> Callable[..., list[Any]]:
+    """The same program calls and transfers, written out as a function without slots, loops or decisions."""
+    names: dict[str, Any] = {"put": jax.device_put}
+    layouts = compiled.runner.compiled.layouts
+    given = {slot: f"args[{arg}]" for arg, slot in compiled.plan.inputs}
+    moved = [slot for arg, slot in compiled.plan.inputs if args[arg].sharding != layouts[slot]]
+    constants = {slot: array for slot, array in enumerate(compiled.runner._blank) if array is not None}
+    lines = ["def bare(args):"]
+    lines += [f"    v{slot} = {source}" for slot, source in given.items()]
+    if moved:
+        names["elsewhere"] = [layouts[slot] for slot in moved]
+        slots = "".join(f"v{slot}, " for slot in moved)
+        lines.append(f"    {slots}= put([{slots}], elsewhere)")
+    for slot, array in constants.items():
+        names[f"c{slot}"] = array
+        lines.append(f"    v{slot} = c{slot}")
+    for n, (program, ins, outs, frees) in enumerate(compiled.runner.steps):
+        results = "".join(f"v{o}, " for o in outs)
+        assign = f"{results}= " if outs else ""
+        if program is None:
+            sources, names[f"layouts{n}"] = ins
+            lines.append(f"    {assign}put([{', '.join(f'v{i}' for i in sources)}], layouts{n})")
+        else:
+            names[f"p{n}"] = program
+            lines.append(f"    {assign}p{n}({', '.join(f'v{i}' for i in ins)})")
+        lines += [f"    del v{slot}" for slot in frees]
+    lines.append(f"    return [{', '.join(f'v{slot}' for _, slot in compiled.plan.outputs)}]")
+    exec("\n".join(lines), names)
+    return names["bare"]
 
 
 def measure(size: Size, schedule: str, steps: int) -> report.Row:
-    """Medians over ``steps`` warm steps."""
+    """Medians over ``steps`` warm steps of either kind, in turns."""
     step, args = pipeline(size, schedule)
     training = Training(step, args)
-    for _ in range(2):
+    for _ in range(3):
         jax.block_until_ready(training())
     (compiled,) = step._compiled.values()
-    runs, puts = Stopwatch(), Stopwatch()
-    compiled.runner.steps = tuple((p and runs.timed(p), *rest) for p, *rest in compiled.runner.steps)
-    totals, own, programs, transfers, counts = [], [], [], [], set()
-    original = jax.device_put
-    jax.device_put = puts.timed(original)
-    try:
-        for _ in range(steps):
-            start = time.thread_time()
-            training()
-            total = time.thread_time() - start
-            jax.block_until_ready(training.params)
-            (run_s, count), (put_s, _) = runs.take(), puts.take()
-            counts.add(count)
-            totals.append(total)
-            programs.append(run_s)
-            transfers.append(put_s)
-            own.append((total - run_s - put_s) / count)
-    finally:
-        jax.device_put = original
-    (count,) = counts
+    bare = straight_line(compiled, jax.tree.leaves((training.params, training.state, training.batch)))
+    runs = sum(program is not None for program, *_ in compiled.runner.steps)
+    whole, calls = [], []
+    for _ in range(steps):
+        start = time.thread_time()
+        training()
+        whole.append(time.thread_time() - start)
+        jax.block_until_ready(training.params)
+        leaves = jax.tree.leaves((training.params, training.state, training.batch))
+        training.params = training.state = None
+        start = time.thread_time()
+        results = bare(leaves)
+        calls.append(time.thread_time() - start)
+        state = jax.tree.unflatten(compiled.lowered.out_tree, jax.block_until_ready(results))
+        training.params, training.state, training.loss = state
+    total, bare_s = statistics.median(whole), statistics.median(calls)
     return {
         "size": size.name,
         "pp": size.stages,
-        "microbatches": size.microbatches,
         "schedule": schedule,
-        "RUN": count,
-        "own us per RUN": 1e6 * statistics.median(own),
+        "RUN": runs,
+        "transfers": len(compiled.runner.steps) - runs,
+        "step ms": 1e3 * total,
+        "bare calls ms": 1e3 * bare_s,
+        "own us per RUN": 1e6 * (total - bare_s) / runs,
         "limit": LIMIT_US,
-        "total ms": 1e3 * statistics.median(totals),
-        "programs ms": 1e3 * statistics.median(programs),
-        "transfers ms": 1e3 * statistics.median(transfers),
     }
 
 

@@ -175,11 +175,6 @@ def test_a_task_inside_a_task_of_the_same_submesh_is_part_of_it():
     assert set(y.devices()) == set(submeshes(2, (2,))[1].devices.flat)
 
 
-def test_a_function_without_tasks():
-    with pytest.raises(mm.MultiMeshError, match="task"):
-        mm.jit(lambda x: jnp.sin(x).sum())(X)
-
-
 def test_register_task_with_a_bad_regex():
     with pytest.raises(mm.MultiMeshError):
         mm.register_task(r"layers_(\d+", mesh=MESH)

@@ -108,6 +108,11 @@ def test_odd_outputs(split, case):
     assert_same(mm.jit(make(split))(*args), jax.jit(make(plain))(*args))
 
 
+def test_a_function_without_tasks():
+    x = np.arange(8.0, dtype=np.float32)
+    assert_same(mm.jit(lambda x: {"a": jnp.sin(x).sum(), "b": x[::2]})(x), {"a": jnp.sin(x).sum(), "b": x[::2]})
+
+
 def test_a_task_that_does_nothing_still_places_its_value(split):
     """``task(lambda x: x, mesh=m)`` is how a user says: this value on that submesh."""
     x = np.arange(8.0, dtype=np.float32)
