@@ -13,7 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core as _core
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax.extend import core as _extend
 from jax.extend.core import primitives as _primitives
@@ -45,6 +50,21 @@ def abstractify(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
+def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh of an enclosing ``jax.set_mesh``, under which programs of other devices can't be made or run."""
+    if _mesh.get_concrete_mesh().empty and (concrete_only or jax.sharding.get_abstract_mesh().empty):
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+@contextlib.contextmanager
+def devices_free() -> Iterator[None]:
+    """Leave the devices of an enclosing ``jax.set_mesh`` but keep its axes, which bare constraints in a trace name."""
+    axes = jax.sharding.get_abstract_mesh()
+    with without_mesh(concrete_only=True), jax.sharding.use_abstract_mesh(axes):
+        yield
+
+
 def nbytes(aval: Any) -> int:
     """Size of an array of this abstract value in bytes; zero for tokens."""
     if not hasattr(aval, "shape"):
@@ -73,6 +93,14 @@ def user_line(source_info: Any) -> str:
     return ""
 
 
+def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...], list[bool]]:
+    """Branches of a conditional cut down to some results, and which operands any of them still reads."""
+    reads = [_partial_eval.dce_jaxpr(b.jaxpr, list(used))[1] for b in branches]
+    union = [any(flags) for flags in zip(*reads, strict=True)]
+    cut = [_partial_eval.dce_jaxpr(b.jaxpr, list(used), instantiate=union)[0] for b in branches]
+    return tuple(_extend.ClosedJaxpr(j, b.consts) for j, b in zip(cut, branches, strict=True)), union
+
+
 def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Jaxprs among the parameters of an equation."""
     yield from _core.jaxprs_in_params(params)
@@ -83,8 +111,29 @@ def abstract_mesh_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Evaluate one equation again, in the context it was traced in."""
+_leave_p = _extend.Primitive("multimesh_leave")
+_leave_p.def_impl(lambda x: x)
+_leave_p.def_abstract_eval(lambda x: _core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
+_ad.deflinear2(_leave_p, lambda cotangent, _: [cotangent])
+_batching.defvectorized(_leave_p)
+_mlir.register_lowering(_leave_p, lambda ctx, x: [x])
+
+
+def leave_mesh(x: Any) -> Any:
+    """Identity that takes the abstract mesh of a task off the type of its result.
+
+    Types of arrays name the mesh they were traced under, and JAX refuses to mix meshes of different sizes in one
+    backward pass.
+    """
+    if not is_tracer(x) or jax.typeof(x).sharding.mesh.empty:
+        return x
+    return _leave_p.bind(x)
+
+
+def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
+    """Evaluate one equation again on ``mesh``, in the context it was traced in unless that was another mesh's."""
+    if ctx is not None and not ctx.cur_abstract_mesh.empty and ctx.cur_abstract_mesh != mesh.abstract_mesh:
+        ctx = None
     bind_params = prim.get_bind_params(params)
     subfuns: Sequence[Any] = ()
     if isinstance(bind_params, tuple):  # jax < 0.10 returned (subfuns, params)

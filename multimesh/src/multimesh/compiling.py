@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir
 from multimesh.errors import MultiMeshError
@@ -31,7 +31,10 @@ class CompiledPlan:
 
 
 def compile_plan(
-    plan: Plan, specs: Sequence[PartitionSpec], out_specs: Mapping[int, PartitionSpec] | None = None
+    plan: Plan,
+    specs: Sequence[PartitionSpec],
+    out_specs: Mapping[int, PartitionSpec] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> CompiledPlan:
     """Compile every kernel of a plan.
 
@@ -43,13 +46,22 @@ def compile_plan(
         Partition spec of each argument leaf, carried over to each submesh that reads it.
     out_specs
         Result leaf to the spec that it must have.
+    options
+        Compiler options for XLA.
     """
-    return _Compiler(plan, specs, out_specs or {}).run()
+    return _Compiler(plan, specs, out_specs or {}, options).run()
 
 
 class _Compiler:
-    def __init__(self, plan: Plan, specs: Sequence[PartitionSpec], out_specs: Mapping[int, PartitionSpec]):
+    def __init__(
+        self,
+        plan: Plan,
+        specs: Sequence[PartitionSpec],
+        out_specs: Mapping[int, PartitionSpec],
+        options: Mapping[str, Any] | None,
+    ):
         self._plan = plan
+        self._options = dict(options) if options else None
         self._layouts: dict[int, NamedSharding] = {}
         self._pinned: dict[int, NamedSharding] = {}
         for arg, slot in plan.inputs:
@@ -116,7 +128,8 @@ class _Compiler:
                         layouts = [self._layout(s) for s in uses[kernel][0].ins]
                         if None not in layouts:
                             waiting.remove(kernel)
-                            running[pool.submit(self._lower(kernel, uses[kernel][0], layouts).compile)] = kernel
+                            lowered = self._lower(kernel, uses[kernel][0], layouts)
+                            running[pool.submit(lowered.compile, self._options)] = kernel
                     if not running:
                         stuck = ", ".join(self._plan.kernels[k].name for k in waiting)
                         raise AssertionError(f"no layout for the inputs of {stuck}")
@@ -185,7 +198,7 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
             for v in kernel.rows:
                 env[v] = lax.dynamic_index_in_dim(left.pop(0), number, 0, keepdims=False)
         env.update(zip(kernel.ins, left, strict=True))
-        evaluate(kernel.ops, env)
+        evaluate(kernel.ops, env, mesh)
         return [
             *(lax.add(total, env[leaf]) for total, leaf in zip(sums, kernel.sums, strict=True)),
             *(env[v] for v in kernel.outs),
@@ -198,13 +211,13 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
     return _compat.named(in_mesh, "".join(c if c.isalnum() else "_" for c in kernel.name))
 
 
-def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any]) -> None:
-    """Evaluate operations in order; ``env`` holds the values and receives the results."""
+def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any], mesh: Mesh) -> None:
+    """Evaluate operations in order on ``mesh``; ``env`` holds the values and receives the results."""
     for op in ops:
         args = [env[i] if isinstance(i, ir.Value) else i.val for i in op.ins]
         results = _constrained(op, args) if op.prim is _compat.sharding_constraint_p else None
         if results is None:
-            results = _compat.bind(op.prim, op.params, op.ctx, args)
+            results = _compat.bind(op.prim, op.params, op.ctx, args, mesh)
         env.update(zip(op.outs, results, strict=True))
 
 

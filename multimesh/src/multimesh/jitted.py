@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from multimesh.compiling import CompiledPlan, compile_plan
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.passes.inline import inline
 from multimesh.passes.loops import fuse, separate
-from multimesh.passes.place import place
+from multimesh.passes.place import has_tasks, place
 from multimesh.passes.planning import arrange, build
 from multimesh.plan import Plan
 from multimesh.runtime import Runner
@@ -39,22 +39,21 @@ class Signature:
 class Lowered:
     """A partitioned function, before compilation."""
 
-    plan: Plan | None
+    plan: Plan
     closed: Any
     specs: tuple[PartitionSpec, ...]
     out_tree: Any
     out_specs: dict[int, PartitionSpec]
     in_tree: Any = None
 
-    def compile(self) -> Compiled:
-        """Compile every program; in parallel where their layouts allow."""
-        if self.plan is None:
-            raise MultiMeshError("nothing to compile")
-        return Compiled(self, Runner(compile_plan(self.plan, self.specs, self.out_specs)))
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
+        """Compile every program; in parallel where their layouts allow. Options go to XLA as they are."""
+        with _compat.without_mesh():
+            return Compiled(self, Runner(compile_plan(self.plan, self.specs, self.out_specs, compiler_options)))
 
     def as_text(self) -> str:
         """The plan, then the operations of each program."""
-        kernels = self.plan.kernels if self.plan else ()
+        kernels = self.plan.kernels
         parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
         return "\n\n".join(parts)
 
@@ -85,7 +84,8 @@ class Compiled:
 
     def run_flat(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat list of (non-static) argument leaves."""
-        return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves))
+        with _compat.without_mesh(concrete_only=True):
+            return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves))
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
         """Bytes per submesh, of whole arrays.
@@ -124,6 +124,17 @@ class Compiled:
         return tuple(totals)
 
 
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """A function without tasks: one program, as under ``jax.jit``."""
+
+    jitted: Any
+
+    def run_flat(self, leaves: Sequence[Any]) -> Any:
+        """Run on the flat list of (non-static) argument leaves."""
+        return self.jitted(*leaves)
+
+
 class Jitted:
     """The result of `jit`; see there."""
 
@@ -137,18 +148,18 @@ class Jitted:
         devices: Sequence[jax.Device] | None,
     ):
         self._fn = fn
+        self._name = getattr(fn, "__name__", type(fn).__name__)
         self._donate, self._static = donate, static
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         self._devices = tuple(devices) if devices is not None else None
-        self._compiled: dict[Signature, Compiled] = {}
+        self._compiled: dict[Signature, Compiled | Plain] = {}
         self._lock = threading.Lock()
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run; traces and compiles when the types, layouts or static arguments are new."""
         positional = self._positional(args, kwargs)
-        dynamic = [a for i, a in enumerate(positional) if i not in self._static]
-        leaves, tree = jax.tree.flatten(dynamic)
+        leaves, tree = jax.tree.flatten(_dynamic(positional, self._static))
         if any(_compat.is_tracer(leaf) for leaf in leaves):
             return self._fn(*positional)
         signature = self._signature(leaves, tree, positional)
@@ -157,22 +168,25 @@ class Jitted:
             with self._lock:
                 compiled = self._compiled.get(signature)
                 if compiled is None:
-                    compiled = self._compiled[signature] = self._compile(positional, signature)
+                    lowered = self._lower(positional, signature)
+                    compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
+                    self._compiled[signature] = compiled
         return compiled.run_flat(leaves)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
         positional = self._positional(args, kwargs)
-        dynamic = [a for i, a in enumerate(positional) if i not in self._static]
-        leaves, tree = jax.tree.flatten(dynamic)
-        return self._lower(positional, self._signature(leaves, tree, positional))
+        leaves, tree = jax.tree.flatten(_dynamic(positional, self._static))
+        lowered = self._lower(positional, self._signature(leaves, tree, positional))
+        if isinstance(lowered, Plain):
+            raise MultiMeshError(
+                f"{self._name}: nothing in this function is a task; wrap parts of it in multimesh.task"
+            )
+        return lowered
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments; nothing is compiled or run."""
-        plan = self.lower(*args, **kwargs).plan
-        if plan is None:
-            raise MultiMeshError("no plan")
-        return plan
+        return self.lower(*args, **kwargs).plan
 
     def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
         """`Compiled.memory_analysis` for these arguments."""
@@ -188,11 +202,11 @@ class Jitted:
         try:
             bound = inspect.signature(self._fn).bind(*args, **kwargs)
         except TypeError as error:
-            raise UsageError(f"{getattr(self._fn, '__name__', 'function')}: {error}") from None
+            raise UsageError(f"{self._name}: {error}") from None
         if bound.kwargs:
             raise UsageError(
-                f"{getattr(self._fn, '__name__', 'function')}: keyword-only arguments ({', '.join(bound.kwargs)}) "
-                "can't be passed through multimesh.jit; make them positional"
+                f"{self._name}: keyword-only arguments ({', '.join(bound.kwargs)}) can't be "
+                " passed through multimesh.jit; make them positional"
             )
         return bound.args
 
@@ -209,10 +223,7 @@ class Jitted:
             raise UsageError("static_argnums: static arguments must be hashable") from None
         return Signature(tree, avals, tuple(specs), static)
 
-    def _compile(self, positional: tuple[Any, ...], signature: Signature) -> Compiled:
-        return self._lower(positional, signature).compile()
-
-    def _lower(self, positional: tuple[Any, ...], signature: Signature) -> Lowered:
+    def _lower(self, positional: tuple[Any, ...], signature: Signature) -> Lowered | Plain:
         structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals]
 
         def flat(*leaves: Any) -> Any:
@@ -221,13 +232,17 @@ class Jitted:
             with partitioning():
                 return self._fn(*full)
 
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+        with _compat.devices_free():
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
         devices = self._devices or tuple(jax.devices())
-        program, homes = place(separate(fuse(inline(closed, devices))))
+        traced = inline(closed, devices)
+        if not has_tasks(traced):
+            return self._plain(flat, signature)
+        program, homes = place(separate(fuse(traced)))
         self._check_devices(program)
         out_tree = jax.tree.structure(shapes)
         donated = self._donated_leaves(signature.tree)
-        alike = _alike(signature, out_tree, jax.tree.leaves(shapes))
+        alike = _alike(signature, out_tree, jax.tree.leaves(shapes), donated)
         plan = build(program, homes, arrange(program), donated, alike)
         return Lowered(
             plan,
@@ -237,6 +252,14 @@ class Jitted:
             self._result_specs(out_tree),
             jax.tree.structure(tuple(_dynamic(positional, self._static))),
         )
+
+    def _plain(self, flat: Callable[..., Any], signature: Signature) -> Plain:
+        if self._in_shardings is not None or self._out_shardings is not None:
+            raise MultiMeshError(
+                f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no submesh; "
+                "use jax.jit"
+            )
+        return Plain(jax.jit(flat, donate_argnums=tuple(self._donated_leaves(signature.tree))))
 
     def _check_devices(self, program: ir.Program) -> None:
         if self._devices is None:
@@ -315,12 +338,16 @@ def _per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None
     return [spec(s) for s in jax.tree.leaves(spread, is_leaf=is_leaf)]
 
 
-def _alike(signature: Signature, out_tree: Any, outs: Sequence[Any]) -> dict[int, int]:
-    """Result leaf to the argument leaf that it replaces: subtrees with an argument's structure and types."""
+def _alike(signature: Signature, out_tree: Any, outs: Sequence[Any], donated: frozenset[int]) -> dict[int, int]:
+    """Result leaf to the argument leaf that it replaces: subtrees with an argument's structure and types.
+
+    A single array replaces only a donated one: many an activation has the shape of the input.
+    """
     arguments: list[tuple[Any, int]] = []
     start = 0
     for child in signature.tree.children():
-        arguments.append((child, start))
+        if child.num_leaves > 1 or start in donated:
+            arguments.append((child, start))
         start += child.num_leaves
     alike: dict[int, int] = {}
 

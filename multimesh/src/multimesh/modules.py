@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +19,17 @@ def _flax(name: str) -> Any:
 
 
 def with_call(module: Any, wrap: Wrap) -> Any | None:
-    """Copy of a Flax module whose ``__call__`` is wrapped, or None for what is no Flax module.
+    """Flax module whose ``__call__`` is wrapped, or None for what is no Flax module.
 
-    The copy keeps class name, fields and parameters, so that a parent module and its checkpoints do not notice.
+    It keeps class name, fields and parameters, so that a parent module and its checkpoints do not notice. It is a copy,
+    but for a linen module that a parent has already adopted (as in ``@nn.compact``), which is wrapped itself.
     """
     linen, nnx = _flax("linen"), _flax("nnx")
     if linen is not None and isinstance(module, linen.Module):
-        return module.clone() if not callable(module) else _linen_copy(module, wrap)
+        if module.parent is None:
+            return _linen_copy(module, wrap)
+        object.__setattr__(module, "__class__", _subclass(type(module), wrap))
+        return module
     if nnx is not None and isinstance(module, nnx.Module):
         twin = copy.copy(module)
         twin.__class__ = _subclass(type(module), wrap)
@@ -66,20 +70,18 @@ def scope_nnx(module: Any) -> Any:
     seen: set[int] = {id(module)}
 
     def visit(value: Any, label: str) -> None:
-        if isinstance(value, nnx.Module):
-            if id(value) in seen:
-                return
+        if isinstance(value, Mapping):
+            for key, child in value.items():
+                visit(child, f"{label}_{key}")
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            for i, child in enumerate(value):
+                visit(child, f"{label}_{i}")
+        elif isinstance(value, nnx.Module) and id(value) not in seen:
             seen.add(id(value))
             for name, child in list(vars(value).items()):
                 visit(child, name)
             if callable(value):
                 value.__class__ = _subclass(type(value), lambda call: _named_call(call, label))
-        elif isinstance(value, list | tuple):
-            for i, child in enumerate(value):
-                visit(child, f"{label}_{i}")
-        elif isinstance(value, dict):
-            for key, child in value.items():
-                visit(child, f"{label}_{key}")
 
     for name, child in list(vars(module).items()):
         visit(child, name)

@@ -72,6 +72,8 @@ def _mesh_of(name: str, devices: Any, device_axes: Sequence[str] | None) -> Mesh
             f"task {name!r}: devices= has {grid.ndim} dimensions but device_axes={tuple(device_axes)} names "
             f"{len(device_axes)}; name each dimension once"
         )
+    if len(set(device_axes)) != len(device_axes):
+        raise UsageError(f"task {name!r}: device_axes={tuple(device_axes)} names an axis twice")
     return Mesh(grid, tuple(device_axes))
 
 

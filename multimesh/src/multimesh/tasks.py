@@ -100,7 +100,8 @@ def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
             with _mesh_context(placed):
                 return fn(*inner_args, **inner_kwargs)
 
-        return jax.jit(_compat.named(body, marks.TASKS.name(placed)))(*(leaves[i] for i in where))
+        results = jax.jit(_compat.named(body, marks.TASKS.name(placed)))(*(leaves[i] for i in where))
+        return jax.tree.map(_compat.leave_mesh, results) if partitioned_trace() else results
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(marked, fn)

@@ -63,11 +63,7 @@ class _Inliner:
             return self._call(eqn, ins, where, out)
         if name == "scan" and where.loop is not None:
             return self._loop(eqn, ins, where, out)
-        if (
-            name == "convert_element_type"
-            and isinstance(ins[0], ir.Value)
-            and _same_type(ins[0].aval, eqn.outvars[0].aval)
-        ):
+        if name == "multimesh_leave" or (name == "convert_element_type" and _same_type(ins[0], eqn.outvars[0])):
             return ins
         results = tuple(ir.Value(v.aval) for v in eqn.outvars)
         task = where.task or self._task_inside(eqn, where)
@@ -91,13 +87,11 @@ class _Inliner:
         if not names and backward <= where.backward:
             return where
         where = replace(where, backward=where.backward or backward, scope=where.scope + names)
-        return replace(where, task=self._task_of(names, where) or where.task)
+        for marked in filter(None, map(marks.TASKS.find, names)):
+            where = replace(where, task=_nested(eqn, where.task, marked))
+        return replace(where, task=self._registered(names, where) or where.task)
 
-    def _task_of(self, names: tuple[str, ...], where: _Where) -> Task | None:
-        for name in reversed(names):
-            marked = marks.TASKS.find(name)
-            if marked is not None:
-                return marked
+    def _registered(self, names: tuple[str, ...], where: _Where) -> Task | None:
         if where.task is not None or not names or not self._registrations:
             return None
         key = (where.scope, where.backward)
@@ -123,18 +117,32 @@ class _Inliner:
             loop = marks.LOOPS.find(name)
             if loop is not None and where.task is None:
                 where = replace(where, loop=(loop, name))
-            where = replace(where, task=marks.TASKS.find(name) or where.task)
+            task = marks.TASKS.find(name)
+            if task is not None:
+                return self._task(eqn, jaxpr, consts, ins, replace(where, task=_nested(eqn, where.task, task)), out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
             ins = self._barrier(eqn, ins, where, out)
         return self.jaxpr(jaxpr, consts, ins, where, out)
+
+    def _task(
+        self, eqn: Any, jaxpr: Any, consts: Sequence[Any], ins: list[ir.Atom], where: _Where, out: list[ir.Item]
+    ) -> Sequence[ir.Atom]:
+        """Items of a marked call; a task that does nothing still moves its arguments to its submesh."""
+        before = len(out)
+        results = self.jaxpr(jaxpr, consts, ins, where, out)
+        if len(out) > before:
+            return results
+        moved = [ir.Value(v.aval) for v in eqn.outvars]
+        for atom, result in zip(results, moved, strict=True):
+            out.append(ir.Op(_compat.copy_p, {}, (atom,), (result,), where.task, source=eqn.source_info))
+        return moved
 
     def _barrier(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Atom]:
         """Tie a recomputation to the cotangents that it is for, as jax's own lowering of remat does."""
         given = tuple(ir.values(ins))
         tied = tuple(ir.Value(v.aval) for v in given)
-        out.append(
-            ir.Op(_compat.optimization_barrier_p, {}, given, tied, backward=True, ctx=eqn.ctx, source=eqn.source_info)
-        )
+        op = ir.Op(_compat.optimization_barrier_p, {}, given, tied, where.task, backward=True, source=eqn.source_info)
+        out.append(op)
         after = dict(zip(given, tied, strict=True))
         return [after[i] if isinstance(i, ir.Value) else i for i in ins]
 
@@ -178,8 +186,21 @@ class _Inliner:
                     yield from self._tasks_in(_compat.subjaxprs(eqn.params), inner)
 
 
-def _same_type(a: Any, b: Any) -> bool:
-    return a.dtype == b.dtype and getattr(a, "weak_type", False) == getattr(b, "weak_type", False)
+def _nested(eqn: Any, outer: Task | None, inner: Task) -> Task:
+    if outer is not None and outer.mesh != inner.mesh:
+        raise MultiMeshError(
+            f"{_compat.user_line(eqn.source_info)}: task {inner.name!r} is inside task {outer.name!r}, which is on "
+            "another submesh; a task runs on one submesh: call one after the other"
+        )
+    return inner
+
+
+def _same_type(a: ir.Atom, var: Any) -> bool:
+    if not isinstance(a, ir.Value):
+        return False
+    return a.aval.dtype == var.aval.dtype and getattr(a.aval, "weak_type", False) == getattr(
+        var.aval, "weak_type", False
+    )
 
 
 def inline(closed: Any, devices: tuple[jax.Device, ...]) -> ir.Program:

@@ -7,6 +7,7 @@ to each submesh that reads it, so that nothing is sent that can be computed on t
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from multimesh import _compat, ir
 from multimesh.errors import MultiMeshError
+from multimesh.passes.conditionals import split
 from multimesh.submesh import Task
 
 Homes = dict[ir.Value, Mesh]
@@ -50,6 +52,11 @@ def place(program: ir.Program, default: Mesh | None = None) -> tuple[ir.Program,
     outputs = tuple(walked.output(o) for o in program.outputs)
     placed, outputs = _clone_floating(walked.items, walked.anchored, homes, outputs, default)
     return replace(program, items=tuple(placed), outputs=outputs), homes
+
+
+def has_tasks(program: ir.Program) -> bool:
+    """Whether anything in the program is marked."""
+    return any(op.task is not None for op in _all_ops(program))
 
 
 def task_meshes(program: ir.Program) -> tuple[Mesh, ...]:
@@ -92,14 +99,15 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
                     f"{_compat.user_line(item.source)}: with_sharding_constraint({item.params['logical']}) outside a "
                     "task, and no task reads or makes the value; constrain it inside a task"
                 )
+            if not readers[item.outs[0]]:
+                params = item.params if tasks else {"identity": True}
+                out.append(replace(item, task=tasks[0] if tasks else None, params=params))
+                continue
             for task in tasks:
                 made = ir.Value(item.outs[0].aval)
                 out.append(replace(item, task=task, outs=(made,)))
-                rename[item.outs[0], task if readers[item.outs[0]] else None] = made
-            if readers[item.outs[0]] or not tasks:
-                out.append(
-                    ir.Op(_compat.sharding_constraint_p, {"identity": True}, item.ins, item.outs, source=item.source)
-                )
+                rename[item.outs[0], task] = made
+            out.append(replace(item, params={"identity": True}))  # for readers outside tasks
         return out
 
     items = [replace(i, ops=_only_ops(resolve(i.ops))) if isinstance(i, ir.Loop) else i for i in program.items]
@@ -113,7 +121,7 @@ def _only_ops(items: Iterable[ir.Item]) -> tuple[ir.Op, ...]:
 def _seen_by(atom: ir.Atom, task: Task | None, rename: dict[tuple[ir.Value, Task | None], ir.Value]) -> ir.Atom:
     if not isinstance(atom, ir.Value):
         return atom
-    return rename.get((atom, task), rename.get((atom, None), atom))
+    return rename.get((atom, task), atom)
 
 
 def _by_size(value: ir.Value, depth: int) -> tuple[int, int]:
@@ -137,8 +145,13 @@ class _Follower:
         self._rank = rank
         self._depth: dict[ir.Value, int] = {}
         self._rename: dict[ir.Value, ir.Value] = {}
+        self._read_on: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
 
-    def run(self, items: Iterable[ir.Item]) -> _Follower:
+    def run(self, items: Sequence[ir.Item]) -> _Follower:
+        for item in items:
+            if isinstance(item, ir.Op) and item.task is not None:
+                for v in item.reads:
+                    self._read_on[v].add(item.task.mesh)
         for item in items:
             if isinstance(item, ir.Loop):
                 self.items.append(item)
@@ -149,11 +162,18 @@ class _Follower:
                 self._split_barrier(op, known)
             elif op.task is not None:
                 self._anchor(op, op.task.mesh, known)
+            elif op.prim.name == "cond" and len({self.homes[v] for v in known}) > 1 and not op.effects:
+                for part, mesh in split(op, functools.partial(self._home, otherwise=known)):
+                    self._anchor(part, mesh, [v for v in part.reads if v in self.homes])
             elif known:
-                self._anchor(op, self.homes[max(known, key=self._key)], known)
+                self._anchor(op, self._home(op.reads, known), known)
             else:
                 self.items.append(op)
         return self
+
+    def _home(self, reads: Iterable[ir.Value], otherwise: Sequence[ir.Value]) -> Mesh:
+        """Submesh of the operand that ranks first among those that are placed."""
+        return self.homes[max([v for v in reads if v in self.homes] or otherwise, key=self._key)]
 
     def _key(self, value: ir.Value) -> tuple[int, int, int]:
         return (*self._rank(value, self._depth.get(value, 0)), -self._order.get(self.homes[value], 0))
@@ -167,11 +187,15 @@ class _Follower:
             self._depth[o] = depth
 
     def _split_barrier(self, op: ir.Op, known: Sequence[ir.Value]) -> None:
-        """One barrier per submesh: inputs that are nowhere yet pass through, those of other submeshes only order."""
+        """One barrier per submesh: where the tied value is read, if that is one submesh, else where it is made.
+
+        Inputs that are nowhere yet pass through, those of other submeshes only order.
+        """
         groups: dict[Mesh, list[tuple[ir.Value, ir.Value]]] = collections.defaultdict(list)
         for given, tied in zip(op.ins, op.outs, strict=True):
             if given in self.homes:
-                groups[self.homes[given]].append((given, tied))
+                read_on = self._read_on[tied]
+                groups[next(iter(read_on)) if len(read_on) == 1 else self.homes[given]].append((given, tied))
             else:
                 self._rename[tied] = given
         for mesh, pairs in groups.items():

@@ -318,10 +318,10 @@ class _Builder:
             stack = list(ir.values([self.program.outputs[position]]))
             while stack:
                 v = stack.pop()
-                if v in label or v in self._arg:
-                    continue
-                label[v] = arg
                 op = producer.get(v)
+                if v in label or v in self._arg or (op and op.prim is _compat.sharding_constraint_p):
+                    continue  # what is constrained has a layout of its own
+                label[v] = arg
                 stack += [r for r in (op.reads if op else ()) if r.aval.shape == v.aval.shape]
         like: dict[int, tuple[int, ...]] = {}
         for key, slot in self._index.items():

@@ -1,0 +1,245 @@
+"""``python -m multimesh demo``: a small transformer as a pipeline, beside the same function on one device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import multimesh as mm
+from multimesh.errors import MissingPartError, MultiMeshError
+
+STAGES, DATA, MODEL = 2, 2, 2  # devices: pipeline stages x data x tensor parallelism
+LAYERS, WIDTH, HEADS, HIDDEN, VOCAB, SEQUENCE = 2, 32, 4, 128, 64, 16  # layers of a stage
+ROWS = 4  # sequences of a microbatch
+RATE = 0.5  # of SGD
+TOLERANCE = 1e-5  # relative difference of two losses
+
+Params = dict[str, Any]
+
+
+class LossesDifferError(MultiMeshError):
+    """The pipeline's loss is not that of the same function on one device."""
+
+    exit_code = 14
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run: a schedule by name, the number of steps, and of microbatches a step."""
+
+    schedule: str = "1f1b"
+    steps: int = 8
+    microbatches: int = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """Loss of one step on the submeshes and on one device."""
+
+    step: int
+    loss: float
+    reference: float
+
+    @property
+    def difference(self) -> float:
+        """Relative to the reference; NaN where a loss is."""
+        return abs(self.loss - self.reference) / abs(self.reference)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is rounding."""
+        return self.difference <= TOLERANCE
+
+
+def meshes() -> tuple[Mesh, ...]:
+    """One submesh a stage, of ``DATA x MODEL`` devices."""
+    count = STAGES * DATA * MODEL
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that is not there
+        raise MissingPartError(f"JAX found no devices: {error or 'no backend'}; look at JAX_PLATFORMS") from error
+    if len(devices) < count:
+        raise MissingPartError(
+            f"the demo needs {count} devices and JAX found {len(devices)} ({devices[0].platform}); "
+            "drop --devices real to use virtual CPU devices"
+        )
+    grid = np.array(devices[:count]).reshape(STAGES, DATA, MODEL)
+    return tuple(Mesh(part, ("data", "model")) for part in grid)
+
+
+def init() -> Params:
+    """Parameters as numpy arrays: the embedding and a list of layers for each stage."""
+    draw = np.random.default_rng(0).normal
+
+    def matrix(*shape: int) -> np.ndarray:
+        return (draw(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    def layer() -> Params:
+        return {
+            "qkv": matrix(WIDTH, HEADS, 3 * WIDTH // HEADS),
+            "out": matrix(WIDTH, WIDTH).reshape(HEADS, WIDTH // HEADS, WIDTH),
+            "up": matrix(WIDTH, HIDDEN),
+            "down": matrix(HIDDEN, WIDTH),
+        }
+
+    embedding = 0.1 * draw(size=(VOCAB, WIDTH)).astype(np.float32)
+    return {"embedding": embedding, "stages": [[layer() for _ in range(LAYERS)] for _ in range(STAGES)]}
+
+
+def place(params: Params, submeshes: tuple[Mesh, ...]) -> Params:
+    """Put parameters where they are used: heads and hidden units divided over ``model``."""
+    specs = {
+        "qkv": PartitionSpec(None, "model"),
+        "out": PartitionSpec("model"),
+        "up": PartitionSpec(None, "model"),
+        "down": PartitionSpec("model"),
+    }
+    stages = [
+        [{k: jax.device_put(w, NamedSharding(mesh, specs[k])) for k, w in layer.items()} for layer in layers]
+        for mesh, layers in zip(submeshes, params["stages"], strict=True)
+    ]
+    home = NamedSharding(submeshes[0], PartitionSpec())  # the last stage, which reads it too, is sent a copy
+    return {"embedding": jax.device_put(params["embedding"], home), "stages": stages}
+
+
+def batch(step: int, rows: int) -> np.ndarray:
+    """Sequences of ``SEQUENCE + 1`` tokens that count upwards by 1, 2 or 3 from anywhere: something to learn."""
+    draw = np.random.default_rng((1, step)).integers
+    start, stride = draw(VOCAB, size=(rows, 1)), draw(1, 4, size=(rows, 1))
+    return ((start + stride * np.arange(SEQUENCE + 1)) % VOCAB).astype(np.int32)
+
+
+def block(w: Params, x: Any) -> Any:
+    """Causal self-attention, then a two-layer perceptron. ``x``: (rows, SEQUENCE, WIDTH)."""
+    x = mm.with_sharding_constraint(x, PartitionSpec("rows"))
+    q, k, v = jnp.split(jnp.einsum("btd,dhe->bhte", _normalised(x), w["qkv"]), 3, -1)
+    scores = jnp.einsum("bhqe,bhke->bhqk", q, k) / np.sqrt(q.shape[-1])
+    past = jnp.tril(jnp.ones((SEQUENCE, SEQUENCE), bool))
+    weights = jax.nn.softmax(jnp.where(past, scores, -1e30), -1)
+    x = x + jnp.einsum("bhqk,bhke,hed->bqd", weights, v, w["out"])
+    return x + jax.nn.gelu(_normalised(x) @ w["up"]) @ w["down"]
+
+
+def _normalised(x: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def make_step(options: Options, submeshes: tuple[Mesh, ...]) -> Callable[[Params, Any], tuple[Params, Any]]:
+    """``(params, tokens) -> (new params, loss)``; runs under `multimesh.jit` and under ``jax.jit``."""
+    first, last = submeshes
+    axes = {"rows": "data"}  # the constraint's name for rows, and the axis of a submesh that divides them
+
+    def embed(embedding: Any, layers: list[Params], tokens: Any) -> Any:
+        x = embedding[tokens]
+        for w in layers:
+            x = block(w, x)
+        return x
+
+    def head(embedding: Any, layers: list[Params], x: Any, labels: Any) -> Any:
+        for w in layers:
+            x = block(w, x)
+        logits = jax.nn.log_softmax(_normalised(x) @ embedding.T)
+        return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
+
+    def loss(params: Params, tokens: Any) -> Any:
+        front, back = params["stages"]
+        x = mm.task(embed, mesh=first, logical_axes=axes)(params["embedding"], front, tokens[:, :-1])
+        return mm.task(head, mesh=last, logical_axes=axes)(params["embedding"], back, x, tokens[:, 1:])
+
+    def step(params: Params, tokens: Any) -> tuple[Params, Any]:
+        summed = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=ROWS, schedule=options.schedule)
+        total, gradients = summed(params, tokens)
+        rate = RATE / options.microbatches
+        return jax.tree.map(lambda w, g: w - rate * g, params, gradients), total / options.microbatches
+
+    return step
+
+
+def train(options: Options, submeshes: tuple[Mesh, ...]) -> Iterator[Step]:
+    """Train twice from the same start: on the submeshes and on one device."""
+    step = make_step(options, submeshes)
+    pipelined, plain = mm.jit(step, donate_argnums=0), jax.jit(step)
+    params, reference = place(init(), submeshes), init()
+    for number in range(1, options.steps + 1):
+        tokens = batch(number, ROWS * options.microbatches)
+        params, loss = pipelined(params, tokens)
+        reference, expected = plain(reference, tokens)
+        yield Step(number, float(loss), float(expected))
+
+
+def plan(options: Options, submeshes: tuple[Mesh, ...]) -> mm.Plan:
+    """What `train` runs on the submeshes in each step."""
+    tokens = batch(1, ROWS * options.microbatches)
+    return mm.jit(make_step(options, submeshes), donate_argnums=0).plan(place(init(), submeshes), tokens)
+
+
+def run(options: Options, *, show_plan: bool, as_json: bool) -> None:
+    """Train and print.
+
+    Raises
+    ------
+    LossesDifferError
+        After printing, when a step's losses differ by more than rounding.
+    MissingPartError
+        When there are fewer than 8 devices.
+    """
+    submeshes = meshes()
+    shown = plan(options, submeshes) if show_plan else None
+    if as_json:
+        steps = list(train(options, submeshes))
+        print(json.dumps(_summary(options, steps, shown)))
+    else:
+        print(_headline(options))
+        if shown is not None:
+            print(f"\n{shown}\n")
+        steps = list(train(options, submeshes))
+        _print_table(steps)
+    wrong = [s for s in steps if not s.agrees]
+    if wrong:
+        raise LossesDifferError(
+            f"step {wrong[0].step}: the losses {wrong[0].loss!r} and {wrong[0].reference!r} differ by "
+            f"{wrong[0].difference:.1e}, which is more than {TOLERANCE:g}"
+        )
+    if not as_json:
+        print(f"ok: {len(steps)} steps agree to {TOLERANCE:g}; loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}")
+
+
+def _headline(options: Options) -> str:
+    return (
+        f"transformer, {STAGES * LAYERS} layers, tied embedding; {STAGES * DATA * MODEL} {jax.devices()[0].platform} "
+        f"devices: pp {STAGES} dp {DATA} tp {MODEL}\n{options.schedule}, {options.microbatches} microbatches of {ROWS} "
+        f"sequences"
+    )
+
+
+def _summary(options: Options, steps: list[Step], shown: mm.Plan | None) -> dict[str, Any]:
+    rows = [{**asdict(s), "difference": s.difference} for s in steps]
+    agrees = all(s.agrees for s in steps)
+    found = {**asdict(options), "steps": rows, "tolerance": TOLERANCE, "agrees": agrees}
+    return found if shown is None else {**found, "plan": json.loads(shown.to_json())}
+
+
+def _print_table(steps: list[Step]) -> None:
+    titles = ("step", "submeshes", "one device", "difference")
+    rows = [(str(s.step), f"{s.loss:.6f}", f"{s.reference:.6f}", f"{s.difference:.1e}") for s in steps]
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # rich only makes it prettier
+        for row in (titles, *rows):
+            print("  ".join(f"{cell:>{len(title)}}" for cell, title in zip(row, titles, strict=True)))
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in titles:
+        table.add_column(title, justify="right")
+    for row, found in zip(rows, steps, strict=True):
+        table.add_row(*row, style=None if found.agrees else "red")
+    Console().print(table)

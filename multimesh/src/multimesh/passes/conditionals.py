@@ -1,0 +1,51 @@
+"""Conditionals over values of several submeshes: one per submesh, each with the part of the branches that it needs.
+
+``optax.MultiSteps`` for one updates every parameter inside a single ``lax.cond``.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from multimesh import _compat, ir
+
+Home = TypeVar("Home")
+
+
+def split(op: ir.Op, home: Callable[[Iterable[ir.Value]], Home]) -> list[tuple[ir.Op, Home]]:
+    """Cut an unmarked ``cond`` into one per submesh of its results.
+
+    Parameters
+    ----------
+    op
+        The conditional.
+    home
+        Submesh that a result follows, given the operands that it depends on.
+
+    Returns
+    -------
+    list
+        Conditionals with their submesh; one where all results go together.
+    """
+    branches = op.params["branches"]
+    groups: dict[Home, list[int]] = collections.defaultdict(list)
+    for i in range(len(op.outs)):
+        _, reads = _compat.dce(branches, [j == i for j in range(len(op.outs))])
+        groups[home(_operands(op, reads))].append(i)
+    if len(groups) == 1:
+        return [(op, next(iter(groups)))]
+    parts = []
+    for where, results in groups.items():
+        cut, reads = _compat.dce(branches, [j in results for j in range(len(op.outs))])
+        operands = tuple(i for i, read in zip(op.ins[1:], reads, strict=True) if read)
+        outs = tuple(op.outs[j] for j in results)
+        parts.append((replace(op, params={**op.params, "branches": cut}, ins=(op.ins[0], *operands), outs=outs), where))
+    return parts
+
+
+def _operands(op: ir.Op, reads: Iterable[bool]) -> list[ir.Value]:
+    kept = (i for i, read in zip(op.ins[1:], reads, strict=True) if read)
+    return [v for v in (*kept, op.ins[0]) if isinstance(v, ir.Value)]
