@@ -5,8 +5,7 @@ import sys
 from workflows.sources import quick
 
 if __name__ == "__main__":
-    if quick.answer(sys.argv[1:]):
-        sys.exit(0)
+    quick.answer(sys.argv[1:])
     from workflows.cli import main
 
     sys.exit(main())

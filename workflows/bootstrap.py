@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from workflows import errors
-from workflows.sources import commands
+from workflows.sources import commands, quick
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,9 +27,10 @@ def run(args: argparse.Namespace) -> int:
             raise
         failed = error
     if not args.dry_run:
-        environment.install(
-            commands.workspace().root, args.groups or commands.GROUPS, offline=args.offline, quiet=args.json
-        )
+        root = commands.workspace().root
+        environment.install(root, args.groups or quick.GROUPS, offline=args.offline, quiet=args.json)
+        inputs = quick.signature(str(root), quick.PACKAGES)
+        quick.remember_packages(str(root), inputs, [each for each in quick.GROUPS if environment.ready(root, [each])])
     if failed is not None:
         raise failed
     return code

@@ -28,10 +28,9 @@ def install(root: Path, groups: Iterable[str], *, offline: bool, quiet: bool) ->
     NetworkError
         Packages are missing and ``offline`` is set.
     """
-    wanted = _wanted(root, groups)
-    stamp = root / ".venv" / STAMP
-    if _read(stamp, root).items() >= wanted.items():
+    if ready(root, groups):
         return
+    wanted, stamp = _wanted(root, groups), root / ".venv" / STAMP
     if Path(sys.prefix).resolve() != (root / ".venv").resolve():
         raise errors.ToolError(f"{sys.executable}: is not the Python of {root / '.venv'}; run ./bootstrap.sh instead")
     with Workspace(root).exclusive(), console.Reporter(quiet=quiet) as reporter:
@@ -49,6 +48,11 @@ def install(root: Path, groups: Iterable[str], *, offline: bool, quiet: bool) ->
                 _install_locked(root / "requirements" / REQUIREMENTS[group], reporter)
             have[group] = digest
             write_json(stamp, have | {"root": str(root)})
+
+
+def ready(root: Path, groups: Iterable[str]) -> bool:
+    """Say whether all that these groups need is installed."""
+    return _read(root / ".venv" / STAMP, root).items() >= _wanted(root, groups).items()
 
 
 def _wanted(root: Path, groups: Iterable[str]) -> dict[str, str]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from workflows import console, errors
 from workflows.sources import safety
+from workflows.sources.quick import GROUPS
 from workflows.sources.workspace import Workspace
 
 if TYPE_CHECKING:
     from workflows.sources.sync import Override
 
-GROUPS = ("run", "source", "dev")
 MAX_JOBS = 64
 
 

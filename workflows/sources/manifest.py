@@ -11,7 +11,6 @@ from workflows import errors
 from workflows.sources import document, safety
 
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
-GROUPS = ("run", "source", "dev")
 
 
 @dataclass(frozen=True)

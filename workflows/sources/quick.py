@@ -1,7 +1,8 @@
 """The fast answer to "is there anything to do?": no YAML, no network, one ``git status`` a component, all at once.
 
 The last full sync left a note: the size and times of every file that decides what ``third_party/`` should hold, and
-what it put there. This module imports next to nothing, because Python's own start is most of what it takes.
+what it put there. The last bootstrap left another about ``.venv``. This module imports next to nothing, because
+Python's own start is most of what it takes.
 """
 
 from __future__ import annotations
@@ -11,16 +12,28 @@ import sys
 
 from workflows.sources.hardened import environment
 
+GROUPS = ("run", "source", "dev")
 STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
-_NOTE = ".synced"
+# What decides the content of third_party/ and of .venv; the last of a pair are folders, which may be missing.
+SOURCES = (("sources.yaml", "sources.lock"), ("patches",))
+PACKAGES = (
+    (
+        "pyproject.toml",
+        "multimesh/pyproject.toml",
+        ".venv/bin/python",
+        ".venv/.multimesh-workflows.json",
+        ".venv/.multimesh-packages.json",
+    ),
+    ("requirements",),
+)
+_SOURCES_NOTE, _PACKAGES_NOTE = "third_party/.synced", ".venv/.multimesh-ready"
 _FORMAT = "1"
 
 
-def signature(root: str) -> str:
-    """Return the sizes, times and identities of the manifest, the lock and every file under ``patches/``."""
+def signature(root: str, what: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
+    """Return the sizes, times and identities of the files of ``SOURCES`` or ``PACKAGES``."""
     lines = [_FORMAT]
-    folders = [os.path.join(root, "patches")]
-    files = [os.path.join(root, "sources.yaml"), os.path.join(root, "sources.lock")]
+    files, folders = ([os.path.join(root, name) for name in names] for names in what)
     while folders:
         try:
             entries = sorted(os.scandir(folders.pop()), key=lambda entry: entry.name)
@@ -37,29 +50,43 @@ def signature(root: str) -> str:
 def remember(root: str, inputs: str, components: list[tuple[str, tuple[str, ...], str]]) -> None:
     """Note what a finished sync left: name, groups and commit (or ``->`` and a link's target, or nothing) of each."""
     lines = [f"{name}\t{','.join(groups)}\t{holds}" for name, groups, holds in components]
-    path = os.path.join(root, "third_party", _NOTE)
+    _write(os.path.join(root, _SOURCES_NOTE), lines, inputs)
+
+
+def remember_packages(root: str, inputs: str, groups: list[str]) -> None:
+    """Note which groups' packages are installed."""
+    _write(os.path.join(root, _PACKAGES_NOTE), groups, inputs)
+
+
+def _write(path: str, lines: list[str], inputs: str) -> None:
     with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
         file.write("\n".join([*lines, "", inputs]))
     os.replace(f"{path}.{os.getpid()}", path)
 
 
+def _read(path: str, root: str, what: tuple[tuple[str, ...], tuple[str, ...]]) -> list[str] | None:
+    """Return the lines of a note if all that it depends on is as it was, else None."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            note, _, inputs = file.read().partition("\n\n")
+        return note.splitlines() if inputs == signature(root, what) else None
+    except (OSError, UnicodeError):
+        return None
+
+
 def forget(root: str) -> None:
     """Make the next sync look at everything."""
-    if os.path.exists(os.path.join(root, "third_party", _NOTE)):
-        os.unlink(os.path.join(root, "third_party", _NOTE))
+    if os.path.exists(os.path.join(root, _SOURCES_NOTE)):
+        os.unlink(os.path.join(root, _SOURCES_NOTE))
 
 
 def in_place(root: str, groups: list[str]) -> dict[str, str] | None:
     """Return what each component of these groups (none: of all) holds if all are as noted and clean, else None."""
-    try:
-        with open(os.path.join(root, "third_party", _NOTE), encoding="utf-8") as file:
-            note, _, inputs = file.read().partition("\n\n")
-        if inputs != signature(root):
-            return None
-    except (OSError, UnicodeError):
+    note = _read(os.path.join(root, _SOURCES_NOTE), root, SOURCES)
+    if note is None:
         return None
     found = {}
-    for name, of, holds in (line.split("\t") for line in note.splitlines()):
+    for name, of, holds in (line.split("\t") for line in note):
         if not groups or any(group in of.split(",") for group in groups):
             found[name] = holds
     links = {name: holds for name, holds in found.items() if holds.startswith("->")}
@@ -100,17 +127,31 @@ def _all_clean(root: str, commits: dict[str, str]) -> bool:
     return clean
 
 
-def answer(argv: list[str]) -> bool:
-    """Answer a ``sync`` without options but ``--group`` if there is nothing to do; else return False."""
-    if argv[:1] != ["sync"] or len(argv) % 2 == 0 or any(word != "--group" for word in argv[1::2]):
-        return False
+def answer(argv: list[str]) -> None:
+    """End the process with the answer to ``sync`` or ``bootstrap``, if there is nothing to do; else return.
+
+    Only the option ``--group`` is understood; any other, and a group that does not exist, is for the full command.
+    """
+    command, groups = argv[:1], argv[2::2]
+    if command not in (["sync"], ["bootstrap"]) or argv[1::2] != ["--group"] * len(groups):
+        return
+    if not set(groups) <= set(GROUPS):
+        return
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    found = in_place(root, argv[2::2])
+    if command == ["bootstrap"]:
+        ready = _read(os.path.join(root, _PACKAGES_NOTE), root, PACKAGES)
+        if ready is None or not set(groups or GROUPS) <= set(ready):
+            return
+    found = in_place(root, groups)
     if not found:
-        return False
+        return
     width = max(map(len, found))
-    sys.stdout.write("".join(f"{name:{width}}  kept  {_short(holds)}\n" for name, holds in found.items()))
-    return True
+    try:
+        sys.stdout.write("".join(f"{name:{width}}  kept  {_short(holds)}\n" for name, holds in found.items()))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return  # the full command meets the same and knows what to do
+    os._exit(0)  # nothing is open; taking Python down in order would cost as much as the answer did
 
 
 def _short(holds: str) -> str:

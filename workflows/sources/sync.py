@@ -71,7 +71,7 @@ def sync(workspace: Workspace, options: Options, reporter: console.Reporter) -> 
         return [_forecast(workspace, wish, options) for wish in wishes]
     with workspace.exclusive(), workspace.stage() as (stage, left):
         quick.forget(str(workspace.root))
-        inputs = quick.signature(str(workspace.root))
+        inputs = quick.signature(str(workspace.root), quick.SOURCES)
         outcomes = _run_all(workspace, wishes, options, stage, left, reporter)
         if not options.overrides:
             _remember(workspace, inputs, wishes, outcomes)

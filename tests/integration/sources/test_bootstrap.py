@@ -99,7 +99,24 @@ def test_second_bootstrap_needs_no_index(done: Clone, tmp_path: Path) -> None:
 
     assert again.returncode == 0, again.stderr
     assert again.stderr == ""
-    assert "multimesh  kept" in again.stdout
+    assert again.stdout == "multimesh  kept  link to ../multimesh\n", "the full command prints a table with a head"
+
+
+def test_changed_requirements_and_missing_packages_are_something_to_do(done: Clone) -> None:
+    locked = done.root / "requirements" / "run.txt"
+    stamp = done.root / ".venv" / ".multimesh-packages.json"
+    for change in (lambda: locked.write_text(locked.read_text() + "# more\n"), stamp.unlink):
+        assert bootstrap(done, "--group", "run").stderr == ""
+        change()
+        assert "requirements/run.txt: installed" in bootstrap(done, "--group", "run").stderr
+
+
+def test_removed_link_comes_back(done: Clone) -> None:
+    bootstrap(done, "--group", "run")
+    done.place("multimesh").unlink()
+
+    assert "multimesh  created" in bootstrap(done, "--group", "run").stdout
+    assert os.readlink(done.place("multimesh")) == "../multimesh"
 
 
 def test_killed_while_making_the_environment(tmp_path: Path) -> None:
@@ -175,7 +192,7 @@ def test_no_package_index(tmp_path: Path) -> None:
 
 
 def test_wrong_option_is_named(done: Clone) -> None:
-    process = bootstrap(done, "--group", "everything")
+    process = bootstrap(done, "--group", "run", "--group", "everything")
 
     assert process.returncode == USAGE
     assert "invalid choice: 'everything'" in process.stderr

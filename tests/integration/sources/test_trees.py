@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,17 @@ DIRTY = 5
 
 def edit(clone: Clone) -> None:
     (clone.place("alpha") / "README").write_text("mine\n")
+
+
+def edit_keeping_size_and_time(clone: Clone) -> None:
+    path = clone.place("alpha") / "README"
+    before = path.stat()
+    path.write_text("HELLO\n")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def add_in_deep_folder(clone: Clone) -> None:
+    (clone.place("alpha") / "src" / "mine.txt").write_text("mine\n")
 
 
 def add_file(clone: Clone) -> None:
@@ -70,7 +82,8 @@ def plain_file(clone: Clone) -> None:
 
 
 SPOILERS = [
-    (edit, "dirty"), (add_file, "dirty"), (delete_file, "dirty"), (stage_file, "dirty"), (commit, "commits"),
+    (edit, "dirty"), (edit_keeping_size_and_time, "dirty"), (add_file, "dirty"), (add_in_deep_folder, "dirty"),
+    (delete_file, "dirty"), (stage_file, "dirty"), (commit, "commits"),
     (move_head, "commits"), (foreign_folder, "unknown"), (foreign_repository, "unknown"), (foreign_link, "link"),
     (broken_repository, "unknown"), (plain_file, "unknown"),
 ]  # fmt: skip
