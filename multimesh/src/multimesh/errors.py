@@ -53,3 +53,9 @@ class LossNotFallingError(MultiMeshError):
     """Every step ran, but the model learned nothing."""
 
     exit_code = 13
+
+
+class DisagreementError(MultiMeshError):
+    """Two runs that must give the same losses and gradient norms do not."""
+
+    exit_code = 14

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from multimesh.errors import (
+    DisagreementError,
     LossNotFallingError,
     LossNotFiniteError,
     MissingPartError,
@@ -120,11 +121,18 @@ def test_every_flag_is_declared_with_help():
         ("--gpus 6 --tp 4", r"but there are 6 devices; use --gpus 4"),
         ("--dp 8 --batch-size 12", r"a batch of 12 is no multiple of .* = 8 x 1 x 1 x 1 = 8; use --batch-size 16"),
         ("--dp 2 --fsdp 2 --microbatch-size 3 --batch-size 8", r"2 x 2 x 1 x 3 = 12; use --batch-size 12"),
-        ("--pp 2 --batch-size 3", r"needs a multiple of pp = 2 microbatches, not 3; use --batch-size 4"),
+        ("--backend spmd --pp 2 --batch-size 3", r"needs a multiple of pp = 2 microbatches, not 3; use --batch-size 4"),
         (
             "--pp 2 --num-layers 3",
             r"3 layers cannot be dealt to pp x interleave = 2 x 1 = 2 pieces; use --num-layers 4",
         ),
+        (
+            "--pp 4 --num-layers 2",
+            r"2 layers cannot be dealt to pp x interleave = 4 x 1 = 4 pieces; use --num-layers 4",
+        ),
+        ("--pp 2 --dp 2 --batch-size 5", r"a batch of 5 is no multiple of .* = 2 x 1 x 1 x 1 = 2; use --batch-size 4"),
+        ("--verify", r"--verify is about pipeline stages; add --pp"),
+        ("--schedule gpipe", r"--schedule is about pipeline stages; add --pp"),
         ("--pp 2 --interleave 3 --num-layers 4", r"= 2 x 3 = 6 pieces; use --num-layers 6"),
         ("--tp 3", r"--tp 3 does not divide the attention heads \(4\); change --tp or --num-heads"),
         ("--fsdp 3", r"--fsdp 3 does not divide the model dims \(256\); change --fsdp or --model-dims"),
@@ -137,7 +145,7 @@ def test_every_flag_is_declared_with_help():
         ("--num-heads 3", r"3 heads do not divide 256 model dims; change --num-heads or --model-dims"),
         ("--interleave 2", r"--interleave 2 cuts pipeline stages into pieces; add --pp"),
         ("--sequence-parallel", r"--sequence-parallel .*; add --tp"),
-        ("--pp 2 --no-scan-layers", r"remove --no-scan-layers or --pp"),
+        ("--backend spmd --pp 2 --no-scan-layers", r"remove --no-scan-layers or --pp"),
         ("--attention flash", r"--attention flash is a GPU kernel; on CPU devices use --attention dot_product"),
         ("--backend cuda", r"--backend cuda needs GPUs; add --gpus N"),
         ("--backend cpu --gpus 2", r"--backend cpu trains on CPU devices; remove --gpus 2"),
@@ -158,16 +166,21 @@ def test_a_wrong_command_line_is_answered_with_a_remedy(job: Callable[[Sequence[
 
 
 def test_real_data_needs_equal_shares_per_device(job: Callable[[Sequence[str]], Job], root: Path):
-    argv = ["--dp", "2", "--tp", "2", "--pp", "2", "--batch-size", "12", "--microbatch-size", "3"]
+    argv = ["--backend", "spmd", "--dp", "2", "--tp", "2", "--pp", "2", "--batch-size", "12", "--microbatch-size", "3"]
     assert job(argv).microbatches == 2
     with pytest.raises(UsageError, match=r"8 devices do not divide a batch of 12; use --batch-size 24"):
         job([*argv, "--text", str(root / "LICENSE")])
+    # The mesh of MultiMesh's stages is 4 devices, which is what divides the batch.
+    assert job([*argv[2:], "--text", str(root / "LICENSE")]).microbatches == 2
+    with pytest.raises(UsageError, match=r"4 devices do not divide a batch of 18; use --batch-size 12"):
+        job([*argv[2:], "--batch-size", "18", "--text", str(root / "LICENSE")])
 
 
 @pytest.mark.parametrize(
     "argv",
     [
         "--schedule 1f1b",
+        "--verify",
         "--custom-schedule-path table.json",
         "--load-balance-decoder-norm",
         "--forecast",
@@ -183,7 +196,7 @@ def test_real_data_needs_equal_shares_per_device(job: Callable[[Sequence[str]], 
 )
 def test_spmd_refuses_what_only_multimesh_can_do(job: Callable[[Sequence[str]], Job], argv: str):
     with pytest.raises(UnsupportedError, match=r"--backend spmd has no use for --.*; leave it out") as raised:
-        job(argv.split())
+        job(["--backend", "spmd", "--pp", "2", *argv.split()])
     assert raised.value.exit_code == 3
 
 
@@ -194,16 +207,61 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--backend multimesh", r"--backend multimesh does not train MaxText yet; use --backend spmd"),
+        ("--schedule zb-h1", r"--schedule zb-h1 is not there yet; use one of gpipe, fill-drain, 1f1b"),
+        ("--schedule custom", r"--schedule custom is not there yet"),
+        ("--interleave 2", r"--interleave 2: stages are of one piece yet; leave it out or use --backend spmd"),
+        ("--scan-layers", r"--scan-layers: one stack of layers cannot lie on several stages, .*; leave it out"),
+        ("--forecast", r"--backend multimesh has no --forecast yet; leave it out"),
+        ("--dump x --dump-mpmd-passes", r"--backend multimesh has no --dump-mpmd-passes yet"),
+        ("--fuse-tasks", r"--backend multimesh has no --fuse-tasks yet"),
+        (
+            "dropout_rate=0.1",
+            r"with dropout_rate=0.1 yet: every microbatch would drop the same values; use dropout_rate=0",
+        ),
+        (
+            "pure_nnx=false",
+            r"with pure_nnx=False yet: only NNX models have the hooks; use pure_nnx=True or --backend spmd",
+        ),
+        ("--model-name gemma3-4b", r"with decoder_block=gemma3 yet: .*; use decoder_block=llama2 or --backend spmd"),
+        ("--model-name deepseek2-16b --num-layers 2", r"with decoder_block=deepseek yet"),
+        ("--model-name mixtral-8x7b", r"with sparse_matmul=True yet: .*; use sparse_matmul=False"),
+        ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
+        ("quantization=int8", r"with quantization=int8 yet"),
         (
             "--nodes 2 --cpus 4 --dp 8 --spawn",
             r"one process for now; use --nodes 1 with --cpus 8 in place of --nodes 2",
         ),
     ],
 )
+@pytest.mark.promise("What --backend multimesh cannot place yet is refused before anything is compiled, in one line")
 def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):
-    with pytest.raises(UnsupportedError, match=message):
-        job(argv.split())
+    pipeline = [] if "--nodes" in argv else ["--pp", "2"]
+    with pytest.raises(UnsupportedError, match=message) as raised:
+        job([*pipeline, *argv.split()])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "argv", ["dropout_rate=0.1", "--model-name gemma3-4b", "--scan-layers", "--backend spmd --pp 2 dropout_rate=0.1"]
+)
+def test_what_is_no_pipeline_of_multimesh_is_left_to_maxtext(job: Callable[[Sequence[str]], Job], argv: str):
+    job(argv.split())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(f"--schedule {name}" for name in ("gpipe", "fill-drain", "1f1b")),
+        "logits_via_embedding=true",
+        "--batch-size 3",
+        "--no-scan-layers",
+        "--model-name llama3-8b",
+        "--model-name gpt3-6b",
+        "--model-name mixtral-8x7b sparse_matmul=false",
+    ],
+)
+def test_what_can_be_placed_is_accepted(job: Callable[[Sequence[str]], Job], argv: str):
+    assert job(["--pp", "2", *argv.split()]).options.staged
 
 
 @pytest.mark.parametrize(
@@ -248,7 +306,9 @@ def test_flags_with_an_effect_are_not_warned_of(argv: str):
 
 
 @pytest.mark.promise("Flags are checked before JAX is imported")
-@pytest.mark.parametrize(("argv", "code"), [("--dp 3 --cpus 8", 2), ("--backend multimesh", 3), ("--dry-run", 0)])
+@pytest.mark.parametrize(
+    ("argv", "code"), [("--dp 3 --cpus 8", 2), ("--pp 2 --scan-layers", 3), ("--pp 2 --dry-run", 0)]
+)
 def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
     program = (
         "import sys; from multimesh.maxtext.cli import main; from pathlib import Path;"
@@ -272,6 +332,7 @@ def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
         (StoppedEarlyError, 11),
         (LossNotFiniteError, 12),
         (LossNotFallingError, 13),
+        (DisagreementError, 14),
     ],
 )
 def test_exit_codes_are_stable_and_in_the_help(error: type[MultiMeshError], code: int):

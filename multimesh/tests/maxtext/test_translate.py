@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multimesh.errors import UsageError
 from multimesh.maxtext.checks import Job
+from multimesh.maxtext.handoff import VARIABLE, Handoff, received
 from multimesh.maxtext.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
 from multimesh.maxtext.translate import Paths, argument, configuration, environment, launch, per_device
 
@@ -46,7 +47,7 @@ def variables(
             {"gradient_accumulation_steps": 2, "per_device_batch_size": 0.25, "ici_tensor_parallelism": 8},
         ),
         (
-            "--dp 2 --tp 2 --pp 2 --num-layers 8 --interleave 2 --batch-size 16 --microbatch-size 2",
+            "--backend spmd --dp 2 --tp 2 --pp 2 --num-layers 8 --interleave 2 --batch-size 16 --microbatch-size 2",
             {
                 "ici_pipeline_parallelism": 2,
                 "num_pipeline_microbatches": 4,
@@ -55,6 +56,19 @@ def variables(
                 "gradient_accumulation_steps": 1,
                 "per_device_batch_size": 2.0,
                 "scan_layers": True,
+            },
+        ),
+        # Stages of MultiMesh: MaxText sees one of them, and accumulates what the pipeline will run.
+        (
+            "--dp 2 --tp 2 --pp 2 --batch-size 16 --microbatch-size 2",
+            {
+                "ici_pipeline_parallelism": 1,
+                "ici_data_parallelism": 2,
+                "ici_tensor_parallelism": 2,
+                "num_pipeline_microbatches": None,
+                "gradient_accumulation_steps": 4,
+                "per_device_batch_size": 1.0,
+                "scan_layers": False,
             },
         ),
         ("--tp 4 --sequence-parallel", {"ici_tensor_parallelism": 1, "ici_tensor_sequence_parallelism": 4}),
@@ -101,7 +115,9 @@ def test_a_named_model_keeps_its_sizes_unless_flags_change_them(job: Check, path
 def test_a_configuration_file_replaces_the_small_model(job: Check, paths: Paths, tmp_path: Path):
     file = tmp_path / "mine.yml"
     file.write_text("base_config: base.yml\nbase_num_decoder_layers: 6\n")
-    start = launch(job(["--maxtext-config", str(file), "--pp", "3"]), paths, inherited={}, gpu_memory=None)
+    start = launch(
+        job(["--backend", "spmd", "--maxtext-config", str(file), "--pp", "3"]), paths, inherited={}, gpu_memory=None
+    )
     assert start.command[4] == str(file)
     assert start.configuration["num_layers_per_pipeline_stage"] == 2
     assert "base_emb_dim" not in start.configuration
@@ -117,6 +133,21 @@ def test_key_value_arguments_come_last_and_replace_our_defaults(job: Check, path
 def test_key_value_arguments_do_not_overrule_flags(job: Check, paths: Paths):
     with pytest.raises(UsageError, match=r"steps= is decided by the flags \(steps=10\); use the flag, or leave it out"):
         launch(job(["steps=3"]), paths, inherited={}, gpu_memory=None)
+
+
+def test_stages_are_handed_over_in_the_environment(job: Check, paths: Paths, root: Path):
+    found = variables(job, paths, "--cpus 8 --pp 4 --dp 2 --schedule gpipe", {"PYTHONPATH": "/mine"})
+    assert received(found) == Handoff(stages=4, schedule="gpipe", placement=str(paths.output / "placement.json"))
+    assert found["PYTHONPATH"] == f"{paths.maxtext}:{root / 'multimesh/src'}:/mine"
+    assert received(variables(job, paths, "--pp 2")).schedule == "1f1b"
+    for one_program in ("--dp 2", "--pp 2 --backend spmd"):
+        assert VARIABLE not in variables(job, paths, one_program)
+
+
+@pytest.mark.parametrize("wrong", [{}, {VARIABLE: "1"}, {VARIABLE: "{"}, {VARIABLE: '{"stages": 2}'}])
+def test_a_handoff_of_another_kind_is_refused(wrong: dict[str, str]):
+    with pytest.raises(UsageError, match=r"MULTIMESH_MAXTEXT is not what maxtext/run.py writes"):
+        received(wrong)
 
 
 def test_cpu_environment(job: Check, paths: Paths):

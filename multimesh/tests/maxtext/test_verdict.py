@@ -95,5 +95,5 @@ def test_the_table_is_short_and_has_first_and_last():
 
 
 def test_json_has_null_where_a_number_is_not_finite():
-    found = summary(steps(math.nan), {"log": LOG}, None, 12)
+    found = summary(steps(math.nan), [], {"log": LOG}, None)
     assert json.loads(json.dumps(found, allow_nan=False))["steps"][0]["loss"] is None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from multimesh.errors import MissingPartError, UnsupportedError, UsageError
 from multimesh.maxtext.model import Model
 from multimesh.maxtext.options import Options
+from multimesh.maxtext.placeable import check_placeable
 from multimesh.maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
 
 MULTIMESH_ONLY = {
@@ -23,6 +24,7 @@ MULTIMESH_ONLY = {
     "fuse_tasks": "it has no tasks",
     "only_fuse_loop_tasks": "it has no tasks",
     "host_offload_min_reuse_distance": "it has no tasks",
+    "verify": "it is what a pipeline is compared with",
 }
 """Flags that only the multimesh backend can honour, and why spmd cannot."""
 
@@ -37,15 +39,21 @@ class Job:
     batch: int
     microbatches: int
 
+    @property
+    def mesh_devices(self) -> int:
+        """Devices of MaxText's mesh: those of one stage where stages are programs of their own."""
+        return self.devices // self.options.pp if self.options.staged else self.devices
+
 
 def check_backend(options: Options) -> None:
     """Raise for what the chosen backend cannot do at all."""
-    if options.backend == "multimesh":
-        raise UnsupportedError("--backend multimesh does not train MaxText yet; use --backend spmd")
     for name, reason in MULTIMESH_ONLY.items():
-        if options.has(name):
-            flag = "--" + name.replace("_", "-")
+        if not options.has(name):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if options.backend != "multimesh":
             raise UnsupportedError(f"--backend {options.backend} has no use for {flag}: {reason}; leave it out")
+        _refuse(options.pp == 1, f"{flag} is about pipeline stages; add --pp")
     if options.nodes > 1:
         raise UnsupportedError(
             f"--backend {options.backend} runs in one process for now; use --nodes 1 with "
@@ -61,7 +69,8 @@ def check_flags(options: Options) -> None:
     _refuse(o.interleave > 1 and o.pp == 1, f"--interleave {o.interleave} cuts pipeline stages into pieces; add --pp")
     _refuse(o.sequence_parallel and o.tp == 1, "--sequence-parallel shards between tensor-parallel blocks; add --tp")
     _refuse(
-        o.scan_layers is False and o.pp > 1, "MaxText's own pipeline scans over layers; remove --no-scan-layers or --pp"
+        o.scan_layers is False and o.pp > 1 and not o.staged,
+        "MaxText's own pipeline scans over layers; remove --no-scan-layers or --pp",
     )
     _refuse(
         o.platform == "cpu" and o.attention in ("flash", "cudnn_flash_te"),
@@ -107,19 +116,29 @@ def check_job(options: Options, model: Model) -> Job:
             f"{o.microbatch_size} = {rows}; use --batch-size {near}"
         )
     microbatches = batch // rows
-    if o.pp > 1 and microbatches % o.pp:
+    if o.staged:
+        check_placeable(o, model)
+    elif o.pp > 1 and microbatches % o.pp:
         near = max(1, round(microbatches / o.pp)) * o.pp
         raise UsageError(
             f"MaxText's own pipeline needs a multiple of pp = {o.pp} microbatches, not {microbatches}; "
             f"use --batch-size {near * rows}"
         )
-    forward = batch if o.pp > 1 else rows
-    if (o.text or o.use_tfds_dataset) and forward > devices and batch % devices:
+    job = Job(options, model, devices, batch, microbatches)
+    _check_shares(job, rows)
+    return job
+
+
+def _check_shares(job: Job, rows: int) -> None:
+    """MaxText loads real data in equal shares per device of its mesh."""
+    o, sharing = job.options, job.mesh_devices
+    in_one_program = o.pp > 1 and not o.staged
+    forward = job.batch if in_one_program else rows
+    if (o.text or o.use_tfds_dataset) and forward > sharing and job.batch % sharing:
         raise UsageError(
-            f"MaxText loads data in equal shares per device, and {devices} devices do not divide a batch of {batch}; "
-            f"use --batch-size {math.lcm(rows * o.pp, devices)}"
+            f"MaxText loads data in equal shares per device, and {sharing} devices do not divide a batch of "
+            f"{job.batch}; use --batch-size {math.lcm(rows * (o.pp if in_one_program else 1), sharing)}"
         )
-    return Job(options, model, devices, batch, microbatches)
 
 
 def _check_devices(o: Options, devices: int) -> None:

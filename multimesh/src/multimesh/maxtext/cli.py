@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -18,17 +18,15 @@ from multimesh.maxtext.checks import Job, check_backend, check_flags, check_job,
 from multimesh.maxtext.flags import parse
 from multimesh.maxtext.gpus import visible_gpu_memory
 from multimesh.maxtext.locate import find_maxtext, has_package
-from multimesh.maxtext.metrics import Follower, Step
 from multimesh.maxtext.model import describe_model
 from multimesh.maxtext.options import Options
-from multimesh.maxtext.process import terminate_as_interrupt, trainer
+from multimesh.maxtext.process import terminate_as_interrupt
 from multimesh.maxtext.realm import warning
 from multimesh.maxtext.text import read_texts, write_corpus
+from multimesh.maxtext.training import Outcome, tail, train
 from multimesh.maxtext.translate import Launch, Paths, launch
-from multimesh.maxtext.verdict import judge
+from multimesh.maxtext.verify import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
 
-_POLL = 0.1  # seconds between looks at the metrics file
-_TAIL = 20  # lines of a failed trainer's log
 INTERRUPTED = 130
 
 
@@ -74,10 +72,16 @@ def _run(options: Options, root: Path | None) -> int:
     start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
     if options.dry_run:
         return _dry_run(start, as_json=options.json)
-    _prepare(options, paths)
-    if texts:
-        write_corpus(texts, paths.text, sequence_length=options.sequence_length)
-    return _train(job, start, paths)
+    console = Console(soft_wrap=True)
+    _prepare(job, paths, texts)
+    outcome, pairs = train(job, start, paths, console), list[Pair]()
+    if options.verify and not outcome.error:
+        other, beside = reference_job(job), replace(paths, output=paths.output / "spmd")
+        beside = replace(beside, metrics=beside.output / "metrics.jsonl")
+        _prepare(other, beside, texts)
+        start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
+        outcome, pairs = _verified(job, outcome, train(other, start, beside, console))
+    return _report(options, console, paths, outcome, pairs)
 
 
 def _paths(options: Options, maxtext: Path) -> Paths:
@@ -91,16 +95,20 @@ def _paths(options: Options, maxtext: Path) -> Paths:
     return Paths(python=sys.executable, maxtext=maxtext.resolve(), output=output, metrics=metrics)
 
 
-def _prepare(options: Options, paths: Paths) -> None:
-    """Make the folders and remove an older run's metrics, which must not be judged in place of this run's."""
+def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
+    """Make the folders and the corpus, and remove what an older run left that could pass for this run's."""
+    o = job.options
     try:
-        for folder in (paths.output, paths.metrics.parent, *([options.dump] if options.dump else [])):
+        for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump else [])):
             folder.mkdir(parents=True, exist_ok=True)
         paths.metrics.unlink(missing_ok=True)
+        paths.placement.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
             f"{error.filename}: {error.strerror}; choose another --output, --metrics-file or --dump"
         ) from error
+    if texts:
+        write_corpus(texts, paths.text, sequence_length=o.sequence_length)
 
 
 def _dry_run(start: Launch, *, as_json: bool) -> int:
@@ -113,62 +121,35 @@ def _dry_run(start: Launch, *, as_json: bool) -> int:
     return 0
 
 
-def _train(job: Job, start: Launch, paths: Paths) -> int:
-    o = job.options
-    console = Console(soft_wrap=True)
-    files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
-    if not o.json:
-        console.print(_headline(job), highlight=False)
-        console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
-    steps, returncode = _follow(start, paths, console, total=o.num_steps, quiet=o.json)
-    error: MultiMeshError | None = None
+def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, list[Pair]]:
+    """Compare a pipeline with its reference; an error of either, or that they differ, becomes the outcome's."""
+    if reference.error:
+        return replace(outcome, error=reference.error, log=reference.log), []
+    pairs = compare(outcome.steps, reference.steps)
     try:
-        judge(steps, expected=o.num_steps, returncode=returncode, log=paths.log)
-    except MultiMeshError as raised:
-        error = raised
-    code = error.exit_code if error else 0
+        check_agreement(pairs, dtype=str(job.model.resolved.get("dtype")))
+    except MultiMeshError as error:
+        return replace(outcome, error=error), pairs
+    return outcome, pairs
+
+
+def _report(o: Options, console: Console, paths: Paths, outcome: Outcome, pairs: Sequence[Pair]) -> int:
+    steps, error = outcome.steps, outcome.error
     if o.json:
-        print(json.dumps(report.summary(steps, files, error, code)))
+        files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
+        print(json.dumps(report.summary(steps, pairs, files, error)))
     else:
-        console.print(report.table(steps))
+        console.print(report.comparison(pairs) if pairs else report.table(steps))
+        if pairs:
+            console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed", highlight=False)
         console.print(f"metrics {paths.metrics}", highlight=False)
     if isinstance(error, TrainerFailedError):
-        print(_tail(paths.log), file=sys.stderr)
+        print(tail(outcome.log), file=sys.stderr)
     if error:
         print(f"error: {error}", file=sys.stderr)
     elif not o.json:
-        console.print(f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}", highlight=False)
-    return code
-
-
-def _headline(job: Job) -> str:
-    o = job.options
-    axes = ((name, getattr(o, name)) for name in ("dp", "fsdp", "tp", "pp", "ep", "interleave"))
-    grid = " ".join(f"{name} {size}" for name, size in axes if size > 1) or "no parallelism"
-    use = "in the pipeline" if o.pp > 1 else "accumulated"
-    return (
-        f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {grid}; {job.model.layers} layers; "
-        f"batch {job.batch} = {job.microbatches} microbatches {use}"
-    )
-
-
-def _follow(start: Launch, paths: Paths, console: Console, *, total: int, quiet: bool) -> tuple[list[Step], int]:
-    follower = Follower(paths.metrics, paths.log)
-    steps: list[Step] = []
-    with report.progress(console, total, quiet=quiet) as show, trainer(start, paths) as process:
-        running = True
-        while running:
-            try:
-                process.wait(_POLL)
-                running = False
-            except subprocess.TimeoutExpired:
-                pass
-            for step in follower.poll():
-                steps.append(step)
-                show(step)
-    return steps, process.returncode
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-    return "\n".join(f"  | {line}" for line in lines)
+        agree = "; the same without the pipeline" if pairs else ""
+        console.print(
+            f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}", highlight=False
+        )
+    return error.exit_code if error else 0

@@ -31,6 +31,7 @@ exit codes:
    11  the trainer stopped early
    12  a loss is not finite
    13  the loss is not falling
+   14  losses or gradient norms differ (--verify)
   130  interrupted"""
 
 

@@ -44,11 +44,11 @@ def _processes(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--backend",
         choices=BACKENDS,
-        default="spmd",
+        default="multimesh",
         help=(
-            "what runs the pipeline: 'spmd' is MaxText alone, its own pipeline in one program (default for "
-            "now); 'cuda' and 'cpu' are spmd on that platform; 'multimesh' gives every stage a program of "
-            "its own"
+            "what runs the pipeline: 'multimesh' gives every stage programs of its own (default); 'spmd' is "
+            "MaxText alone, its own pipeline in one program; 'cuda' and 'cpu' are spmd on that platform. Without "
+            "--pp all are MaxText as it is"
         ),
     )
     group.add_argument(
@@ -117,7 +117,9 @@ def _loop(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--schedule",
         choices=SCHEDULES,
-        help=("order of the microbatches in the pipeline (backend multimesh; spmd has only MaxText's own)"),
+        help=(
+            "order of the microbatches in the pipeline (backend multimesh, default 1f1b; spmd has only MaxText's own)"
+        ),
     )
     group.add_argument("--custom-schedule-path", type=Path, metavar="FILE", help="the table for --schedule custom")
     group.add_argument(
@@ -189,7 +191,7 @@ def _model(root: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help=(
             "compile one layer and scan over it, or unroll the layers (default: scan, which MaxText's own "
-            "pipeline needs)"
+            "pipeline needs; stages of backend multimesh are unrolled)"
         ),
     )
     group.add_argument(
@@ -247,6 +249,14 @@ def _outputs(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--json", action="store_true", help="print one JSON object for machines instead of progress and table"
+    )
+    group.add_argument(
+        "--verify",
+        action="store_true",
+        help=(
+            "train once more without the pipeline (backend spmd, the devices of one stage, the same microbatches "
+            "accumulated) and compare loss and gradient norm of every step; they must agree to 1e-5"
+        ),
     )
     group.add_argument(
         "--profile",

@@ -28,7 +28,10 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes that the parallelism must divide, and the settings that MaxText needs to be told to get them."""
+    """Sizes that the parallelism must divide.
+
+    ``settings`` are what MaxText needs to be told to get them, ``resolved`` are all settings from files and flags.
+    """
 
     layers: int
     embedding: int
@@ -38,6 +41,7 @@ class Model:
     experts: int
     vocabulary: int
     settings: Mapping[str, Any]
+    resolved: Mapping[str, Any]
 
 
 def describe_model(options: Options, package: Path) -> Model:
@@ -69,6 +73,7 @@ def describe_model(options: Options, package: Path) -> Model:
         experts=int(sizes.get("num_experts", 1)),
         vocabulary=int(sizes["vocab_size"]),
         settings=settings,
+        resolved=sizes,
     )
 
 

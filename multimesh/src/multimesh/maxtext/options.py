@@ -58,6 +58,7 @@ class Options(argparse.Namespace):
     metrics_file: Path | None
     dry_run: bool
     json: bool
+    verify: bool
     profile: bool
     # memory and runtime
     forecast: bool
@@ -106,6 +107,11 @@ class Options(argparse.Namespace):
     def parallelism(self) -> int:
         """Number of devices that the parallelism flags ask for: dp x fsdp x tp x pp x ep."""
         return self.domains * self.tp * self.pp
+
+    @property
+    def staged(self) -> bool:
+        """Whether stages are programs of their own; one stage is MaxText as it is, whatever the backend."""
+        return self.backend == "multimesh" and self.pp > 1
 
     @property
     def platform(self) -> str:

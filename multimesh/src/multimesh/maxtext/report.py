@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from multimesh.errors import MultiMeshError
 from multimesh.maxtext.metrics import Step
+from multimesh.maxtext.verify import Pair, largest
 
 _ROWS = 12  # of the table
 
@@ -59,9 +61,7 @@ def table(steps: Sequence[Step]) -> Table:
     result = Table(box=None, pad_edge=False)
     for name in ("step", "loss", "gradient norm", "step time", "tokens/s"):
         result.add_column(name, justify="right")
-    last = len(steps) - 1
-    shown = range(len(steps)) if last < _ROWS else sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
-    for step in (steps[i] for i in shown):
+    for step in (steps[i] for i in _shown(len(steps))):
         note = " (compiles)" if step.number == 0 else ""
         result.add_row(
             f"{step.number + 1}",
@@ -73,6 +73,31 @@ def table(steps: Sequence[Step]) -> Table:
     return result
 
 
+def comparison(pairs: Sequence[Pair]) -> Table:
+    """Return losses and gradient norms of a pipeline beside those of one program, of at most a dozen steps."""
+    result = Table(box=None, pad_edge=False)
+    for name in ("step", "loss", "one program", "gradient norm", "one program", "difference", "step time"):
+        result.add_column(name, justify="right")
+    for pair in (pairs[i] for i in _shown(len(pairs))):
+        ours, theirs = pair.step, pair.reference
+        result.add_row(
+            f"{ours.number + 1}",
+            f"{ours.loss:.6f}",
+            f"{theirs.loss:.6f}",
+            f"{ours.gradient_norm:.6f}",
+            f"{theirs.gradient_norm:.6f}",
+            f"{pair.difference:.1e}",
+            f"{ours.seconds:.3f} s",
+        )
+    return result
+
+
+def _shown(count: int) -> Sequence[int]:
+    """Rows of a table: all, or a dozen with the first and the last among them."""
+    last = count - 1
+    return range(count) if last < _ROWS else sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
+
+
 def plan_text(command: Sequence[str], environment: Mapping[str, str], configuration: Mapping[str, Any]) -> str:
     """Return what ``--dry-run`` prints: lines to paste into a shell, then the configuration."""
     lines = ["# environment", *(f"export {key}={shlex.quote(value)}" for key, value in environment.items())]
@@ -82,15 +107,21 @@ def plan_text(command: Sequence[str], environment: Mapping[str, str], configurat
 
 
 def summary(
-    steps: Sequence[Step], paths: Mapping[str, Path], error: Exception | None, exit_code: int
+    steps: Sequence[Step], pairs: Sequence[Pair], paths: Mapping[str, Path], error: MultiMeshError | None
 ) -> dict[str, Any]:
     """Return what ``--json`` prints after a run; JSON has no NaN, so a number that is not finite is null."""
+    verified = {"reference": _records([pair.reference for pair in pairs]), "difference": _finite(largest(pairs))}
     return {
-        "steps": [{key: _finite(value) for key, value in asdict(step).items()} for step in steps],
+        "steps": _records(steps),
+        **(verified if pairs else {}),
         **{name: str(path) for name, path in paths.items()},
         "error": str(error) if error else None,
-        "exit_code": exit_code,
+        "exit_code": error.exit_code if error else 0,
     }
+
+
+def _records(steps: Sequence[Step]) -> list[dict[str, float | None]]:
+    return [{key: _finite(value) for key, value in asdict(step).items()} for step in steps]
 
 
 def _finite(value: float) -> float | None:

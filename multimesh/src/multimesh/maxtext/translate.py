@@ -13,6 +13,8 @@ import yaml
 
 from multimesh.errors import UsageError
 from multimesh.maxtext.checks import Job
+from multimesh.maxtext.handoff import Handoff
+from multimesh.maxtext.placeable import DEFAULT_SCHEDULE
 from multimesh.maxtext.realm import memory_fraction
 from multimesh.maxtext.text import index_path
 from multimesh.maxtext.xla import xla_flags
@@ -24,6 +26,8 @@ _DEFAULTS = {
     *("learning_rate", "vocab_size", "head_dim", "base_num_kv_heads", "olmo_apply_ngram_filter"),
 }
 """Settings that we choose without a flag: a KEY=VALUE argument replaces them."""
+
+_LIBRARY = Path(__file__).resolve().parents[2]  # the folder that holds the package multimesh
 
 _LOG_LEVELS = {
     "none": {"TF_CPP_MIN_LOG_LEVEL": "1"},
@@ -51,6 +55,11 @@ class Paths:
     def log(self) -> Path:
         """What MaxText prints."""
         return self.output / "maxtext.log"
+
+    @property
+    def placement(self) -> Path:
+        """Where every parameter lies, as the hooks of ``--backend multimesh`` write it."""
+        return self.output / "placement.json"
 
     @property
     def text(self) -> Path:
@@ -108,7 +117,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         "max_target_length": o.sequence_length,
         "attention": o.attention,
         "remat_policy": o.remat,
-        "scan_layers": o.scan_layers is not False,
+        "scan_layers": o.scan_layers is not False and not o.staged,
         "use_iota_embed": o.use_iota_embed,
         "logits_dot_in_fp32": o.logits_dot_in_fp32,
         **_model(job),
@@ -138,12 +147,12 @@ def _grid(job: Job) -> dict[str, Any]:
         "ici_tensor_parallelism": 1 if o.sequence_parallel else o.tp,
         "ici_tensor_sequence_parallelism": o.tp if o.sequence_parallel else 1,
         "ici_expert_parallelism": o.ep,
-        "ici_pipeline_parallelism": o.pp,
+        "ici_pipeline_parallelism": 1 if o.staged else o.pp,
     }
-    if o.pp == 1:
+    if o.pp == 1 or o.staged:
         return settings | {
             "gradient_accumulation_steps": job.microbatches,
-            "per_device_batch_size": per_device(job.batch // job.microbatches, job.devices),
+            "per_device_batch_size": per_device(job.batch // job.microbatches, job.mesh_devices),
         }
     return settings | {
         "gradient_accumulation_steps": 1,
@@ -181,7 +190,8 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     """Return the variables that the trainer gets on top of the inherited ones."""
     o = job.options
     flags = [inherited.get("XLA_FLAGS", ""), *xla_flags(o, devices=job.devices)]
-    search = [str(paths.maxtext), *filter(None, [inherited.get("PYTHONPATH")])]
+    library = [str(_LIBRARY)] if o.staged and _LIBRARY.name not in ("site-packages", "dist-packages") else []
+    search = [str(paths.maxtext), *library, *filter(None, [inherited.get("PYTHONPATH")])]
     variables = {
         "DECOUPLE_GCLOUD": "TRUE",
         "JAX_PLATFORMS": "cuda" if o.gpus else "cpu",
@@ -189,6 +199,8 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         "PYTHONUNBUFFERED": "1",
         **_LOG_LEVELS[o.debug],
     }
+    if o.staged:
+        variables |= Handoff(o.pp, o.schedule or DEFAULT_SCHEDULE, str(paths.placement)).variables()
     if any(flags):
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
     if o.platform == "cpu":

@@ -1,0 +1,50 @@
+"""What ``run.py`` tells the hooks in the trainer's process: MaxText refuses settings that it does not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from multimesh.errors import UsageError
+
+VARIABLE = "MULTIMESH_MAXTEXT"
+"""Name of the environment variable; where it is not set the hooks of the patched MaxText do nothing."""
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """How to run the pipeline.
+
+    Attributes
+    ----------
+    stages
+        Number of pipeline stages; the devices are dealt to them in equal shares.
+    schedule
+        A name that `multimesh.schedules` knows.
+    placement
+        File to be written with the devices of every parameter and optimizer moment.
+    """
+
+    stages: int
+    schedule: str
+    placement: str
+
+    def variables(self) -> dict[str, str]:
+        """Return what to add to the trainer's environment."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def received(environment: Mapping[str, str]) -> Handoff:
+    """Return what an environment hands over.
+
+    Raises
+    ------
+    UsageError
+        Where the variable does not hold a `Handoff`.
+    """
+    try:
+        handoff = Handoff(**json.loads(environment[VARIABLE]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{VARIABLE} is not what maxtext/run.py writes ({error}); start MaxText with it") from error
+    return handoff

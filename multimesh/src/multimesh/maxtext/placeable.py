@@ -1,0 +1,80 @@
+"""What ``--backend multimesh`` cannot place on stages yet, found in the flags and in MaxText's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multimesh import schedules
+from multimesh.errors import UnsupportedError
+from multimesh.maxtext.model import Model
+from multimesh.maxtext.options import Options
+
+DEFAULT_SCHEDULE = "1f1b"
+
+_LATER = (
+    *("custom_schedule_path", "load_balance_decoder_norm", "forecast", "device_memory", "dump_mpmd_passes"),
+    *("dump_only", "autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks"),
+    *("host_offload_min_reuse_distance",),
+)
+"""Flags that the backend does not honour yet."""
+
+_ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "decoder_block": (
+        ("llama2", "mistral", "gpt3", "mixtral"),
+        "its layers are no plain sequence, or were never tried",
+    ),
+    "pure_nnx": ((True,), "only NNX models have the hooks"),
+    "pure_nnx_decoder": ((True,), "only NNX models have the hooks"),
+    "dropout_rate": ((0,), "every microbatch would drop the same values"),
+    "engram_layers": (([], None), "they read tokens inside of layers"),
+    "mtp_num_layers": ((0,), "they come after the last stage"),
+    "use_multimodal": ((False,), "the vision encoder has no stage"),
+    "enable_diloco": ((False,), "its state has another shape"),
+    "quantization": (("", None), "its state is not placed"),
+    "num_vocab_tiling": ((1,), "its loop crosses the last stage"),
+    "parameter_memory_host_offload": ((False,), "host memory is not placed"),
+    "optimizer_memory_host_offload": ((False,), "host memory is not placed"),
+    "shard_optimizer_over_data": ((False,), "it moves the whole state to one mesh"),
+    "shard_mode": (("auto",), "explicit shardings name one mesh"),
+    "opt_type": (("adamw", "adam_pax", "sgd"), "its state was never placed"),
+    "compile_xla_flags": (("",), "it is for one program"),
+    "compiled_trainstep_file": (("",), "it holds one program"),
+    "elastic_enabled": ((False,), "it changes the devices"),
+}
+"""MaxText's setting to the values that stages can run with, and why not others."""
+
+_MIXTURE = {"sparse_matmul": ((False,), "its kernels ask the mesh for devices")}
+"""The same, for a mixture of experts."""
+
+
+def check_placeable(options: Options, model: Model) -> None:
+    """Raise for a pipeline that the backend cannot run yet.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the flag or the setting, why, and what to use.
+    """
+    for name in _LATER:
+        if options.has(name):
+            raise UnsupportedError(f"--backend multimesh has no --{name.replace('_', '-')} yet; leave it out")
+    if options.schedule and options.schedule not in schedules.names():
+        known = ", ".join(schedules.names())
+        raise UnsupportedError(f"--schedule {options.schedule} is not there yet; use one of {known}")
+    if options.interleave > 1:
+        raise UnsupportedError(
+            f"--interleave {options.interleave}: stages are of one piece yet; leave it out or use --backend spmd"
+        )
+    if options.scan_layers:
+        raise UnsupportedError(
+            "--scan-layers: one stack of layers cannot lie on several stages, so --backend multimesh unrolls them; "
+            "leave it out"
+        )
+    able = _ABLE | (_MIXTURE if model.experts > 1 else {})
+    for key, (values, reason) in able.items():
+        value = model.resolved.get(key, values[0])
+        if value not in values:
+            raise UnsupportedError(
+                f"--backend multimesh cannot train with {key}={value} yet: {reason}; "
+                f"use {key}={values[0]} or --backend spmd"
+            )

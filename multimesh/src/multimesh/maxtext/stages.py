@@ -1,0 +1,107 @@
+"""Pipeline stages of a MaxText model: which submesh each layer, parameter and optimizer moment belongs to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding
+
+_LAYER = re.compile(r"\blayers_(\d+)\b")
+_AFTER_LAYERS = re.compile(r"\b(decoder_norm|logits_dense)\b")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A submesh per stage; layers are dealt to them in equal, contiguous shares.
+
+    Attributes
+    ----------
+    meshes
+        One a stage, equal but for their devices.
+    layers
+        Number of decoder layers, a multiple of the number of stages.
+    """
+
+    meshes: tuple[Mesh, ...]
+    layers: int
+
+    def of_layer(self, number: int) -> Mesh:
+        """Submesh of a layer."""
+        return self.meshes[number * len(self.meshes) // self.layers]
+
+    def of_path(self, path: Any) -> Mesh:
+        """Submesh of a leaf of the train state: a parameter, its moments, the state of a random number generator.
+
+        What belongs to no layer and does not follow the last one (the embedding, counters) lies on the first stage.
+        """
+        name = jax.tree_util.keystr(path)
+        layer = _LAYER.search(name)
+        if layer:
+            return self.of_layer(int(layer[1]))
+        return self.meshes[-1 if _AFTER_LAYERS.search(name) else 0]
+
+    def shardings(self, tree: Any) -> Any:
+        """Put each ``NamedSharding`` of a tree on the submesh of its leaf."""
+
+        def move(path: Any, sharding: NamedSharding) -> NamedSharding:
+            return NamedSharding(self.of_path(path), sharding.spec, memory_kind=sharding.memory_kind)
+
+        return jax.tree_util.tree_map_with_path(move, tree, is_leaf=lambda x: isinstance(x, NamedSharding))
+
+    def structs(self, tree: Any) -> Any:
+        """Put each ``ShapeDtypeStruct`` of a tree on the submesh of its leaf."""
+
+        def move(path: Any, x: Any) -> Any:
+            spec = x.sharding.spec
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.of_path(path), spec))
+
+        return jax.tree_util.tree_map_with_path(move, tree)
+
+    def create(self, fn: Callable[[], Any], shardings: Any) -> Any:
+        """Compute ``fn()`` such that each leaf is made on its own devices; nowhere is the whole result held.
+
+        ``fn`` is traced once and compiled once a stage: XLA drops what the other stages need.
+        """
+        layouts = jax.tree.leaves(shardings)
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)()
+        leaves: list[Any] = [None] * len(layouts)
+        for mesh in self.meshes:
+            mine = [i for i, layout in enumerate(layouts) if layout.mesh == mesh]
+            for i, leaf in zip(mine, _program(closed, mine, layouts)(), strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+
+def _program(closed: Any, wanted: Sequence[int], layouts: Sequence[NamedSharding]) -> Any:
+    """Jitted function of some results of a jaxpr without arguments."""
+
+    def initialize() -> list[Any]:
+        results = jaxpr_as_fun(closed)()
+        return [results[i] for i in wanted]
+
+    return jax.jit(initialize, out_shardings=[layouts[i] for i in wanted])
+
+
+def deal(mesh: Mesh, *, stages: int, layers: int, devices: Sequence[jax.Device]) -> Stages:
+    """Make the submeshes of all stages from that of the first.
+
+    Parameters
+    ----------
+    mesh
+        Over the first ``len(devices) / stages`` devices, in any order.
+    """
+    number = {device: i for i, device in enumerate(devices)}
+
+    def shifted(stage: int) -> Mesh:
+        grid = np.empty(mesh.devices.shape, object)
+        for at, device in np.ndenumerate(mesh.devices):
+            grid[at] = devices[number[device] + stage * mesh.size]
+        return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+
+    return Stages((mesh, *map(shifted, range(1, stages))), layers)
