@@ -121,15 +121,15 @@ def main(argv: Sequence[str]) -> int:
             os.environ.update(virtual_devices(dict(os.environ), 8))
         from multimesh import demo  # imports JAX, which reads the environment
 
-        demo.run(
-            demo.Options(options.schedule, options.steps, options.microbatches),
-            show_plan=options.plan,
-            as_json=options.json,
-        )
+        job = demo.Options(options.schedule, options.steps, options.microbatches)
+        found = demo.run(job, show_plan=options.plan, quiet=options.json)
+        if options.json:
+            print(json.dumps({**found, "exit_code": 0}))
     except MultiMeshError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         if "--json" in argv:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+            found = getattr(error, "found", {})
+            print(json.dumps({**found, "error": str(error), "exit_code": error.exit_code}))
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

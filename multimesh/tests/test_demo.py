@@ -1,0 +1,176 @@
+"""``python -m multimesh demo``: what a user sees."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from multimesh.__main__ import main, virtual_devices
+
+import multimesh as mm
+from multimesh import demo
+
+CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+
+
+def multimesh(*argv, code=None, env=CLEAN):
+    """A fresh process, without any variable that makes virtual devices."""
+    command = [sys.executable, *(("-m", "multimesh") if code is None else ("-c", code)), *argv]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+@pytest.mark.promise("python -m multimesh demo: a transformer with PP=2 DP=2 TP=2, each step's loss beside plain jit's")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_each_loss_is_that_of_one_device(schedule):
+    done = multimesh("demo", "--schedule", schedule, "--steps", "5", "--microbatches", "3", "--json", "--plan")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [s["step"] for s in found["steps"]] == [1, 2, 3, 4, 5]
+    for s in found["steps"]:
+        assert s["loss"] == pytest.approx(s["reference"], rel=1e-5)
+    assert found["steps"][-1]["loss"] < found["steps"][0]["loss"]
+    submeshes = found["plan"]["submeshes"]
+    assert [s["axes"] for s in submeshes] == [{"data": 2, "model": 2}] * 2
+    assert [s["devices"] for s in submeshes] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert {i["microbatch"] for i in found["plan"]["instructions"] if i.get("phase")} == {0, 1, 2}
+
+
+def test_everything_is_divided_as_the_help_says():
+    """Parameters over their own stage's model axis, activations over its data axis."""
+    submeshes = demo.meshes()
+    step = mm.jit(demo.make_step(demo.Options(microbatches=2), submeshes), donate_argnums=0)
+    given = demo.place(demo.init(), submeshes), demo.batch(1, 2 * demo.ROWS)
+    compiled = step.lower(*given).compile()
+    params, _ = compiled(*given)
+    for mesh, layers in zip(submeshes, params["stages"], strict=True):
+        for layer in layers:
+            assert all(w.devices() == set(mesh.devices.flat) for w in layer.values())
+            assert layer["up"].sharding.shard_shape(layer["up"].shape) == (demo.WIDTH, demo.HIDDEN // demo.MODEL)
+    assert params["embedding"].devices() == set(submeshes[0].devices.flat)
+    slots, layouts = compiled.plan.slots, compiled.compiled_plan.layouts
+    sent = {s for i in compiled.plan.instructions if i.kind == "SEND" and i.submesh == 0 for s in i.ins}
+    activations = [s for s in sent if slots[s].shape == (demo.ROWS, demo.SEQUENCE, demo.WIDTH)]
+    assert len(activations) == 2
+    for s in activations:
+        assert layouts[s].shard_shape(slots[s].shape)[0] == demo.ROWS // demo.DATA
+
+
+RIGHT = demo.Step(1, 2.0, 2.000001)
+WRONG = demo.Step(2, 1.9, 1.8)
+NO_NUMBER = demo.Step(2, float("nan"), float("nan"))
+
+
+def shown(capsys, monkeypatch, argv, steps, columns=60):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(demo, "train", lambda options, submeshes: iter(steps))
+    code = main(["demo", *argv])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_table_fits_a_terminal(capsys, monkeypatch, columns):
+    code, out, err = shown(capsys, monkeypatch, [], [RIGHT, RIGHT], columns)
+    assert (code, err) == (0, "")
+    table = [line for line in out.splitlines() if line.split()[:1] in (["step"], ["1"])]
+    assert [line.split() for line in table[1:]] == [["1", "2.000000", "2.000001", "5.0e-07"]] * 2
+    assert max(map(len, table)) <= 60
+    assert out.endswith("ok: 2 steps agree to 1e-05; loss 2.0000 -> 2.0000\n")
+
+
+def test_rich_is_not_needed(capsys, monkeypatch):
+    for name in ("rich", "rich.box", "rich.console", "rich.table"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, out, _ = shown(capsys, monkeypatch, [], [RIGHT])
+    assert code == 0
+    assert "step  submeshes  one device  difference\n   1   2.000000    2.000001     5.0e-07\n" in out
+
+
+@pytest.mark.parametrize("bad", [WRONG, NO_NUMBER], ids=["wrong", "nan"])
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["table", "json"])
+def test_losses_that_differ_fail(flags, bad, capsys, monkeypatch):
+    code, out, err = shown(capsys, monkeypatch, flags, [RIGHT, bad])
+    assert code == 14
+    assert err.startswith(f"error: step 2: the losses {bad.loss} and {bad.reference} differ")
+    assert err.count("\n") == 1
+    assert "ok:" not in out
+    if flags:
+        found = json.loads(out)
+        assert (found["agrees"], found["exit_code"], found["steps"][1]["step"]) == (False, 14, 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["demo", "--steps", "0"], "--steps: must be a whole number of at least 1, got '0'"),
+        (["demo", "--steps", "many"], "--steps"),
+        (["demo", "--microbatches", "-1"], "--microbatches"),
+        (["demo", "--schedule", "zigzag"], "'zigzag' (choose from"),
+        (["demo", "--sched", "gpipe"], "--sched"),
+        (["demonstrate"], "demonstrate"),
+    ],
+    ids=" ".join,
+)
+def test_bad_flags_end_in_one_line_before_jax_is_imported(argv, named):
+    code = "import sys, multimesh.__main__ as m; c = m.main(sys.argv[1:]); sys.exit(99 if 'jax' in sys.modules else c)"
+    done = multimesh(*argv, code=code)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert named in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_names_every_exit_code(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for code in (0, 1, mm.UsageError.exit_code, demo.MissingPartError.exit_code, demo.LossesDifferError.exit_code, 130):
+        assert f"\n{code:>5}  " in shown
+
+
+def test_no_command_shows_help(capsys):
+    assert main([]) == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_too_few_real_devices():
+    done = multimesh("demo", "--devices", "real", "--json", env=CLEAN | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 4
+    assert done.stderr == f"error: {json.loads(done.stdout)['error']}\n"
+    assert "needs 8 devices and JAX found 1" in done.stderr
+
+
+def test_the_users_xla_flags_stay():
+    made = virtual_devices({"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=2 --b", "NPROC": "99"}, 8)
+    assert made["XLA_FLAGS"] == "--a=1 --b --xla_force_host_platform_device_count=8"
+    assert made["NPROC"] == "99"
+
+
+def test_the_example_runs():
+    """examples/pipeline.py, alone in a fresh process; it compares itself with one device."""
+    path = Path(__file__).parents[2] / "examples" / "pipeline.py"
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=CLEAN, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step 4: loss" in done.stdout
+    assert "parameters of back are on devices [4, 5, 6, 7]" in done.stdout
+
+
+def test_interrupted():
+    """Ctrl-C at a terminal; where tests run in the background the signal is ignored unless asked for."""
+    code = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('multimesh', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, "demo", "--steps", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CLEAN) as process:
+        try:
+            assert process.stdout.readline().startswith("transformer, 4 layers")
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "interrupted\n")
