@@ -120,6 +120,11 @@ def batch(step: int, rows: int) -> np.ndarray:
     return ((start + stride * np.arange(SEQUENCE + 1)) % VOCAB).astype(np.int32)
 
 
+def divided(tokens: np.ndarray, submeshes: tuple[Mesh, ...]) -> Any:
+    """Put a batch on the first stage, its rows over ``data``; the last stage gets the labels divided alike."""
+    return jax.device_put(tokens, NamedSharding(submeshes[0], PartitionSpec("data")))
+
+
 def block(w: Params, x: Any) -> Any:
     """Causal self-attention, then a two-layer perceptron. ``x``: (rows, SEQUENCE, WIDTH)."""
     x = mm.with_sharding_constraint(x, PartitionSpec("rows"))
@@ -174,14 +179,14 @@ def train(options: Options, submeshes: tuple[Mesh, ...]) -> Iterator[Step]:
     params, reference = place(init(), submeshes), init()
     for number in range(1, options.steps + 1):
         tokens = batch(number, ROWS * options.microbatches)
-        params, loss = pipelined(params, tokens)
+        params, loss = pipelined(params, divided(tokens, submeshes))
         reference, expected = plain(reference, tokens)
         yield Step(number, float(loss), float(expected))
 
 
 def plan(options: Options, submeshes: tuple[Mesh, ...]) -> mm.Plan:
     """What `train` runs on the submeshes in each step."""
-    tokens = batch(1, ROWS * options.microbatches)
+    tokens = divided(batch(1, ROWS * options.microbatches), submeshes)
     return mm.jit(make_step(options, submeshes), donate_argnums=0).plan(place(init(), submeshes), tokens)
 
 
