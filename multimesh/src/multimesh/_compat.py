@@ -143,6 +143,11 @@ def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh:
     return out if prim.multiple_results else [out]
 
 
+def copy(x: Any) -> Any:
+    """A copy; unlike the bare identity it is not optimised out of the forward pass by ``jax.grad``."""
+    return copy_p.bind(x)
+
+
 def named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Give ``fn`` the name that ``jax.jit`` records in jaxprs, HLO modules and profiles."""
     fn.__name__ = fn.__qualname__ = name

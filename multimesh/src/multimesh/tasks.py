@@ -123,6 +123,6 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
             raise UsageError(
                 f"with_sharding_constraint: {spec} has {len(spec)} entries for an array of shape {np.shape(leaf)}"
             )
-        return jax.jit(_compat.named(lambda a: a, marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
+        return jax.jit(_compat.named(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
     return jax.tree.map(constrain, x)

@@ -34,6 +34,7 @@ def from_scan(
     consts: dict[ir.Value, ir.Atom] = dict(zip(args[:num_consts], ins[:num_consts], strict=True))
     slices: dict[ir.Value, Any] = dict(zip(args[num_consts + num_carry :], ins[num_consts + num_carry :], strict=True))
     producer = {o: op for op in ops for o in op.outs}
+    carried = _carried(args[num_consts : num_consts + num_carry], ops)
     sums: list[ir.Sum] = []
     spent: set[int] = set()
     for carry_in, carry_out, init, out in zip(
@@ -43,7 +44,7 @@ def from_scan(
             consts[carry_in] = init
             sums.append(ir.Sum(out, init, None))
             continue
-        leaves = _addends(carry_in, carry_out, producer, spent)
+        leaves = _addends(carry_in, carry_out, producer, carried, spent)
         if leaves is None:
             raise MultiMeshError(
                 f"{_compat.user_line(eqn.source_info)}: a microbatch loop carries a value that is not a plain sum over "
@@ -60,29 +61,16 @@ def _as_sums(out: ir.Value, init: ir.Atom, leaves: list[ir.Atom]) -> list[ir.Sum
     return [ir.Sum(out, init if i == 0 else None, leaf) for i, leaf in enumerate(leaves)]
 
 
-def _addends(carry: ir.Value, total: ir.Atom, producer: dict[ir.Value, ir.Op], spent: set[int]) -> list[ir.Atom] | None:
-    """Addends of ``total = carry + a + b ...``; additions that only serve the carry go into ``spent``."""
-    depends: dict[ir.Value, bool] = {carry: True}
+def _addends(
+    carry: ir.Value, total: ir.Atom, producer: dict[ir.Value, ir.Op], carried: set[ir.Value], spent: set[int]
+) -> list[ir.Atom] | None:
+    """Addends of ``total = carry + a + b ...``, or None when it is no such sum.
 
-    def on_carry(atom: ir.Atom) -> bool:
-        if not isinstance(atom, ir.Value):
-            return False
-        stack = [atom]
-        while stack:
-            value = stack[-1]
-            op = producer.get(value)
-            inner = list(op.reads) if op else []
-            pending = [i for i in inner if i not in depends]
-            if pending and value not in depends:
-                stack += pending
-                continue
-            depends.setdefault(value, any(depends[i] for i in inner))
-            stack.pop()
-        return depends[atom]
-
+    Additions that only serve the carry go into ``spent``; ``carried`` holds every value that depends on any carry.
+    """
     leaves: list[ir.Atom] = []
-    reached = False
     chain: list[ir.Op] = []
+    reached = False
     stack: list[ir.Atom] = [total]
     while stack:
         atom = stack.pop()
@@ -90,16 +78,25 @@ def _addends(carry: ir.Value, total: ir.Atom, producer: dict[ir.Value, ir.Op], s
             if reached:
                 return None
             reached = True
-        elif not on_carry(atom):
+        elif not isinstance(atom, ir.Value) or atom not in carried:
             leaves.append(atom)
         else:
-            op = producer[atom]
-            if op.prim.name not in _ADDS:
+            op = producer.get(atom)
+            if op is None or op.prim.name not in _ADDS:
                 return None
             chain.append(op)
             stack += reversed(op.ins)
     spent.update(map(id, chain))
     return leaves if reached else None
+
+
+def _carried(carries: Iterable[ir.Value], ops: Iterable[ir.Op]) -> set[ir.Value]:
+    """Values that depend on any carry."""
+    carried = set(carries)
+    for op in ops:
+        if any(v in carried for v in op.reads):
+            carried.update(op.outs)
+    return carried
 
 
 def fuse(program: ir.Program) -> ir.Program:
