@@ -1,0 +1,69 @@
+"""Tiny programs and their dumps, with values renumbered in the order in which they appear."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import multimesh as mm
+from multimesh import ir
+from multimesh.passes.inline import inline
+from multimesh.passes.loops import fuse, separate
+from multimesh.passes.place import Homes, place
+from multimesh.tracing import partitioning
+
+MESHES = tuple(Mesh(np.array([d]), ("data",)) for d in jax.devices()[:3])
+
+
+def on(mesh: int, fn: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    """``fn`` as a task on one device; named a, b, c after the submesh unless told."""
+    return mm.task(fn, name or "abc"[mesh], mesh=MESHES[mesh])
+
+
+def ones(*shape: int) -> jax.ShapeDtypeStruct:
+    """The type of an argument; nothing is computed here."""
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def jaxpr(fn: Callable[..., Any], *args: Any) -> Any:
+    """Trace as `multimesh.jit` does."""
+    with partitioning():
+        return jax.make_jaxpr(fn)(*args)
+
+
+def inlined(fn: Callable[..., Any], *args: Any) -> ir.Program:
+    """Trace and inline."""
+    return inline(jaxpr(fn, *args), tuple(jax.devices()))
+
+
+def separated(fn: Callable[..., Any], *args: Any) -> ir.Program:
+    """All passes before placement."""
+    return separate(fuse(inlined(fn, *args)))
+
+
+def placed(fn: Callable[..., Any], *args: Any) -> tuple[ir.Program, Homes]:
+    """All passes up to placement."""
+    return place(separated(fn, *args))
+
+
+def loops(program: ir.Program) -> list[ir.Loop]:
+    """Loops of a program."""
+    return [item for item in program.items if isinstance(item, ir.Loop)]
+
+
+def names(ops: Any) -> list[str]:
+    """Names of primitives."""
+    return [op.prim.name for op in ops]
+
+
+def text(*dumped: Any) -> str:
+    """Dumps with their values renumbered, and names that hold a global counter without it."""
+    joined = "\n".join(map(str, dumped))
+    numbers: dict[str, str] = {}
+    joined = re.sub(r"%\d+", lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), joined)
+    return "\n".join(line.rstrip() for line in joined.splitlines())
