@@ -53,7 +53,7 @@ def calls(f: Callable[[], Any]) -> int:
     return last
 
 
-def peak_bytes(f: Callable[[], Any], *, every: int = 5) -> dict[jax.Device, int]:
+def peak_bytes(f: Callable[[], Any], *, every: int = 20) -> dict[jax.Device, int]:
     """The most bytes that each device held at any time of ``f()`` beyond what it held before."""
     start = device_bytes()
     peak = dict(start)
