@@ -22,22 +22,27 @@ def records(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.promise("maxtext/validate-cpu.sh trains real MaxText with DP=2, PP=2, TP=2 and shows a short table")
+@pytest.mark.promise("maxtext/validate-cpu.sh trains real MaxText with DP=2, PP=2, TP=2, and without the pipeline")
 def test_validate_cpu(run: Run, tmp_path: Path):
     metrics = tmp_path / "m.jsonl"
     done = run("--output", tmp_path / "out put", "--metrics-file", metrics, script="validate-cpu.sh")
     assert done.code == 0, done.stderr
     losses = [record["learning/loss"] for record in records(metrics)]
-    assert len(losses) == 3
+    reference = [record["learning/loss"] for record in records(tmp_path / "out put/spmd/metrics.jsonl")]
+    assert len(losses) == len(reference) == 3
     assert losses[0] > losses[1] > losses[2]
     lines = done.stdout.splitlines()
-    assert "8 cpu devices: dp 2 tp 2 pp 2; 2 layers; batch 8 = 2 microbatches in the pipeline" in lines[0]
+    grid = "8 cpu devices: dp 2 tp 2 pp 2; 2 layers; batch 8 = 2 microbatches in the pipeline"
+    assert lines[0] == f"MaxText, backend multimesh, {grid}"
+    assert "MaxText, backend spmd, 4 cpu devices: dp 2 tp 2; 2 layers; batch 8 = 2 microbatches accumulated" in lines
     assert [line for line in lines if line.startswith(f"step 3/3  loss {losses[2]:.4f}")]
     header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["step", "loss"])
-    assert [line.split()[1] for line in lines[header + 1 : header + 4]] == [f"{loss:.4f}" for loss in losses]
-    log = (tmp_path / "out put" / "maxtext.log").read_text()
-    for setting in ("ici_pipeline_parallelism: 2", "ici_tensor_parallelism: 2", "ici_data_parallelism: 2"):
-        assert f"Config param {setting}" in log
+    rows = [line.split() for line in lines[header + 1 : header + 4]]
+    assert [row[1] for row in rows] == [f"{loss:.6f}" for loss in losses]
+    assert [row[2] for row in rows] == [f"{loss:.6f}" for loss in reference]
+    largest = max(float(row[5]) for row in rows)
+    assert largest <= 1e-5
+    assert f"largest difference {largest:.1e}, at most 1e-05 allowed" in lines
 
 
 @pytest.mark.promise("maxtext/run.py --text trains on real text; nothing is downloaded")
