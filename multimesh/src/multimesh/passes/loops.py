@@ -34,7 +34,8 @@ def from_scan(
     consts: dict[ir.Value, ir.Atom] = dict(zip(args[:num_consts], ins[:num_consts], strict=True))
     slices: dict[ir.Value, Any] = dict(zip(args[num_consts + num_carry :], ins[num_consts + num_carry :], strict=True))
     producer = {o: op for op in ops for o in op.outs}
-    carried = _carried(args[num_consts : num_consts + num_carry], ops)
+    changing = [c for c, out in zip(args[num_consts:], results[:num_carry], strict=False) if out is not c]
+    carried = _carried(changing, ops)
     sums: list[ir.Sum] = []
     spent: set[int] = set()
     for carry_in, carry_out, init, out in zip(
