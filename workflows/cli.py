@@ -55,6 +55,8 @@ def main_inner(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; print its error, if any, as one line on stderr."""
     signal.signal(signal.SIGTERM, _terminate)
+    if sys.stdout is None:  # closed by the caller, as `>&-` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         code = main_inner(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

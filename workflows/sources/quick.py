@@ -135,7 +135,7 @@ def answer(argv: list[str]) -> None:
     command, groups = argv[:1], argv[2::2]
     if command not in (["sync"], ["bootstrap"]) or argv[1::2] != ["--group"] * len(groups):
         return
-    if not set(groups) <= set(GROUPS):
+    if not set(groups) <= set(GROUPS) or sys.stdout is None:
         return
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     if command == ["bootstrap"]:
@@ -149,8 +149,8 @@ def answer(argv: list[str]) -> None:
     try:
         sys.stdout.write("".join(f"{name:{width}}  kept  {_short(holds)}\n" for name, holds in found.items()))
         sys.stdout.flush()
-    except BrokenPipeError:
-        return  # the full command meets the same and knows what to do
+    except OSError:
+        return  # the full command meets the same and knows what to say
     os._exit(0)  # nothing is open; taking Python down in order would cost as much as the answer did
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -311,6 +312,25 @@ def test_two_syncs_at_once_both_succeed(clone: Clone, alpha: Upstream, server: A
         "the second one had nothing to fetch"
     )
     assert clone.state("alpha") == "clean"
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["with work to do", "with nothing to do"])
+def test_output_that_cannot_be_written_is_an_error_in_one_line(clone: Clone, alpha: Upstream, first: bool) -> None:
+    if not first:
+        clone.ok("sync")
+    program = f"exec {shlex.quote(sys.executable)} -m workflows sync"
+    env = os.environ | {"PYTHONPATH": str(clone.root)}
+    ends = []
+    for redirection in (">/dev/full", ">&-"):
+        done = subprocess.run(
+            ["sh", "-c", program + redirection], cwd=clone.root, env=env, stderr=subprocess.PIPE, text=True
+        )
+        ends.append((done.returncode, [line for line in done.stderr.splitlines() if "alpha: " not in line]))
+
+    assert ends == [
+        (10, ["error: a file: No space left on device; free some space and run the same command again"]),
+        (0, []),
+    ]
 
 
 def test_null_pins_are_reported(clone: Clone, alpha: Upstream) -> None:
