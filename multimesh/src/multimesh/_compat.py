@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -81,16 +82,16 @@ def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
 
 
 _OWN_FILES = os.path.dirname(__file__) + os.sep
+_JAX_FILES = os.path.dirname(jax.__file__) + os.sep
 
 
 def user_line(source_info: Any) -> str:
-    """``file:line`` of the user's code that made an equation, or an empty string."""
-    if source_info is None or source_info.traceback is None:
-        return ""
-    for frame in _source_info.user_frames(source_info.traceback):
-        if not frame.file_name.startswith(_OWN_FILES):
-            return f"{frame.file_name}:{frame.start_line}"
-    return ""
+    """``file:line`` of the user's code that made an equation, or words that it is not known."""
+    if source_info is not None and source_info.traceback is not None:
+        for frame in _source_info.user_frames(source_info.traceback):
+            if not frame.file_name.startswith(_OWN_FILES):
+                return f"{frame.file_name}:{frame.start_line}"
+    return "in a line that JAX did not record"
 
 
 def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...], list[bool]]:
@@ -99,6 +100,14 @@ def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...],
     union = [any(flags) for flags in zip(*reads, strict=True)]
     cut = [_partial_eval.dce_jaxpr(b.jaxpr, list(used), instantiate=union)[0] for b in branches]
     return tuple(_extend.ClosedJaxpr(j, b.consts) for j, b in zip(cut, branches, strict=True)), union
+
+
+def caller_line() -> str:
+    """``file:line`` of the innermost caller that is neither this package nor JAX."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OWN_FILES, _JAX_FILES)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:

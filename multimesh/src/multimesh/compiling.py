@@ -166,10 +166,8 @@ class _Compiler:
             except MultiMeshError:
                 raise
             except Exception as error:
-                lines = [line for op in kernel.ops[-1:] if (line := _compat.user_line(op.source))]
-                raise MultiMeshError(
-                    f"{lines[0] if lines else kernel.name}: {kernel.name!r} can't be lowered for its submesh: {error}"
-                ) from error
+                where = _compat.user_line(kernel.ops[-1].source) if kernel.ops else kernel.name
+                raise MultiMeshError(f"{where}: {kernel.name!r} can't be lowered for its submesh: {error}") from error
 
     def _note_results(self, program: Any, steps: Sequence[Instruction]) -> None:
         mesh = self._plan.submeshes[steps[0].submesh]

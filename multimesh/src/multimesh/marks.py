@@ -50,11 +50,12 @@ class Interned(Generic[T]):
 
 @dataclass(frozen=True)
 class LoopMark:
-    """What ``microbatch`` was asked for: number of microbatches and schedule."""
+    """What ``microbatch`` was asked for: number of microbatches and schedule, and in which line."""
 
     count: int
     schedule: Any
     num_stages: int | None = None
+    where: str = ""
 
 
 TASKS: Interned[Task] = Interned("multimesh.task:")

@@ -71,7 +71,7 @@ def microbatch(
                 f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch"
             )
         count = rows // size
-        mark = marks.LoopMark(count, plan, num_stages)
+        mark = marks.LoopMark(count, plan, num_stages, _compat.caller_line())
 
         def loop(*args: Any) -> Any:
             slices = jax.tree.map(lambda x: _split(jnp.asarray(x), dim, size, count), args[argnum])

@@ -155,9 +155,7 @@ class _Inliner:
         outs = [ir.Value(v.aval) for v in eqn.outvars]
         ops = [i for i in items if isinstance(i, ir.Op)]
         if len(ops) < len(items):
-            raise MultiMeshError(
-                f"{_compat.user_line(eqn.source_info)}: a microbatch loop inside another; use one loop"
-            )
+            raise MultiMeshError(f"{mark.where}: a microbatch loop inside another; use one loop")
         made = loops.from_scan(eqn, mark, uid, args, ops, results, ins, outs)
         out.append(replace(made, backward=where.backward, source=eqn.source_info))
         return outs

@@ -48,8 +48,8 @@ def from_scan(
         leaves = _addends(carry_in, carry_out, producer, carried, spent)
         if leaves is None:
             raise MultiMeshError(
-                f"{_compat.user_line(eqn.source_info)}: a microbatch loop carries a value that is not a plain sum over "
-                "microbatches; iterations of multimesh.microbatch must be independent"
+                f"{mark.where or _compat.user_line(eqn.source_info)}: a microbatch loop carries a value that is "
+                "not a plain sum over microbatches; iterations of multimesh.microbatch must be independent"
             )
         sums += _as_sums(out, init, leaves)
     stacks = dict(zip(outs[num_carry:], results[num_carry:], strict=True))

@@ -35,7 +35,7 @@ class LoopOrder:
     cells: tuple[tuple[int, int], ...]
 
 
-def order(fragments: Sequence[Fragment], mark: LoopMark, results: set[ir.Value], where: str) -> LoopOrder:
+def order(fragments: Sequence[Fragment], mark: LoopMark, results: set[ir.Value]) -> LoopOrder:
     """Order a loop: by its schedule's table when it is a plain pipeline, else greedily within the schedule's limits.
 
     Raises
@@ -48,17 +48,17 @@ def order(fragments: Sequence[Fragment], mark: LoopMark, results: set[ir.Value],
     ranks = list(dict.fromkeys(f.mesh for f in forward or reversed(backward)))
     number = len(forward or backward)
     if mark.num_stages is not None and number != mark.num_stages:
-        raise MultiMeshError(f"{where}: num_stages={mark.num_stages}, but the loop has {number} stages")
+        raise MultiMeshError(f"{mark.where}: num_stages={mark.num_stages}, but the loop has {number} stages")
     if not _is_pipeline(forward, backward, ranks):
         return _greedy(fragments, ranks, mark)
     stages = [Stage(f, s, "F") for s, f in enumerate(forward)]
     stages += [Stage(f, number - 1 - s, "B") for s, f in enumerate(backward)]
     if not forward:
-        return LoopOrder(tuple(stages), _simulate(stages, _rows_in_order(stages, ranks, mark.count), where))
+        return LoopOrder(tuple(stages), _simulate(stages, _rows_in_order(stages, ranks, mark.count), mark.where))
     table = mark.schedule.table(len(ranks), number // len(ranks), mark.count, bool(backward))
     rows = [list(row) for row in table]
     stages, rows = _join_turns(stages, rows, results)
-    return LoopOrder(tuple(stages), _simulate(stages, rows, where))
+    return LoopOrder(tuple(stages), _simulate(stages, rows, mark.where))
 
 
 def _is_pipeline(forward: Sequence[Fragment], backward: Sequence[Fragment], ranks: Sequence[Mesh]) -> bool:

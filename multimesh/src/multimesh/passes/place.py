@@ -260,7 +260,7 @@ def _clone_floating(
         if isinstance(item, ir.Loop):
             placed.append(_read_copies(item, copy, made_floating, default))
             continue
-        for mesh in on[i]:
+        for mesh in reversed(on[i]):  # the walk above met the last reader first
             ins = tuple(copy.get((v, mesh), v) if isinstance(v, ir.Value) else v for v in item.ins)
             outs = item.outs
             if i not in anchored:

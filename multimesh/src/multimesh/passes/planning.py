@@ -82,8 +82,7 @@ def _ordered(loop: ir.Loop, rows: set[ir.Value]) -> OrderedLoop:
     results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
     results |= {o for op in loop.ops for o in op.outs if o in rows}
     parts = recompute(fragment(loop.ops, results, phased=True), results)
-    where = _compat.user_line(loop.source) or "microbatch"
-    return OrderedLoop(loop, order(parts, loop.mark, results, where))
+    return OrderedLoop(loop, order(parts, loop.mark, results))
 
 
 def build(
