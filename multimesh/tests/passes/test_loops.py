@@ -1,0 +1,149 @@
+"""Microbatch loops: scans to sums, two loops to one, and one leaf to each sum."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import inlined, loops, names, on, ones, separated, text
+
+import multimesh as mm
+from multimesh import marks, schedules
+from multimesh.passes.loops import fuse
+
+HALVES = {"argnum": 1, "size": 2}
+
+
+def two_stages(w, x):
+    return on(1, jnp.sum)(on(0, lambda w, x: jnp.sin(x * w))(w, x))
+
+
+def marked_scan(body, init, rows):
+    """A scan under the mark of a microbatch loop, as only a broken caller could write it."""
+    scan = lambda x: jax.lax.scan(body, init, x)[0]  # noqa: E731 - the mark is its name
+    scan.__name__ = scan.__qualname__ = marks.loop_name(marks.LoopMark(rows, schedules.get("1f1b")))
+    return jax.jit(scan)
+
+
+def test_a_sum_over_microbatches():
+    """The addition to the carry leaves the body; what is added stays."""
+    program = inlined(mm.microbatch(on(0, lambda x: jnp.sum(x * x)), size=2), ones(6))
+    assert text(*loops(program)).splitlines() == [
+        "%0 = loop x3 1f1b",
+        "  %1 <- %2[k]",
+        "  %3:f32[2] = mul %1 %1 @a",
+        "  %4:f32[] = reduce_sum %3 @a",
+        "  %0 += %4",
+    ]
+
+
+def test_a_stacked_result_beside_a_sum():
+    f = mm.microbatch(on(0, lambda x: (jnp.sum(x), 2 * x)), size=2, stack=(False, True))
+    (loop,) = loops(inlined(f, ones(6)))
+    assert (len(loop.sums), len(loop.stacks)) == (1, 1)
+    (inner,) = loop.stacks.values()
+    assert [op.prim.name for op in loop.ops if inner in op.outs] == ["mul"]
+
+
+def test_several_additions_to_one_carry():
+    """carry + a + b has two addends and no addition is left."""
+    (loop,) = loops(inlined(marked_scan(lambda c, x: ((c + x) + 2 * x, None), jnp.float32(0), 6), ones(6)))
+    assert names(loop.ops) == ["mul"]
+    (first, second) = loop.sums
+    assert first.out is second.out
+    assert {first.leaf, second.leaf} == {*loop.slices, loop.ops[0].outs[0]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [lambda c, x: (c * x, None), lambda c, x: (c + c + x, None), lambda c, x: (c + jnp.sin(c), None)],
+    ids=["product", "doubled", "reads itself"],
+)
+def test_a_carry_that_is_no_sum(body):
+    with pytest.raises(mm.MultiMeshError, match="not a plain sum over microbatches"):
+        inlined(marked_scan(body, jnp.float32(0), 6), ones(6))
+
+
+def test_a_carry_that_is_passed_through_is_its_initial_value():
+    def body(carry, x):
+        fixed, total = carry
+        return (fixed, total + fixed * x), None
+
+    f = marked_scan(body, (jnp.float32(3), jnp.float32(0)), 6)
+    program = fuse(inlined(lambda x: f(x)[0] + f(x)[1], ones(6)))
+    assert [len(loop.sums) for loop in loops(program)] == [1]
+
+
+def test_forward_and_backward_become_one_loop():
+    """Before: grad outside of microbatch leaves a loop that stacks and a loop that reads the stacks."""
+
+    def f(w, x):
+        return jax.grad(lambda w: mm.microbatch(two_stages, **HALVES)(w, x))(w)
+
+    traced = inlined(f, ones(), ones(6))
+    assert [(len(loop.stacks) > 0, loop.backward) for loop in loops(traced)] == [(True, False), (False, True)]
+    (loop,) = loops(separated(f, ones(), ones(6)))
+    assert (len(loop.sums), len(loop.stacks), len(loop.linked)) == (1, 0, 0)
+    assert [op.backward for op in loop.ops] == sorted(op.backward for op in loop.ops)
+    assert {op.backward for op in loop.ops} == {False, True}
+
+
+def test_a_backward_that_needs_the_whole_forward_sum_is_a_second_loop():
+    """It reads the rows that the first one made, iteration by iteration, and no stack."""
+
+    def f(w, x):
+        return jax.grad(lambda w: mm.microbatch(two_stages, **HALVES)(w, x) ** 2)(w)
+
+    first, second = loops(separated(f, ones(), ones(6)))
+    assert not first.stacks
+    made = {o for op in first.ops for o in op.outs}
+    assert second.linked
+    assert set(second.linked.values()) <= made
+    assert first.sums[0].out not in set(second.consts.values())  # through the operations between the loops
+    assert all(s.leaf in {o for op in second.ops for o in op.outs} for s in second.sums)
+
+
+def test_a_tied_weight_has_one_sum_for_each_use():
+    """The cotangents of both stages are added once, after the loop, instead of for every microbatch."""
+
+    def tied(w, x):
+        return on(1, lambda w, h: jnp.sum(h * w))(w, on(0, lambda w, x: jnp.sin(x * w))(w, x))
+
+    program = separated(mm.microbatch(jax.grad(tied), **HALVES), ones(), ones(6))
+    (loop,) = loops(program)
+    assert "add_any" not in [op.prim.name for op in loop.ops if op.task is None]
+    first, second = loop.sums
+    join = program.items[-1]
+    assert (join.prim.name, set(join.ins)) == ("add", {first.out, second.out})
+    assert program.outputs == join.outs
+
+
+def test_the_same_contribution_twice_counts_twice():
+    """The cotangents of two equal operands are one value, added to itself."""
+
+    def f(w, x):
+        return on(0, lambda a, b, x: jnp.sum(jnp.sin((a + b) * x)))(w, w, x)
+
+    (loop,) = loops(separated(mm.microbatch(jax.grad(f), **HALVES), ones(), ones(6)))
+    assert names(loop.ops).count("add_any") + len(loop.sums) == 2
+
+
+def test_an_initial_value_is_added_after_the_loop():
+    program = separated(marked_scan(lambda c, x: (c + 2 * x, None), jnp.float32(5), 6), ones(6))
+    (loop,) = loops(program)
+    assert [s.init for s in loop.sums] == [None]
+    last = program.items[-1]
+    assert last.prim.name == "add"
+    assert loop.sums[0].out in last.ins
+    assert program.outputs == last.outs
+
+
+def test_what_nobody_reads_is_dropped():
+    f = mm.microbatch(on(0, lambda x: (jnp.sum(x), jnp.sum(jnp.cos(x)))), size=2)
+    (loop,) = loops(separated(lambda x: f(x)[0], ones(6)))
+    assert names(loop.ops) == ["reduce_sum"]
+    assert len(loop.sums) == 1
+
+
+def test_a_result_that_is_an_input_gets_a_copy():
+    (loop,) = loops(separated(mm.microbatch(lambda x: (x, on(0, jnp.sum)(x)), size=2), ones(6)))
+    assert "copy" in names(loop.ops)
+    assert all(s.leaf in {o for op in loop.ops for o in op.outs} for s in loop.sums)
