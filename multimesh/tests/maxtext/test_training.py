@@ -22,7 +22,8 @@ def records(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.promise("maxtext/validate-cpu.sh trains real MaxText with DP=2, PP=2, TP=2, and without the pipeline")
+@pytest.mark.promise("maxtext/validate-cpu.sh trains real MaxText with DP=2, PP=2, TP=2 and shows a short table")
+@pytest.mark.promise("maxtext/validate-cpu.sh compares the pipeline with one program and fails if they differ")
 def test_validate_cpu(run: Run, tmp_path: Path):
     metrics = tmp_path / "m.jsonl"
     done = run("--output", tmp_path / "out put", "--metrics-file", metrics, script="validate-cpu.sh")

@@ -1,0 +1,131 @@
+"""The hooks as the patched MaxText calls them, around a training step in MaxText's manner but of a few lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from multimesh.errors import MultiMeshError, UsageError
+from multimesh.maxtext import hooks
+from multimesh.maxtext.handoff import VARIABLE, Handoff
+
+MICROBATCHES, ROWS, WIDTH = 4, 16, 8
+
+
+@pytest.fixture
+def handoff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handoff]:
+    given = Handoff(stages=2, schedule="1f1b", placement=str(tmp_path / "placement.json"))
+    monkeypatch.setenv(VARIABLE, given.variables()[VARIABLE])
+    monkeypatch.setattr(hooks, "_stages", None)
+    hooks._handoff.cache_clear()
+    yield given
+    hooks._handoff.cache_clear()
+
+
+def split(x: jax.Array) -> jax.Array:
+    """MaxText's ``reshape_to_microbatch_accumulations``."""
+    return x.reshape(ROWS // MICROBATCHES, MICROBATCHES, *x.shape[1:]).swapaxes(0, 1)
+
+
+def scan(body: Any, init: Any, batch: Any, *, split: Any, length: int) -> Any:
+    """What the hook is where MultiMesh was not asked for."""
+    return jax.lax.scan(body, init, jax.tree.map(split, batch), length=length)
+
+
+def make_step(layer: Any, accumulate: Any) -> Any:
+    """A step with MaxText's carry (sums, parameters, the rest of the state) and results that microbatches stack."""
+
+    def loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+        y = rows["x"]
+        for number in range(2):
+            y = layer(number, jax.checkpoint(lambda w, y: jnp.tanh(y @ w)))(params[f"layers_{number}"], y)
+        return jnp.sum((y - rows["y"]) ** 2), jnp.max(y)
+
+    def body(carry: Any, rows: Any) -> Any:
+        (value, peak), grads = jax.value_and_grad(loss, has_aux=True)(carry["ga_params"], rows)
+        carry["loss"] += value
+        carry["grad"] = jax.tree.map(jnp.add, grads, carry["grad"])
+        return carry, {"peak": peak}
+
+    def step(state: Any, batch: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, state["params"])
+        init = {"loss": 0.0, "grad": zeros, "ga_params": state["params"], "rest_state": state["count"]}
+        total, aux = accumulate(body, init, batch, split=split, length=MICROBATCHES)
+        params = jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], total["grad"])
+        metrics = {"loss": total["loss"], "peak": jnp.sum(aux["peak"], axis=0)}
+        return {"params": params, "count": total["rest_state"]}, metrics
+
+    return step
+
+
+def init() -> Any:
+    keys = jax.random.split(jax.random.key(1), 2)
+    params = {f"layers_{n}": jax.random.normal(keys[n], (WIDTH, WIDTH)) / 4 for n in range(2)}
+    return {"params": params, "count": jnp.zeros((), jnp.int32)}
+
+
+def batch() -> Any:
+    x, y = jax.random.normal(jax.random.key(2), (2, ROWS, WIDTH))
+    return {"x": x, "y": y}
+
+
+def test_a_step_in_maxtexts_manner_becomes_a_pipeline(handoff: Handoff):
+    devices = hooks.stage_devices()
+    assert devices == jax.devices()[:4]
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"))
+    assert hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), mesh) == mesh.abstract_mesh
+    assert hooks.platform(mesh.abstract_mesh) == "cpu"
+
+    replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), jax.eval_shape(init))
+    types = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(init), replicated
+    )
+    types, shardings = hooks.place_state(types, replicated)
+    assert jax.tree.map(lambda x: x.sharding, types) == shardings
+    state = hooks.init_state(init, in_shardings=None, out_shardings=shardings)()
+
+    step = hooks.jit(make_step(hooks.layer, hooks.accumulate), in_shardings=None, out_shardings=None, donate_argnums=0)
+    assert step.lower(types, None).compile(compiler_options={}).memory_analysis() is None
+    expected, reference = jax.jit(make_step(lambda _, fn: fn, scan))(init(), batch())
+    with jax.set_mesh(mesh):  # as MaxText calls it, its batch on the first stage
+        found, metrics = step(state, jax.device_put(batch(), NamedSharding(mesh, P("data"))))
+
+    for name in ("loss", "peak"):
+        np.testing.assert_allclose(metrics[name], reference[name], rtol=1e-5)
+    for n in range(2):
+        name = f"layers_{n}"
+        np.testing.assert_allclose(found["params"][name], expected["params"][name], rtol=1e-5, atol=1e-6)
+    assert found["count"] == expected["count"]
+    written = json.loads(Path(handoff.placement).read_text())
+    arrays = {"['count']": [0, 1, 2, 3], "['params']['layers_0']": [0, 1, 2, 3], "['params']['layers_1']": [4, 5, 6, 7]}
+    assert written["created"]["arrays"] == written["stepped"]["arrays"] == arrays
+
+
+def test_an_evaluation_gives_nothing_up_and_writes_no_placement(handoff: Handoff):
+    mesh = Mesh(np.array(hooks.stage_devices()).reshape(2, 2), ("data", "tensor"))
+    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), mesh)
+    evaluate = hooks.jit(lambda state, x: hooks.layer(1, lambda w, x: jnp.sum(x @ w))(state, x), donate_argnums=())
+    weights = jax.device_put(jnp.eye(WIDTH), NamedSharding(hooks._current().of_layer(1), P()))
+    assert evaluate(weights, jnp.ones((4, WIDTH))) == 4 * WIDTH
+    assert not weights.is_deleted()
+    assert not Path(handoff.placement).exists()
+
+
+def test_a_model_without_a_mesh_and_a_trainer_without_its_handoff_are_refused(
+    handoff: Handoff, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(MultiMeshError, match=r"MaxText built a model before its mesh; .* run ./bootstrap.sh"):
+        hooks.layer(0, init)
+    hooks._handoff.cache_clear()
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(UsageError, match=r"start MaxText with it"):
+        hooks.stage_devices()
