@@ -16,7 +16,7 @@ from multimesh.passes.planning import OrderedLoop, arrange
 def ordered(fn, rows=8, argnum=1, **options):
     """Order of the loop over microbatches of 2 rows; gradients with respect to the first argument."""
     f = mm.microbatch(jax.value_and_grad(fn), argnum=argnum, size=2, **options)
-    (part,) = [p for p in arrange(placed(f, ones(), ones(rows))[0]) if isinstance(p, OrderedLoop)]
+    (part,) = [p for p in arrange(placed(f, ones(3, 3), ones(rows, 3))[0]) if isinstance(p, OrderedLoop)]
     return part.order
 
 
@@ -31,16 +31,16 @@ def rows_of(order, cells=None):
 
 def chain(w, x):
     """Three stages in a row."""
-    x = on(0, lambda w, x: jnp.sin(x * w))(w, x)
-    x = on(1, lambda w, x: jnp.sin(x * w))(w, x)
-    return on(2, lambda w, x: jnp.sum(jnp.sin(x * w)))(w, x)
+    x = on(0, lambda w, x: jnp.sin(x @ w))(w, x)
+    x = on(1, lambda w, x: jnp.sin(x @ w))(w, x)
+    return on(2, lambda w, x: jnp.sum(jnp.sin(x @ w)))(w, x)
 
 
 def skip(w, x):
     """No plain pipeline: the first submesh comes again after the second."""
-    a = on(0, lambda w, x: jnp.sin(x * w))(w, x)
-    b = on(1, lambda w, x: jnp.sin(x * w))(w, a)
-    return on(0, lambda w, a, b: jnp.sum(jnp.sin(a + b * w)))(w, a, b)
+    a = on(0, lambda w, x: jnp.sin(x @ w))(w, x)
+    b = on(1, lambda w, x: jnp.sin(x @ w))(w, a)
+    return on(0, lambda w, a, b: jnp.sum(jnp.sin(a + b @ w)))(w, a, b)
 
 
 def test_gpipe():
