@@ -86,12 +86,12 @@ _JAX_FILES = os.path.dirname(jax.__file__) + os.sep
 
 
 def user_line(source_info: Any) -> str:
-    """``file:line`` of the user's code that made an equation, or words that it is not known."""
+    """``file:line`` of the user's code that made an equation, or an empty string."""
     if source_info is not None and source_info.traceback is not None:
         for frame in _source_info.user_frames(source_info.traceback):
             if not frame.file_name.startswith(_OWN_FILES):
                 return f"{frame.file_name}:{frame.start_line}"
-    return "in a line that JAX did not record"
+    return ""
 
 
 def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...], list[bool]]:

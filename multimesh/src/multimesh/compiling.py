@@ -166,7 +166,7 @@ class _Compiler:
             except MultiMeshError:
                 raise
             except Exception as error:
-                where = _compat.user_line(kernel.ops[-1].source) if kernel.ops else kernel.name
+                where = (kernel.ops and _compat.user_line(kernel.ops[-1].source)) or kernel.name
                 raise MultiMeshError(f"{where}: {kernel.name!r} can't be lowered for its submesh: {error}") from error
 
     def _note_results(self, program: Any, steps: Sequence[Instruction]) -> None:

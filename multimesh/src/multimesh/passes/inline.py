@@ -32,6 +32,12 @@ class _Where:
     backward: bool = False
     loop: tuple[marks.LoopMark, str] | None = None
     scope: tuple[str, ...] = ()
+    calls: tuple[Any, ...] = ()  # sources of the enclosing calls, outermost first
+
+    def line(self, eqn: Any) -> str:
+        """The user's line of an equation, else that of the nearest call around it that has one."""
+        sources = (eqn.source_info, *reversed(self.calls))
+        return next(filter(None, map(_compat.user_line, sources)), "a line that JAX did not record")
 
 
 class _Inliner:
@@ -60,6 +66,7 @@ class _Inliner:
         where = self._at(eqn, where)
         name = eqn.primitive.name
         if name in _CALLS:
+            where = replace(where, calls=(*where.calls, eqn.source_info))
             return self._call(eqn, ins, where, out)
         if name == "scan" and where.loop is not None:
             return self._loop(eqn, ins, where, out)
@@ -88,7 +95,7 @@ class _Inliner:
             return where
         where = replace(where, backward=where.backward or backward, scope=where.scope + names)
         for marked in filter(None, map(marks.TASKS.find, names)):
-            where = replace(where, task=_nested(eqn, where.task, marked))
+            where = replace(where, task=_nested(eqn, where, marked))
         return replace(where, task=self._registered(names, where) or where.task)
 
     def _registered(self, names: tuple[str, ...], where: _Where) -> Task | None:
@@ -119,7 +126,7 @@ class _Inliner:
                 where = replace(where, loop=(loop, name))
             task = marks.TASKS.find(name)
             if task is not None:
-                return self._task(eqn, jaxpr, consts, ins, replace(where, task=_nested(eqn, where.task, task)), out)
+                return self._task(eqn, jaxpr, consts, ins, replace(where, task=_nested(eqn, where, task)), out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
             ins = self._barrier(eqn, ins, where, out)
         return self.jaxpr(jaxpr, consts, ins, where, out)
@@ -167,7 +174,7 @@ class _Inliner:
         if len(meshes) > 1:
             names = ", ".join(task.name for task in found)
             raise MultiMeshError(
-                f"{_compat.user_line(eqn.source_info)}: this {eqn.primitive.name} has tasks on {len(meshes)} submeshes "
+                f"{where.line(eqn)}: this {eqn.primitive.name} has tasks on {len(meshes)} submeshes "
                 f"inside ({names}), and one such operation runs on one submesh; write the loop in Python, or as "
                 "multimesh.microbatch"
             )
@@ -184,10 +191,11 @@ class _Inliner:
                     yield from self._tasks_in(_compat.subjaxprs(eqn.params), inner)
 
 
-def _nested(eqn: Any, outer: Task | None, inner: Task) -> Task:
+def _nested(eqn: Any, where: _Where, inner: Task) -> Task:
+    outer = where.task
     if outer is not None and outer.mesh != inner.mesh:
         raise MultiMeshError(
-            f"{_compat.user_line(eqn.source_info)}: task {inner.name!r} is inside task {outer.name!r}, which is on "
+            f"{where.line(eqn)}: task {inner.name!r} is inside task {outer.name!r}, which is on "
             "another submesh; a task runs on one submesh: call one after the other"
         )
     return inner
