@@ -18,14 +18,14 @@ _DUMP = re.compile(r"(?P<mark><!-- dump: (?P<name>\w+) -->)\n(\n```text\n.*?\n``
 
 def dumps(step: Any, *args: Any) -> dict[str, str]:
     """Name of each pass to the dump of what it makes of ``step(*args)``."""
-    from programs import inlined, text
-
-    from multimesh import ir
     from multimesh.passes.fragment import fragment
     from multimesh.passes.loops import fuse, separate
     from multimesh.passes.place import place
     from multimesh.passes.planning import OrderedLoop, arrange, build
     from multimesh.passes.recompute import recompute
+    from programs import inlined, text
+
+    from multimesh import ir
 
     traced = inlined(step, *args)
     fused = fuse(traced)

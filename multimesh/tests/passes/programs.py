@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-
-import multimesh as mm
-from multimesh import ir
 from multimesh.passes.inline import inline
 from multimesh.passes.loops import fuse, separate
 from multimesh.passes.place import Homes, place
 from multimesh.tracing import partitioning
+
+import multimesh as mm
+from multimesh import ir
 
 MESHES = tuple(Mesh(np.array([d]), ("data",)) for d in jax.devices()[:3])
 

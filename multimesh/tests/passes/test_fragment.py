@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+from multimesh.passes.fragment import fragment, join
+from multimesh.passes.recompute import recompute
 from programs import loops, names, on, ones, placed
 
 import multimesh as mm
 from multimesh import ir
-from multimesh.passes.fragment import fragment, join
-from multimesh.passes.recompute import recompute
 
 
 def straight(fn, *args):
@@ -70,13 +70,14 @@ def test_edges_lead_upwards():
 
 
 def test_a_fragment_that_only_a_later_one_of_its_submesh_reads_is_joined_to_it():
-    """The second sin could run early, at level 0; it waits, and saves a program."""
+    """The sine could run at level 1; it waits for the rest of its submesh, and saves a program."""
 
-    def f(x, y):
-        early = on(0, jnp.sin)(x)
-        return on(0, lambda a, b: a * b)(jnp.exp(early), on(1, jnp.cos)(y))
+    def f(x):
+        y = on(1, jnp.cos)(x)
+        late = on(1, jnp.exp)(on(2, jnp.tan)(y))
+        return on(0, lambda y, z: y * z)(on(0, jnp.sin)(y), late)
 
-    assert shape(straight(f, ones(2), ones(2))) == [(None, 0, "b"), (None, 1, "a")]
+    assert shape(straight(f, ones(2))) == [(None, 0, "b"), (None, 1, "c"), (None, 2, "b"), (None, 3, "a")]
 
 
 def test_what_depends_on_inputs_only_joins_its_first_reader():

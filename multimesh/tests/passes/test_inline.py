@@ -57,7 +57,7 @@ def test_a_task_inside_a_task_of_the_same_submesh_gives_its_name():
 
 
 def test_a_task_inside_a_task_of_another_submesh():
-    with pytest.raises(mm.MultiMeshError, match="test_inline.py:.*task 'b' is inside task 'a'"):
+    with pytest.raises(mm.MultiMeshError, match=r"test_inline.py:.*task 'b' is inside task 'a'"):
         inlined(on(0, lambda x: on(1, jnp.cos)(x)), ones(2))
 
 

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from multimesh.passes.loops import fuse
 from programs import inlined, loops, names, on, ones, separated, text
 
 import multimesh as mm
 from multimesh import marks, schedules
-from multimesh.passes.loops import fuse
 
 HALVES = {"argnum": 1, "size": 2}
 

@@ -6,11 +6,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
+from multimesh.passes.planning import OrderedLoop, arrange
 from programs import on, ones, placed
 
 import multimesh as mm
 from multimesh import schedules
-from multimesh.passes.planning import OrderedLoop, arrange
 
 
 def ordered(fn, rows=8, argnum=1, **options):

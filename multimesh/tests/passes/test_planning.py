@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from multimesh.passes.planning import arrange, build
 from programs import on, ones, placed
 
 import multimesh as mm
-from multimesh.passes.planning import arrange, build
 
 ARGS = (ones(3, 3), ones(3, 3)), ones(8, 3)
 
