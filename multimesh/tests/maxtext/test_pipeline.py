@@ -14,6 +14,7 @@ import pytest
 Run = Callable[..., Any]
 GRID = ("--cpus", 8, "--dp", 2, "--tp", 2, "--pp", 2, "--batch-size", 16, "--microbatch-size", 2)
 TINY = ("--model-dims", 64, "--mlp-dims", 64, "--sequence-length", 64, "--attention", "dot_product", "dtype=float32")
+EXPERTS = ("num_experts=4", "base_moe_mlp_dim=64", "sparse_matmul=false")
 COMPARED = ("learning/loss", "learning/raw_grad_norm", "learning/grad_norm", "learning/param_norm")
 
 
@@ -104,7 +105,7 @@ def test_no_device_holds_the_whole_state(pair: Pair):
         ("--cpus", 8, "--tp", 2, "--pp", 4, "--num-layers", 4, "--batch-size", 8, "--sequence-parallel"),
         ("--cpus", 2, "--pp", 2, "--num-layers", 2, "--batch-size", 1),
         (*GRID, "--num-layers", 2, "decoder_block=gpt3"),
-        (*GRID, "--num-layers", 2, "decoder_block=mixtral", "num_experts=4", "sparse_matmul=false"),
+        (*GRID, "--num-layers", 2, "decoder_block=mixtral", *EXPERTS),
     ],
     ids=["gpipe", "tied", "sgd", "unclipped", "fsdp-pp4", "sp-pp4", "one-microbatch", "gpt3", "mixtral"],
 )
