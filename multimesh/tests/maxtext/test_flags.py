@@ -226,6 +226,7 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
         ("--model-name deepseek2-16b --num-layers 2", r"with decoder_block=deepseek yet"),
         ("--model-name mixtral-8x7b", r"with sparse_matmul=True yet: .*; use sparse_matmul=False"),
         ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
+        ("eval_interval=5", r"with eval_interval=5 yet: evaluation was never tried"),
         ("quantization=int8", r"with quantization=int8 yet"),
         (
             "--nodes 2 --cpus 4 --dp 8 --spawn",
