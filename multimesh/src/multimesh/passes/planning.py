@@ -313,15 +313,20 @@ class _Builder:
         """Layout of results and accumulators: that of the argument which each replaces or is combined with."""
         producer = {o: i for i in self.program.items if isinstance(i, ir.Op) for o in i.outs}
         label: dict[ir.Value, int] = {}
-        for position, arg in alike.items():
-            stack = list(ir.values([self.program.outputs[position]]))
+
+        def settled(v: ir.Value) -> bool:
+            op = producer.get(v)  # what is constrained has a layout of its own
+            return v in label or v in self._arg or (op is not None and op.prim is _compat.sharding_constraint_p)
+
+        for position, arg in alike.items():  # all results first: a new moment is also a part of the new parameter
+            label.update({v: arg for v in ir.values([self.program.outputs[position]]) if not settled(v)})
+        for result, arg in tuple(label.items()):
+            stack = [result]
             while stack:
                 v = stack.pop()
-                op = producer.get(v)
-                if v in label or v in self._arg or (op and op.prim is _compat.sharding_constraint_p):
-                    continue  # what is constrained has a layout of its own
                 label[v] = arg
-                stack += [r for r in (op.reads if op else ()) if r.aval.shape == v.aval.shape]
+                reads = producer[v].reads if v in producer else ()
+                stack += [r for r in reads if r.aval.shape == v.aval.shape and not settled(r)]
         like: dict[int, tuple[int, ...]] = {}
         for key, slot in self._index.items():
             if len(key) == 3 and key[2] is None and key[0] in label:

@@ -70,7 +70,8 @@ class _Localiser:
         return origin.level, index
 
     def _may_repeat(self, op: ir.Op) -> bool:
-        return op.prim.name in ELEMENTWISE and not op.effects
+        """Only operations of this submesh: a task runs where it was placed."""
+        return op.prim.name in ELEMENTWISE and not op.effects and op.mesh == self._part.mesh
 
     def _here(self, value: ir.Value) -> bool:
         """Whether a value costs nothing: already read, or an input of the loop that this submesh has anyway."""
@@ -109,8 +110,7 @@ class _Localiser:
         rename: dict[ir.Value, ir.Value] = {}
         for op in sorted(self._repeated.values(), key=lambda op: self._position(op.outs[0])):
             outs = tuple(ir.Value(o.aval) for o in op.outs)
-            task = op.task if op.mesh == part.mesh else None
-            copies.append(replace(_renamed(op, rename), outs=outs, mesh=part.mesh, task=task))
+            copies.append(replace(_renamed(op, rename), outs=outs))
             rename.update(zip(op.outs, outs, strict=True))
         return replace(part, ops=(*copies, *(_renamed(op, rename) for op in part.ops)))
 
