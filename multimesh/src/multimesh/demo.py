@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multimesh as mm
-from multimesh.errors import MissingPartError, MultiMeshError
+from multimesh.errors import DisagreementError, MissingPartError
 
 STAGES, DATA, MODEL = 2, 2, 2  # devices: pipeline stages x data x tensor parallelism
 LAYERS, WIDTH, HEADS, HIDDEN, VOCAB, SEQUENCE = 2, 32, 4, 128, 64, 16  # layers of a stage
@@ -24,10 +24,8 @@ TOLERANCE = 1e-5  # relative difference of two losses
 Params = dict[str, Any]
 
 
-class LossesDifferError(MultiMeshError):
+class LossesDifferError(DisagreementError):
     """The pipeline's loss is not that of the same function on one device; ``found`` is what `run` would return."""
-
-    exit_code = 14
 
     def __init__(self, message: str, found: dict[str, Any]):
         super().__init__(message)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir
@@ -135,6 +136,34 @@ class Plain:
         return self.jitted(*leaves)
 
 
+@dataclass(frozen=True, eq=False)
+class _Recent:
+    """The arguments of the last call: when the next ones are alike, their signature need not be made again."""
+
+    tree: Any
+    static: tuple[Any, ...]
+    traits: tuple[Any, ...]
+    compiled: Compiled | Plain
+
+    def fits(self, leaves: Sequence[Any], tree: Any, static: tuple[Any, ...]) -> bool:
+        """Whether a call has the same types, layouts and static arguments, by identity of what JAX shares."""
+        if tree != self.tree or static != self.static:
+            return False
+        for leaf, (kind, sharding, shape, dtype, weak) in zip(leaves, self.traits, strict=True):
+            if type(leaf) is not kind or leaf.shape != shape or leaf.dtype != dtype:
+                return False
+            if sharding is not None and (leaf.sharding is not sharding or getattr(leaf, "weak_type", False) != weak):
+                return False
+        return True
+
+
+def _traits(leaf: Any) -> tuple[Any, ...]:
+    """What `_Recent` compares; a leaf that is neither a JAX nor a NumPy array never fits."""
+    if isinstance(leaf, jax.Array):
+        return type(leaf), leaf.sharding, leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+    return (np.ndarray if type(leaf) is np.ndarray else None, None, np.shape(leaf), getattr(leaf, "dtype", None), False)
+
+
 class Jitted:
     """The result of `jit`; see there."""
 
@@ -153,6 +182,7 @@ class Jitted:
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         self._devices = tuple(devices) if devices is not None else None
         self._compiled: dict[Signature, Compiled | Plain] = {}
+        self._recent: _Recent | None = None
         self._lock = threading.Lock()
         functools.update_wrapper(self, fn, updated=())
 
@@ -160,6 +190,10 @@ class Jitted:
         """Run; traces and compiles when the types, layouts or static arguments are new."""
         positional = self._positional(args, kwargs)
         leaves, tree = jax.tree.flatten(_dynamic(positional, self._static))
+        recent = self._recent
+        static = tuple(positional[i] for i in self._static if i < len(positional))
+        if recent is not None and recent.fits(leaves, tree, static):
+            return recent.compiled.run_flat(leaves)
         if any(_compat.is_tracer(leaf) for leaf in leaves):
             return self._fn(*positional)
         signature = self._signature(leaves, tree, positional)
@@ -171,6 +205,7 @@ class Jitted:
                     lowered = self._lower(positional, signature)
                     compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
                     self._compiled[signature] = compiled
+        self._recent = _Recent(tree, static, tuple(map(_traits, leaves)), compiled)
         return compiled.run_flat(leaves)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

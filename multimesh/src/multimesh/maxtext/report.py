@@ -74,9 +74,9 @@ def table(steps: Sequence[Step]) -> Table:
 
 
 def comparison(pairs: Sequence[Pair]) -> Table:
-    """Return losses and gradient norms of a pipeline beside those of one program, of at most a dozen steps."""
+    """Return a pipeline's steps with losses and gradient norms beside those of one program; at most a dozen."""
     result = Table(box=None, pad_edge=False)
-    for name in ("step", "loss", "one program", "gradient norm", "one program", "difference", "step time"):
+    for name in ("step", "loss", "one program", "grad norm", "one program", "difference", "step time", "tokens/s"):
         result.add_column(name, justify="right")
     for pair in (pairs[i] for i in _shown(len(pairs))):
         ours, theirs = pair.step, pair.reference
@@ -88,6 +88,7 @@ def comparison(pairs: Sequence[Pair]) -> Table:
             f"{theirs.gradient_norm:.6f}",
             f"{pair.difference:.1e}",
             f"{ours.seconds:.3f} s",
+            "compiles" if ours.number == 0 else f"{ours.tokens_per_second:,.0f}",
         )
     return result
 
