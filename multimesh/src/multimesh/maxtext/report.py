@@ -76,7 +76,7 @@ def table(steps: Sequence[Step]) -> Table:
 def comparison(pairs: Sequence[Pair]) -> Table:
     """Return a pipeline's steps with losses and gradient norms beside those of one program; at most a dozen."""
     result = Table(box=None, pad_edge=False)
-    for name in ("step", "loss", "one program", "grad norm", "one program", "difference", "step time", "tokens/s"):
+    for name in ("step", "loss", "spmd", "grad norm", "spmd", "diff", "step time", "tokens/s"):
         result.add_column(name, justify="right")
     for pair in (pairs[i] for i in _shown(len(pairs))):
         ours, theirs = pair.step, pair.reference
