@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
@@ -64,6 +65,11 @@ def devices_free() -> Iterator[None]:
     axes = jax.sharding.get_abstract_mesh()
     with without_mesh(concrete_only=True), jax.sharding.use_abstract_mesh(axes):
         yield
+
+
+def trace_context() -> Any:
+    """Everything of JAX's configuration that a trace depends on (precision, x64, ambient mesh ...), hashable."""
+    return _config.trace_context()
 
 
 def nbytes(aval: Any) -> int:

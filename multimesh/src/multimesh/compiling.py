@@ -76,22 +76,16 @@ class _Compiler:
             kind, slot = plan.outputs[position]
             if kind == "slot" and slot not in self._layouts:
                 self._pinned[slot] = self._carried(spec, slot)
+        zeros = {k for k, kernel in enumerate(plan.kernels) if kernel.make == "zeros"}
+        accumulators = {s for step in plan.instructions if step.kernel in zeros for s in step.outs}
         for slot in {s for step in plan.instructions if step.kind == "RUN" for s in step.outs} - set(self._pinned):
-            if plan.submeshes[plan.slots[slot].submesh].size == 1 or self._is_accumulator(slot):
+            if plan.submeshes[plan.slots[slot].submesh].size == 1 or slot in accumulators:
                 self._pinned[slot] = self._carried(PartitionSpec(), slot)
         self._received = self._senders()
 
     def _carried(self, spec: PartitionSpec, slot: int) -> NamedSharding:
         where = self._plan.slots[slot]
         return carry_over(spec, where.shape, self._plan.submeshes[where.submesh])
-
-    def _is_accumulator(self, slot: int) -> bool:
-        return slot in self._accumulators
-
-    @property
-    def _accumulators(self) -> set[int]:
-        zeros = {k for k, kernel in enumerate(self._plan.kernels) if kernel.make == "zeros"}
-        return {s for step in self._plan.instructions if step.kernel in zeros for s in step.outs}
 
     def _senders(self) -> dict[int, int]:
         """Slot that receives to the slot that it is received from."""

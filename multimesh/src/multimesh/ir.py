@@ -152,7 +152,8 @@ def live(items: Iterable[AnyItem], wanted: Iterable[Atom]) -> list[AnyItem]:
     needed = set(values(wanted))
     kept: list[AnyItem] = []
     for item in reversed(list(items)):
-        if any(o in needed for o in item.outs) or (isinstance(item, Op) and item.effects):
+        effects = item.effects if isinstance(item, Op) else any(op.effects for op in item.ops)
+        if effects or any(o in needed for o in item.outs):
             kept.append(item)
             needed.update(item.reads)
             needed.update(item.after if isinstance(item, Op) else ())

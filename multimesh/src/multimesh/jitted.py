@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from multimesh import _compat, ir
+from multimesh import _compat, ir, marks
+from multimesh.arguments import Signature, abstract, dynamic, per_leaf, replaced, stripped
 from multimesh.compiling import CompiledPlan, compile_plan
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.passes.inline import inline
@@ -24,16 +26,6 @@ from multimesh.plan import Plan
 from multimesh.runtime import Runner
 from multimesh.submesh import spec_of
 from multimesh.tracing import partitioning
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a trace depends on: tree, types, layouts and static arguments."""
-
-    tree: Any
-    avals: tuple[Any, ...]
-    specs: tuple[PartitionSpec, ...]
-    static: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,12 +134,13 @@ class _Recent:
 
     tree: Any
     static: tuple[Any, ...]
+    context: Any
     traits: tuple[Any, ...]
     compiled: Compiled | Plain
 
-    def fits(self, leaves: Sequence[Any], tree: Any, static: tuple[Any, ...]) -> bool:
+    def fits(self, leaves: Sequence[Any], tree: Any, static: tuple[Any, ...], context: Any) -> bool:
         """Whether a call has the same types, layouts and static arguments, by identity of what JAX shares."""
-        if tree != self.tree or static != self.static:
+        if tree != self.tree or static != self.static or context != self.context:
             return False
         for leaf, (kind, sharding, shape, dtype, weak) in zip(leaves, self.traits, strict=True):
             if type(leaf) is not kind or leaf.shape != shape or leaf.dtype != dtype:
@@ -155,6 +148,10 @@ class _Recent:
             if sharding is not None and (leaf.sharding is not sharding or getattr(leaf, "weak_type", False) != weak):
                 return False
         return True
+
+
+def _context() -> Any:
+    return marks.registrations(), _compat.trace_context()
 
 
 def _traits(leaf: Any) -> tuple[Any, ...]:
@@ -189,10 +186,10 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run; traces and compiles when the types, layouts or static arguments are new."""
         positional = self._positional(args, kwargs)
-        leaves, tree = jax.tree.flatten(_dynamic(positional, self._static))
+        leaves, tree = jax.tree.flatten(dynamic(positional, self._static))
         recent = self._recent
-        static = tuple(positional[i] for i in self._static if i < len(positional))
-        if recent is not None and recent.fits(leaves, tree, static):
+        static, context = self._static_values(positional), _context()
+        if recent is not None and recent.fits(leaves, tree, static, context):
             return recent.compiled.run_flat(leaves)
         if any(_compat.is_tracer(leaf) for leaf in leaves):
             return self._fn(*positional)
@@ -205,13 +202,13 @@ class Jitted:
                     lowered = self._lower(positional, signature)
                     compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
                     self._compiled[signature] = compiled
-        self._recent = _Recent(tree, static, tuple(map(_traits, leaves)), compiled)
+        self._recent = _Recent(tree, static, context, tuple(map(_traits, leaves)), compiled)
         return compiled.run_flat(leaves)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
         positional = self._positional(args, kwargs)
-        leaves, tree = jax.tree.flatten(_dynamic(positional, self._static))
+        leaves, tree = jax.tree.flatten(dynamic(positional, self._static))
         lowered = self._lower(positional, self._signature(leaves, tree, positional))
         if isinstance(lowered, Plain):
             raise MultiMeshError(
@@ -246,24 +243,29 @@ class Jitted:
         return bound.args
 
     def _signature(self, leaves: Sequence[Any], tree: Any, positional: tuple[Any, ...]) -> Signature:
-        avals = tuple(map(_abstract, leaves))
-        given = _per_leaf(self._in_shardings, tree, "in_shardings") if self._in_shardings is not None else None
-        specs = [_stripped(spec_of(leaf)) for leaf in leaves]
+        avals = tuple(map(abstract, leaves))
+        given = per_leaf(self._in_shardings, tree, "in_shardings") if self._in_shardings is not None else None
+        specs = [stripped(spec_of(leaf)) for leaf in leaves]
         if given is not None:
-            specs = [spec if g is None else _stripped(g) for spec, g in zip(specs, given, strict=True)]
-        static = tuple(positional[i] for i in self._static if i < len(positional))
+            specs = [spec if g is None else stripped(g) for spec, g in zip(specs, given, strict=True)]
+        return Signature(tree, avals, tuple(specs), self._static_values(positional), _context())
+
+    def _static_values(self, positional: tuple[Any, ...]) -> tuple[Any, ...]:
+        static = tuple((type(positional[i]), positional[i]) for i in self._static if i < len(positional))
         try:
             hash(static)
         except TypeError:
             raise UsageError("static_argnums: static arguments must be hashable") from None
-        return Signature(tree, avals, tuple(specs), static)
+        return static
 
     def _lower(self, positional: tuple[Any, ...], signature: Signature) -> Lowered | Plain:
         structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals]
 
+        count, fixed = len(positional), {i: positional[i] for i in self._static if i < len(positional)}
+
         def flat(*leaves: Any) -> Any:
             dynamic = iter(jax.tree.unflatten(signature.tree, leaves))
-            full = [a if i in self._static else next(dynamic) for i, a in enumerate(positional)]
+            full = [fixed[i] if i in fixed else next(dynamic) for i in range(count)]
             with partitioning():
                 return self._fn(*full)
 
@@ -277,16 +279,31 @@ class Jitted:
         self._check_devices(program)
         out_tree = jax.tree.structure(shapes)
         donated = self._donated_leaves(signature.tree)
-        alike = _alike(signature, out_tree, jax.tree.leaves(shapes), donated)
+        alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated)
         plan = build(program, homes, arrange(program), donated, alike)
+        out_specs = self._result_specs(out_tree)
+        self._check_axes(plan, signature.tree, out_specs.values())
         return Lowered(
             plan,
             closed,
             signature.specs,
             out_tree,
-            self._result_specs(out_tree),
-            jax.tree.structure(tuple(_dynamic(positional, self._static))),
+            out_specs,
+            jax.tree.structure(tuple(dynamic(positional, self._static))),
         )
+
+    def _check_axes(self, plan: Plan, tree: Any, out_specs: Iterable[PartitionSpec]) -> None:
+        """Refuse a given layout that no submesh has the axes for."""
+        given = per_leaf(self._in_shardings, tree, "in_shardings") if self._in_shardings is not None else []
+        known = {axis for mesh in plan.submeshes for axis in mesh.axis_names}
+        for spec in filter(None, (*given, *out_specs)):
+            entries = ((e,) if isinstance(e, str) else e for e in spec)
+            named = {axis for entry in entries if isinstance(entry, tuple) for axis in entry}
+            if named - known:
+                raise UsageError(
+                    f"{self._name}: in_shardings or out_shardings name axis {min(named - known)!r}, which no "
+                    f"submesh has; axes are {sorted(known)}"
+                )
 
     def _plain(self, flat: Callable[..., Any], signature: Signature) -> Plain:
         if self._in_shardings is not None or self._out_shardings is not None:
@@ -309,7 +326,7 @@ class Jitted:
                     )
 
     def _donated_leaves(self, tree: Any) -> frozenset[int]:
-        dynamic = [i for i in range(tree.num_leaves + len(self._static) + 1) if i not in self._static]
+        dynamic = (i for i in itertools.count() if i not in self._static)
         donated: list[int] = []
         start = 0
         for number, child in zip(dynamic, tree.children(), strict=False):
@@ -321,86 +338,8 @@ class Jitted:
     def _result_specs(self, out_tree: Any) -> dict[int, PartitionSpec]:
         if self._out_shardings is None:
             return {}
-        given = _per_leaf(self._out_shardings, out_tree, "out_shardings")
+        given = per_leaf(self._out_shardings, out_tree, "out_shardings")
         return {i: spec for i, spec in enumerate(given) if spec is not None}
-
-
-def _dynamic(positional: tuple[Any, ...], static: tuple[int, ...]) -> list[Any]:
-    return [a for i, a in enumerate(positional) if i not in static]
-
-
-def _abstract(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False))
-    try:
-        struct = _compat.abstractify(leaf)
-    except TypeError:
-        raise UsageError(
-            f"multimesh.jit: an argument of type {type(leaf).__name__} is no array; name it in static_argnums"
-        ) from None
-    return tuple(struct.shape), struct.dtype, bool(struct.weak_type)
-
-
-def _stripped(spec: PartitionSpec) -> PartitionSpec:
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-def _per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
-    """Partition spec per leaf of a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
-
-    def is_leaf(x: Any) -> bool:
-        return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
-
-    def spec(x: Any) -> PartitionSpec | None:
-        if isinstance(x, NamedSharding):
-            return x.spec
-        if x is None or isinstance(x, PartitionSpec):
-            return x
-        raise UsageError(f"{what}: use NamedSharding, PartitionSpec or None, not {type(x).__name__}")
-
-    if isinstance(shardings, list) and tree.num_leaves and not isinstance(shardings, tuple):
-        shardings = tuple(shardings)
-    dummy = jax.tree.unflatten(tree, range(tree.num_leaves))
-    if isinstance(dummy, list) and isinstance(shardings, tuple):
-        dummy = tuple(dummy)
-    try:
-        spread = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), shardings, dummy, is_leaf=is_leaf)
-    except ValueError as error:
-        raise UsageError(f"{what}: not a pytree prefix of the arguments: {error}") from None
-    return [spec(s) for s in jax.tree.leaves(spread, is_leaf=is_leaf)]
-
-
-def _alike(signature: Signature, out_tree: Any, outs: Sequence[Any], donated: frozenset[int]) -> dict[int, int]:
-    """Result leaf to the argument leaf that it replaces: subtrees with an argument's structure and types.
-
-    A single array replaces only a donated one: many an activation has the shape of the input.
-    """
-    arguments: list[tuple[Any, int]] = []
-    start = 0
-    for child in signature.tree.children():
-        if child.num_leaves > 1 or start in donated:
-            arguments.append((child, start))
-        start += child.num_leaves
-    alike: dict[int, int] = {}
-
-    def types(first: int, count: int) -> list[Any]:
-        return [(shape, dtype) for shape, dtype, _ in signature.avals[first : first + count]]
-
-    def visit(tree: Any, first: int) -> None:
-        mine = [(tuple(o.shape), o.dtype) for o in outs[first : first + tree.num_leaves]]
-        for child, at in arguments:
-            if child == tree and types(at, child.num_leaves) == mine and tree.num_leaves:
-                alike.update({first + k: at + k for k in range(tree.num_leaves)})
-                return
-        for child in tree.children():
-            visit(child, first)
-            first += child.num_leaves
-
-    visit(out_tree, 0)
-    return alike
 
 
 def jit(
@@ -478,6 +417,8 @@ def _argnums(given: int | Sequence[int], count: int | None, what: str) -> tuple[
     numbers = (given,) if isinstance(given, int) else tuple(given)
     if any(not isinstance(n, int) for n in numbers):
         raise UsageError(f"{what}: must be an int or ints, got {given!r}")
+    if count is None and any(n < 0 for n in numbers):
+        raise UsageError(f"{what}: count from the front; the function takes any number of positional arguments")
     if count is not None:
         for n in numbers:
             if not -count <= n < count:

@@ -61,6 +61,7 @@ class LoopMark:
 TASKS: Interned[Task] = Interned("multimesh.task:")
 CONSTRAINTS: Interned[tuple[PartitionSpec, int]] = Interned("multimesh.constraint:")  # spec and rank
 LOOPS: Interned[LoopMark] = Interned("multimesh.loop:")
+BODY = "multimesh.body"  # name of the inner jit that is the body of a microbatch loop
 _loop_uid = itertools.count()
 
 
@@ -82,8 +83,9 @@ class Registration:
 
     def remove(self) -> None:
         """End the registration; removing twice is harmless."""
+        global _registrations
         with _registrations_lock:
-            _registrations[:] = [r for r in _registrations if r is not self]
+            _registrations = tuple(r for r in _registrations if r is not self)
 
     def __enter__(self) -> Registration:
         return self
@@ -122,14 +124,13 @@ class Registration:
         )
 
 
-_registrations: list[Registration] = []
+_registrations: tuple[Registration, ...] = ()  # the newest first; replaced, never changed
 _registrations_lock = threading.Lock()
 
 
 def registrations() -> tuple[Registration, ...]:
     """Registrations in force, the newest first."""
-    with _registrations_lock:
-        return tuple(reversed(_registrations))
+    return _registrations
 
 
 def register_task(
@@ -191,6 +192,7 @@ def register_task(
         if logical_axes and axes is None:
             raise UsageError(f"register_task({pattern.pattern!r}): logical_axes= needs device_axes=")
         made = Registration(pattern, None, callback, dims, axes, tuple(dict(logical_axes or {}).items()))
+    global _registrations
     with _registrations_lock:
-        _registrations.append(made)
+        _registrations = (made, *_registrations)
     return made

@@ -13,6 +13,7 @@ from jax import lax
 
 from multimesh import _compat, marks, schedules
 from multimesh.errors import UsageError
+from multimesh.tasks import marked_call
 
 
 def microbatch(
@@ -81,9 +82,9 @@ def microbatch(
                 full[argnum] = jax.tree.map(lambda x: jnp.moveaxis(x, 0, dim), piece)
                 return fn(*full, **kwargs)
 
-            return _scan(jax.jit(call), slices, stack)
+            return _scan(jax.jit(_compat.named(call, marks.BODY)), slices, stack)
 
-        return jax.jit(_compat.named(loop, marks.loop_name(mark)))(*args)
+        return marked_call(marks.loop_name(mark), loop, args, {})
 
     return looped
 
@@ -113,7 +114,7 @@ def _scan(call: Callable[[Any], Any], slices: Any, stack: Any) -> Any:
     leaves, tree = jax.tree.flatten(shapes)
     stacked = _stacked_leaves(stack, shapes)
     for leaf, keep in zip(leaves, stacked, strict=True):
-        if not keep and not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
+        if not keep and not jnp.issubdtype(leaf.dtype, jnp.number):
             raise UsageError(f"microbatch: a result of dtype {leaf.dtype} can't be summed; mark it True in stack=")
 
     def body(carry: list[Any], piece: Any) -> tuple[list[Any], list[Any]]:

@@ -137,7 +137,8 @@ def carry_over(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> Named
     """
     entries: list[Any] = []
     for size, entry in zip(shape, tuple(spec) + (None,) * len(shape), strict=False):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        free = entry is None or entry is PartitionSpec.UNCONSTRAINED
+        names = () if free else (entry,) if isinstance(entry, str) else tuple(entry)
         ways = int(np.prod([mesh.shape.get(axis, 0) for axis in names], dtype=np.int64))
         entries.append(entry if names and ways and size % ways == 0 else None)
     while entries and entries[-1] is None:

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 from multimesh import _compat, marks
 from multimesh.errors import UsageError
 from multimesh.modules import with_call
-from multimesh.submesh import AxisMap, Task, make_task
-from multimesh.tracing import partitioned_trace
+from multimesh.submesh import AxisMap, Task, make_task, translate
+from multimesh.tracing import current_task, inside, partitioned_trace
 
 
 def task(
@@ -64,12 +64,8 @@ def task(
 
 @contextlib.contextmanager
 def _scope(placed: Task) -> Iterator[None]:
-    with jax.named_scope(marks.TASKS.name(placed)), _mesh_context(placed):
+    with jax.named_scope(marks.TASKS.name(placed)), inside(placed):
         yield
-
-
-def _mesh_context(placed: Task) -> contextlib.AbstractContextManager[Any]:
-    return _compat.abstract_mesh_context(placed.mesh) if partitioned_trace() else contextlib.nullcontext()
 
 
 def _scoped(call: Callable[..., Any], placed: Task) -> Callable[..., Any]:
@@ -85,22 +81,28 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
+def marked_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``fn`` in an inner jit of this name; what is no array (flags, names, sizes) stays a Python value."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    where = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def body(*arrays: Any) -> Any:
+        full = list(leaves)
+        for i, array in zip(where, arrays, strict=True):
+            full[i] = array
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
+        return fn(*inner_args, **inner_kwargs)
+
+    return jax.jit(_compat.named(body, name))(*(leaves[i] for i in where))
+
+
 def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
-    """Wrap ``fn`` in a marking inner jit; what is no array (flags, names, sizes) stays a Python value."""
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with inside(placed):
+            return fn(*args, **kwargs)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        where = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-
-        def body(*arrays: Any) -> Any:
-            full = list(leaves)
-            for i, array in zip(where, arrays, strict=True):
-                full[i] = array
-            inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
-            with _mesh_context(placed):
-                return fn(*inner_args, **inner_kwargs)
-
-        results = jax.jit(_compat.named(body, marks.TASKS.name(placed)))(*(leaves[i] for i in where))
+        results = marked_call(marks.TASKS.name(placed), run, args, kwargs)
         return jax.tree.map(_compat.leave_mesh, results) if partitioned_trace() else results
 
     with contextlib.suppress(AttributeError, TypeError):
@@ -123,6 +125,9 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
             raise UsageError(
                 f"with_sharding_constraint: {spec} has {len(spec)} entries for an array of shape {np.shape(leaf)}"
             )
+        task = current_task()
+        if task is not None:
+            return jax.lax.with_sharding_constraint(leaf, translate(spec, task))
         return jax.jit(_compat.named(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
     return jax.tree.map(constrain, x)

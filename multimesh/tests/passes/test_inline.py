@@ -63,10 +63,16 @@ def test_a_task_inside_a_task_of_another_submesh():
 
 def test_a_constraint_keeps_its_logical_axes():
     spec = jax.sharding.PartitionSpec("rows")
-    program = inlined(on(0, lambda x: mm.with_sharding_constraint(2 * x, spec)), ones(2))
+
+    def f(x):
+        with jax.named_scope("layer"):
+            return mm.with_sharding_constraint(2 * x, spec)
+
+    with mm.register_task("layer", mesh=MESHES[0], logical_axes={"rows": "data"}):
+        program = inlined(f, ones(2))
     assert names(program.items) == ["mul", "sharding_constraint"]
     assert program.items[1].params["logical"] == spec
-    assert program.items[1].task.name == "a"
+    assert program.items[1].task.name == "layer"
 
 
 def test_recomputation_is_tied_to_the_cotangent():

@@ -7,7 +7,7 @@ from multimesh.passes.loops import fuse
 from programs import inlined, loops, names, on, ones, separated, text
 
 import multimesh as mm
-from multimesh import marks, schedules
+from multimesh import _compat, marks, schedules
 
 HALVES = {"argnum": 1, "size": 2}
 
@@ -18,7 +18,8 @@ def two_stages(w, x):
 
 def marked_scan(body, init, rows):
     """A scan under the mark of a microbatch loop, as only a broken caller could write it."""
-    scan = lambda x: jax.lax.scan(body, init, x)[0]  # noqa: E731 - the mark is its name
+    marked = jax.jit(_compat.named(lambda c, x: body(c, x), marks.BODY))
+    scan = lambda x: jax.lax.scan(marked, init, x)[0]  # noqa: E731 - the mark is its name
     scan.__name__ = scan.__qualname__ = marks.loop_name(marks.LoopMark(rows, schedules.get("1f1b")))
     return jax.jit(scan)
 

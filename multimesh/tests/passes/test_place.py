@@ -91,7 +91,7 @@ def test_a_constraint_that_no_task_could_resolve():
     def f(x, y):
         return on(0, jnp.sin)(x), jnp.cos(mm.with_sharding_constraint(2 * y, P("rows")))
 
-    with pytest.raises(mm.MultiMeshError, match=r"test_place.py:.*no task reads or makes the value"):
+    with pytest.raises(mm.MultiMeshError, match=r"test_place.py:.*no task beside it reads or makes the value"):
         placed(f, ones(2), ones(2))
 
 

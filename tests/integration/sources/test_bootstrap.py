@@ -37,7 +37,7 @@ def furnish(root: Path) -> Clone:
     small = next(line for line in locked.splitlines() if line.startswith("humanize==")).replace("\\", "\\\n")
     (root / "requirements" / "run.txt").write_text(small + "\n")
     shutil.copytree(ROOT / "multimesh" / "src", root / "multimesh" / "src")
-    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/pyproject.toml"):
+    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/pyproject.toml", "multimesh/README.md"):
         shutil.copy2(ROOT / name, root / name)
     clone.components["multimesh"] = {"link": "multimesh", "groups": ["run", "dev"]}
     clone.write()

@@ -68,7 +68,7 @@ class _Inliner:
         if name in _CALLS:
             where = replace(where, calls=(*where.calls, eqn.source_info))
             return self._call(eqn, ins, where, out)
-        if name == "scan" and where.loop is not None:
+        if name == "scan" and where.loop is not None and _is_microbatch_loop(eqn, where.loop[0].count):
             return self._loop(eqn, ins, where, out)
         if name == "multimesh_leave" or (name == "convert_element_type" and _same_type(ins[0], eqn.outvars[0])):
             return ins
@@ -189,6 +189,19 @@ class _Inliner:
                     yield task or inner.task  # type: ignore[misc]
                 else:
                     yield from self._tasks_in(_compat.subjaxprs(eqn.params), inner)
+
+
+def _is_microbatch_loop(eqn: Any, count: int) -> bool:
+    """Whether a scan is that of `microbatch`, not one of the user's that ``grad`` hoisted out of it."""
+    if eqn.params["length"] != count:
+        return False
+    pending = [eqn.params["jaxpr"].jaxpr]
+    while pending:
+        for inner in pending.pop().eqns:
+            if inner.primitive is _compat.jit_p and inner.params["name"] == marks.BODY:
+                return True
+            pending += _compat.subjaxprs(inner.params)
+    return False
 
 
 def _nested(eqn: Any, where: _Where, inner: Task) -> Task:

@@ -47,7 +47,9 @@ def place(program: ir.Program, default: Mesh | None = None) -> tuple[ir.Program,
         raise MultiMeshError("nothing in this function is a task; wrap parts of it in multimesh.task(..., mesh=...)")
     default = default or order[0]
     homes: Homes = {}
-    items = [_place_loop(i, default, homes, order) if isinstance(i, ir.Loop) else i for i in program.items]
+    rows = {v for i in program.items if isinstance(i, ir.Loop) for v in i.linked.values()}
+    moved: dict[ir.Value, ir.Value] = {}
+    items = [_place_loop(i, default, homes, order, rows, moved) if isinstance(i, ir.Loop) else i for i in program.items]
     walked = _Follower(homes, order, _by_size).run(items)
     outputs = tuple(walked.output(o) for o in program.outputs)
     placed, outputs = _clone_floating(walked.items, walked.anchored, homes, outputs, default)
@@ -97,7 +99,7 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
             if not tasks and not item.backward:
                 raise MultiMeshError(
                     f"{_compat.user_line(item.source)}: with_sharding_constraint({item.params['logical']}) outside a "
-                    "task, and no task reads or makes the value; constrain it inside a task"
+                    "task, and no task beside it reads or makes the value; constrain it inside a task"
                 )
             if not readers[item.outs[0]]:
                 params = item.params if tasks else {"identity": True}
@@ -167,6 +169,8 @@ class _Follower:
                     self._anchor(part, mesh, [v for v in part.reads if v in self.homes])
             elif known:
                 self._anchor(op, self._home(op.reads, known), known)
+            elif op.effects:  # once, whoever reads it
+                self._anchor(op, next(iter(self._order)), known)
             else:
                 self.items.append(op)
         return self
@@ -208,13 +212,24 @@ class _Follower:
         return self._rename.get(atom, atom) if isinstance(atom, ir.Value) else atom
 
 
-def _place_loop(loop: ir.Loop, default: Mesh, outer: Homes, order: Sequence[Mesh]) -> ir.Loop:
+def _place_loop(
+    loop: ir.Loop,
+    default: Mesh,
+    outer: Homes,
+    order: Sequence[Mesh],
+    rows: set[ir.Value],
+    moved: dict[ir.Value, ir.Value],
+) -> ir.Loop:
+    """Place a loop's body; ``moved`` follows the ``rows`` that later loops are linked to when they are cloned."""
+    loop = replace(loop, linked={k: moved.get(v, v) for k, v in loop.linked.items()})
     homes: Homes = {inner: outer[row] for inner, row in loop.linked.items() if row in outer}
     walked = _Follower(homes, order, _by_depth).run(loop.ops)
-    wanted = tuple(walked.output(a) for a in (*(s.leaf for s in loop.sums), *loop.stacks.values()))
+    given = [o for op in loop.ops for o in op.outs if o in rows]
+    wanted = tuple(walked.output(a) for a in (*(s.leaf for s in loop.sums), *loop.stacks.values(), *given))
     placed, results = _clone_floating(walked.items, walked.anchored, homes, wanted, default)
     sums = tuple(replace(s, leaf=r) for s, r in zip(loop.sums, results, strict=False))
-    stacks = dict(zip(loop.stacks, results[len(sums) :], strict=True))
+    stacks = dict(zip(loop.stacks, results[len(sums) :], strict=False))
+    moved.update(zip(given, results[len(sums) + len(stacks) :], strict=True))
     for s in sums:
         outer[s.out] = _home(s.leaf, homes, default)
     for o, inner in stacks.items():
@@ -282,7 +297,7 @@ def _copy_for_output(
     for mesh in (*needed[atom], default):
         if (atom, mesh) in copy:
             return copy[atom, mesh]
-    return atom
+    return next((made for (value, _), made in copy.items() if value is atom), atom)
 
 
 def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]:

@@ -344,7 +344,8 @@ class _Builder:
 
 
 def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Accumulators always; elsewhere what is read for the last time and can become a result of the same type."""
+    """Accumulators always; elsewhere donated arguments at their last use, where a result replaces them."""
+    donated = donated - _aliased(plan)
     arg_of = {slot: arg for arg, slot in plan.inputs}
     held = kept | {slot for _, slot in plan.constants}
     donations: dict[int, tuple[int, ...]] = {}
@@ -362,6 +363,14 @@ def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozen
             ]
             donations[step.kernel] = _matched(plan, step, free, arg_of)
     return donations
+
+
+def _aliased(plan: Plan) -> set[int]:
+    """Arguments held on submeshes that share devices: their slots may be one buffer."""
+    on: dict[int, list[set[Any]]] = collections.defaultdict(list)
+    for arg, slot in plan.inputs:
+        on[arg].append(set(plan.submeshes[plan.slots[slot].submesh].devices.flat))
+    return {arg for arg, sets in on.items() if sum(map(len, sets)) > len(set().union(*sets))}
 
 
 def _matched(plan: Plan, step: Instruction, free: Sequence[int], arg_of: dict[int, int]) -> tuple[int, ...]:
