@@ -241,11 +241,11 @@ class _Builder:
             sums=tuple(s.leaf for s in mine),
             rows=rows,
             ins=tuple(v for v in f.ins if v not in loop.slices),
-            outs=tuple(v for v in f.outs if self._is_read(v, loop, f)),
+            outs=tuple(v for v in f.outs if self._is_read(v, loop)),
         )
         return self._kernel(kernel), kernel, mine
 
-    def _is_read(self, value: ir.Value, loop: ir.Loop, f: Fragment) -> bool:
+    def _is_read(self, value: ir.Value, loop: ir.Loop) -> bool:
         """Whether a value leaves its kernel otherwise than through an accumulator."""
         return bool(self._readers[value]) or value in loop.stacks.values()
 

@@ -7,8 +7,11 @@ fusion does inside one program, done here between programs.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from dataclasses import replace
+
+from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.passes.fragment import Fragment, with_interfaces
@@ -30,19 +33,20 @@ _Maker = dict[ir.Value, tuple[Fragment, int]]
 def recompute(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fragment, ...]:
     """Repeat elementwise operations in the fragments that read their results, where that takes fewer bytes across."""
     maker: _Maker = {o: (part, i) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
-    return with_interfaces([_Localiser(part, maker).run() for part in fragments], results)
+    inputs: dict[Mesh, set[ir.Value]] = collections.defaultdict(set)  # of the loop, that a submesh reads anyway
+    for part in fragments:
+        inputs[part.mesh].update(v for v in part.ins if v not in maker)
+    return with_interfaces([_Localiser(part, maker, inputs[part.mesh]).run() for part in fragments], results)
 
 
 class _Localiser:
     """Rewrites one fragment: latest inputs first, so that what they are computed from is still to be decided."""
 
-    def __init__(self, part: Fragment, maker: _Maker):
-        self._part, self._maker = part, maker
+    def __init__(self, part: Fragment, maker: _Maker, own_inputs: set[ir.Value]):
+        self._part, self._maker, self._own_inputs = part, maker, own_inputs
         self._at_hand = set(part.ins)
         self._repeated: dict[tuple[int, int], ir.Op] = {}
         self._made: set[ir.Value] = set()
-        parts = {id(p): p for p, _ in maker.values() if p.mesh == part.mesh}
-        self._own_inputs = {v for p in parts.values() for v in p.ins if v not in maker}
 
     def run(self) -> Fragment:
         crossing = [v for v in self._part.ins if v in self._maker]
