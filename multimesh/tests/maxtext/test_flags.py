@@ -25,6 +25,8 @@ from multimesh.maxtext.flags import parse, parser
 from multimesh.maxtext.locate import find_maxtext
 from multimesh.maxtext.realm import warning
 
+from multimesh import schedules
+
 ORIGINAL = [
     "--nodes",
     "--gpus",
@@ -207,8 +209,7 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--schedule zb-h1", r"--schedule zb-h1 is not there yet; use one of gpipe, fill-drain, 1f1b"),
-        ("--schedule custom", r"--schedule custom is not there yet"),
+        ("--schedule custom", r"--schedule custom is not there yet; use one of gpipe, 1f1b, interleaved, zb-h1"),
         ("--interleave 2", r"--interleave 2: stages are of one piece yet; leave it out or use --backend spmd"),
         ("--scan-layers", r"--scan-layers: one stack of layers cannot lie on several stages, .*; leave it out"),
         ("--forecast", r"--backend multimesh has no --forecast yet; leave it out"),
@@ -252,7 +253,7 @@ def test_what_is_no_pipeline_of_multimesh_is_left_to_maxtext(job: Callable[[Sequ
 @pytest.mark.parametrize(
     "argv",
     [
-        *(f"--schedule {name}" for name in ("gpipe", "fill-drain", "1f1b")),
+        *(f"--schedule {name}" for name in schedules.names()),
         "logits_via_embedding=true",
         "--batch-size 3",
         "--no-scan-layers",

@@ -2,6 +2,8 @@
 
 import collections
 import itertools
+import subprocess
+import sys
 
 import pytest
 
@@ -9,12 +11,23 @@ import multimesh as mm
 from multimesh import schedules
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 4), (4, 9)]  # submeshes, microbatches
+GRID = tuple(itertools.product(range(1, 6), range(1, 4), range(1, 12)))  # submeshes, chunks, microbatches
 
 
 def drawn(schedule, submeshes, microbatches, backward=True, chunks=1):
-    """One line a submesh: phase and microbatch."""
+    """One line a submesh: phase and microbatch; with several chunks phase, stage and microbatch."""
     table = schedules.get(schedule).table(submeshes, chunks, microbatches, backward)
-    return [" ".join(f"{c.phase}{c.microbatch}" for c in row) for row in table]
+    return [" ".join(f"{c.phase}{f'{c.stage}.' * (chunks > 1)}{c.microbatch}" for c in row) for row in table]
+
+
+def chunks_of(name, chunks):
+    """``chunks``, or the only number that the schedule has."""
+    return 1 if name == "zb-h1" else chunks
+
+
+def alive(row, end="B"):
+    """The most (stage, microbatch) between their forward and the phase that ends their use."""
+    return max(itertools.accumulate({"F": 1, end: -1}.get(c.phase, 0) for c in row))
 
 
 def test_gpipe_fills_and_drains():
@@ -33,6 +46,40 @@ def test_1f1b_with_fewer_microbatches_than_stages():
     assert drawn("1f1b", 3, 1) == ["F0 B0"] * 3
 
 
+def test_interleaved_goes_through_the_chunks_in_groups_of_p_microbatches():
+    assert drawn("interleaved", 2, 4, chunks=2) == [
+        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
+    ]
+
+
+def test_interleaved_with_a_remainder_has_larger_groups():
+    (row, _) = schedules.get("interleaved").table(2, 2, 5, True)
+    forwards = [(c.stage, c.microbatch) for c in row if c.phase == "F"]
+    assert forwards == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2), (0, 3), (0, 4), (2, 3), (2, 4)]
+
+
+def test_interleaved_with_one_stage_a_submesh_is_1f1b_and_1f1b_with_more_is_interleaved():
+    assert drawn("interleaved", 3, 5) == drawn("1f1b", 3, 5)
+    assert drawn("1f1b", 3, 5, chunks=2) == drawn("interleaved", 3, 5, chunks=2)
+
+
+def test_zb_h1_makes_the_weight_gradients_later_on_later_stages():
+    assert drawn("zb-h1", 3, 4) == [
+        "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+    ]
+
+
+def test_wavefront_goes_front_by_front_and_forwards_first():
+    assert drawn("wavefront", 2, 4) == ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3"]
+    assert drawn("prefetch-wavefront", 2, 4) == drawn("wavefront", 2, 4)
+    schedule = schedules.get("wavefront")
+    fronts = [[(schedule.front(c, 6), c.phase == "B") for c in row] for row in schedule.table(3, 2, 5, True)]
+    assert fronts == [sorted(row) for row in fronts]
+
+
 @pytest.mark.parametrize("name", schedules.names())
 def test_forward_only(name):
     assert drawn(name, 2, 3, backward=False) == ["F0 F1 F2"] * 2
@@ -47,35 +94,64 @@ def test_gpipe_with_two_stages_on_a_submesh():
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_cell_stands_once_in_the_row_of_its_submesh(name, submeshes, microbatches):
     table = schedules.get(name).table(submeshes, 1, microbatches, True)
+    phases = "FBW" if schedules.get(name).splits else "FB"
     assert len(table) == submeshes
     for rank, row in enumerate(table):
         found = collections.Counter((c.phase, c.stage, c.microbatch) for c in row)
-        assert found == collections.Counter(itertools.product("FB", [rank], range(microbatches)))
+        assert found == collections.Counter(itertools.product(phases, [rank], range(microbatches)))
 
 
-def alive(row):
-    """The most microbatches between forward and backward."""
-    return max(itertools.accumulate(1 if c.phase == "F" else -1 for c in row))
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_table_is_valid(name):
+    for submeshes, chunks, microbatches in GRID:
+        chunks = chunks_of(name, chunks)
+        for backward in (True, False):
+            table = schedules.get(name).table(submeshes, chunks, microbatches, backward)
+            schedules.validate(table, submeshes, chunks, microbatches, backward)
 
 
-@pytest.mark.parametrize(("submeshes", "microbatches"), SHAPES)
-def test_1f1b_holds_at_most_p_minus_r_microbatches_and_gpipe_all(submeshes, microbatches):
-    f1b, fill = schedules.get("1f1b"), schedules.get("gpipe")
-    for rank, row in enumerate(f1b.table(submeshes, 1, microbatches, True)):
-        assert f1b.limit(submeshes, rank) == submeshes - rank
-        assert alive(row) == min(submeshes - rank, microbatches)
-    for rank, row in enumerate(fill.table(submeshes, 1, microbatches, True)):
-        assert fill.limit(submeshes, rank) is None
-        assert alive(row) == microbatches
+def test_live_activations_are_bounded():
+    """Of one stage and microbatch each; what zb-h1 holds until W counts."""
+    for p, chunks, m in GRID:
+        for r in range(p):
+
+            def held(name, end="B", v=1, p=p, m=m, r=r):
+                return alive(schedules.get(name).table(p, v, m, True)[r], end)
+
+            assert held("gpipe", v=chunks) == chunks * m
+            assert held("1f1b") == min(p - r, m)
+            assert held("zb-h1", "W") == min(p, m)
+            assert held("wavefront") <= min(2 * (p - r), m)
+            if chunks > 1:
+                group = -(-m // max(1, m // p))  # p, where it divides m
+                assert held("interleaved", v=chunks) <= 2 * (p - r - 1) + (chunks - 1) * group + 1
 
 
-def test_1f1b_refuses_several_stages_on_a_submesh():
-    with pytest.raises(mm.UsageError, match="1f1b has one stage a submesh, but the loop has 2; use gpipe"):
-        schedules.get("1f1b").table(2, 2, 4, True)
+def test_zb_h1_refuses_several_stages_on_a_submesh():
+    with pytest.raises(mm.UsageError, match="zb-h1 has one stage a submesh, but the loop has 2; use interleaved"):
+        schedules.get("zb-h1").table(2, 2, 4, True)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_table_of_nothing_is_refused(shape):
+    with pytest.raises(mm.UsageError, match="each must be at least 1"):
+        schedules.get("1f1b").table(*shape, True)
 
 
 def test_names():
     assert schedules.get("fill-drain") == schedules.get("gpipe")
     assert schedules.get(schedules.get("1f1b")) is schedules.get("1f1b")
+    assert set(schedules.names()) == {
+        *("gpipe", "fill-drain", "1f1b", "interleaved", "zb-h1", "wavefront", "prefetch-wavefront")
+    }
     with pytest.raises(mm.UsageError, match="unknown schedule 'zigzag'; known: gpipe, "):
         schedules.get("zigzag")
+    with pytest.raises(mm.UsageError, match="unknown schedule 'custom'; give the table as custom_schedule="):
+        schedules.get("custom")
+
+
+def test_schedules_do_not_import_jax():
+    code = "import sys; from multimesh import schedules as s; s.get('zb-h1').table(2, 1, 4, True)"
+    report = "print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", f"{code}; {report}"], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -13,7 +13,7 @@ from multimesh import ir
 from multimesh.errors import MultiMeshError
 from multimesh.marks import LoopMark
 from multimesh.passes.fragment import Fragment, join
-from multimesh.schedules import Cell
+from multimesh.schedules import Cell, GPipe, Schedule
 
 _COST = {"F": 1.0, "B": 2.0}  # relative, for the order of dispatch only
 
@@ -56,7 +56,7 @@ def order(fragments: Sequence[Fragment], mark: LoopMark, results: set[ir.Value])
     if not forward:
         return LoopOrder(tuple(stages), _simulate(stages, _rows_in_order(stages, ranks, mark.count), mark.where))
     table = mark.schedule.table(len(ranks), number // len(ranks), mark.count, bool(backward))
-    rows = [list(row) for row in table]
+    rows = [[cell for cell in row if cell.phase != "W"] for row in table]  # B makes the weight gradients too
     stages, rows = _join_turns(stages, rows, results)
     return LoopOrder(tuple(stages), _simulate(stages, rows, mark.where))
 
@@ -149,6 +149,10 @@ def _simulate(stages: Sequence[Stage], rows: Sequence[Sequence[Cell]], where: st
     return tuple(cells)
 
 
+def _limit(schedule: Schedule, submeshes: int, rank: int) -> int | None:
+    return None if isinstance(schedule, GPipe) else submeshes - rank
+
+
 def _greedy(fragments: Sequence[Fragment], ranks: Sequence[Mesh], mark: LoopMark) -> LoopOrder:
     """List scheduling for loops of any shape: backwards first, new microbatches only within the schedule's limit."""
     stages = [Stage(f, i, f.phase or "F") for i, f in enumerate(fragments)]
@@ -157,8 +161,8 @@ def _greedy(fragments: Sequence[Fragment], ranks: Sequence[Mesh], mark: LoopMark
     lanes: dict[int, list[int]] = collections.defaultdict(list)
     for i, rank in enumerate(rank_of):
         lanes[rank].append(i)
-    limits = {rank: mark.schedule.limit(len(ranks), min(rank, len(ranks) - 1)) for rank in lanes}
-    fill = mark.schedule.limit(1, 0) is None  # all forwards before any backward
+    limits = {rank: _limit(mark.schedule, len(ranks), min(rank, len(ranks) - 1)) for rank in lanes}
+    fill = isinstance(mark.schedule, GPipe)  # all forwards before any backward
     clock = dict.fromkeys(lanes, 0.0)
     finished: dict[tuple[int, int], float] = {}
     position = [0] * len(stages)  # microbatches of each stage run in order

@@ -1,0 +1,60 @@
+"""Pipeline schedules as data: for each submesh the order in which it runs its stages' microbatches.
+
+A schedule is a frozen dataclass with ``table(submeshes, chunks, microbatches, backward)``. Cells name phase, stage
+and microbatch; stage ``s`` runs on submesh ``s % submeshes``. Nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+from multimesh.errors import UsageError
+from multimesh.schedules.custom import Custom, custom, load
+from multimesh.schedules.gpipe import GPipe
+from multimesh.schedules.one_f_one_b import Interleaved, OneFOneB
+from multimesh.schedules.table import Cell, Row, Schedule, Table
+from multimesh.schedules.validation import needs, validate
+from multimesh.schedules.wavefront import PrefetchWavefront, Wavefront
+from multimesh.schedules.zero_bubble import ZBH1
+
+__all__ = [
+    "ZBH1",
+    "Cell",
+    "Custom",
+    "GPipe",
+    "Interleaved",
+    "OneFOneB",
+    "PrefetchWavefront",
+    "Row",
+    "Schedule",
+    "Table",
+    "Wavefront",
+    "custom",
+    "get",
+    "load",
+    "names",
+    "needs",
+    "validate",
+]
+
+_ALL: tuple[Schedule, ...] = (GPipe(), OneFOneB(), Interleaved(), ZBH1(), Wavefront(), PrefetchWavefront())
+_BY_NAME: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL} | {"fill-drain": GPipe()}
+
+
+def names() -> tuple[str, ...]:
+    """Names that `get` knows."""
+    return tuple(_BY_NAME)
+
+
+def get(schedule: str | Schedule) -> Schedule:
+    """Schedule of a name; a schedule object is returned as it is.
+
+    Raises
+    ------
+    UsageError
+        For an unknown name.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule
+    if schedule not in _BY_NAME:
+        remedy = "give the table as custom_schedule=" if schedule == "custom" else f"known: {', '.join(_BY_NAME)}"
+        raise UsageError(f"unknown schedule {schedule!r}; {remedy}")
+    return _BY_NAME[schedule]

@@ -1,0 +1,119 @@
+"""Tables that users write: as Python sequences or as a JSON file."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from multimesh.errors import UsageError
+from multimesh.schedules.table import Cell, Schedule, Table
+
+_NAME = re.compile(r"([FBW])(\d+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Custom(Schedule):
+    """A table that a user wrote; make one with `custom` or `load`."""
+
+    rows: Table = ()
+
+    name: ClassVar[str] = "custom"
+
+    @property
+    def splits(self) -> bool:  # type: ignore[override]
+        """Whether the table has cells W."""
+        return any(cell.phase == "W" for row in self.rows for cell in row)
+
+    def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
+        """The rows as they were written; `validate` says whether they are of this shape."""
+        return tuple(tuple(c for c in row if backward or c.phase == "F") for row in self.rows)
+
+
+def custom(rows: Iterable[Iterable[str | tuple[int, str]]]) -> Custom:
+    """Schedule of a table that is written by hand.
+
+    Parameters
+    ----------
+    rows
+        For each submesh, in the order of the pipeline, what it runs. ``"F0"`` is the forward of stage 0, ``"B0"`` its
+        backward, ``"W0"`` its weight gradients where the table splits them off. Either all entries of a row are names,
+        and a name stands for the next microbatch each time that it comes, or all are pairs ``(microbatch, name)``.
+        With ``p`` submeshes stage ``s`` belongs in row ``s % p``.
+
+    Returns
+    -------
+    Custom
+        Not validated yet: that needs the loop's number of stages and microbatches.
+
+    Raises
+    ------
+    UsageError
+        Naming the entry that is no cell.
+
+    Examples
+    --------
+    1F1B on two submeshes, three microbatches:
+
+    >>> schedule = custom([["F0", "F0", "B0", "F0", "B0", "B0"], ["F1", "B1", "F1", "B1", "F1", "B1"]])
+    >>> schedule == custom([
+    ...     [(0, "F0"), (1, "F0"), (0, "B0"), (2, "F0"), (1, "B0"), (2, "B0")],
+    ...     [(0, "F1"), (0, "B1"), (1, "F1"), (1, "B1"), (2, "F1"), (2, "B1")],
+    ... ])
+    True
+    """
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise UsageError(f"custom schedule: expected a list of rows, one for each submesh, got {rows!r}")
+    return Custom(tuple(_row(rank, row) for rank, row in enumerate(rows)))
+
+
+def load(path: str | os.PathLike[str]) -> Custom:
+    """Read a schedule from a JSON file: a list of rows as `custom` takes them, pairs as lists ``[0, "F0"]``.
+
+    Raises
+    ------
+    UsageError
+        When the file can't be read or is no such list.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"custom schedule {os.fspath(path)}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"custom schedule {os.fspath(path)}: not JSON: {error}") from None
+    try:
+        return custom(rows)
+    except UsageError as error:
+        raise UsageError(f"{os.fspath(path)}: {error}") from None
+
+
+def _row(rank: int, row: Any) -> tuple[Cell, ...]:
+    if isinstance(row, str | bytes) or not isinstance(row, Iterable):
+        raise UsageError(f"custom schedule: submesh {rank}: expected a list of names or pairs, got {row!r}")
+    entries = list(row)
+    times: collections.Counter[str] = collections.Counter()
+    cells = []
+    for position, entry in enumerate(entries):
+        here = f"custom schedule: submesh {rank}, position {position}: {entry!r}"
+        if isinstance(entry, str) != isinstance(entries[0], str):
+            raise UsageError(f"{here}: names and pairs (microbatch, name) in one row; use one of the two")
+        microbatch, name = (times[entry], entry) if isinstance(entry, str) else _pair(here, entry)
+        times[name] += 1
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise UsageError(f"{here}: not a cell; write F, B or W and the number of the stage, as in 'F0'")
+        cells.append(Cell(match[1], int(match[2]), microbatch))
+    return tuple(cells)
+
+
+def _pair(here: str, entry: Any) -> tuple[int, str]:
+    if isinstance(entry, Sequence) and len(entry) == 2:
+        microbatch, name = entry
+        if isinstance(microbatch, int) and not isinstance(microbatch, bool) and isinstance(name, str):
+            return microbatch, name
+    raise UsageError(f"{here}: expected a name as 'F0' or a pair (microbatch, name) as (0, 'F0')")

@@ -1,0 +1,71 @@
+"""1F1B, plain and interleaved: in the steady state every submesh alternates between a forward and a backward.
+
+Plain: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, in its synchronous form.
+Interleaved: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multimesh.schedules.table import Cell, Schedule
+
+
+def alternated(forwards: Sequence[Cell], backwards: Sequence[Cell], warm: int) -> Iterator[Cell]:
+    """``warm`` forwards, then pairs of a forward and a backward, then the remaining backwards."""
+    yield from forwards[:warm]
+    for pair in itertools.zip_longest(forwards[warm:], backwards):
+        yield from (cell for cell in pair if cell is not None)
+
+
+@dataclass(frozen=True)
+class Interleaved(Schedule):
+    """1F1B with ``v`` stages on each submesh: fill and drain take ``1 / v`` of the time, for more transfers.
+
+    Microbatches go through the stages of a submesh in groups of ``p``. Where ``p`` does not divide ``m`` the groups are
+    of ``m // (m // p)`` or one more; the published idle time, ``(p - 1) (tF + tB) / v``, is that of equal groups of
+    ``p``. Submesh ``r`` holds at most ``2 (p - r - 1) + (v - 1) p + 1`` activations of one stage each. With one
+    stage a submesh this is `OneFOneB`.
+    """
+
+    name: ClassVar[str] = "interleaved"
+
+    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
+        """Forwards and backwards group by group, chunk by chunk."""
+        if chunks == 1:
+            return OneFOneB().row(rank, submeshes, chunks, microbatches)
+        groups = _groups(submeshes, microbatches)
+
+        def cells(phase: str, order: Sequence[int]) -> list[Cell]:
+            return [Cell(phase, c * submeshes + rank, i) for group in groups for c in order for i in group]
+
+        warm = 2 * (submeshes - rank - 1) + (chunks - 1) * len(groups[0])
+        return alternated(cells("F", range(chunks)), cells("B", range(chunks)[::-1]), warm)
+
+
+def _groups(size: int, microbatches: int) -> list[range]:
+    """Microbatches in groups of ``size``, or as few more as there must be; the larger groups first."""
+    count = max(1, microbatches // size)
+    starts = [-(-microbatches * g // count) for g in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+
+@dataclass(frozen=True)
+class OneFOneB(Schedule):
+    """One forward, one backward in the steady state: submesh ``r`` of ``p`` holds at most ``p - r`` microbatches.
+
+    With several stages on each submesh this is `Interleaved`.
+    """
+
+    name: ClassVar[str] = "1f1b"
+
+    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
+        """``p - r - 1`` forwards, then pairs, then the remaining backwards."""
+        if chunks > 1:
+            return Interleaved().row(rank, submeshes, chunks, microbatches)
+        forwards = [Cell("F", rank, i) for i in range(microbatches)]
+        backwards = [Cell("B", rank, i) for i in range(microbatches)]
+        return alternated(forwards, backwards, submeshes - rank - 1)

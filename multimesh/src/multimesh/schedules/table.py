@@ -1,0 +1,93 @@
+"""What a schedule is: for each submesh the order in which it runs the microbatches of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multimesh.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of a table.
+
+    Attributes
+    ----------
+    phase
+        ``F`` forward, ``B`` backward, ``W`` the weight gradients, where a schedule splits them off the backward.
+    stage
+        Stage ``s`` of ``p * v`` runs on submesh ``s % p``.
+    microbatch
+        From 0.
+    """
+
+    phase: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}{self.stage} of microbatch {self.microbatch}"
+
+
+Row = tuple[Cell, ...]
+Table = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Common face of the schedules; use one of its subclasses.
+
+    Attributes
+    ----------
+    name
+        As users write it.
+    splits
+        Whether weight gradients are a phase W of their own.
+    ahead
+        How many fronts before its reader a transfer is issued; None: at once, behind the task that made the value. Only
+        for schedules that have fronts.
+    """
+
+    name: ClassVar[str]
+    splits: ClassVar[bool] = False
+    ahead: ClassVar[int | None] = None
+
+    def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
+        """Order of the cells of each submesh.
+
+        Parameters
+        ----------
+        submeshes
+            ``p``: the table has one row for each.
+        chunks
+            ``v``: stages on each submesh.
+        microbatches
+            ``m``.
+        backward
+            Whether there is a backward pass; without it the forward cells keep their order.
+
+        Raises
+        ------
+        UsageError
+            When the schedule has no table of this shape.
+        """
+        if min(submeshes, chunks, microbatches) < 1:
+            raise UsageError(
+                f"schedule {self.name}: {submeshes} submeshes, {chunks} stages on each and {microbatches} microbatches "
+                "do not make a table; each must be at least 1"
+            )
+        rows = (self.row(rank, submeshes, chunks, microbatches) for rank in range(submeshes))
+        return tuple(tuple(c for c in row if backward or c.phase == "F") for row in rows)
+
+    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
+        """Row of one submesh, with a backward pass."""
+        raise NotImplementedError
+
+    def front(self, cell: Cell, stages: int) -> int | None:
+        """Front of a cell, for schedules whose global order goes front by front; ``stages`` are all of the loop."""
+        return None
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,104 @@
+"""Whether a table can be run: checked of every table before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from multimesh.errors import UsageError
+from multimesh.schedules.table import Cell, Table
+
+
+def validate(table: Table, submeshes: int, chunks: int, microbatches: int, backward: bool = True) -> None:
+    """Check that a table runs every stage x microbatch x phase once, in an order that ends.
+
+    Phases are F, with ``backward`` B, and W for all stages if the table has any. F waits for the stage before, B for
+    the F of its stage and the B of the stage after, W for its B.
+
+    Parameters
+    ----------
+    table
+        One row of cells for each submesh.
+    submeshes, chunks, microbatches, backward
+        The shape that the table must have, as in `Schedule.table`.
+
+    Raises
+    ------
+    UsageError
+        Naming the cell that is wrong: submesh (row), position in the row from 0, phase, stage and microbatch.
+    """
+    if len(table) != submeshes:
+        raise UsageError(
+            f"schedule table: {len(table)} rows, but there are {submeshes} submeshes; give one row for each"
+        )
+    where = _places(table, submeshes, chunks, microbatches, backward)
+    split = any(c.phase == "W" for c in where)
+    for cell in _expected(submeshes * chunks, microbatches, backward, split):
+        if cell not in where:
+            raise UsageError(
+                f"schedule table: {cell} is missing; it belongs in the row of submesh {cell.stage % submeshes}"
+            )
+    _run(table, where, submeshes * chunks)
+
+
+def _expected(stages: int, microbatches: int, backward: bool, split: bool) -> Iterator[Cell]:
+    for phase in "F" + "B" * backward + "W" * split:
+        yield from (Cell(phase, s, i) for s in range(stages) for i in range(microbatches))
+
+
+def _places(
+    table: Table, submeshes: int, chunks: int, microbatches: int, backward: bool
+) -> dict[Cell, tuple[int, int]]:
+    """Row and position of every cell, each checked by itself."""
+    where: dict[Cell, tuple[int, int]] = {}
+    for rank, row in enumerate(table):
+        for position, cell in enumerate(row):
+            here = f"schedule table: submesh {rank}, position {position}: {cell}"
+            if cell.phase not in ("FBW" if backward else "F"):
+                known = "F, B and W" if backward else "F only: this loop has no backward pass"
+                raise UsageError(f"{here}: unknown phase {cell.phase!r}; phases are {known}")
+            if not 0 <= cell.stage < submeshes * chunks:
+                raise UsageError(f"{here}: there is no such stage; the loop has stages 0 to {submeshes * chunks - 1}")
+            if not 0 <= cell.microbatch < microbatches:
+                raise UsageError(f"{here}: there is no such microbatch; the loop has 0 to {microbatches - 1}")
+            if cell.stage % submeshes != rank:
+                raise UsageError(f"{here}: stage {cell.stage} runs on submesh {cell.stage % submeshes}; move it there")
+            if cell in where:
+                raise UsageError(f"{here}: it stands at position {where[cell][1]} already; leave one out")
+            where[cell] = (rank, position)
+    return where
+
+
+def needs(cell: Cell, stages: int) -> tuple[Cell, ...]:
+    """Cells that must have run before this one."""
+    if cell.phase == "F":
+        return (Cell("F", cell.stage - 1, cell.microbatch),) if cell.stage else ()
+    if cell.phase == "W":
+        return (Cell("B", cell.stage, cell.microbatch),)
+    after = (Cell("B", cell.stage + 1, cell.microbatch),) if cell.stage + 1 < stages else ()
+    return (Cell("F", cell.stage, cell.microbatch), *after)
+
+
+def _run(table: Table, where: dict[Cell, tuple[int, int]], stages: int) -> None:
+    """Run the rows as far as they go; raise for what is left."""
+    done: set[Cell] = set()
+    position = [0] * len(table)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(table):
+            while position[rank] < len(row) and all(n in done for n in needs(row[position[rank]], stages)):
+                done.add(row[position[rank]])
+                position[rank] += 1
+                moved = True
+    stuck = [(rank, row[position[rank]]) for rank, row in enumerate(table) if position[rank] < len(row)]
+    if not stuck:
+        return
+    waits = []
+    for rank, cell in stuck:
+        missing = next(n for n in needs(cell, stages) if n not in done)
+        on, at = where[missing]
+        place = f"submesh {rank}, position {position[rank]}: {cell} waits for {missing}"
+        if on == rank:
+            raise UsageError(f"schedule table: {place}, which comes later in the same row (position {at}); swap them")
+        waits.append(f"{place} (submesh {on}, position {at})")
+    raise UsageError(f"schedule table: deadlock: {'; '.join(waits)}")
