@@ -87,3 +87,27 @@ class LedgerError(WorkflowsError):
     """The results of test runs, or the promises that they are held against, cannot be read."""
 
     exit_code = 12
+
+
+class EngineError(WorkflowsError):
+    """No container engine answers, or it cannot do what is asked."""
+
+    exit_code = 13
+
+
+class BuildError(WorkflowsError):
+    """An image cannot be built."""
+
+    exit_code = 14
+
+
+class SmokeError(WorkflowsError):
+    """An image was built but failed its check; no public tag was moved."""
+
+    exit_code = 15
+
+
+class RegistryError(WorkflowsError):
+    """A registry refuses an image, or cannot be reached in spite of all retries."""
+
+    exit_code = 16

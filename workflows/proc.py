@@ -48,6 +48,7 @@ def run(
     stdin: bytes = b"",
     check: bool = True,
     on_line: Callable[[str], None] | None = None,
+    timeout_s: float | None = None,
 ) -> Result:
     """Run a program to its end.
 
@@ -61,6 +62,8 @@ def run(
         Raise ``ToolError`` when the program fails.
     on_line
         Called with every line of output, or piece of a progress line, while the program runs; from two threads.
+    timeout_s
+        Stop the program after so long and raise ``TimeoutError``; not together with ``on_line``.
     """
     command = tuple(str(word) for word in argv)
     with _guard:
@@ -76,12 +79,14 @@ def run(
         _running.add(process)
     try:
         if on_line is None:
-            stdout, stderr = process.communicate(stdin)
+            stdout, stderr = process.communicate(stdin, timeout=timeout_s)
         else:
             stdout, stderr = _watch(process, stdin, on_line)
+    except subprocess.TimeoutExpired as error:
+        _end(process)
+        raise TimeoutError(f"{quoted(command)}: no answer in {timeout_s} s") from error
     except BaseException:
-        _signal(process, signal.SIGKILL)
-        process.wait()
+        _end(process)
         raise
     finally:
         with _guard:
@@ -104,6 +109,11 @@ def stop_all() -> None:
         _stopped.set()
         for process in _running:
             _signal(process, signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    _signal(process, signal.SIGKILL)
+    process.wait()
 
 
 def _signal(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:

@@ -1,0 +1,37 @@
+"""The real parts that integration tests share; each starts once, when the first test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.parts import engine as engines
+from tests.integration.parts import registry as registries
+
+
+@pytest.fixture(scope="session")
+def parts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the parts keep what they need; short, because sockets lie in it."""
+    return tmp_path_factory.mktemp("parts")
+
+
+@pytest.fixture(scope="session")
+def docker_engine(parts_folder: Path) -> Iterator[None]:
+    """A Docker engine with buildx."""
+    with engines.running(parts_folder):
+        yield
+
+
+@pytest.fixture(scope="session")
+def bookworm(docker_engine: None, parts_folder: Path) -> str:
+    """A minimal Debian 12 in the engine, in place of the CUDA base."""
+    return engines.base_image("bookworm", parts_folder)
+
+
+@pytest.fixture(scope="session")
+def registry(parts_folder: Path) -> Iterator[str]:
+    """An empty registry, as ``127.0.0.1:PORT``."""
+    with registries.running(parts_folder / "registry") as address:
+        yield address

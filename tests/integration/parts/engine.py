@@ -1,0 +1,82 @@
+"""A real Docker engine with buildx: the one that runs, or one that is installed and started for the test run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.integration.parts import packages, processes
+
+BASE = "multimesh-test-base"
+
+
+def answers(host: str | None = None) -> bool:
+    """Say whether an engine answers, at a socket or where the environment says."""
+    env = os.environ | ({"DOCKER_HOST": host} if host else {})
+    docker = shutil.which("docker")
+    return docker is not None and subprocess.run([docker, "version"], env=env, capture_output=True).returncode == 0
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[None]:
+    """Have an engine with buildx for the length of a block; only one that we started is stopped."""
+    packages.need("docker", "docker.io")
+    with_buildx(folder)
+    if answers():
+        yield
+        return
+    with own(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")):
+        yield
+
+
+@contextmanager
+def own(folder: Path, *, root: Path, socket: Path) -> Iterator[str]:
+    """Start an engine of our own, with its images under ``root``; gives its DOCKER_HOST."""
+    dockerd = packages.need("dockerd", "docker.io")
+    containerd = packages.need("containerd", "containerd")
+    host = f"unix://{socket}"
+    state = folder / "engine"
+    state.mkdir(parents=True, exist_ok=True)
+    pipe = state / "containerd.sock"
+    containerd_argv = [containerd, "--root", f"{root}-containerd", "--state", str(state / "c"), "--address", str(pipe)]
+    dockerd_argv = [dockerd, f"--containerd={pipe}", f"--data-root={root}", f"--exec-root={state / 'd'}"]
+    dockerd_argv += [f"--host={host}", f"--pidfile={state / 'dockerd.pid'}"]
+    if root != Path("/var/lib/docker"):
+        dockerd_argv += ["--bridge=none", "--iptables=false"]  # the machine's own engine has them
+    with (
+        processes.server(containerd_argv, state / "containerd.log", healthy=pipe.exists),
+        processes.server(dockerd_argv, state / "dockerd.log", healthy=lambda: answers(host)),
+    ):
+        yield host
+
+
+def with_buildx(folder: Path) -> None:
+    """Put Debian unstable's buildx where docker finds it, unless there is one."""
+    if subprocess.run(["docker", "buildx", "version"], capture_output=True).returncode == 0:
+        return
+    place = folder / "buildx"
+    place.mkdir(parents=True)
+    packages.from_sid("docker-buildx", place)
+    plugins = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker") / "cli-plugins"
+    plugins.mkdir(parents=True, exist_ok=True)
+    shutil.copy(place / "usr/libexec/docker/cli-plugins/docker-buildx", plugins)
+
+
+def base_image(suite: str, folder: Path) -> str:
+    """Return a minimal Debian in the engine, made once; it stands in for the CUDA base."""
+    image = f"{BASE}:{suite}"
+    if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode == 0:
+        return image
+    debootstrap = packages.need("debootstrap", "debootstrap")
+    rootfs = folder / suite
+    made = subprocess.run([debootstrap, "--variant=minbase", suite, str(rootfs)], capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout[-1000:]
+    tar = subprocess.Popen(["tar", "-C", rootfs, "-c", "."], stdout=subprocess.PIPE)
+    subprocess.run(["docker", "import", "-", image], stdin=tar.stdout, check=True, capture_output=True)
+    assert tar.wait() == 0
+    shutil.rmtree(rootfs)
+    return image

@@ -1,0 +1,198 @@
+"""The container engine: which one answers, what it can do, and the questions that every command asks of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workflows import errors, proc
+
+OLDEST = (20, 10)
+BUNDLED_BUILDKIT_BEFORE = (23, 0)
+_PATIENCE_S = 5.0
+_WITHOUT = (
+    "without an engine: ./bootstrap.sh --group run && maxtext/validate-cpu.sh runs the same check on this machine, "
+    "and --dry-run shows the build"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine says about itself.
+
+    Attributes
+    ----------
+    rootless
+        It runs as a user: its host network and its limits are that user's.
+    storage, root
+        Its storage driver and where that keeps the images.
+    attestations
+        The builder can attach an SBOM and provenance to what it pushes.
+    """
+
+    rootless: bool
+    storage: str
+    root: str
+    attestations: bool
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that answered, and the way to build with it.
+
+    Attributes
+    ----------
+    cli
+        The program and the options that every call begins with, e.g. ``("docker", "--context", "big")``.
+    kind
+        ``docker`` or ``podman``.
+    builder
+        ``buildx``; ``buildkit``: the one inside of an older ``docker build``; ``podman``.
+    """
+
+    cli: tuple[str, ...]
+    kind: str
+    version: str
+    client: str
+    builder: str
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        means = {"buildx": "buildx", "buildkit": "docker build with BuildKit", "podman": "podman build"}
+        return f"{self.kind} {self.version}, {means[self.builder]}"
+
+    def facts(self) -> Facts:
+        """Ask for what only some commands need to know; takes a third of a second."""
+        if self.kind == "podman":
+            return _podman_facts(_ask(self.cli, "info", "--format", "json"))
+        info = _ask(self.cli, "info", "--format", "{{json .}}")
+        return Facts(
+            rootless=any("rootless" in str(option) for option in info.get("SecurityOptions") or []),
+            storage=str(info.get("Driver", "unknown")),
+            root=str(info.get("DockerRootDir", "")),
+            attestations=self.builder == "buildx" and _attests(self.cli, info),
+        )
+
+    def run(self, *args: str, check: bool = True, timeout_s: float | None = None) -> proc.Result:
+        """Run a command of the engine."""
+        return proc.run([*self.cli, *args], check=check, timeout_s=timeout_s)
+
+    def inspect(self, image: str) -> dict[str, Any] | None:
+        """Return what the engine knows of an image, or None if it has none of that name."""
+        result = self.run("image", "inspect", image, check=False)
+        if result.returncode == 0:
+            return dict(json.loads(result.text)[0])
+        if "no such image" in result.complaint.lower() or "image not known" in result.complaint.lower():
+            return None
+        raise errors.EngineError(f"{image}: the engine does not answer ({result.complaint})")
+
+
+def detect(context: str | None = None) -> Engine:
+    """Return the engine of this machine, or of a docker context.
+
+    Raises
+    ------
+    EngineError
+        None answers within seconds, or what is there cannot build; says what to install.
+    """
+    docker = shutil.which("docker")
+    if docker is None:
+        return _podman(context)
+    cli = (docker, *(("--context", context) if context else ()))
+    answer = _ask(cli, "version", "--format", "{{json .}}")
+    server, client = answer.get("Server"), answer.get("Client", {})
+    if not server:
+        raise errors.EngineError(f"the docker client is here, but no engine answers it; start one. {_WITHOUT}")
+    if any("podman" in str(part.get("Name", "")).lower() for part in server.get("Components") or []):
+        # Podman's socket speaks Docker's API, but has no BuildKit behind it: its own program builds.
+        return _podman(context)
+    version = str(server.get("Version", "0"))
+    if _numbers(version) < OLDEST:
+        raise errors.EngineError(f"docker engine {version} is too old to build with; install 20.10 or later")
+    client_version = str(client.get("Version", "0"))
+    return Engine(cli, "docker", version, client_version, _builder(client_version))
+
+
+def _builder(client: str) -> str:
+    if any(os.access(folder / "docker-buildx", os.X_OK) for folder in _plugin_folders()):
+        return "buildx"
+    if _numbers(client) < BUNDLED_BUILDKIT_BEFORE:
+        return "buildkit"
+    raise errors.EngineError(
+        f"docker client {client} builds only with its buildx plugin, which is not here; install it "
+        "(Debian and Ubuntu: docker-buildx, Docker's own packages: docker-buildx-plugin)"
+    )
+
+
+def _plugin_folders() -> list[Path]:
+    """Return where docker looks for its plugins. (Asking buildx for its version takes as long as a small build.)"""
+    config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
+    try:
+        extra = json.loads((config / "config.json").read_text(encoding="utf-8")).get("cliPluginsExtraDirs", [])
+    except (OSError, ValueError):
+        extra = []
+    system = [f"/usr/{base}/docker/cli-plugins" for base in ("local/lib", "local/libexec", "lib", "libexec")]
+    return [config / "cli-plugins", *map(Path, extra), *map(Path, system)]
+
+
+def _attests(cli: tuple[str, ...], info: dict[str, Any]) -> bool:
+    """Attestations need an image index: a builder of its own, or an engine that keeps its images in containerd."""
+    if any("containerd.snapshotter" in str(pair) for pair in info.get("DriverStatus") or []):
+        return True
+    result = proc.run([*cli, "buildx", "inspect"], check=False, timeout_s=_PATIENCE_S)
+    driver = re.search(r"^Driver:\s*(\S+)", result.text, re.MULTILINE)
+    return driver is not None and driver.group(1) != "docker"
+
+
+def _podman(context: str | None) -> Engine:
+    podman = shutil.which("podman")
+    if podman is None:
+        raise errors.EngineError(f"no container engine is installed; install docker.io or podman. {_WITHOUT}")
+    if context:
+        raise errors.EngineError(f"--remote {context} names a docker context, and only podman is here; install docker")
+    info = _ask((podman,), "info", "--format", "json")
+    version = str(info.get("version", {}).get("Version", "0"))
+    if _numbers(version) < (4, 0):
+        raise errors.EngineError(f"podman {version} is too old to build with; install 4.0 or later, or docker 20.10")
+    return Engine((podman,), "podman", version, version, "podman")
+
+
+def _podman_facts(info: dict[str, Any]) -> Facts:
+    host, store = info.get("host", {}), info.get("store", {})
+    return Facts(
+        rootless=bool(host.get("security", {}).get("rootless")),
+        storage=str(store.get("graphDriverName", "unknown")),
+        root=str(store.get("graphRoot", "")),
+        attestations=False,
+    )
+
+
+def _ask(cli: tuple[str, ...], *args: str) -> dict[str, Any]:
+    """Ask the engine a question that it answers in JSON."""
+    where = os.environ.get("DOCKER_HOST", "its socket") if "--context" not in cli else f"context {cli[-1]}"
+    try:
+        result = proc.run([*cli, *args], check=False, timeout_s=_PATIENCE_S)
+    except TimeoutError:
+        raise errors.EngineError(f"no engine answers at {where} within {_PATIENCE_S:.0f} s. {_WITHOUT}") from None
+    try:
+        answer = dict(json.loads(result.text))
+    except ValueError:
+        answer = {}
+    if result.returncode and not answer.get("Server"):
+        if "permission denied" in result.complaint.lower():
+            raise errors.EngineError(
+                "this user may not talk to the engine; add it to the group docker, log in again, and run again"
+            )
+        raise errors.EngineError(f"no engine answers at {where} ({result.complaint}); start one. {_WITHOUT}")
+    return answer
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(int(part) for part in found.groups()) if found else (0, 0)

@@ -1,0 +1,110 @@
+"""Names of images: ``registry/owner/name:tag``, checked before any engine or registry sees them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from workflows import errors
+
+LOCAL_NAME = "multimesh-jax"
+_HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
+_PART = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_LONGEST = 255
+_STAGING = "staging-"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An image in a registry, or in the local engine where ``host`` is None.
+
+    Attributes
+    ----------
+    repository
+        Host and path as one types them, e.g. ``ghcr.io/owner/multimesh-jax``; the path is lower case.
+    tag
+        Checked, case kept.
+    """
+
+    repository: str
+    tag: str
+
+    def __str__(self) -> str:
+        return f"{self.repository}:{self.tag}"
+
+    @property
+    def host(self) -> str | None:
+        """The registry, or None where the name says none."""
+        first, slash, _ = self.repository.partition("/")
+        return first if slash and _is_host(first) else None
+
+    @property
+    def path(self) -> str:
+        """The repository without its host."""
+        return self.repository.removeprefix(f"{self.host}/") if self.host else self.repository
+
+    @property
+    def staging(self) -> Reference:
+        """The same repository under the tag that an image has until it passed its check."""
+        return replace(self, tag=f"{_STAGING}{self.tag}"[:128])
+
+    def tagged(self, tag: str) -> Reference:
+        """Return the same repository with another tag."""
+        return Reference(self.repository, check_tag(tag))
+
+    def at(self, digest: str) -> str:
+        """Return the name that pulls exactly these bytes."""
+        if not _DIGEST.fullmatch(digest):
+            raise errors.UsageError(f"{digest!r} is not a digest; expected sha256: and 64 hexadecimal digits")
+        return f"{self.repository}@{digest}"
+
+
+def make(repo: str | None, name: str | None, tag: str) -> Reference:
+    """Return ``REPO:TAG``, or ``REPO/NAME:TAG`` where a name is given; without both, an image of this machine.
+
+    Raises
+    ------
+    UsageError
+        Which part is malformed, and what it may hold.
+    """
+    repository = "/".join(part for part in (repo, name) if part is not None) or LOCAL_NAME
+    if repo == "" or name == "":
+        raise errors.UsageError(f"{'--repo' if repo == '' else '--name'} is empty; give a name or leave it out")
+    return Reference(check_repository(repository), check_tag(tag))
+
+
+def check_repository(text: str) -> str:
+    """Return a repository in lower case, or raise what is wrong with it."""
+    if "://" in text:
+        raise errors.UsageError(f"repository {text!r}: a repository has no scheme; leave out {text.split('//')[0]}//")
+    first, slash, rest = text.partition("/")
+    host = first if slash and _is_host(first) else None
+    if host and not _HOST.fullmatch(host):
+        raise errors.UsageError(f"repository {text!r}: {host!r} is no host name; e.g. ghcr.io or localhost:5000")
+    path = (rest if host else text).lower()
+    for part in path.split("/"):
+        if not _PART.fullmatch(part):
+            raise errors.UsageError(
+                f"repository {text!r}: {part!r} is no part of a repository; "
+                "letters and digits, with single . _ or - between them"
+            )
+    repository = f"{host.lower()}/{path}" if host else path
+    if len(repository) > _LONGEST:
+        raise errors.UsageError(f"repository {text[:40]!r}... has {len(repository)} characters; at most {_LONGEST}")
+    return repository
+
+
+def check_tag(text: str) -> str:
+    """Return a tag, or raise what is wrong with it."""
+    if not _TAG.fullmatch(text):
+        raise errors.UsageError(
+            f"tag {text[:140]!r}: 1 to 128 letters, digits, . _ and -, not beginning with . or -; choose another --tag"
+        )
+    return text
+
+
+def _is_host(first: str) -> bool:
+    """Tell a host from the first part of a path, as every engine does."""
+    return "." in first or ":" in first or first == "localhost"
