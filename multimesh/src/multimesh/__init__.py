@@ -12,6 +12,15 @@ from multimesh.errors import MultiMeshError, UsageError
 
 if TYPE_CHECKING:
     from multimesh import schedules
+    from multimesh.contexts import (
+        autoshard,
+        context,
+        enable_fast_path,
+        enable_recomputation,
+        enable_task_fusion,
+        ignore_transforms,
+        only_fuse_loop_tasks,
+    )
     from multimesh.jitted import jit
     from multimesh.marks import register_task
     from multimesh.microbatching import microbatch
@@ -24,8 +33,15 @@ __version__ = "0.1.0"
 _HOME = {
     "Instruction": "plan",
     "Plan": "plan",
+    "autoshard": "contexts",
+    "context": "contexts",
+    "enable_fast_path": "contexts",
+    "enable_recomputation": "contexts",
+    "enable_task_fusion": "contexts",
+    "ignore_transforms": "contexts",
     "jit": "jitted",
     "microbatch": "microbatching",
+    "only_fuse_loop_tasks": "contexts",
     "register_task": "marks",
     "scope_nnx": "modules",
     "task": "tasks",
@@ -37,8 +53,15 @@ __all__ = [
     "MultiMeshError",
     "Plan",
     "UsageError",
+    "autoshard",
+    "context",
+    "enable_fast_path",
+    "enable_recomputation",
+    "enable_task_fusion",
+    "ignore_transforms",
     "jit",
     "microbatch",
+    "only_fuse_loop_tasks",
     "register_task",
     "schedules",
     "scope_nnx",

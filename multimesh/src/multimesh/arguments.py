@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat
 from multimesh.errors import UsageError
@@ -22,6 +22,7 @@ class Signature:
     specs: tuple[PartitionSpec, ...]
     static: tuple[Any, ...]
     context: Any
+    home: Mesh | None = None  # where a function without tasks is planned, when it is not plain jit
 
 
 def dynamic(positional: tuple[Any, ...], static: tuple[int, ...]) -> list[Any]:

@@ -8,15 +8,16 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh import _compat, ir, marks
+from multimesh import _compat, contexts, ir, marks
 from multimesh.arguments import Signature, abstract, dynamic, per_leaf, replaced, stripped
 from multimesh.compiling import CompiledPlan, compile_plan
+from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.passes.inline import inline
 from multimesh.passes.loops import fuse, separate
@@ -119,12 +120,15 @@ class Compiled:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """A function without tasks: one program, as under ``jax.jit``."""
+    """A function without tasks: one program, as under ``jax.jit``; where tasks are ignored, on ``gather``."""
 
     jitted: Any
+    gather: jax.Device | None = None
 
     def run_flat(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat list of (non-static) argument leaves."""
+        if self.gather is not None and len({frozenset(x.devices()) for x in leaves if isinstance(x, jax.Array)}) > 1:
+            leaves = jax.device_put(list(leaves), self.gather)
         return self.jitted(*leaves)
 
 
@@ -150,8 +154,23 @@ class _Recent:
         return True
 
 
-def _context() -> Any:
-    return marks.registrations(), _compat.trace_context()
+class _Context(NamedTuple):
+    """What a trace depends on beside the arguments."""
+
+    options: Options
+    registrations: tuple[marks.Registration, ...]
+    jax: Any
+
+
+def _context() -> _Context:
+    return _Context(contexts.current(), marks.registrations(), _compat.trace_context())
+
+
+def _home(leaves: Iterable[Any]) -> Mesh | None:
+    """The mesh of arguments, for a function without tasks; one device where they have none or several."""
+    meshes = {s.mesh for s in (getattr(leaf, "sharding", None) for leaf in leaves) if isinstance(s, NamedSharding)}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def _traits(leaf: Any) -> tuple[Any, ...]:
@@ -248,7 +267,9 @@ class Jitted:
         specs = [stripped(spec_of(leaf)) for leaf in leaves]
         if given is not None:
             specs = [spec if g is None else stripped(g) for spec, g in zip(specs, given, strict=True)]
-        return Signature(tree, avals, tuple(specs), self._static_values(positional), _context())
+        context = _context()
+        home = None if context.options.enable_fast_path else _home(leaves)
+        return Signature(tree, avals, tuple(specs), self._static_values(positional), context, home)
 
     def _static_values(self, positional: tuple[Any, ...]) -> tuple[Any, ...]:
         static = tuple((type(positional[i]), positional[i]) for i in self._static if i < len(positional))
@@ -269,18 +290,24 @@ class Jitted:
             with partitioning():
                 return self._fn(*full)
 
+        options: Options = signature.context.options
+        devices = self._devices or tuple(jax.devices())
+        if options.ignore_transforms:
+            return Plain(self._one_program(flat, signature), devices[0])
         with _compat.devices_free():
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
-        devices = self._devices or tuple(jax.devices())
         traced = inline(closed, devices)
+        default = None
         if not has_tasks(traced):
-            return self._plain(flat, signature)
-        program, homes = place(separate(fuse(traced)))
+            if options.enable_fast_path:
+                return self._plain(flat, signature)
+            default = signature.home or Mesh(np.array(devices[:1]), ("devices",))
+        program, homes = place(separate(fuse(traced)), default)
         self._check_devices(program)
         out_tree = jax.tree.structure(shapes)
         donated = self._donated_leaves(signature.tree)
         alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated)
-        plan = build(program, homes, arrange(program), donated, alike)
+        plan = build(program, homes, arrange(program, options), donated, alike)
         out_specs = self._result_specs(out_tree)
         self._check_axes(plan, signature.tree, out_specs.values())
         return Lowered(
@@ -311,7 +338,10 @@ class Jitted:
                 f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no submesh; "
                 "use jax.jit"
             )
-        return Plain(jax.jit(flat, donate_argnums=tuple(self._donated_leaves(signature.tree))))
+        return Plain(self._one_program(flat, signature))
+
+    def _one_program(self, flat: Callable[..., Any], signature: Signature) -> Any:
+        return jax.jit(flat, donate_argnums=tuple(self._donated_leaves(signature.tree)))
 
     def _check_devices(self, program: ir.Program) -> None:
         if self._devices is None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from multimesh import _compat, marks, schedules
+from multimesh import _compat, contexts, marks, schedules
 from multimesh.errors import UsageError
 from multimesh.tasks import marked_call
 
@@ -66,6 +66,10 @@ def microbatch(
     def looped(*args: Any, **kwargs: Any) -> Any:
         if not -len(args) <= argnum < len(args):
             raise UsageError(f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments")
+        if contexts.ignoring():
+            if any(jax.tree.leaves(stack)):
+                raise UsageError("microbatch: a stacked result (stack=) needs the loop; leave ignore_transforms")
+            return fn(*args, **kwargs)
         rows = _rows(args[argnum], dim, argnum)
         if rows % size:
             raise UsageError(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from multimesh import _compat, marks
+from multimesh import _compat, contexts, marks
 from multimesh.errors import UsageError
 from multimesh.modules import with_call
 from multimesh.submesh import AxisMap, Task, make_task, translate
@@ -64,6 +64,9 @@ def task(
 
 @contextlib.contextmanager
 def _scope(placed: Task) -> Iterator[None]:
+    if contexts.ignoring():
+        yield
+        return
     with jax.named_scope(marks.TASKS.name(placed)), inside(placed):
         yield
 
@@ -102,6 +105,8 @@ def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
+        if contexts.ignoring():
+            return fn(*args, **kwargs)
         results = marked_call(marks.TASKS.name(placed), run, args, kwargs)
         return jax.tree.map(_compat.leave_mesh, results) if partitioned_trace() else results
 
@@ -130,4 +135,4 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
             return jax.lax.with_sharding_constraint(leaf, translate(spec, task))
         return jax.jit(_compat.named(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
-    return jax.tree.map(constrain, x)
+    return x if contexts.ignoring() else jax.tree.map(constrain, x)

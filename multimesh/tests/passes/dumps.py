@@ -22,7 +22,7 @@ def dumps(step: Any, *args: Any) -> dict[str, str]:
     from multimesh.passes.loops import fuse, separate
     from multimesh.passes.place import place
     from multimesh.passes.planning import OrderedLoop, arrange, build
-    from multimesh.passes.recompute import recompute
+    from multimesh.passes.recompute import keep_less
     from programs import inlined, text
 
     from multimesh import ir
@@ -44,7 +44,7 @@ def dumps(step: Any, *args: Any) -> dict[str, str]:
         "separate": text(separated),
         "place": text(placed),
         "fragment": text(*fragments),
-        "recompute": text(*recompute(fragments, results)),
+        "recompute": text(*keep_less(fragments, results)),
         "order": text(*rows, *(s.fragment for s in ordered.stages)),
         "planning": text(plan, *plan.instructions),
     }

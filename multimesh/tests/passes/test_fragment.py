@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from multimesh.passes.fragment import fragment, join
-from multimesh.passes.recompute import recompute
+from multimesh.passes.recompute import keep_less
 from programs import loops, names, on, ones, placed
 
 import multimesh as mm
@@ -120,7 +120,7 @@ def residuals(fn):
     f = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=2)
     fragments, results = loop_fragments(f, ones(3, 3), ones(6, 3))
     found = []
-    for parts in (fragments, recompute(fragments, results)):
+    for parts in (fragments, keep_less(fragments, results)):
         maker = {o: op.prim.name for f in parts if f.phase == "F" for op in f.ops for o in op.outs}
         last = parts[-1]
         assert (last.phase, last.task) == ("B", "a")

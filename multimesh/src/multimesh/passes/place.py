@@ -29,7 +29,8 @@ def place(program: ir.Program, default: Mesh | None = None) -> tuple[ir.Program,
     program
         With loops in final form.
     default
-        The submesh of outputs that depend on inputs only; by default the first task's.
+        The submesh of outputs that depend on inputs only; by default the first task's. Of everything where nothing is a
+        task.
 
     Returns
     -------
@@ -39,10 +40,10 @@ def place(program: ir.Program, default: Mesh | None = None) -> tuple[ir.Program,
     Raises
     ------
     MultiMeshError
-        When nothing in the program is a task.
+        When nothing in the program is a task and there is no ``default``.
     """
     program = replace(program, items=tuple(_resolve_constraints(program)))
-    order = task_meshes(program)
+    order = task_meshes(program) or ((default,) if default is not None else ())
     if not order:
         raise MultiMeshError("nothing in this function is a task; wrap parts of it in multimesh.task(..., mesh=...)")
     default = default or order[0]

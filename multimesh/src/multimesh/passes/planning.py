@@ -11,10 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from multimesh import _compat, ir
+from multimesh.contexts import Options
 from multimesh.passes.fragment import Fragment, fragment
 from multimesh.passes.order import LoopOrder, order
 from multimesh.passes.place import Homes, task_meshes
-from multimesh.passes.recompute import recompute
+from multimesh.passes.recompute import keep_less, send_less
+from multimesh.passes.unfuse import unfused, unfused_order
 from multimesh.plan import Instruction, Kernel, Plan, Slot
 
 
@@ -33,8 +35,9 @@ class OrderedLoop:
     order: LoopOrder
 
 
-def arrange(program: ir.Program) -> tuple[Segment | OrderedLoop, ...]:
+def arrange(program: ir.Program, options: Options | None = None) -> tuple[Segment | OrderedLoop, ...]:
     """Cut a placed program into straight segments and ordered loops."""
+    options = options or Options()
     loops = [item for item in program.items if isinstance(item, ir.Loop)]
     epochs = _epochs(program)
     rows = {v for loop in loops for v in loop.linked.values()}
@@ -48,9 +51,10 @@ def arrange(program: ir.Program) -> tuple[Segment | OrderedLoop, ...]:
     for epoch in range(len(loops) + 1):
         ops = [i for i, e in zip(program.items, epochs, strict=True) if e == epoch and isinstance(i, ir.Op)]
         results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
-        parts.append(Segment(fragment(ops, results, phased=False)))
+        straight = fragment(ops, results, phased=False)
+        parts.append(Segment(straight if options.fuse_segments else unfused(straight)))
         if epoch < len(loops):
-            parts.append(_ordered(loops[epoch], rows))
+            parts.append(_ordered(loops[epoch], rows, options))
     return tuple(parts)
 
 
@@ -78,11 +82,15 @@ def _epochs(program: ir.Program) -> list[int]:
     return epochs
 
 
-def _ordered(loop: ir.Loop, rows: set[ir.Value]) -> OrderedLoop:
+def _ordered(loop: ir.Loop, rows: set[ir.Value], options: Options) -> OrderedLoop:
     results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
     results |= {o for op in loop.ops for o in op.outs if o in rows}
-    parts = recompute(fragment(loop.ops, results, phased=True), results)
-    return OrderedLoop(loop, order(parts, loop.mark, results))
+    if options.enable_recomputation:
+        parts = keep_less(fragment(send_less(loop.ops), results, phased=True), results)
+    else:
+        parts = fragment(loop.ops, results, phased=True)
+    ordered = order(parts, loop.mark, results)
+    return OrderedLoop(loop, ordered if options.fuse_loops else unfused_order(ordered))
 
 
 def build(

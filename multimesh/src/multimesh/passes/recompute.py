@@ -1,14 +1,14 @@
-"""Recompute instead of keeping: elementwise operations are repeated where their inputs are at hand.
+"""Recompute instead of keeping or sending: elementwise operations are repeated where their inputs are at hand.
 
 A forward fragment hands its backward fragment every intermediate value that the derivative reads. Many follow from
 others by arithmetic that costs less than an array that is held (or sent) and handed to a program: what XLA's own
-fusion does inside one program, done here between programs.
+fusion does inside one program, done here between programs (`keep_less`) and between submeshes (`send_less`).
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -27,30 +27,72 @@ ELEMENTWISE = frozenset(
 )
 _DEPTH = 24  # operations between a repeated value and what it is computed from
 
-_Maker = dict[ir.Value, tuple[Fragment, int]]
+_Position = tuple[int, ...]
+_Maker = dict[ir.Value, tuple[_Position, ir.Op]]
 
 
-def recompute(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fragment, ...]:
-    """Repeat elementwise operations in the fragments that read their results, where that takes fewer bytes across."""
-    maker: _Maker = {o: (part, i) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
+def send_less(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:
+    """Repeat forward operations on the submesh whose backward pass alone reads them, where that sends fewer bytes.
+
+    Forward values that the forward pass sends are at hand on both sides.
+    """
+    maker: _Maker = {o: ((i,), op) for i, op in enumerate(ops) for o in op.outs}
+    copies: dict[int, list[ir.Op]] = collections.defaultdict(list)
+    done = list(ops)
+    for mesh in dict.fromkeys(op.mesh for op in ops):
+        mine = [i for i, op in enumerate(ops) if op.mesh == mesh]
+        back = [i for i in mine if ops[i].backward]
+        forward = {v for i in mine if not ops[i].backward for v in ops[i].reads}
+        made = {o for i in mine for o in ops[i].outs}
+        crossing = dict.fromkeys(
+            v for i in back for v in ops[i].reads if v in maker and v not in made | forward and not maker[v][1].backward
+        )
+        if not crossing:
+            continue
+        own_inputs = {v for i in mine for v in ops[i].reads if v not in maker}
+        local = _Localiser(maker, own_inputs, {*crossing, *made, *forward}, lambda op: not op.backward)
+        rename = local.run(crossing)
+        for (position, *_), copy in local.copies:
+            copies[position].append(replace(copy, mesh=mesh))
+        for i in back:
+            done[i] = _renamed(done[i], rename)
+    return tuple(op for i, given in enumerate(done) for op in (given, *copies[i]))
+
+
+def keep_less(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fragment, ...]:
+    """Repeat operations in the fragments that read their results, where that takes fewer bytes across.
+
+    Only those of the same submesh: forward, a task runs where it was placed.
+    """
+    maker: _Maker = {o: ((part.level, i), op) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
     inputs: dict[Mesh, set[ir.Value]] = collections.defaultdict(set)  # of the loop, that a submesh reads anyway
     for part in fragments:
         inputs[part.mesh].update(v for v in part.ins if v not in maker)
-    return with_interfaces([_Localiser(part, maker, inputs[part.mesh]).run() for part in fragments], results)
+    return with_interfaces([_localised(part, maker, inputs[part.mesh]) for part in fragments], results)
+
+
+def _localised(part: Fragment, maker: _Maker, own_inputs: set[ir.Value]) -> Fragment:
+    local = _Localiser(maker, own_inputs, set(part.ins), lambda op: op.mesh == part.mesh)
+    rename = local.run(v for v in part.ins if v in maker)
+    if not rename:
+        return part
+    return replace(part, ops=(*(op for _, op in local.copies), *(_renamed(op, rename) for op in part.ops)))
 
 
 class _Localiser:
-    """Rewrites one fragment: latest inputs first, so that what they are computed from is still to be decided."""
+    """Decides what is repeated: latest values first, so that what they are computed from is still to be decided."""
 
-    def __init__(self, part: Fragment, maker: _Maker, own_inputs: set[ir.Value]):
-        self._part, self._maker, self._own_inputs = part, maker, own_inputs
-        self._at_hand = set(part.ins)
-        self._repeated: dict[tuple[int, int], ir.Op] = {}
+    def __init__(
+        self, maker: _Maker, own_inputs: set[ir.Value], at_hand: set[ir.Value], allowed: Callable[[ir.Op], bool]
+    ):
+        self.copies: list[tuple[_Position, ir.Op]] = []
+        self._maker, self._own_inputs, self._at_hand, self._allowed = maker, own_inputs, at_hand, allowed
+        self._repeated: dict[int, ir.Op] = {}
         self._made: set[ir.Value] = set()
 
-    def run(self) -> Fragment:
-        crossing = [v for v in self._part.ins if v in self._maker]
-        for value in sorted(crossing, key=self._position, reverse=True):
+    def run(self, crossing: Iterable[ir.Value]) -> dict[ir.Value, ir.Value]:
+        """New names of the values that are made here again; ``copies`` then holds what makes them, in order."""
+        for value in sorted(crossing, key=lambda v: self._maker[v][0], reverse=True):
             op = self._op(value)
             siblings = [o for o in op.outs if o in self._at_hand]
             if value not in self._at_hand or not self._may_repeat(op):
@@ -63,19 +105,13 @@ class _Localiser:
                 self._repeat(op, costs)
             else:
                 self._at_hand.update(siblings)
-        return self._rewritten() if self._repeated else self._part
+        return self._copied()
 
     def _op(self, value: ir.Value) -> ir.Op:
-        origin, index = self._maker[value]
-        return origin.ops[index]
-
-    def _position(self, value: ir.Value) -> tuple[int, int]:
-        origin, index = self._maker[value]
-        return origin.level, index
+        return self._maker[value][1]
 
     def _may_repeat(self, op: ir.Op) -> bool:
-        """Only operations of this submesh: a task runs where it was placed."""
-        return op.prim.name in ELEMENTWISE and not op.effects and op.mesh == self._part.mesh
+        return op.prim.name in ELEMENTWISE and not op.effects and self._allowed(op)
 
     def _here(self, value: ir.Value) -> bool:
         """Whether a value costs nothing: already read, or an input of the loop that this submesh has anyway."""
@@ -94,8 +130,7 @@ class _Localiser:
         return costs[value]
 
     def _repeat(self, op: ir.Op, costs: dict[ir.Value, int]) -> None:
-        origin, index = self._maker[op.outs[0]]
-        self._repeated[id(origin), index] = op
+        self._repeated[id(op)] = op
         self._made.update(op.outs)
         for v in op.reads:
             if self._here(v) or v in self._made:
@@ -108,15 +143,13 @@ class _Localiser:
     def _inputs_cost(self, value: ir.Value, costs: dict[ir.Value, int]) -> int:
         return sum(costs.get(v, v.nbytes) for v in dict.fromkeys(self._op(value).reads))
 
-    def _rewritten(self) -> Fragment:
-        part = self._part
-        copies: list[ir.Op] = []
+    def _copied(self) -> dict[ir.Value, ir.Value]:
         rename: dict[ir.Value, ir.Value] = {}
-        for op in sorted(self._repeated.values(), key=lambda op: self._position(op.outs[0])):
+        for op in sorted(self._repeated.values(), key=lambda op: self._maker[op.outs[0]][0]):
             outs = tuple(ir.Value(o.aval) for o in op.outs)
-            copies.append(replace(_renamed(op, rename), outs=outs))
+            self.copies.append((self._maker[op.outs[0]][0], replace(_renamed(op, rename), outs=outs)))
             rename.update(zip(op.outs, outs, strict=True))
-        return replace(part, ops=(*copies, *(_renamed(op, rename) for op in part.ops)))
+        return rename
 
 
 def _renamed(op: ir.Op, rename: dict[ir.Value, ir.Value]) -> ir.Op:

@@ -1,0 +1,312 @@
+"""Compiler contexts: what each changes in a plan, and that no result changes."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from models import MLP, mlp_block, squared_error
+from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
+
+import multimesh as mm
+
+ROWS, SIZE, STAGES = 8, 2, 2
+PARTS = (
+    "autoshard",
+    "enable_task_fusion",
+    "only_fuse_loop_tasks",
+    "enable_recomputation",
+    "enable_fast_path",
+    "ignore_transforms",
+)
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def runs(plan, phase="any"):
+    return [s for s in plan.instructions if s.kind == "RUN" and (phase == "any" or s.phase == phase)]
+
+
+def two_layers_a_stage(split):
+    """Four tasks on two submeshes: two layers follow each other on each."""
+
+    def loss(params, batch):
+        x = batch["x"]
+        for i, p in enumerate(params["stages"]):
+            layer = squared_layer if i == 3 else mlp_block
+            x = mm.task(layer, f"layer{i}", mesh=split.mesh(i // 2))(p, x, *([batch["y"]] if i == 3 else []))
+        return x
+
+    def squared_layer(p, x, y):
+        return squared_error(mlp_block(p, x), y)
+
+    return mm.jit(lambda p, b: mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(p, b))
+
+
+def averaged(result):
+    return jax.tree.map(lambda x: x / (ROWS // SIZE), result)
+
+
+# Options
+
+
+@pytest.mark.promise("Each compiler context does what is said or raises")
+def test_unknown_options_and_other_types_raise_at_once():
+    with pytest.raises(mm.UsageError, match="unknown option 'fuse'; options are autoshard, enable_task_fusion"):
+        mm.context(fuse=True)
+    with pytest.raises(mm.UsageError, match=r"enable_task_fusion: give True, False or None .* not 1"):
+        mm.enable_task_fusion(1)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_sets_its_option_and_restores_it(name):
+    before = mm.contexts.current()
+    for value in (True, False):
+        with getattr(mm, name)(value):
+            assert getattr(mm.contexts.current(), name) is value
+            with mm.context(**{name: None}):
+                assert getattr(mm.contexts.current(), name) is value
+    assert mm.contexts.current() == before
+
+
+def test_options_of_one_thread_are_not_those_of_another():
+    seen = []
+    with mm.enable_task_fusion(False):
+        thread = threading.Thread(target=lambda: seen.append(mm.contexts.current().enable_task_fusion))
+        thread.start()
+        thread.join()
+        assert not mm.contexts.current().enable_task_fusion
+    assert seen == [True]
+
+
+def test_an_error_inside_restores_the_options():
+    with pytest.raises(RuntimeError), mm.context(enable_task_fusion=False, autoshard=True):
+        raise RuntimeError
+    assert mm.contexts.current() == mm.contexts.Options()
+
+
+def test_a_context_that_comes_too_late_raises():
+    def f(x):
+        with mm.enable_task_fusion(False):
+            return mm.task(jnp.sin, "a", mesh=submeshes(1)[0])(x)
+
+    with pytest.raises(mm.UsageError, match=r"enable_task_fusion: .* open it around the call"):
+        mm.jit(f)(ones(2))
+
+
+@pytest.mark.promise("A changed compiler context traces again")
+def test_options_are_part_of_the_signature():
+    traces = []
+
+    def f(x):
+        traces.append(1)
+        return mm.task(jnp.sin, "a", mesh=submeshes(1)[0])(x)
+
+    jitted = mm.jit(f)
+    jitted(ones(2)), jitted(ones(2))
+    with mm.enable_task_fusion(False):
+        jitted(ones(2)), jitted(ones(2))
+    jitted(ones(2))
+    assert len(traces) == 2
+
+
+# Task fusion
+
+
+def test_fusion_makes_one_program_of_the_tasks_of_a_submesh():
+    split, params, batch = Split(submeshes(2)), MLP.init(4), MLP.batch(ROWS, 0)
+    step = two_layers_a_stage(split)
+    fused = step.plan(params, batch)
+    with mm.enable_task_fusion(False):
+        single = step.plan(params, batch)
+        got = step(params, batch)
+    assert {s.task for s in runs(fused, "F")} == {"layer0+layer1"}
+    tasks = {s.task for s in runs(single) if s.phase}
+    assert tasks == {"layer0", "layer1", "layer2", "layer3"}
+    count = ROWS // SIZE
+    assert len([s for s in runs(fused) if s.phase]) == 3 * count  # F0, B0, and F1 joined with B1
+    assert len([s for s in runs(single) if s.phase]) == 8 * count
+    assert sum(single.peak_bytes()) > sum(fused.peak_bytes())
+    assert_same(averaged(got), reference_gradient(MLP, 4, ROWS, SIZE))
+
+
+def test_without_fusion_the_schedule_keeps_its_order():
+    split, params, batch = Split(submeshes(2)), MLP.init(4), MLP.batch(ROWS, 0)
+    step = two_layers_a_stage(split)
+
+    def order(plan, submesh):
+        cells = [(s.phase, s.microbatch) for s in runs(plan) if s.phase and s.submesh == submesh]
+        return [c for i, c in enumerate(cells) if i == 0 or cells[i - 1] != c]
+
+    with mm.enable_task_fusion(False):
+        single = step.plan(params, batch)
+    assert order(single, 0) == order(step.plan(params, batch), 0)
+    assert order(single, 1) == [(phase, m) for m in range(ROWS // SIZE) for phase in "FB"]
+
+
+def test_fusion_only_in_loops():
+    mesh = submeshes(1)[0]
+
+    def f(w, x):
+        first = mm.task(lambda w, x: jnp.sum(w * x), "inside0", mesh=mesh)
+        second = mm.task(lambda y, x: y + jnp.sum(x), "inside1", mesh=mesh)
+        total = mm.microbatch(lambda w, x: second(first(w, x), x), size=2, argnum=1)(w, x)
+        y = mm.task(jnp.sin, "after0", mesh=mesh)(total)
+        return mm.task(lambda y, w: y * w, "after1", mesh=mesh)(y, w)
+
+    args = (normal(0, 3), normal(1, 4, 3))
+    step, want = mm.jit(f), None
+    for options, inside, after in (
+        ({}, {"inside0+inside1"}, {"after0+after1"}),
+        ({"only_fuse_loop_tasks": True}, {"inside0+inside1"}, {"after0", "after1"}),
+        ({"only_fuse_loop_tasks": True, "enable_task_fusion": False}, {"inside0", "inside1"}, {"after0", "after1"}),
+    ):
+        with mm.context(**options):
+            plan, got = step.plan(*args), step(*args)
+        assert {s.task for s in runs(plan) if s.phase} == inside
+        assert {s.task for s in runs(plan, None)} - {"zeros", "unmarked"} == after
+        want = got if want is None else want
+        assert_same(got, want)
+
+
+# Recomputation
+
+
+def test_recomputation_keeps_less():
+    split, params, batch = Split(submeshes(2)), MLP.init(2), MLP.batch(ROWS, 0)
+
+    def wide(p, x):
+        h = x @ p["up"]
+        return jax.nn.silu(h) @ p["down"]
+
+    def loss(p, b):
+        h = mm.task(wide, "front", mesh=split.mesh(0))(p["stages"][0], b["x"])
+        return mm.task(lambda p, h, y: squared_error(wide(p, h), y), "back", mesh=split.mesh(1))(
+            p["stages"][1], h, b["y"]
+        )
+
+    step = mm.jit(lambda p, b: mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(p, b))
+    less, got = step.plan(params, batch), step(params, batch)
+    with mm.enable_recomputation(False):
+        kept, plain = step.plan(params, batch), step(params, batch)
+    assert less.peak_bytes()[0] < kept.peak_bytes()[0]
+    assert less.transfers() == kept.transfers()
+    assert_same(got, plain)
+
+
+def test_recomputation_sends_less():
+    """The derivative of the gate between the tasks follows from what the forward pass sends anyway."""
+    split = Split(submeshes(2))
+
+    def loss(p, b):
+        a = mm.task(lambda w, x: x @ w, "front", mesh=split.mesh(0))(p["front"], b)
+        c = mm.task(lambda w, x: x @ w, "back", mesh=split.mesh(1))(p["back"], a)
+        return jnp.sum(c * jnp.sin(a))
+
+    step = mm.jit(lambda p, b: mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(p, b))
+    args = {"front": normal(0, 3, 5), "back": normal(1, 5, 5)}, normal(2, ROWS, 3)
+    less, got = step.plan(*args), step(*args)
+    with mm.enable_recomputation(False):
+        more, plain = step.plan(*args), step(*args)
+    assert less.transfers()[0] < more.transfers()[0]
+    assert less.transfers()[1] < more.transfers()[1]
+    assert_same(got, plain)
+
+
+# The fast path
+
+
+def untasked(w, x):
+    return mm.microbatch(lambda w, x: jnp.sum(jnp.tanh(x @ w)), size=2, argnum=1)(w, x)
+
+
+def test_without_the_fast_path_every_function_has_a_plan():
+    step, args = mm.jit(untasked), (normal(0, 3, 4), normal(1, 6, 3))
+    want = step(*args)
+    with pytest.raises(mm.MultiMeshError, match="nothing in this function is a task"):
+        step.plan(*args)
+    with mm.enable_fast_path(False):
+        plan, got = step.plan(*args), step(*args)
+    assert [s.microbatch for s in runs(plan, "F")] == [0, 1, 2]
+    assert [m.devices.tolist() for m in plan.submeshes] == [[jax.devices()[0]]]
+    assert_same(got, want)
+
+
+def test_without_the_fast_path_a_function_runs_on_the_mesh_of_its_arguments():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    w, x = normal(0, 3, 4), jax.device_put(normal(1, 8, 3), NamedSharding(mesh, P("data")))
+    with mm.enable_fast_path(False):
+        step = mm.jit(lambda w, x: jnp.tanh(x @ w))
+        got = step(w, x)
+        assert step.plan(w, x).submeshes == (mesh,)
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+    assert_same(got, np.tanh(np.asarray(x) @ w))
+
+
+# Ignoring
+
+
+def test_ignoring_transforms_is_plain_jax():
+    """The model sums over its rows, so that one call with all rows has the sum of the microbatches."""
+    meshes = submeshes(2)
+    registered = mm.register_task("scoped", mesh=meshes[1])
+    seen = []
+
+    def loss(w, x):
+        seen.append(x.shape)
+        h = mm.task(jnp.tanh, "front", mesh=meshes[0])(mm.with_sharding_constraint(x @ w, P("nowhere")))
+        with mm.task(name="block", mesh=meshes[0]):
+            h = 2 * h
+        with jax.named_scope("scoped"):
+            return jnp.sum(h)
+
+    with registered:
+        step = mm.jit(mm.microbatch(loss, size=2, argnum=1), in_shardings=P("data"))
+        w, x = normal(0, 3, 4), jax.device_put(normal(1, 8, 3), jax.devices()[5])
+        with mm.ignore_transforms():
+            got = step(jax.device_put(w, jax.devices()[1]), x)
+            text = str(jax.make_jaxpr(mm.microbatch(loss, size=2, argnum=1))(w, x))
+    assert set(seen) == {(8, 3)}
+    assert "scan" not in text
+    assert "multimesh" not in text
+    assert len(got.devices()) == 1
+    assert_same(got, np.sum(2 * np.tanh(np.asarray(x) @ w), dtype=np.float32))
+
+
+def test_ignoring_a_part_of_a_trace():
+    meshes = submeshes(2)
+
+    def f(x):
+        with mm.ignore_transforms():
+            x = mm.task(jnp.sin, "ignored", mesh=meshes[1])(x)
+        return mm.task(jnp.cos, "kept", mesh=meshes[0])(x)
+
+    plan = mm.jit(f).plan(ones(2))
+    assert plan.submeshes == meshes[:1]
+    assert_same(mm.jit(f)(ones(2)), np.cos(np.sin(ones(2))))
+
+
+def test_ignoring_a_stacked_result_raises():
+    f = mm.microbatch(lambda x: x, size=2, stack=True)
+    with mm.ignore_transforms(), pytest.raises(mm.UsageError, match=r"stack=.*leave ignore_transforms"):
+        f(ones(4))
+    with mm.ignore_transforms():
+        assert_same(mm.microbatch(lambda x: x.sum(), size=2)(jnp.ones(4)), np.float32(4))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("options", [{"enable_task_fusion": False}, {"enable_recomputation": False}])
+def test_numerics_do_not_depend_on_options(options, schedule):
+    split, params = Split(submeshes(STAGES)), MLP.init(STAGES)
+    step = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS, schedule=schedule))
+    with mm.context(**options):
+        assert_same(step(params, MLP.batch(ROWS, 0)), reference_gradient(MLP, STAGES, ROWS, SIZE))
