@@ -55,6 +55,12 @@ class LossNotFallingError(MultiMeshError):
     exit_code = 13
 
 
+class CheckpointError(MultiMeshError):
+    """A checkpoint cannot be read, written or continued from."""
+
+    exit_code = 15
+
+
 class DisagreementError(MultiMeshError):
     """Two runs that must give the same losses and gradient norms do not."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from multimesh.errors import (
+    CheckpointError,
     DisagreementError,
     LossNotFallingError,
     LossNotFiniteError,
@@ -100,6 +101,11 @@ OURS = [
     "--json",
     "--device-memory",
     "--output",
+    "--checkpoint",
+    "--checkpoint-every",
+    "--resume",
+    "--eval-every",
+    "--eval-steps",
 ]
 
 
@@ -227,7 +233,6 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
         ("--model-name deepseek2-16b --num-layers 2", r"with decoder_block=deepseek yet"),
         ("--model-name mixtral-8x7b", r"with sparse_matmul=True yet: .*; use sparse_matmul=False"),
         ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
-        ("eval_interval=5", r"with eval_interval=5 yet: evaluation was never tried"),
         ("quantization=int8", r"with quantization=int8 yet"),
         (
             "--nodes 2 --cpus 4 --dp 8 --spawn",
@@ -335,6 +340,7 @@ def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
         (LossNotFiniteError, 12),
         (LossNotFallingError, 13),
         (DisagreementError, 14),
+        (CheckpointError, 15),
     ],
 )
 def test_exit_codes_are_stable_and_in_the_help(error: type[MultiMeshError], code: int):

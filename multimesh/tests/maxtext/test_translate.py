@@ -83,6 +83,9 @@ def variables(
         ("--model-name llama3-8b", {"model_name": "llama3-8b", "override_model_config": True}),
         ("--num-steps 9 --profile", {"steps": 9, "profiler": "xplane", "profiler_steps": 5}),
         ("--num-steps 2 --profile", {"profiler_steps": 1, "skip_first_n_steps_for_profiler": 1}),
+        ("--num-steps 5", {"enable_checkpointing": False, "eval_interval": None}),
+        ("--checkpoint ck --checkpoint-every 7", {"enable_checkpointing": True, "checkpoint_period": 7}),
+        ("--eval-every 5", {"eval_interval": 5, "eval_steps": 4}),
         ("--no-scan-layers --use-iota-embed", {"scan_layers": False, "use_iota_embed": True}),
         ("--attention-type local_sliding", {"attention_type": "local_sliding"}),
         (
@@ -133,6 +136,8 @@ def test_key_value_arguments_come_last_and_replace_our_defaults(job: Check, path
 def test_key_value_arguments_do_not_overrule_flags(job: Check, paths: Paths):
     with pytest.raises(UsageError, match=r"steps= is decided by the flags \(steps=10\); use the flag, or leave it out"):
         launch(job(["steps=3"]), paths, inherited={}, gpu_memory=None)
+    with pytest.raises(UsageError, match=r"run_name= is decided by the flags"):
+        launch(job(["--checkpoint", "ck", "run_name=mine"]), paths, inherited={}, gpu_memory=None)
 
 
 def test_stages_are_handed_over_in_the_environment(job: Check, paths: Paths, root: Path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from multimesh.errors import LossNotFallingError, LossNotFiniteError, StoppedEarlyError, TrainerFailedError
-from multimesh.maxtext.metrics import Follower, Step
+from multimesh.maxtext.metrics import Evaluation, Follower, Step
 from multimesh.maxtext.report import summary, table
 from multimesh.maxtext.verdict import judge
 from rich.console import Console
@@ -49,6 +49,15 @@ def test_a_repeated_or_missing_step_is_not_a_full_run():
         judge(twice, expected=3, returncode=0, log=LOG)
 
 
+def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():
+    before, after = steps(3.0, 2.5), [Step(2, 2.6, 1.0, 0.5, 1024.0), Step(3, 2.7, 1.0, 0.5, 1024.0)]
+    judge(after, expected=4, returncode=0, log=LOG, before=before, first=2)
+    with pytest.raises(LossNotFallingError, match=r"from 2.6000 to 2.7000"):
+        judge(after, expected=4, returncode=0, log=LOG, first=2)
+    with pytest.raises(StoppedEarlyError, match="after 1 of 2 steps"):
+        judge(after[:1], expected=4, returncode=0, log=LOG, before=before, first=2)
+
+
 def record(step: int, loss: float, dispatched: float) -> str:
     return json.dumps(
         {
@@ -69,10 +78,14 @@ def test_steps_are_followed_with_times_of_their_completion(tmp_path: Path):
     metrics.write_text(record(0, 7.0, 2.5) + "\n" + record(1, 6.0, 0.01)[:20])
     assert [(step.number, step.seconds) for step in follower.poll()] == [(0, 2.5)]
     log.write_text(log.read_text() + "I1122 00:00:00.250000 1 metric_logger.py:230] completed step: 1, seconds: 0.01\n")
-    metrics.write_text(record(0, 7.0, 2.5) + "\n" + record(1, 6.0, 0.01) + "\n" + '{"eval/avg_loss": 5.0}\n')
+    metrics.write_text(record(0, 7.0, 2.5) + "\n" + record(1, 6.0, 0.01) + "\n")
+    with metrics.open("a") as file:
+        file.write('{"eval/avg_loss": 5.0, "step": 0}\n{"eval/avg_loss": 5.5, "eval/total_loss": 11.0, "step": 1}\n')
     (step,) = follower.poll()
     assert (step.loss, step.gradient_norm, step.seconds, step.tokens_per_second) == (6.0, 1.5, 0.75, 64 / 0.75)
     assert follower.poll() == []
+    assert follower.evaluations == [Evaluation(1, 5.5)]
+    assert Follower(metrics, log, skip=metrics.stat().st_size).poll() == []
 
 
 def test_a_metrics_file_that_is_emptied_is_read_anew(tmp_path: Path):
@@ -95,5 +108,5 @@ def test_the_table_is_short_and_has_first_and_last():
 
 
 def test_json_has_null_where_a_number_is_not_finite():
-    found = summary(steps(math.nan), [], {"log": LOG}, None)
+    found = summary(steps(math.nan), [], [], {"log": LOG}, None)
     assert json.loads(json.dumps(found, allow_nan=False))["steps"][0]["loss"] is None

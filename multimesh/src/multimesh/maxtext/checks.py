@@ -44,6 +44,11 @@ class Job:
         """Devices of MaxText's mesh: those of one stage where stages are programs of their own."""
         return self.devices // self.options.pp if self.options.staged else self.devices
 
+    @property
+    def scans_layers(self) -> bool:
+        """Whether MaxText scans over a stack of all layers."""
+        return self.options.scan_layers is not False and not self.options.staged
+
 
 def check_backend(options: Options) -> None:
     """Raise for what the chosen backend cannot do at all."""
@@ -87,6 +92,15 @@ def check_flags(options: Options) -> None:
     missing = not (o.dataset_path and o.dataset_name)
     _refuse(
         o.use_tfds_dataset and missing, "--use-tfds-dataset needs to know which; add --dataset-path and --dataset-name"
+    )
+    for name, needed in (
+        *(("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")),
+    ):
+        missing_one = o.has(name) and not o.has(needed)
+        _refuse(missing_one, f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it")
+    _refuse(
+        bool(o.checkpoint) and o.verify,
+        "--verify trains twice from step 0 to compare; leave out --checkpoint or --verify",
     )
     for flag, given in (("--hlo", o.hlo), ("--dump-all-passes", o.dump_all_passes)):
         _refuse(given and not o.dump, f"{flag} says how to dump; add --dump DIR")

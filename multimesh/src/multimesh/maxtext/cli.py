@@ -14,6 +14,7 @@ from rich.console import Console
 
 from multimesh.errors import MultiMeshError, TrainerFailedError, UsageError
 from multimesh.maxtext import report
+from multimesh.maxtext.checkpoint import Beginning, beginning
 from multimesh.maxtext.checks import Job, check_backend, check_flags, check_job, check_machine
 from multimesh.maxtext.flags import parse
 from multimesh.maxtext.gpus import visible_gpu_memory
@@ -74,13 +75,14 @@ def _run(options: Options, root: Path | None) -> int:
         return _dry_run(start, as_json=options.json)
     console = Console(soft_wrap=True)
     _prepare(job, paths, texts)
-    outcome, pairs = train(job, start, paths, console), list[Pair]()
+    with beginning(job, paths.checkpoints) as begin:
+        outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
     if options.verify and not outcome.error:
         other, beside = reference_job(job), replace(paths, output=paths.output / "spmd")
         beside = replace(beside, metrics=beside.output / "metrics.jsonl")
         _prepare(other, beside, texts)
         start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
-        outcome, pairs = _verified(job, outcome, train(other, start, beside, console))
+        outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))
     return _report(options, console, paths, outcome, pairs)
 
 
@@ -101,7 +103,8 @@ def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
     try:
         for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump else [])):
             folder.mkdir(parents=True, exist_ok=True)
-        paths.metrics.unlink(missing_ok=True)
+        if not o.resume:
+            paths.metrics.unlink(missing_ok=True)
         paths.placement.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
@@ -137,9 +140,11 @@ def _report(o: Options, console: Console, paths: Paths, outcome: Outcome, pairs:
     steps, error = outcome.steps, outcome.error
     if o.json:
         files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
-        print(json.dumps(report.summary(steps, pairs, files, error)))
+        print(json.dumps(report.summary(steps, outcome.evaluations, pairs, files, error)))
     else:
         console.print(report.comparison(pairs) if pairs else report.table(steps))
+        for evaluation in outcome.evaluations:
+            console.print(f"evaluated after step {evaluation.step + 1}: loss {evaluation.loss:.4f}", highlight=False)
         if pairs:
             console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed", highlight=False)
         console.print(f"metrics {paths.metrics}", highlight=False)

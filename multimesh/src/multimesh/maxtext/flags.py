@@ -32,6 +32,7 @@ exit codes:
    12  a loss is not finite
    13  the loss is not falling
    14  losses or gradient norms differ (--verify)
+   15  a checkpoint cannot be read, written or continued from
   130  interrupted"""
 
 

@@ -265,6 +265,38 @@ def _outputs(root: argparse.ArgumentParser) -> None:
     )
 
 
+def _checkpoints(root: argparse.ArgumentParser) -> None:
+    group = root.add_argument_group(
+        "checkpoints and evaluation", "steps are counted from 0, as in the metrics file: checkpoint N is after step N"
+    )
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="write checkpoints here while training goes on (Orbax), the last one after the last step",
+    )
+    group.add_argument(
+        "--checkpoint-every", type=_count(1), metavar="N", help="... after steps 0, N, 2N, ... (default 100)"
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help=(
+            "go on from the newest checkpoint in --checkpoint, with any --pp, --dp, --fsdp, --tp or --backend; from "
+            "step 0 if there is none. --num-steps counts from step 0 also then"
+        ),
+    )
+    group.add_argument(
+        "--eval-every", type=_count(1), metavar="N", help="evaluate after steps 0, N, 2N, ... (default: never)"
+    )
+    group.add_argument(
+        "--eval-steps",
+        type=_count(1),
+        metavar="N",
+        help="batches in an evaluation, each as large as a microbatch over all domains (default 4)",
+    )
+
+
 def _runtime(root: argparse.ArgumentParser) -> None:
     group = root.add_argument_group(
         "memory and runtime", "flags of the Realm runtime are mapped to JAX's or named in a warning"
@@ -344,5 +376,5 @@ def _compiler(root: argparse.ArgumentParser) -> None:
     )
 
 
-GROUPS = (_processes, _parallelism, _loop, _model, _data, _outputs, _runtime, _xla, _dumps, _compiler)
+GROUPS = (_processes, _parallelism, _loop, _model, _data, _outputs, _checkpoints, _runtime, _xla, _dumps, _compiler)
 """Each adds its group to a parser, in the order of the help."""

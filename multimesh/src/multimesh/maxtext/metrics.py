@@ -43,13 +43,29 @@ class Step:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Follower:
-    """Reads the steps of a run as they are written."""
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation: the optimizer step that it came after, and the mean loss over its tokens in nats."""
 
-    def __init__(self, metrics: Path, log: Path) -> None:
-        self._metrics = _Tail(metrics)
+    step: int
+    loss: float
+
+
+class Follower:
+    """Reads the steps of a run as they are written.
+
+    Attributes
+    ----------
+    evaluations
+        Those read so far.
+    """
+
+    def __init__(self, metrics: Path, log: Path, *, skip: int = 0) -> None:
+        """Follow the files; ``skip`` bytes of the metrics are an earlier run's."""
+        self._metrics = _Tail(metrics, skip)
         self._log = _Tail(log)
         self._completed: dict[int, datetime] = {}
+        self.evaluations: list[Evaluation] = []
 
     def poll(self) -> list[Step]:
         """Return the steps completed since the last poll."""
@@ -57,6 +73,9 @@ class Follower:
         records = [record for record in map(_parse, self._metrics.lines()) if record]
         for stamp, number in _COMPLETED.findall("\n".join(self._log.lines())):
             self._completed[int(number)] = datetime.strptime(f"2000{stamp}", "%Y%m%d %H:%M:%S.%f")
+        # MaxText also writes the running means of an evaluation, which have no total.
+        done = (record for record in records if "eval/total_loss" in record)
+        self.evaluations += [Evaluation(int(record["step"]), record["eval/avg_loss"]) for record in done]
         return [self._step(record) for record in records if "learning/loss" in record]
 
     def _step(self, record: dict[str, float]) -> Step:
@@ -77,6 +96,19 @@ class Follower:
         return (now - before).total_seconds()
 
 
+def keep_before(metrics: Path, log: Path, step: int) -> list[Step]:
+    """Cut the records of a step and all later ones off a metrics file; return the steps that remain."""
+    end = position = 0
+    if metrics.exists():
+        for line in metrics.read_bytes().splitlines(keepends=True):
+            position += len(line)
+            record = _parse(line.decode("utf-8", "replace")) or {}
+            if "learning/loss" in record and record["step"] < step:
+                end = position
+        os.truncate(metrics, end)
+    return Follower(metrics, log).poll()
+
+
 def _parse(line: str) -> dict[str, float] | None:
     """Return a record; ``None`` for a torn line, left where MaxText emptied the file (it does so when it evaluates)."""
     try:
@@ -88,9 +120,9 @@ def _parse(line: str) -> dict[str, float] | None:
 class _Tail:
     """Complete lines that were appended to a file since the last look; the file may not exist yet, or be emptied."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, skip: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = skip
 
     def lines(self) -> Iterator[str]:
         try:

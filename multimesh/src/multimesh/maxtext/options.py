@@ -60,6 +60,12 @@ class Options(argparse.Namespace):
     json: bool
     verify: bool
     profile: bool
+    # checkpoints and evaluation
+    checkpoint: Path | None
+    checkpoint_every: int | None
+    resume: bool
+    eval_every: int | None
+    eval_steps: int | None
     # memory and runtime
     forecast: bool
     device_memory: str | None

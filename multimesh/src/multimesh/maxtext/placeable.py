@@ -31,7 +31,6 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_multimodal": ((False,), "the vision encoder has no stage"),
     "enable_diloco": ((False,), "its state has another shape"),
     "quantization": (("", None), "its state is not placed"),
-    "eval_interval": ((-1,), "evaluation was never tried"),
     "num_vocab_tiling": ((1,), "its loop crosses the last stage"),
     "parameter_memory_host_offload": ((False,), "host memory is not placed"),
     "optimizer_memory_host_offload": ((False,), "host memory is not placed"),

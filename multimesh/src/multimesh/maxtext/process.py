@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -17,8 +17,11 @@ _PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is kil
 
 
 @contextmanager
-def trainer(launch: Launch, paths: Paths) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the trainer with its output in the log; on leaving, it and all its children are gone."""
+def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the trainer with its output in the log; on leaving, it and all its children are gone.
+
+    It inherits the given file descriptors.
+    """
     environment = {**os.environ, **launch.environment}
     with paths.log.open("wb") as log:
         try:
@@ -29,6 +32,7 @@ def trainer(launch: Launch, paths: Paths) -> Iterator[subprocess.Popen[bytes]]:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=inherited,
             )
         except OSError as error:
             raise MissingPartError(

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from multimesh.errors import MultiMeshError
-from multimesh.maxtext.metrics import Step
+from multimesh.maxtext.metrics import Evaluation, Step
 from multimesh.maxtext.verify import Pair, largest
 
 _ROWS = 12  # of the table
@@ -108,12 +108,17 @@ def plan_text(command: Sequence[str], environment: Mapping[str, str], configurat
 
 
 def summary(
-    steps: Sequence[Step], pairs: Sequence[Pair], paths: Mapping[str, Path], error: MultiMeshError | None
+    steps: Sequence[Step],
+    evaluations: Sequence[Evaluation],
+    pairs: Sequence[Pair],
+    paths: Mapping[str, Path],
+    error: MultiMeshError | None,
 ) -> dict[str, Any]:
     """Return what ``--json`` prints after a run; JSON has no NaN, so a number that is not finite is null."""
     verified = {"reference": _records([pair.reference for pair in pairs]), "difference": _finite(largest(pairs))}
     return {
         "steps": _records(steps),
+        "evaluations": _records(evaluations),
         **(verified if pairs else {}),
         **{name: str(path) for name, path in paths.items()},
         "error": str(error) if error else None,
@@ -121,7 +126,7 @@ def summary(
     }
 
 
-def _records(steps: Sequence[Step]) -> list[dict[str, float | None]]:
+def _records(steps: Sequence[Step | Evaluation]) -> list[dict[str, float | None]]:
     return [{key: _finite(value) for key, value in asdict(step).items()} for step in steps]
 
 

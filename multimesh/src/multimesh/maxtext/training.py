@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from multimesh.errors import MultiMeshError
+from multimesh.errors import MultiMeshError, StoppedEarlyError, TrainerFailedError
 from multimesh.maxtext import report
+from multimesh.maxtext.checkpoint import Beginning, explained
 from multimesh.maxtext.checks import Job
-from multimesh.maxtext.metrics import Follower, Step
+from multimesh.maxtext.metrics import Evaluation, Follower, Step, keep_before
 from multimesh.maxtext.process import trainer
 from multimesh.maxtext.translate import Launch, Paths
 from multimesh.maxtext.verdict import judge
@@ -22,25 +23,34 @@ _TAIL = 20  # lines of a failed trainer's log
 
 @dataclass(frozen=True)
 class Outcome:
-    """The steps that completed, why the run is no success (``None`` if it is one), and the log that tells."""
+    """The steps and evaluations that completed, and why the run is no success: ``None`` if it is; the log tells."""
 
     steps: list[Step]
+    evaluations: list[Evaluation]
     error: MultiMeshError | None
     log: Path
 
 
-def train(job: Job, start: Launch, paths: Paths, console: Console) -> Outcome:
+def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning) -> Outcome:
     """Start the trainer, show its progress and judge the run."""
     o = job.options
     if not o.json:
         console.print(_headline(job), highlight=False)
         console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
-    steps, returncode = _follow(start, paths, console, total=o.num_steps, quiet=o.json)
+    before = keep_before(paths.metrics, paths.log, begin.step)
+    skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
+    follower = Follower(paths.metrics, paths.log, skip=skip)
+    steps, returncode = _follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json)
+    error: MultiMeshError | None = None
     try:
-        judge(steps, expected=o.num_steps, returncode=returncode, log=paths.log)
-    except MultiMeshError as error:
-        return Outcome(steps, error, paths.log)
-    return Outcome(steps, None, paths.log)
+        judge(steps, expected=o.num_steps, returncode=returncode, log=paths.log, before=before, first=begin.step)
+    except (TrainerFailedError, StoppedEarlyError) as ended:
+        log = paths.log.read_text(encoding="utf-8", errors="replace")
+        error = explained(log, o.checkpoint) if o.checkpoint else None
+        error = error or ended
+    except MultiMeshError as wrong:
+        error = wrong
+    return Outcome(steps, follower.evaluations, error, paths.log)
 
 
 def tail(log: Path) -> str:
@@ -60,10 +70,14 @@ def _headline(job: Job) -> str:
     )
 
 
-def _follow(start: Launch, paths: Paths, console: Console, *, total: int, quiet: bool) -> tuple[list[Step], int]:
-    follower = Follower(paths.metrics, paths.log)
+def _follow(
+    follower: Follower, start: Launch, paths: Paths, console: Console, begin: Beginning, *, total: int, quiet: bool
+) -> tuple[list[Step], int]:
     steps: list[Step] = []
-    with report.progress(console, total, quiet=quiet) as show, trainer(start, paths) as process:
+    with (
+        report.progress(console, total, quiet=quiet) as show,
+        trainer(start, paths, inherited=begin.inherited) as process,
+    ):
         running = True
         while running:
             try:

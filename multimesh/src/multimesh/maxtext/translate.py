@@ -20,12 +20,19 @@ from multimesh.maxtext.text import index_path
 from multimesh.maxtext.xla import xla_flags
 
 TRAINER = "maxtext.trainers.pre_train.train"
+RUN_NAME = "train"
 
 _DEFAULTS = {
     *("run_name", "jax_cache_dir", "enable_checkpointing", "enable_tensorboard", "grain_worker_count"),
     *("learning_rate", "vocab_size", "head_dim", "base_num_kv_heads", "olmo_apply_ngram_filter"),
 }
 """Settings that we choose without a flag: a KEY=VALUE argument replaces them."""
+
+_CHECKPOINTED = {"run_name", "enable_checkpointing"}
+"""... but for these, where ``--checkpoint`` depends on them."""
+
+DEFAULT_PERIOD = 100
+DEFAULT_EVAL_STEPS = 4
 
 _LIBRARY = Path(__file__).resolve().parents[2]  # the folder that holds the package multimesh
 
@@ -62,6 +69,11 @@ class Paths:
         return self.output / "placement.json"
 
     @property
+    def checkpoints(self) -> Path:
+        """Where MaxText keeps its checkpoints; a link to ``--checkpoint``."""
+        return self.output / RUN_NAME / "checkpoints"
+
+    @property
     def text(self) -> Path:
         """The tokens of ``--text``."""
         return self.output / "text"
@@ -88,8 +100,9 @@ def launch(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: 
     """
     settings = configuration(job, paths)
     extra = dict(setting.split("=", 1) for setting in job.options.settings)
+    free = _DEFAULTS - _CHECKPOINTED if job.options.checkpoint else _DEFAULTS
     for key in extra:
-        if key not in _DEFAULTS and key in settings:
+        if key not in free and key in settings:
             raise UsageError(f"{key}= is decided by the flags ({key}={settings[key]}); use the flag, or leave it out")
     settings = {key: value for key, value in settings.items() if key not in extra}
     base = job.options.maxtext_config or paths.package / "configs/base.yml"
@@ -103,7 +116,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
     """Return MaxText's settings for a job, by MaxText's names."""
     o = job.options
     settings: dict[str, Any] = {
-        "run_name": "train",
+        "run_name": RUN_NAME,
         "base_output_directory": str(paths.output),
         "metrics_file": str(paths.metrics),
         "hardware": o.platform,
@@ -117,13 +130,17 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         "max_target_length": o.sequence_length,
         "attention": o.attention,
         "remat_policy": o.remat,
-        "scan_layers": o.scan_layers is not False and not o.staged,
+        "scan_layers": job.scans_layers,
         "use_iota_embed": o.use_iota_embed,
         "logits_dot_in_fp32": o.logits_dot_in_fp32,
         **_model(job),
         **_grid(job),
         **_dataset(job, paths),
     }
+    if o.checkpoint:
+        settings |= {"enable_checkpointing": True, "checkpoint_period": o.checkpoint_every or DEFAULT_PERIOD}
+    if o.eval_every:
+        settings |= {"eval_interval": o.eval_every, "eval_steps": o.eval_steps or DEFAULT_EVAL_STEPS}
     if o.profile:
         settings |= {
             "profiler": "xplane",

@@ -11,11 +11,22 @@ from multimesh.errors import LossNotFallingError, LossNotFiniteError, StoppedEar
 from multimesh.maxtext.metrics import Step
 
 
-def judge(steps: Sequence[Step], *, expected: int, returncode: int, log: Path) -> None:
+def judge(
+    steps: Sequence[Step], *, expected: int, returncode: int, log: Path, before: Sequence[Step] = (), first: int = 0
+) -> None:
     """Return if every step ran and the loss is finite and falling.
 
     Falling means that the mean loss of the last third of the steps is below that of the first third; a run of one step
     is only asked for a finite loss.
+
+    Parameters
+    ----------
+    expected
+        How many steps the whole training has.
+    before
+        Steps of the run that this one resumed, as far as they are known.
+    first
+        The step that this run began with.
 
     Raises
     ------
@@ -27,15 +38,21 @@ def judge(steps: Sequence[Step], *, expected: int, returncode: int, log: Path) -
             raise LossNotFiniteError(
                 f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {log}"
             )
+    complete = [step.number for step in steps] == list(range(first, expected))
     if returncode:
-        raise TrainerFailedError(f"the trainer {_ending(returncode)} after {len(steps)} of {expected} steps; see {log}")
-    if [step.number for step in steps] != list(range(expected)):
-        raise StoppedEarlyError(f"the trainer ended after {len(steps)} of {expected} steps without an error; see {log}")
-    if expected > 1 and not falling([step.loss for step in steps]):
+        raise TrainerFailedError(f"the trainer {_ending(returncode)} after {_count(steps, expected, first)}; see {log}")
+    if not complete:
+        raise StoppedEarlyError(f"the trainer ended after {_count(steps, expected, first)} without an error; see {log}")
+    every = [step.loss for step in (*before, *steps)]
+    if len(every) > 1 and not falling(every):
         raise LossNotFallingError(
-            f"the loss went from {steps[0].loss:.4f} to {steps[-1].loss:.4f}; "
+            f"the loss went from {every[0]:.4f} to {every[-1]:.4f}; "
             "train longer with --num-steps or change learning_rate="
         )
+
+
+def _count(steps: Sequence[Step], expected: int, first: int) -> str:
+    return f"{len(steps)} of {expected - first} steps"
 
 
 def falling(losses: Sequence[float]) -> bool:

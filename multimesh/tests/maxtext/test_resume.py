@@ -1,0 +1,229 @@
+"""Real MaxText: killed and resumed, on other devices, on a disk that is full; and evaluated on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+STEPS = 8
+MODEL = ("--num-layers", 4, "--model-dims", 64, "--mlp-dims", 64, "--sequence-length", 32, "--attention", "dot_product")
+TRAINING = (*MODEL, "--batch-size", 8, "--num-steps", STEPS, "--seed", 3, "dtype=float32")
+GRID = ("--cpus", 4, "--tp", 2, "--pp", 2)
+KILLED = (
+    "A run killed (-9) at any step, also while it saves, resumes with the losses of an uninterrupted one, bit for bit"
+)
+EVALUATED = ("--eval-every", 3, "--eval-steps", 2)
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    """All that a run computed; times differ from run to run."""
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if "seconds" not in key and "per_sec" not in key}
+        for line in lines
+    ]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that nobody interrupted, with a checkpoint after each step."""
+
+    output: Path
+    checkpoints: Path
+    arguments: tuple[Any, ...]
+
+    def up_to(self, step: int, folder: Path) -> Path:
+        """A copy of its checkpoints, as if it had ended after a step."""
+        shutil.copytree(
+            self.checkpoints, folder, ignore=shutil.ignore_patterns(*(str(n) for n in range(step + 1, STEPS)))
+        )
+        return folder
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    arguments = (*TRAINING, *EVALUATED, "--checkpoint-every", 1, "--text", root / "LICENSE")
+    done = run(*GRID, "--output", folder / "out", "--checkpoint", folder / "ck", *arguments)
+    assert done.code == 0, done.stderr
+    return Whole(folder / "out", folder / "ck", arguments)
+
+
+def killed(root: Path, arguments: tuple[Any, ...], moment: Callable[[subprocess.Popen[str], int], None]) -> str:
+    """Start a run and kill its trainer at a moment; return what run.py says."""
+    line = [sys.executable, str(root / "maxtext/run.py"), *map(str, arguments)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for printed in process.stdout:  # the trainer is there when run.py says so
+        if printed.startswith("starting MaxText"):
+            break
+    children: list[str] = []
+    while not children:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    trainer = int(children[0])
+    moment(process, trainer)
+    os.kill(trainer, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == 10
+    return errors
+
+
+def while_saving(folder: Path) -> Callable[[subprocess.Popen[str], int], None]:
+    """The moment when a checkpoint is half-written: the trainer is held there, so that it stays so."""
+
+    def moment(process: subprocess.Popen[str], trainer: int) -> None:
+        while process.poll() is None:
+            if any(folder.glob("[1-9]*-tmp")):
+                os.kill(trainer, signal.SIGSTOP)
+                if any(folder.glob("[1-9]*-tmp")):
+                    return
+                os.kill(trainer, signal.SIGCONT)
+        pytest.fail("the run ended before it could be killed")
+
+    return moment
+
+
+def after_step(number: int) -> Callable[[subprocess.Popen[str], int], None]:
+    def moment(process: subprocess.Popen[str], _trainer: int) -> None:
+        assert process.stdout is not None
+        for printed in process.stdout:
+            if printed.startswith(f"step {number}/"):
+                return
+
+    return moment
+
+
+def continues(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], first: int) -> None:
+    """All that was recorded is bit for bit what the whole run recorded, and nothing is missing from a step on.
+
+    MaxText writes the metrics of a step one step later: those of the last step before a kill may be lost.
+    """
+    assert [record for record in ours if record not in theirs] == []
+    assert [record["step"] for record in ours if "learning/loss" in record and record["step"] >= first] == [
+        *range(first, STEPS)
+    ]
+    assert ours[-1] == theirs[-1]
+
+
+@pytest.mark.promise(KILLED)
+def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run, root: Path, tmp_path: Path):
+    again = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
+    killed(root, again, while_saving(tmp_path / "ck"))
+    (half,) = (tmp_path / "ck").glob("*-tmp")
+    done = run(*again)
+    assert done.code == 0, done.stderr
+    step = int(half.name.split(".")[0])
+    ignored = f"checkpoint {step} was half-written when its run ended; ignored and removed"
+    assert done.stderr.splitlines() == [ignored, f"resuming from checkpoint {step - 1}"]
+    continues(records(tmp_path), records(whole.output), step)
+
+
+@pytest.mark.full
+@pytest.mark.promise(KILLED)
+def test_a_run_killed_again_and_again_resumes_bit_for_bit(whole: Whole, run: Run, root: Path, tmp_path: Path):
+    every = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
+    arguments = (*every, "--checkpoint-every", 2)
+    for number in (1, 2, 3, *random.sample(range(4, STEPS), 3)):
+        killed(root, arguments, after_step(number))
+    killed(root, arguments, while_saving(tmp_path / "ck"))
+    done = run(*arguments)
+    assert done.code == 0, done.stderr
+    continues(records(tmp_path), records(whole.output), 1)
+
+
+def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """The same records in the same order, their losses and norms equal to 1e-5."""
+    keys = ("step", "learning/loss", "learning/raw_grad_norm", "learning/param_norm", "eval/avg_loss")
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        compared = {key: mine[key] for key in keys if key in mine}
+        assert compared == {key: pytest.approx(other[key], rel=1e-5) for key in keys if key in other}
+        assert len(compared) >= 2
+
+
+@pytest.mark.promise(
+    "A pipeline's checkpoint resumes under --backend spmd, with the losses and evaluations that it would have had"
+)
+def test_one_program_goes_on_from_a_pipelines_checkpoint(whole: Whole, run: Run, tmp_path: Path):
+    ck = whole.up_to(2, tmp_path / "ck")
+    spmd = ("--backend", "spmd", "--no-scan-layers", "--cpus", 2, "--tp", 2, "--microbatch-size", 1)
+    done = run(*spmd, "--output", tmp_path, "--checkpoint", ck, "--resume", *whole.arguments)
+    assert done.code == 0, done.stderr
+    ours, theirs = records(tmp_path), records(whole.output)
+    assert [record["step"] for record in ours if "learning/loss" in record] == [3, 4, 5, 6, 7]
+    assert [record["step"] for record in ours if "eval/total_loss" in record] == [3, 6]
+    agree(ours, theirs[-len(ours) :])
+
+
+@pytest.mark.full
+@pytest.mark.promise("A checkpoint resumes with another --pp, --dp, --fsdp and --tp")
+@pytest.mark.parametrize(
+    "grid",
+    [
+        ("--cpus", 8, "--dp", 2, "--pp", 4),
+        ("--cpus", 4, "--fsdp", 2, "--pp", 2, "--schedule", "gpipe"),
+        ("--cpus", 1, "--no-scan-layers"),
+    ],
+    ids=["dp2-pp4", "fsdp2-pp2", "alone"],
+)
+def test_other_grids_go_on_from_a_checkpoint(whole: Whole, run: Run, tmp_path: Path, grid: tuple[Any, ...]):
+    ck = whole.up_to(2, tmp_path / "ck")
+    done = run(
+        *grid, "--output", tmp_path / "there", "--checkpoint", ck, "--resume", *whole.arguments, "--num-steps", 5
+    )
+    assert done.code == 0, done.stderr
+    back = run(*GRID, "--output", tmp_path / "back", "--checkpoint", ck, "--resume", *whole.arguments)
+    assert back.code == 0, back.stderr
+    losses = [
+        record["learning/loss"]
+        for name in ("there", "back")
+        for record in records(tmp_path / name)
+        if "learning/loss" in record
+    ]
+    expected = [record["learning/loss"] for record in records(whole.output) if "learning/loss" in record]
+    assert losses == pytest.approx(expected[3:], rel=1e-5)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own that is soon full."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=7m", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.promise("A disk that is full ends the run with a clear error, and the checkpoint before stays usable")
+def test_a_full_disk_is_named_and_harms_no_checkpoint(run: Run, small_disk: Path, tmp_path: Path):
+    arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", small_disk, "--checkpoint-every", 1)
+    done = run(*arguments, "--output", tmp_path / "out")
+    assert done.code == 15, done.stderr
+    last = done.stderr.splitlines()[-1]
+    newest = max(int(path.name) for path in small_disk.iterdir() if path.name.isdigit())
+    assert last == (
+        f"error: --checkpoint {small_disk}: a checkpoint cannot be written (No space left on device); "
+        f"checkpoint {newest} there is complete; put it right and add --resume"
+    )
+    for path in small_disk.iterdir():
+        if path.name.isdigit() and int(path.name) < newest:
+            shutil.rmtree(path)
+    done = run(*arguments, "--output", tmp_path / "again", "--resume", "--checkpoint-every", 100)
+    assert done.code == 0, done.stderr
+    assert f"resuming from checkpoint {newest}\n" in done.stderr
