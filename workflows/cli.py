@@ -28,6 +28,7 @@ COMMANDS = {
     "gc": "workflows.sources.maintain",
     "bench": "workflows.bench",
     "ledger": "workflows.ledger",
+    "cache": "workflows.cache.commands",
 }
 INTERRUPTED = 130
 

@@ -111,3 +111,9 @@ class RegistryError(WorkflowsError):
     """A registry refuses an image, or cannot be reached in spite of all retries."""
 
     exit_code = 16
+
+
+class CacheError(WorkflowsError):
+    """The Bazel cache cannot be started or stopped."""
+
+    exit_code = 17

@@ -1,0 +1,1 @@
+"""A Bazel cache that containers and checkouts of one machine share."""
