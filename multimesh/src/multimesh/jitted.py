@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ from multimesh.plan import Plan
 from multimesh.runtime import Runner
 from multimesh.submesh import spec_of
 from multimesh.tracing import partitioning
+
+if TYPE_CHECKING:
+    from multimesh.profiling import Profile
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +74,37 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         """Run; the arguments without the static ones."""
+        return self.run_flat(self._leaves(args))
+
+    def _leaves(self, args: tuple[Any, ...]) -> Sequence[Any]:
         leaves, tree = jax.tree.flatten(args)
         if tree != self.lowered.in_tree:
             raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
-        return self.run_flat(leaves)
+        return leaves
 
     def run_flat(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat list of (non-static) argument leaves."""
         with _compat.without_mesh(concrete_only=True):
             return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves))
+
+    def profile(self, *args: Any, repeats: int = 3) -> Profile:
+        """Measure a call: run every program and transfer by itself, ``repeats`` times after a first time.
+
+        Takes the arguments of a call, which stay valid: donated ones are copied. Peak memory is that of a call and one
+        more copy of the arguments.
+
+        Returns
+        -------
+        Profile
+            Prints as a table of measured against forecast; has both as timelines, and the ``costs``.
+        """
+        from multimesh.profiling import profile
+
+        if repeats < 1:
+            raise UsageError(f"profile: repeats must be at least 1, got {repeats}")
+        leaves = self._leaves(args)
+        with _compat.without_mesh(concrete_only=True):
+            return profile(self.compiled_plan, self.runner, leaves, repeats)
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
         """Bytes per submesh, of whole arrays.
@@ -238,6 +263,10 @@ class Jitted:
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments; nothing is compiled or run."""
         return self.lower(*args, **kwargs).plan
+
+    def profile(self, *args: Any, repeats: int = 3) -> Profile:
+        """`Compiled.profile` for these arguments."""
+        return self.lower(*args).compile().profile(*dynamic(args, self._static), repeats=repeats)
 
     def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
         """`Compiled.memory_analysis` for these arguments."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from multimesh import ir
-from multimesh.submesh import describe
+from multimesh import ir, listing
+from multimesh.simulate import UNIT_COSTS, covered
+
+if TYPE_CHECKING:
+    from multimesh.forecast import Costs
+    from multimesh.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a function does on which submesh, in which order.
+    """What a function does on which submesh, in which order. ``str(plan)`` fits the terminal.
 
     Attributes
     ----------
@@ -117,6 +122,8 @@ class Plan:
     like
         Slot to the argument leaves whose layout it takes: a new parameter that of the old one, a gradient that of its
         parameter. Of several candidates the layout is taken only when they agree.
+    schedules
+        Names of the schedules of its microbatch loops.
     """
 
     submeshes: tuple[Mesh, ...]
@@ -128,6 +135,7 @@ class Plan:
     outputs: tuple[tuple[str, Any], ...]
     donations: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     like: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    schedules: tuple[str, ...] = ()
 
     def peak_bytes(self) -> tuple[int, ...]:
         """Most bytes of intermediate values alive at once, per submesh: whole arrays, without arguments."""
@@ -153,21 +161,52 @@ class Plan:
         sends = [step for step in self.instructions if step.kind == "SEND"]
         return sum(len(s.ins) for s in sends), sum(self.slots[i].nbytes for s in sends for i in s.ins)
 
+    @functools.cached_property
+    def covers(self) -> Mapping[tuple[int, str], str]:
+        """For each (stage, phase) with a program: the phases that it covers, such as ``FBW`` of a joined last stage."""
+        return covered((s.stage, s.phase) for s in self.instructions if s.stage is not None and s.phase is not None)
+
+    def shown(self, step: Instruction) -> str:
+        """Phases of a RUN as pictures show them: F, B, W, FB for forward and backward in one program, or nothing."""
+        joined = step.phase == "B" and self.covers[step.stage or 0, "B"].startswith("F")
+        return "FB" if joined else step.phase or ""
+
+    def forecast(self, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
+        """Simulate the plan: when each program runs, what is idle, and what is alive.
+
+        Submeshes run at the same time and transfers beside programs, as on accelerators; see `multimesh.forecast`.
+
+        Parameters
+        ----------
+        costs
+            The ``costs`` of a profile, or a mapping in a unit of your choice: of phases ``F``, ``B``, ``W``, of tasks,
+            of (stage, phase), of (task, phase), and of ``transfer``. See `multimesh.forecast.costs_of`.
+
+        Returns
+        -------
+        Timeline
+            Has ``makespan``, and for each submesh ``busy``, ``idle``, ``bubbles`` (idle shares) and ``peaks`` (bytes
+            of whole arrays that are alive at once, without arguments). Prints as a table.
+
+        Raises
+        ------
+        UsageError
+            For costs that do not fit the plan.
+        """
+        from multimesh.forecast import forecast
+
+        return forecast(self, costs)
+
+    def to_svg(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
+        """Write a picture of `forecast`. ``profile.measured.to_svg`` draws a measured run."""
+        self.forecast(costs).to_svg(path)
+
+    def to_perfetto(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
+        """Write `forecast` as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
+        self.forecast(costs).to_perfetto(path)
+
     def __str__(self) -> str:
-        count, size = self.transfers()
-        kinds = collections.Counter(step.kind for step in self.instructions)
-        lines = [f"submesh {i}: {describe(mesh)}" for i, mesh in enumerate(self.submeshes)]
-        lines.append(
-            f"{len(self.kernels)} programs, {kinds['RUN']} runs, {count} arrays ({size} bytes) sent; peak bytes "
-            f"{' '.join(map(str, self.peak_bytes()))}"
-        )
-        for i, _ in enumerate(self.submeshes):
-            runs = [s for s in self.instructions if s.kind == "RUN" and s.submesh == i]
-            cells = " ".join(
-                f"{s.phase}{s.stage}.{s.microbatch}" if s.phase else self.kernels[s.kernel or 0].name for s in runs
-            )
-            lines.append(f"{i} | {cells}")
-        return "\n".join(lines)
+        return listing.text(self)
 
     def to_json(self) -> str:
         """The plan as JSON: submeshes, kernels, slots, instructions."""

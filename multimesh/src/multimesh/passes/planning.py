@@ -295,6 +295,7 @@ class _Builder:
             tuple(self.constants),
             outputs,
             like=like,
+            schedules=tuple(part.loop.mark.schedule.name for part in self.parts if isinstance(part, OrderedLoop)),
         )
         donations = _donations(plan, last, kept, donated)
         held = kept | {slot for _, slot in self.constants}

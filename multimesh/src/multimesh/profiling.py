@@ -1,0 +1,161 @@
+"""A measured run of a plan: every program and every transfer by itself, each waited for."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from multimesh.compiling import CompiledPlan
+from multimesh.forecast import Costs, Times, assembled, forecast, timed
+from multimesh.plan import Plan
+from multimesh.timeline import Timeline, amount, columns
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What a call costs, measured; prints as a table of measured against forecast.
+
+    Attributes
+    ----------
+    measured
+        Timeline of the fastest profiled run. One program ran at a time, so its idle time says nothing about overlap.
+    forecast
+        The same programs at their median costs, on submeshes that run at the same time.
+    costs
+        Median seconds of each program and transfer; for `multimesh.Plan.forecast`.
+    call
+        Median seconds of an ordinary call, in which only its results are waited for.
+    platform
+        Of the devices.
+    """
+
+    measured: Timeline
+    forecast: Timeline
+    costs: Costs
+    call: float
+    platform: str
+
+    def __str__(self) -> str:
+        one, both = self.measured, self.forecast
+        shares = [[f"{100 * share:.1f} %" for share in line.bubbles] for line in (one, both)]
+        peaks = [[amount(peak, "bytes") for peak in line.peaks] for line in (one, both)]
+        table = columns(
+            [
+                ("submesh", [str(row) for row in range(len(one.rows))]),
+                ("busy measured", [amount(busy, "s") for busy in one.busy]),
+                ("forecast", [amount(busy, "s") for busy in both.busy]),
+                ("bubble measured", shares[0]),
+                ("forecast", shares[1]),
+                ("peak measured", peaks[0]),
+                ("forecast", peaks[1]),
+            ]
+        )
+        return "\n".join([one.title, "", *table, "", *self.totals()])
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as data; times in seconds."""
+        return {
+            name: {
+                "makespan": line.makespan,
+                "busy": line.busy,
+                "idle": line.idle,
+                "bubble": line.bubble,
+                "peak_bytes": line.peaks,
+            }
+            for name, line in (("measured", self.measured), ("forecast", self.forecast))
+        } | {"call": self.call, "platform": self.platform}
+
+    def totals(self) -> list[str]:
+        """Makespan of the measured run, of the forecast and of an ordinary call, and what they mean."""
+        lines = [
+            f"measured  {amount(self.measured.makespan, 's'):>8}  one program at a time, each waited for",
+            f"forecast  {amount(self.forecast.makespan, 's'):>8}  submeshes and transfers at the same time",
+            f"a call    {amount(self.call, 's'):>8}  as it runs without profiling",
+        ]
+        if self.platform == "cpu":
+            lines.append("XLA runs the multi-device CPU programs of a process one after another: they do not overlap.")
+        return lines
+
+
+def profile(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: Sequence[Any], repeats: int) -> Profile:
+    """Run a compiled plan; see `multimesh.jitted.Compiled.profile`."""
+    plan = compiled.plan
+    runs = [_run(compiled, args) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
+    calls = [_call(compiled, call, args) for _ in range(repeats + 1)][1:]
+    costs = _medians(plan, runs)
+    fastest = min(runs, key=lambda times: max(end for _, end in times.values()))
+    devices = plan.submeshes[0].devices.flat
+    platform = devices[0].platform
+    count = len({device for mesh in plan.submeshes for device in mesh.devices.flat})
+    note = f"measured on {count} {platform} devices, one program at a time, each waited for: nothing overlaps here"
+    measured = assembled(plan, fastest, note, "s")
+    return Profile(measured, forecast(plan, costs), costs, statistics.median(calls), platform)
+
+
+def _run(compiled: CompiledPlan, args: Sequence[Any]) -> Times:
+    """Start and end of each RUN and RECV, in seconds from the first."""
+    plan, layouts = compiled.plan, compiled.layouts
+    env = _staged(compiled, args)
+    waited = {number: sent for number, sent, _ in timed(plan)}
+    times: dict[int, tuple[float, float]] = {}
+    origin = time.perf_counter()
+    for number, step in enumerate(plan.instructions):
+        if number in waited:
+            start = time.perf_counter()
+            if step.kernel is not None:
+                results = compiled.programs[step.kernel](*[env[slot] for slot in step.ins])
+            else:
+                sent = [env[slot] for slot in waited[number]]
+                results = jax.device_put(sent, [layouts[slot] for slot in step.outs])
+            jax.block_until_ready(results)
+            times[number] = (start - origin, time.perf_counter() - origin)
+            env.update(zip(step.outs, results, strict=True))
+        elif step.kind == "FREE":
+            for slot in step.ins:
+                del env[slot]
+    return times
+
+
+def _staged(compiled: CompiledPlan, args: Sequence[Any]) -> dict[int, Any]:
+    """Arguments and constants on their submeshes; copies, so that a donated argument stays the caller's."""
+    plan = compiled.plan
+    given = [*((args[arg], slot) for arg, slot in plan.inputs), *plan.constants]
+    layouts = [compiled.layouts[slot] for _, slot in given]
+    arrays = jax.device_put([x for x, _ in given], layouts, may_alias=False)
+    jax.block_until_ready(arrays)
+    return dict(zip((slot for _, slot in given), arrays, strict=True))
+
+
+def _call(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: Sequence[Any]) -> float:
+    """Seconds of an ordinary call on copies of the arguments."""
+    env = _staged(compiled, args)
+    copies = list(args)
+    for arg, slot in compiled.plan.inputs:
+        copies[arg] = env[slot]
+    start = time.perf_counter()
+    jax.block_until_ready(call(copies))
+    return time.perf_counter() - start
+
+
+def _medians(plan: Plan, runs: Sequence[Times]) -> Costs:
+    programs: dict[int, list[float]] = collections.defaultdict(list)
+    transfers: dict[tuple[int, int, int], list[float]] = collections.defaultdict(list)
+    for number, sent, step in timed(plan):
+        lengths = [times[number][1] - times[number][0] for times in runs]
+        if step.kernel is not None:
+            programs[step.kernel] += lengths
+        else:
+            nbytes = sum(plan.slots[slot].nbytes for slot in sent)
+            transfers[step.peer or 0, step.submesh, nbytes] += lengths
+    return Costs(
+        tuple(statistics.median(programs.get(k, [0.0])) for k in range(len(plan.kernels))),
+        {key: statistics.median(lengths) for key, lengths in transfers.items()},
+        unit="s",
+        note=f"costs measured: medians of {len(runs)} runs",
+    )

@@ -1,0 +1,185 @@
+"""Forecasts of plans: their tables simulated with the plan's own programs and arrays; and measured runs."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from models import MLP
+from multimesh.bubbles import Shape
+from pipelines import Split, gradient, submeshes
+
+import multimesh as mm
+from multimesh import bubbles
+
+SIZE = 2
+
+
+def plan_of(schedule, stages, count, where="inside", meshes=None):
+    split = Split(submeshes(meshes or stages, (1,)))
+    f = mm.jit(gradient(MLP, split, size=SIZE, rows=SIZE * count, where=where, schedule=schedule))
+    return f.plan(MLP.init(stages), MLP.batch(SIZE * count, 0))
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_plan_is_idle_for_as_long_as_its_table(schedule, where):
+    """Also where forward and backward of the last stage are one program."""
+    costs = {"F": 1.0, "B": 1.5, "W": 0.5}
+    line = plan_of(schedule, 4, 8, where).forecast(costs)
+    table = bubbles.forecast(schedule, Shape(4, 1, 8), costs).timeline
+    assert line.makespan == pytest.approx(table.makespan)
+    assert line.idle == pytest.approx(table.idle)
+    assert line.title == f"{schedule}: 4 submeshes, 8 microbatches"
+
+
+def test_two_stages_on_each_submesh():
+    line = plan_of("interleaved", 4, 4, meshes=2).forecast()
+    table = bubbles.forecast("interleaved", Shape(2, 2, 4), {"F": 2, "B": 2, "W": 2}).timeline
+    assert line.idle == pytest.approx(table.idle)
+    assert line.title == "interleaved: 2 submeshes of 2 stages, 4 microbatches"
+
+
+def test_the_last_stage_of_1f1b_is_one_program_of_both_phases():
+    line = plan_of("1f1b", 2, 4).forecast({"F": 1, "B": 2})
+    assert {s.phases for s in line.row(0) if s.phases} == {"F", "B"}
+    assert {(s.phases, s.duration) for s in line.row(1) if s.phases} == {("FB", 3)}
+
+
+def test_costs_by_stage_task_and_phase():
+    """The most telling key counts."""
+    plan = plan_of("gpipe", 2, 3)
+    given = {"F": 1, "B": 2, (1, "F"): 3, ("stage1", "B"): 5, (0, "B"): 7}
+    times = {(s.row, s.phases): s.duration for s in plan.forecast(given).spans if s.phases}
+    assert times == {(0, "F"): 1, (0, "B"): 7, (1, "F"): 3, (1, "B"): 5}
+    (task,) = {s.name for s in plan.forecast().spans if s.row == 0 and s.phases}
+    assert {s.duration for s in plan.forecast({task: 4, "F": 1, "B": 1}).spans if s.row == 0 and s.phases} == {4}
+
+
+def test_programs_outside_of_the_loop_are_free_unless_named():
+    plan = plan_of("gpipe", 2, 3)
+    assert {s.duration for s in plan.forecast().spans if not s.phases} == {0}
+    named = plan.forecast({"F": 1, "B": 1, "zeros": 2})
+    assert {s.duration for s in named.spans if s.name == "zeros"} == {2}
+
+
+def test_transfers_take_their_time():
+    plan = plan_of("gpipe", 2, 3)
+    free, slow = plan.forecast(), plan.forecast({"F": 1, "B": 2, "transfer": 0.5})
+    assert slow.makespan == free.makespan + 2 * 0.5
+    count, size = plan.transfers()
+    assert sum(t.nbytes for t in slow.transfers) == size
+    for t in slow.transfers:
+        assert t.end - t.start == 0.5
+        assert t.producer is None or slow.spans[t.producer].end <= t.start
+        assert all(slow.spans[reader].start >= t.end for reader in t.consumers)
+    assert count
+
+
+@pytest.mark.parametrize(
+    ("costs", "named"),
+    [
+        ({"F": 1}, "none for B of stage 1"),
+        ({"F": 1, "B": 1, "X": 1}, "'X' is no phase, task or stage of this plan; it has"),
+        ({"F": 1, "B": 1, (7, "F"): 1}, "(7, 'F') is no phase"),
+        ({"F": 1, "B": -2}, "that of 'B' must be a finite number"),
+        ({"F": 1, "B": 1, "transfer": float("nan")}, "that of 'transfer'"),
+    ],
+)
+def test_bad_costs(costs, named):
+    with pytest.raises(mm.UsageError) as caught:
+        plan_of("gpipe", 2, 2).forecast(costs)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_peaks_are_those_of_the_plan_when_nothing_takes_longer_than_expected(schedule):
+    plan = plan_of(schedule, 4, 8)
+    assert plan.forecast().peaks == plan.peak_bytes()
+
+
+@pytest.mark.promise("1f1b holds fewer bytes than gpipe on every submesh, in the forecast")
+def test_fewer_bytes_under_1f1b():
+    fill, f1b = (plan_of(s, 4, 32).forecast().peaks for s in ("gpipe", "1f1b"))
+    assert all(a > b for a, b in zip(fill[:-1], f1b[:-1], strict=True))
+
+
+def test_a_plan_without_a_loop():
+    first, second = submeshes(2, (1,))
+
+    def fn(x):
+        return mm.task(lambda x: x * 2, "double", mesh=second)(mm.task(lambda x: x + 1, "add", mesh=first)(x))
+
+    line = mm.jit(fn).plan(np.ones(3, np.float32)).forecast({"add": 1, "double": 2, "transfer": 4})
+    assert line.title == "plan: 2 submeshes"
+    assert [(s.name, s.start, s.end) for s in line.spans] == [("add", 0, 1), ("double", 5, 7)]
+    assert line.peaks == (12, 24)
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A step of SGD that donates its parameters, compiled, and its arguments."""
+    split = Split(submeshes(2, (2,)))
+    grad = gradient(MLP, split, size=SIZE, rows=SIZE * 4)
+
+    def step(params, batch):
+        loss, grads = grad(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    host = MLP.init(2)
+    args = split.place(host, MLP.owners(host)), MLP.batch(SIZE * 4, 0)
+    return mm.jit(step, donate_argnums=0).lower(*args).compile(), args
+
+
+@pytest.mark.promise("profile() measures every program of a call, one after another")
+def test_a_profile_measures_every_program_one_after_another(step):
+    compiled, args = step
+    found = compiled.profile(*args, repeats=2)
+    plan = compiled.plan
+    assert len(found.measured.spans) == sum(i.kind == "RUN" for i in plan.instructions)
+    assert len(found.measured.transfers) == sum(i.kind == "SEND" for i in plan.instructions)
+    everything = sorted([*found.measured.spans, *found.measured.transfers], key=lambda item: item.start)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(everything))
+    assert all(item.end > item.start for item in everything)
+    assert len(found.costs.programs) == len(plan.kernels)
+    assert all(seconds > 0 for seconds in found.costs.programs)
+    assert found.call > 0
+    assert "one program at a time" in found.measured.note
+    again = plan.forecast(found.costs)
+    assert (again.makespan, again.idle) == (found.forecast.makespan, found.forecast.idle)
+
+
+def test_a_profile_leaves_the_arguments_to_the_caller(step):
+    compiled, args = step
+    compiled.profile(*args, repeats=1)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
+    copies = jax.tree.map(lambda x: x + 0, args)
+    compiled(*copies)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copies[0]))  # an ordinary call takes them
+
+
+@pytest.mark.promise("A profile shows measured against forecast in one table")
+def test_measured_against_forecast_in_one_table(step):
+    compiled, args = step
+    text = str(compiled.profile(*args, repeats=1))
+    lines = text.splitlines()
+    assert lines[0] == "1f1b: 2 submeshes, 4 microbatches"
+    assert lines[2].startswith("submesh  busy measured")
+    assert [line.split()[0] for line in lines[3:5]] == ["0", "1"]
+    assert [line.split()[0] for line in lines[6:9]] == ["measured", "forecast", "a"]
+    assert "do not overlap" in lines[9]  # CPU devices
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_profile_needs_a_run(step):
+    compiled, args = step
+    with pytest.raises(mm.UsageError, match="repeats must be at least 1, got 0"):
+        compiled.profile(*args, repeats=0)
+    with pytest.raises(mm.UsageError, match="compiled for arguments"):
+        compiled.profile(*args, *args)
+
+
+def test_static_arguments_are_no_part_of_a_compiled_call():
+    mesh, _ = submeshes(2, (1,))
+    fn = mm.jit(lambda n, x: mm.task(lambda x: x * n, "times", mesh=mesh)(x), static_argnums=0)
+    assert [s.name for s in fn.profile(3, np.ones(4, np.float32), repeats=1).measured.spans] == ["times"]

@@ -1,0 +1,142 @@
+"""Simulated schedules: idle time is what the papers say, and peaks are what the schedules promise."""
+
+import itertools
+
+import pytest
+from multimesh.bubbles import Shape
+from multimesh.schedules import Cell
+from multimesh.simulate import simulate
+
+import multimesh as mm
+from multimesh import bubbles, schedules
+
+COSTS = [
+    {"F": 1, "B": 1, "W": 1},
+    {"F": 1, "B": 1.5, "W": 0.5},
+    {"F": 2, "B": 3, "W": 1},
+    {"F": 0.25, "B": 1, "W": 0.125},
+]
+NAMED = [name for name in schedules.names() if name != "fill-drain"]
+
+
+def idle(name, submeshes, chunks, microbatches, costs, transfer=0.0):
+    return bubbles.forecast(name, Shape(submeshes, chunks, microbatches), costs, transfer).timeline.idle
+
+
+@pytest.mark.promise("gpipe and 1f1b are idle for (p-1)(tF+tB+tW) on every submesh")
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (3, 7), (4, 2), (4, 8), (8, 32)])
+@pytest.mark.parametrize("name", ["gpipe", "fill-drain", "1f1b"])
+def test_gpipe_and_1f1b(name, p, m, costs):
+    expected = (p - 1) * (costs["F"] + costs["B"] + costs["W"])
+    assert idle(name, p, 1, m, costs) == pytest.approx([expected] * p)
+
+
+@pytest.mark.promise("interleaved is idle for (p-1)(tF+tB+tW)/v on every submesh, where p divides m")
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 2), (2, 3, 8), (4, 2, 4), (4, 2, 8), (4, 4, 12), (8, 2, 32)])
+def test_interleaved(p, v, m, costs):
+    expected = (p - 1) * (costs["F"] + costs["B"] + costs["W"]) / v
+    assert idle("interleaved", p, v, m, costs) == pytest.approx([expected] * p)
+
+
+@pytest.mark.promise("zb-h1 is idle for (p-1)(tF+tB-tW) on every submesh, for m >= p and tW <= tF")
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (3, 7), (4, 4), (4, 8), (8, 32)])
+def test_zb_h1(p, m, costs):
+    expected = (p - 1) * (costs["F"] + costs["B"] - costs["W"])
+    assert idle("zb-h1", p, 1, m, costs) == pytest.approx([expected] * p)
+
+
+@pytest.mark.parametrize("costs", [{"F": 1, "B": 1, "W": 1.5}, {"F": 1, "B": 2, "W": 2}], ids=str)
+def test_zb_h1_closes_no_more_than_the_gap_of_a_forward(costs):
+    """With longer weight gradients (p-1) tB are left; the paper assumes equal times."""
+    assert idle("zb-h1", 4, 1, 8, costs) == pytest.approx([3 * costs["B"]] * 4)
+    assert bubbles.published("zb-h1", Shape(4, 1, 8), costs).unless == "tW > tF"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "unless"),
+    [
+        ("interleaved", Shape(4, 2, 8), ""),
+        ("interleaved", Shape(4, 2, 9), "p does not divide m"),
+        ("interleaved", Shape(4, 1, 9), ""),
+        ("1f1b", Shape(4, 2, 8), ""),
+        ("zb-h1", Shape(4, 1, 3), "m < p"),
+    ],
+)
+def test_where_formulas_hold(name, shape, unless):
+    assert bubbles.published(name, shape).unless == unless
+    assert bubbles.forecast(name, shape).agrees is (None if unless else True)
+
+
+def test_the_bubble_is_the_share_of_idle_time():
+    line = bubbles.forecast("1f1b", Shape(4, 1, 8)).timeline
+    assert line.makespan == 33
+    assert line.busy == (24,) * 4
+    assert line.bubbles == pytest.approx([9 / 33] * 4)
+    assert line.bubble == pytest.approx(9 / 33)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 3)])
+def test_peak_activations(p, m):
+    peaks = {name: bubbles.forecast(name, Shape(p, 1, m)).timeline.peaks for name in NAMED}
+    assert peaks["gpipe"] == (m,) * p
+    assert peaks["1f1b"] == tuple(min(p - r, m) for r in range(p))
+    assert peaks["zb-h1"] == (min(p, m),) * p
+    assert all(peak <= min(m, 2 * (p - r)) for r, peak in enumerate(peaks["wavefront"]))
+
+
+@pytest.mark.parametrize("transfer", [0.0, 0.75])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_simulation_breaks_no_rule(name, transfer):
+    """Every cell once, one at a time on a submesh, in the order of its row, after what it needs and its transfer."""
+    table = schedules.get(name).table(3, 1, 5, backward=True)
+    line = simulate(table, {"F": 1, "B": 2, "W": 0.5}, transfer=transfer)
+    for row, cells in enumerate(table):
+        spans = line.row(row)
+        assert [Cell(s.phases, s.stage, s.microbatch) for s in spans] == list(cells)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+    found = {Cell(s.phases, s.stage, s.microbatch): s for s in line.spans}
+    for cell, span in found.items():
+        for need in schedules.needs(cell, 3):
+            crossing = found[need].row != span.row
+            assert span.start >= found[need].end + (transfer if crossing else 0.0)
+    assert len(line.transfers) == 2 * 2 * 5  # forward and backward over two borders
+    assert all(t.end - t.start == transfer for t in line.transfers)
+
+
+def test_transfers_lengthen_the_way_but_keep_nobody_from_computing():
+    free, slow = (bubbles.forecast("gpipe", Shape(2, 1, 4), transfer=t).timeline for t in (0.0, 0.5))
+    assert slow.makespan == free.makespan + 2 * 0.5
+    assert slow.busy == free.busy
+    assert bubbles.forecast("gpipe", Shape(2, 1, 4), transfer=0.5).agrees is None
+
+
+def test_forward_only():
+    line = simulate(schedules.get("1f1b").table(3, 1, 4, backward=False))
+    assert line.makespan == 4 + 2
+    assert line.peaks == (1, 1, 1)
+
+
+def test_a_deadlock_names_its_cells():
+    table = ((Cell("B", 0, 0), Cell("F", 0, 0)), (Cell("F", 1, 0), Cell("B", 1, 0)))
+    with pytest.raises(mm.UsageError, match="deadlocks: B0 of microbatch 0, F1 of microbatch 0 wait"):
+        simulate(table)
+
+
+@pytest.mark.parametrize(
+    ("costs", "named"),
+    [
+        ({"F": 1, "B": 1}, "expected one for each of F, B and W, got 'F', 'B'"),
+        ({"F": 1, "B": 1, "W": 1, "X": 1}, "'X'"),
+        ({"F": 1, "B": -1, "W": 1}, "that of B must be a finite number of at least 0, got -1"),
+        ({"F": float("nan"), "B": 1, "W": 1}, "that of F"),
+        ({"F": float("inf"), "B": 1, "W": 1}, "that of F"),
+        ({"F": "1", "B": 1, "W": 1}, "got '1'"),
+    ],
+)
+def test_bad_costs(costs, named):
+    with pytest.raises(mm.UsageError) as caught:
+        simulate(schedules.get("1f1b").table(2, 1, 2, True), costs)
+    assert named in str(caught.value)
