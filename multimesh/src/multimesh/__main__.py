@@ -1,4 +1,4 @@
-"""``python -m multimesh``: a demonstration of the library. JAX is imported only after the flags are checked."""
+"""``python -m multimesh``: a demonstration of the library, and forecasts. JAX is imported only where it is needed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from multimesh import schedules
-from multimesh.errors import MultiMeshError, UsageError
+from multimesh import bubbles, schedules
+from multimesh.errors import DisagreementError, MultiMeshError, UsageError
+from multimesh.timeline import Timeline
 
 INTERRUPTED = 130
 
@@ -25,7 +27,16 @@ The same function runs once more under plain jax.jit on one device, from the sam
 both after each step. They are equal but for rounding, or the command fails.
 
   python -m multimesh demo
-  python -m multimesh demo --schedule gpipe --microbatches 8 --plan"""
+  python -m multimesh demo --schedule gpipe --microbatches 8 --plan
+  python -m multimesh demo --schedule zb-h1 --microbatches 8 --svg out.svg"""
+
+_FORECAST = """\
+Simulate pipeline schedules on ideal submeshes, and compare how long each submesh is idle with what is published: p
+submeshes, v stages on each, m microbatches; tF, tB, tW are the times of forward, backward and weight gradients of one
+microbatch on a whole submesh, of which each of its stages takes an equal share. Needs neither devices nor JAX.
+
+  python -m multimesh forecast
+  python -m multimesh forecast --schedule zb-h1 --stages 4 --microbatches 8 --costs F=1,B=1,W=0.8 --svg out.svg"""
 
 _EXIT_CODES = """\
 exit codes:
@@ -34,6 +45,13 @@ exit codes:
     2  flags that do not fit together
     4  not enough devices
    14  the losses differ
+  130  interrupted"""
+
+_FORECAST_EXIT_CODES = """\
+exit codes:
+    0  the simulation gives the published idle times, or nothing is published
+    2  flags that do not fit together, or a schedule that has no such shape
+   14  the simulation gives another idle time than the published
   130  interrupted"""
 
 
@@ -52,6 +70,25 @@ def _positive(text: str) -> int:
     return number
 
 
+def _time(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a time of at least 0, got {text!r}")
+    return number
+
+
+def _file(text: str) -> Path:
+    """Path of a file that can be written, as far as one can say before."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
+        raise argparse.ArgumentTypeError(f"can't write {text!r}: {reason}")
+    return path
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of every command and flag."""
     root = _Parser(
@@ -60,6 +97,12 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    _add_demo(commands)
+    _add_forecast(commands)
+    return root
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a small transformer as a pipeline, beside the same function on one device",
@@ -90,8 +133,52 @@ def parser() -> argparse.ArgumentParser:
         help="8 virtual CPU devices, or the first 8 that JAX finds (default: %(default)s)",
     )
     demo.add_argument("--plan", action="store_true", help="show the plan first: what each submesh runs, in order")
-    demo.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    return root
+    demo.add_argument(
+        "--profile",
+        action="store_true",
+        help="after the training, measure each program of a step and show a table of measured against forecast",
+    )
+    _add_pictures(demo)
+    demo.add_argument(
+        "--timeline",
+        choices=("forecast", "measured"),
+        default="forecast",
+        help="what --svg and --perfetto show: the measured programs on submeshes that run at the same time, or the "
+        "measured run, one program at a time (default: %(default)s)",
+    )
+    demo.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
+
+
+def _add_pictures(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--svg", type=_file, metavar="FILE", help="draw a timeline: a row a submesh, a box a program")
+    command.add_argument(
+        "--perfetto", type=_file, metavar="FILE", help="write the timeline as Chrome-trace JSON for ui.perfetto.dev"
+    )
+
+
+def _add_forecast(commands: Any) -> None:
+    command = commands.add_parser(
+        "forecast",
+        help="simulate pipeline schedules, beside the published formulas",
+        description=_FORECAST,
+        epilog=_FORECAST_EXIT_CODES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--schedule", choices=schedules.names(), help="by default all are compared")
+    command.add_argument(
+        "--stages", type=_positive, default=4, metavar="P", help="submeshes of the pipeline (default: %(default)s)"
+    )
+    command.add_argument(
+        "--interleave", type=_positive, metavar="V", help="stages on each submesh (default: 2 for interleaved, else 1)"
+    )
+    command.add_argument("--microbatches", type=_positive, default=8, metavar="M", help="default: %(default)s")
+    command.add_argument("--costs", default="F=1,B=1,W=1", metavar="F=1,B=1,W=1", help="times; default: all 1")
+    command.add_argument(
+        "--transfer", type=_time, default=0.0, metavar="T", help="time of a transfer; formulas are for 0, the default"
+    )
+    _add_pictures(command)
+    command.add_argument("--json", action="store_true", help="one JSON object instead of the table")
 
 
 def virtual_devices(environ: dict[str, str], count: int) -> dict[str, str]:
@@ -110,6 +197,53 @@ def virtual_devices(environ: dict[str, str], count: int) -> dict[str, str]:
     }
 
 
+def _demo(options: argparse.Namespace) -> dict[str, Any]:
+    if options.devices == "virtual":
+        os.environ.update(virtual_devices(dict(os.environ), 8))
+    from multimesh import demo  # imports JAX, which reads the environment
+
+    job = demo.Options(options.schedule, options.steps, options.microbatches)
+    found = demo.run(job, show_plan=options.plan, quiet=options.json)
+    if options.profile or options.svg or options.perfetto:
+        profile = demo.profile(job)
+        _write(options, profile.forecast if options.timeline == "forecast" else profile.measured)
+        found |= {"profile": profile.to_json()}
+        if not options.json:
+            print(f"\n{profile}")
+    return found
+
+
+def _forecast(options: argparse.Namespace) -> dict[str, Any]:
+    if options.schedule is None and (options.svg or options.perfetto):
+        raise UsageError("--svg and --perfetto show one schedule; name it with --schedule")
+    costs = bubbles.parsed_costs(options.costs)
+    wanted = bubbles.compared(options.schedule, options.stages, options.interleave, options.microbatches)
+    results = [bubbles.forecast(name, shape, costs, options.transfer) for name, shape in wanted]
+    _write(options, results[0].timeline)
+    if not options.json:
+        times = ", ".join(f"t{phase}={time:g}" for phase, time in costs.items())
+        print(f"p={options.stages} submeshes, m={options.microbatches} microbatches, {times}, ", end="")
+        print(f"transfers {options.transfer:g}\n\n{bubbles.table(results)}")
+    wrong = [result.schedule for result in results if result.agrees is False]
+    if wrong:
+        raise DisagreementError(f"{', '.join(wrong)}: the simulated idle time is not the published")
+    return {"costs": costs, "transfer": options.transfer, "schedules": [result.to_json() for result in results]}
+
+
+def _write(options: argparse.Namespace, timeline: Timeline) -> None:
+    for flag, path, write in (
+        ("--svg", options.svg, timeline.to_svg),
+        ("--perfetto", options.perfetto, timeline.to_perfetto),
+    ):
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                raise UsageError(f"{flag} {path}: {error.strerror}") from None
+            if not options.json:
+                print(f"wrote {path}")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run a command line and return its exit code; nothing but ``--help`` leaves by an exception."""
     try:
@@ -117,12 +251,7 @@ def main(argv: Sequence[str]) -> int:
         if options.command is None:
             parser().print_help()
             return 0
-        if options.devices == "virtual":
-            os.environ.update(virtual_devices(dict(os.environ), 8))
-        from multimesh import demo  # imports JAX, which reads the environment
-
-        job = demo.Options(options.schedule, options.steps, options.microbatches)
-        found = demo.run(job, show_plan=options.plan, quiet=options.json)
+        found = _forecast(options) if options.command == "forecast" else _demo(options)
         if options.json:
             print(json.dumps({**found, "exit_code": 0}))
     except MultiMeshError as error:

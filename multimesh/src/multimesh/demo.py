@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multimesh as mm
 from multimesh.errors import DisagreementError, MissingPartError
+from multimesh.profiling import Profile
 
 STAGES, DATA, MODEL = 2, 2, 2  # devices: pipeline stages x data x tensor parallelism
 LAYERS, WIDTH, HEADS, HIDDEN, VOCAB, SEQUENCE = 2, 32, 4, 128, 64, 16  # layers of a stage
@@ -184,8 +185,19 @@ def train(options: Options, submeshes: tuple[Mesh, ...]) -> Iterator[Step]:
 
 def plan(options: Options, submeshes: tuple[Mesh, ...]) -> mm.Plan:
     """What `train` runs on the submeshes in each step."""
-    tokens = divided(batch(1, ROWS * options.microbatches), submeshes)
-    return mm.jit(make_step(options, submeshes), donate_argnums=0).plan(place(init(), submeshes), tokens)
+    return mm.jit(make_step(options, submeshes), donate_argnums=0).plan(*_first(options, submeshes))
+
+
+def profile(options: Options) -> Profile:
+    """Measure a step of `train`."""
+    submeshes = meshes()
+    step = mm.jit(make_step(options, submeshes), donate_argnums=0)
+    return step.profile(*_first(options, submeshes))
+
+
+def _first(options: Options, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
+    """Arguments of the first step."""
+    return place(init(), submeshes), divided(batch(1, ROWS * options.microbatches), submeshes)
 
 
 def run(options: Options, *, show_plan: bool, quiet: bool) -> dict[str, Any]:

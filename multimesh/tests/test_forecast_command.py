@@ -1,0 +1,107 @@
+"""``python -m multimesh forecast``: schedules beside the published formulas, without devices."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from multimesh.__main__ import main
+
+from multimesh import bubbles
+
+TABLE = """\
+p=4 submeshes, m=8 microbatches, tF=1, tB=1, tW=1, transfers 0
+
+schedule            makespan  idle  published                     bubble  peak activations
+gpipe                     33     9          9  (p-1)(tF+tB+tW)    27.3 %           8 8 8 8
+1f1b                      33     9          9  (p-1)(tF+tB+tW)    27.3 %           4 3 2 1
+interleaved, v=2        28.5   4.5        4.5  (p-1)(tF+tB+tW)/v  15.8 %   5.5 4.5 3.5 2.5
+zb-h1                     27     3          3  (p-1)(tF+tB-tW)    11.1 %           4 4 4 4
+wavefront                 33     9          -                     27.3 %           8 6 4 2
+prefetch-wavefront        33     9          -                     27.3 %           8 6 4 2
+"""
+
+
+def run(capsys, *argv):
+    code = main(["forecast", *map(str, argv)])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.promise("python -m multimesh forecast compares every schedule with its published formula")
+def test_all_schedules(capsys):
+    assert run(capsys) == (0, TABLE, "")
+
+
+def test_one_schedule(capsys):
+    code, out, _ = run(capsys, "--schedule", "zb-h1", "--costs", "F=2, B=2,W=1", "--stages", 3, "--microbatches", 6)
+    assert code == 0
+    assert out.splitlines()[-1].split() == ["zb-h1", "36", "6", "6", "(p-1)(tF+tB-tW)", "16.7", "%", "3", "3", "3"]
+
+
+def test_json(capsys):
+    code, out, _ = run(capsys, "--schedule", "interleaved", "--interleave", 4, "--json")
+    found = json.loads(out)
+    assert code == found["exit_code"] == 0
+    (only,) = found["schedules"]
+    assert only["idle"] == pytest.approx([9 / 4] * 4)
+    assert only["agrees"] is True
+    assert (only["stages_per_submesh"], only["formula"]) == (4, "(p-1)(tF+tB+tW)/v")
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--schedule", "interleaved", "--microbatches", 9], "interleaved: the formula need not hold, as p does not"),
+        (["--schedule", "zb-h1", "--microbatches", 3], "zb-h1: the formula need not hold, as m < p"),
+        (["--schedule", "zb-h1", "--costs", "F=1,B=1,W=2"], "zb-h1: the formula need not hold, as tW > tF"),
+        (["--schedule", "1f1b", "--transfer", 0.5], "1f1b: the formula need not hold, as transfers take time"),
+    ],
+)
+def test_where_a_formula_need_not_hold(argv, reason, capsys):
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    assert out.splitlines()[-1].startswith(reason)
+
+
+def test_pictures(tmp_path, capsys):
+    svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    code, out, _ = run(capsys, "--schedule", "1f1b", "--svg", svg, "--perfetto", trace)
+    assert code == 0
+    assert out.splitlines()[:2] == [f"wrote {svg}", f"wrote {trace}"]
+    assert svg.read_text().startswith("<svg ")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--svg", "a.svg"], "--svg and --perfetto show one schedule; name it with --schedule"),
+        (["--costs", "F=1"], "expected one for each of F, B and W, got 'F'"),
+        (["--costs", "1"], "--costs: expected F=1,B=1,W=1 with your numbers, got '1'"),
+        (["--costs", "F=1,B=-1,W=1"], "that of B must be a finite number of at least 0"),
+        (["--transfer", "-1"], "--transfer: must be a time of at least 0, got '-1'"),
+        (["--stages", "0"], "--stages: must be a whole number of at least 1"),
+        (["--schedule", "zb-h1", "--interleave", "2"], "schedule zb-h1 has one stage a submesh"),
+        (["--schedule", "zigzag"], "'zigzag'"),
+    ],
+)
+def test_bad_flags(argv, named, capsys):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert named in err
+    assert err.count("\n") == 1
+
+
+def test_an_idle_time_that_is_not_the_published_fails(capsys, monkeypatch):
+    wrong = bubbles.Published(5.0, "(p-1)")
+    monkeypatch.setattr(bubbles, "published", lambda *_: wrong)
+    code, out, err = run(capsys, "--schedule", "1f1b")
+    assert code == 14
+    assert "(p-1)" in out
+    assert err == "error: 1f1b: the simulated idle time is not the published\n"
+
+
+def test_without_jax():
+    code = "import sys, multimesh.__main__ as m; c = m.main(['forecast']); sys.exit(99 if 'jax' in sys.modules else c)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
