@@ -99,11 +99,11 @@ def test_an_unknown_schedule_lists_the_known_ones():
         mm.jit(mm.microbatch(total, size=2, schedule="2f2b"))(X)
 
 
-def test_1f1b_needs_as_many_submeshes_as_stages():
+def test_zb_h1_needs_as_many_submeshes_as_stages():
     """Two stages a submesh need a schedule with chunks; the message says which to take."""
     split = Split(submeshes(2, (1,)))
-    f = mm.microbatch(jax.value_and_grad(lambda p, b: MLP.loss(p, b, split)), size=2, argnum=1, schedule="1f1b")
-    with pytest.raises(mm.MultiMeshError, match=r"gpipe|interleaved"):
+    f = mm.microbatch(jax.value_and_grad(lambda p, b: MLP.loss(p, b, split)), size=2, argnum=1, schedule="zb-h1")
+    with pytest.raises(mm.MultiMeshError, match=r"test_errors.*py:\d+: .*use interleaved, gpipe"):
         mm.jit(f)(MLP.init(4), MLP.batch(8, 0))
 
 

@@ -52,6 +52,16 @@ def abstractify(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """An abstract value as the argument of a trace."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def stacked(aval: Any, length: int) -> Any:
+    """The abstract value of ``length`` rows of another."""
+    return _core.ShapedArray((length, *aval.shape), aval.dtype)
+
+
 def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Leave the mesh of an enclosing ``jax.set_mesh``, under which programs of other devices can't be made or run."""
     if _mesh.get_concrete_mesh().empty and (concrete_only or jax.sharding.get_abstract_mesh().empty):

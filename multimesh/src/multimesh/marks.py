@@ -55,6 +55,7 @@ class LoopMark:
     count: int
     schedule: Any
     num_stages: int | None = None
+    interleave: int = 1
     where: str = ""
 
 

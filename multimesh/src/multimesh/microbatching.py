@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,7 +23,9 @@ def microbatch(
     size: int,
     argnum: int = 0,
     schedule: str | schedules.Schedule = "1f1b",
+    interleave: int = 1,
     num_stages: int | None = None,
+    custom_schedule: schedules.Custom | Iterable[Iterable[str | tuple[int, str]]] | None = None,
     stack: Any = None,
 ) -> Callable[..., Any]:
     """Call ``fn`` once per microbatch of one argument and sum the results.
@@ -42,8 +44,13 @@ def microbatch(
     schedule
         Order in which `multimesh.jit` runs the stages of the loop: a name of `multimesh.schedules` or a schedule
         object.
+    interleave
+        The number of stages that the loop must have on each submesh; 1 leaves it to where the tasks are.
     num_stages
-        The number of stages that the loop must have; checked when it is partitioned.
+        The number of stages that the loop must have; both are checked when it is partitioned.
+    custom_schedule
+        The order as a table of your own instead: rows as `multimesh.schedules.custom` takes them, or what
+        `multimesh.schedules.load` read. Checked against the loop before anything is compiled.
     stack
         Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m`` instead of
         summed.
@@ -56,11 +63,13 @@ def microbatch(
     Raises
     ------
     UsageError
-        When rows do not divide by ``size``, leaves differ in rows, or a result can't be summed.
+        When rows do not divide by ``size``, leaves differ in rows, a result can't be summed, or a custom table is none.
     """
     if size < 1:
         raise UsageError(f"microbatch: size must be at least 1, got {size}")
-    plan = schedules.get(schedule)
+    if interleave < 1:
+        raise UsageError(f"microbatch: interleave must be at least 1, got {interleave}")
+    plan = _schedule(schedule, custom_schedule)
 
     @functools.wraps(fn)
     def looped(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +85,7 @@ def microbatch(
                 f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch"
             )
         count = rows // size
-        mark = marks.LoopMark(count, plan, num_stages, _compat.caller_line())
+        mark = marks.LoopMark(count, plan, num_stages, interleave, _compat.caller_line())
 
         def loop(*args: Any) -> Any:
             slices = jax.tree.map(lambda x: _split(jnp.asarray(x), dim, size, count), args[argnum])
@@ -91,6 +100,14 @@ def microbatch(
         return marked_call(marks.loop_name(mark), loop, args, {})
 
     return looped
+
+
+def _schedule(schedule: str | schedules.Schedule, custom: Any) -> schedules.Schedule:
+    if custom is None:
+        return schedules.get(schedule)
+    if schedule not in ("1f1b", "custom"):  # the default, or what it is
+        raise UsageError(f"microbatch: schedule={str(schedule)!r} and custom_schedule= are two orders; drop one")
+    return custom if isinstance(custom, schedules.Custom) else schedules.custom(custom)
 
 
 def _rows(arg: Any, dim: int, argnum: int) -> int:

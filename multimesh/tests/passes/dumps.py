@@ -23,6 +23,7 @@ def dumps(step: Any, *args: Any) -> dict[str, str]:
     from multimesh.passes.place import place
     from multimesh.passes.planning import OrderedLoop, arrange, build
     from multimesh.passes.recompute import keep_less
+    from multimesh.passes.stages import stages
     from programs import inlined, text
 
     from multimesh import ir
@@ -44,7 +45,7 @@ def dumps(step: Any, *args: Any) -> dict[str, str]:
         "separate": text(separated),
         "place": text(placed),
         "fragment": text(*fragments),
-        "recompute": text(*keep_less(fragments, results)),
+        "recompute": text(*keep_less(stages(fragments, results).fragments, results)),
         "order": text(*rows, *(s.fragment for s in ordered.stages)),
         "planning": text(plan, *plan.instructions),
     }

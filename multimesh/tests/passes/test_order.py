@@ -69,25 +69,16 @@ def test_the_order_is_complete_and_keeps_the_dependencies(fn, schedule):
         assert all(position[a, k] < position[b, k] for k in range(4))
 
 
-def alive(row):
-    peak = now = 0
-    for cell in row.split():
-        now += {"F": 1, "B": -1}[cell[0]]
-        peak = max(peak, now)
-    return peak
-
-
-def test_a_loop_that_is_no_pipeline_is_greedy_within_the_schedules_limit():
-    """Under gpipe all forwards come first; under 1f1b the first stage never runs far ahead."""
-    fill, f1b = ordered(skip, rows=16, schedule="gpipe"), ordered(skip, rows=16, schedule="1f1b")
-    for row in rows_of(fill).values():
-        phases = "".join(cell[0] for cell in row.split())
-        assert "BF" not in phases
-    first = [
-        [f"{f1b.stages[s].phase}{k}" for s, k in f1b.cells if s in (0, len(f1b.stages) - 1)],
-        [f"{fill.stages[s].phase}{k}" for s, k in fill.cells if s in (0, len(fill.stages) - 1)],
-    ]
-    assert [alive(" ".join(row)) for row in first] == [2, 8]
+def test_a_submesh_that_comes_again_has_a_second_stage():
+    """F0 F1 F2 go 0 -> 1 -> 0; the table is that of two stages a submesh, less the cells of stage 3."""
+    for schedule in ("gpipe", "1f1b", "interleaved", "wavefront"):
+        found = ordered(skip, rows=16, schedule=schedule)
+        assert [(s.phase, s.number) for s in found.stages] == [
+            *(("F", 0), ("F", 1), ("F", 2), ("B", 2), ("B", 1), ("B", 0))
+        ]
+        table = schedules.get(schedule).table(2, 2, 8, True)
+        wanted = [" ".join(f"{c.phase}{c.microbatch}" for c in row if c.stage < 3) for row in table]
+        assert list(rows_of(found).values()) == wanted
 
 
 def test_the_number_of_stages_is_checked():
@@ -108,10 +99,72 @@ class Backwards(schedules.Schedule):
             for rank in range(submeshes)
         )
 
-    def limit(self, submeshes, rank):
-        return None
 
-
-def test_a_table_that_deadlocks_is_refused():
-    with pytest.raises(mm.MultiMeshError, match=r"the schedule deadlocks: B0 of microbatch 0, B1 of microbatch 0"):
+def test_a_table_that_cannot_be_run_is_refused():
+    """With the line of the microbatch call and the cell."""
+    with pytest.raises(
+        mm.UsageError,
+        match=r"\.py:\d+: schedule table: submesh 0, position 0: B0 of microbatch 0 waits for F0 of microbatch 0",
+    ):
         ordered(chain, schedule=Backwards())
+
+
+def linear(w, x):
+    """Only its gradient is asked for, so the last stage has no forward."""
+    x = on(0, lambda w, x: jnp.sin(x @ w))(w, x)
+    x = on(1, lambda w, x: jnp.sin(x @ w))(w, x)
+    return on(2, lambda w, x: jnp.sum(x @ w))(w, x)
+
+
+def balanced(w, x):
+    """Every stage gives an auxiliary loss that no later stage reads, and one has a weight of its own."""
+    total = 0.0
+    for s in range(3):
+        x, aux = on(s, lambda w, x: (jnp.sin(x @ w), jnp.sum(jnp.square(w))))(w, x)
+        total = total + aux
+    return total + on(2, lambda x: jnp.sum(x))(x)
+
+
+@pytest.mark.parametrize("fn", [linear, balanced], ids=lambda f: f.__name__)
+def test_loops_that_are_almost_pipelines_follow_the_table(fn):
+    f = mm.microbatch(jax.grad(fn), argnum=1, size=2, schedule="1f1b", num_stages=3)
+    (part,) = [p for p in arrange(placed(f, ones(3, 3), ones(8, 3))[0]) if isinstance(p, OrderedLoop)]
+    assert list(rows_of(part.order).values()) == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "B0 B1 B2 B3"]
+
+
+def test_interleave_is_checked():
+    assert len(ordered(skip, interleave=2, schedule="interleaved").stages) == 6
+    with pytest.raises(mm.UsageError, match="interleave=2, but the loop comes to its 3 submeshes 1 time; place"):
+        ordered(chain, interleave=2)
+
+
+def test_a_schedule_that_has_no_table_for_the_loop_is_refused():
+    with pytest.raises(
+        mm.UsageError, match=r"\.py:\d+: schedule zb-h1 has one stage a submesh, but the loop has 2; use"
+    ):
+        ordered(skip, schedule="zb-h1")
+
+
+def test_zb_h1_makes_the_weight_gradients_apart():
+    """But with the backward where it always follows it, as on submesh 0."""
+    found = ordered(chain, schedule="zb-h1")
+    assert list(rows_of(found).values()) == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        "B0 B1 B2 W0 B3 W1 W2 W3",
+    ]
+    later = next(s.fragment for s in found.stages if (s.phase, s.number) == ("W", 1))
+    assert later.outs  # the gradient of the weight, which is summed
+    assert not any(set(later.made) & set(s.fragment.ins) for s in found.stages)
+
+
+def test_a_custom_schedule():
+    rows = [["F0", "F0", "F0", "F0", "B0", "B0", "B0", "B0"], ["F1", "F1", "B1", "F1", "B1", "F1", "B1", "B1"]]
+    found = ordered(chain, custom_schedule=[*rows, ["F2", "B2", "F2", "B2", "F2", "B2", "F2", "B2"]])
+    assert list(rows_of(found).values()) == ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "B0 B1 B2 B3"]
+    with pytest.raises(mm.UsageError, match=r"\.py:\d+: schedule table: 2 rows, but there are 3 submeshes"):
+        ordered(chain, custom_schedule=rows)
+    with pytest.raises(mm.UsageError, match="schedule='gpipe' and custom_schedule= are two orders; drop one"):
+        ordered(chain, schedule="gpipe", custom_schedule=rows)
+    with pytest.raises(mm.UsageError, match="unknown schedule 'custom'; give the table as custom_schedule="):
+        ordered(chain, schedule="custom")

@@ -18,7 +18,7 @@ from multimesh import ir
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """One program of a submesh. ``phase`` is F or B in a microbatch loop and None elsewhere."""
+    """One program of a submesh. In a microbatch loop it has a ``phase``, F, B or W, and the number of its ``stage``."""
 
     mesh: Mesh
     phase: str | None
@@ -26,6 +26,7 @@ class Fragment:
     ops: tuple[ir.Op, ...]
     ins: tuple[ir.Value, ...] = ()
     outs: tuple[ir.Value, ...] = ()
+    stage: int | None = None
 
     @property
     def task(self) -> str:

@@ -229,3 +229,14 @@ def inline(closed: Any, devices: tuple[jax.Device, ...]) -> ir.Program:
     items: list[ir.Item] = []
     outputs = walker.jaxpr(closed.jaxpr, closed.consts, inputs, _Where(), items)
     return ir.Program(tuple(inputs), walker.consts, tuple(items), tuple(outputs))
+
+
+def flattened(op: ir.Op, closed: Any, args: Sequence[ir.Value]) -> tuple[tuple[ir.Op, ...], list[ir.Atom]] | None:
+    """Body of a placed control-flow operation as operations, and its results; None where it captures arrays."""
+    walker = _Inliner(())
+    walker._registrations = ()
+    items: list[ir.Item] = []
+    results = walker.jaxpr(closed.jaxpr, closed.consts, args, _Where(op.task, op.backward), items)
+    if walker.consts:
+        return None
+    return tuple(replace(item, mesh=op.mesh) for item in items if isinstance(item, ir.Op)), results

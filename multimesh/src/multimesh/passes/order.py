@@ -1,7 +1,8 @@
-"""From fragments of a loop and its schedule to one global order of (fragment, microbatch)."""
+"""From stages of a loop and its schedule's table to one global order of (fragment, microbatch)."""
 
 from __future__ import annotations
 
+import bisect
 import collections
 import itertools
 from collections.abc import Sequence
@@ -9,13 +10,14 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from multimesh import ir
-from multimesh.errors import MultiMeshError
+from multimesh import ir, schedules
+from multimesh.errors import UsageError
 from multimesh.marks import LoopMark
 from multimesh.passes.fragment import Fragment, join
-from multimesh.schedules import Cell, GPipe, Schedule
-
-_COST = {"F": 1.0, "B": 2.0}  # relative, for the order of dispatch only
+from multimesh.passes.recompute import keep_less
+from multimesh.passes.stages import Pipeline
+from multimesh.passes.weights import split_weights
+from multimesh.schedules import Cell, Table
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,52 +31,77 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class LoopOrder:
-    """Stages of a loop and the order in which (index of stage, microbatch) are dispatched."""
+    """Stages of a loop and the order in which (index of stage, microbatch) are dispatched.
+
+    ``fronts`` has the front of each cell where the schedule has fronts; transfers are then issued ``ahead`` fronts
+    before the cell that reads them, else as soon as the value is made.
+    """
 
     stages: tuple[Stage, ...]
     cells: tuple[tuple[int, int], ...]
+    fronts: tuple[int, ...] | None = None
+    ahead: int = 0
+
+    def issue(self, n: int, value: ir.Value, mesh: Mesh) -> int:
+        """Number of the cell before which a value that cell ``n`` makes is sent to a submesh; mostly ``n + 1``."""
+        if self.fronts is None:
+            return n + 1
+        readers = {i for i, s in enumerate(self.stages) if s.fragment.mesh == mesh and value in s.fragment.ins}
+        fronts = [
+            f for f, (i, k) in zip(self.fronts, self.cells, strict=True) if i in readers and k == self.cells[n][1]
+        ]
+        due = max(min(fronts, default=0) - self.ahead, self.fronts[n])
+        return n + 1 if due == self.fronts[n] else bisect.bisect_left(self.fronts, due)
 
 
-def order(fragments: Sequence[Fragment], mark: LoopMark, results: set[ir.Value]) -> LoopOrder:
-    """Order a loop: by its schedule's table when it is a plain pipeline, else greedily within the schedule's limits.
+def order(pipeline: Pipeline, mark: LoopMark, results: set[ir.Value], *, recompute: bool = True) -> LoopOrder:
+    """Order a loop by its schedule's table; ``recompute`` lets a fragment repeat cheap operations of earlier ones.
 
     Raises
     ------
-    MultiMeshError
-        When the stages are not the number asked for, or a table can't be run.
+    UsageError
+        When the loop does not have the stages that were asked for, or the schedule has no valid table for it.
     """
-    forward = [f for f in fragments if f.phase == "F"]
-    backward = [f for f in fragments if f.phase == "B"]
-    ranks = list(dict.fromkeys(f.mesh for f in forward or reversed(backward)))
-    number = len(forward or backward)
-    if mark.num_stages is not None and number != mark.num_stages:
-        raise MultiMeshError(f"{mark.where}: num_stages={mark.num_stages}, but the loop has {number} stages")
-    if not _is_pipeline(forward, backward, ranks):
-        return _greedy(fragments, ranks, mark)
-    stages = [Stage(f, s, "F") for s, f in enumerate(forward)]
-    stages += [Stage(f, number - 1 - s, "B") for s, f in enumerate(backward)]
-    if not forward:
-        return LoopOrder(tuple(stages), _simulate(stages, _rows_in_order(stages, ranks, mark.count), mark.where))
-    table = mark.schedule.table(len(ranks), number // len(ranks), mark.count, bool(backward))
-    rows = [[cell for cell in row if cell.phase != "W"] for row in table]  # B makes the weight gradients too
-    stages, rows = _join_turns(stages, rows, results)
-    return LoopOrder(tuple(stages), _simulate(stages, rows, mark.where))
+    table = _table(pipeline, mark)
+    apart = {c.stage for c in _cells(table)} - _back_to_back(table, "B", "W")
+    split = split_weights(pipeline.fragments, apart if mark.schedule.splits else (), results)
+    parts = keep_less(split, results) if recompute else split
+    found = [Stage(f, f.stage, f.phase) for f in parts if f.stage is not None and f.phase is not None]
+    present = {(s.phase, s.number) for s in found}
+    rows = [[c for c in row if (c.phase, c.stage) in present] for row in table]
+    found, rows = _join_turns(found, rows, results)
+    return _merged(found, rows, mark, len(pipeline.submeshes) * pipeline.chunks)
 
 
-def _is_pipeline(forward: Sequence[Fragment], backward: Sequence[Fragment], ranks: Sequence[Mesh]) -> bool:
-    """Whether stage ``s`` is on submesh ``s % p``, forwards, and the backwards retrace it."""
-    path = [ranks.index(f.mesh) for f in forward] if forward else [ranks.index(f.mesh) for f in reversed(backward)]
-    if len(path) % len(ranks) or path != [s % len(ranks) for s in range(len(path))]:
-        return False
-    if not forward or not backward:
-        return True
-    return [f.mesh for f in backward] == [f.mesh for f in reversed(forward)]
+def _table(pipeline: Pipeline, mark: LoopMark) -> Table:
+    """The schedule's table for the shape of the loop, validated."""
+    submeshes, chunks = len(pipeline.submeshes), pipeline.chunks
+    if mark.num_stages is not None and pipeline.stages != mark.num_stages:
+        raise UsageError(f"{mark.where}: num_stages={mark.num_stages}, but the loop has {pipeline.stages} stages")
+    if mark.interleave > 1 and chunks != mark.interleave:
+        raise UsageError(
+            f"{mark.where}: interleave={mark.interleave}, but the loop comes to its {submeshes} submeshes {chunks} "
+            f"{'time' if chunks == 1 else 'times'}; place stage s on submesh s % {submeshes}, or change interleave="
+        )
+    backward = any(part.phase == "B" for part in pipeline.fragments)
+    try:
+        table = mark.schedule.table(submeshes, chunks, mark.count, backward)
+        schedules.validate(table, submeshes, chunks, mark.count, backward)
+    except UsageError as error:
+        raise UsageError(f"{mark.where}: {error}") from None
+    return table
 
 
-def _rows_in_order(stages: Sequence[Stage], ranks: Sequence[Mesh], count: int) -> list[list[Cell]]:
-    return [
-        [Cell(s.phase, s.number, i) for i in range(count) for s in stages if s.fragment.mesh == mesh] for mesh in ranks
-    ]
+def _cells(table: Sequence[Sequence[Cell]]) -> list[Cell]:
+    return [cell for row in table for cell in row]
+
+
+def _back_to_back(table: Sequence[Sequence[Cell]], first: str, second: str) -> set[int]:
+    """Stages whose ``second`` phase always follows ``first`` at once."""
+    pairs = {pair for row in table for pair in itertools.pairwise(row)}
+    cells = [c for c in _cells(table) if c.phase == first]
+    apart = {c.stage for c in cells if (c, Cell(second, c.stage, c.microbatch)) not in pairs}
+    return {c.stage for c in cells} - apart
 
 
 def _join_turns(
@@ -84,17 +111,9 @@ def _join_turns(
 
     In 1f1b that is the last stage; its activations then never leave the program. The joined program counts as phase B.
     """
-    for number in {s.number for s in stages}:
-        pair = [next((s for s in stages if s.number == number and s.phase == phase), None) for phase in "FB"]
-        if None in pair:
-            continue
-        first, second = pair[0], pair[1]
-        row = next(r for r in rows if any(c.stage == number for c in r))
-        following = dict(itertools.pairwise(row))
-        forwards = [c for c in row if c.stage == number and c.phase == "F"]
-        if any(following.get(c) != Cell("B", number, c.microbatch) for c in forwards):
-            continue
-        if first is None or second is None or _passes_through_others(first.fragment, second.fragment, stages):
+    for number in sorted(_back_to_back(rows, "F", "B")):
+        first, second = (next(s for s in stages if (s.phase, s.number) == (phase, number)) for phase in "FB")
+        if _passes_through_others(first.fragment, second.fragment, stages):
             continue
         joined = join(first.fragment, second.fragment, [s.fragment for s in stages], results)
         stages = [Stage(joined, number, "B") if s is second else s for s in stages if s is not first]
@@ -120,11 +139,26 @@ def _needs(stages: Sequence[Stage]) -> list[set[int]]:
     ]
 
 
-def _simulate(stages: Sequence[Stage], rows: Sequence[Sequence[Cell]], where: str) -> tuple[tuple[int, int], ...]:
+def _merged(stages: Sequence[Stage], rows: Sequence[Sequence[Cell]], mark: LoopMark, number: int) -> LoopOrder:
+    """One global order: by fronts where the schedule has them, else by the time at which each cell could start."""
+    index = {(s.phase, s.number): i for i, s in enumerate(stages)}
+    queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in rows]
+    front = {(index[c.phase, c.stage], c.microbatch): mark.schedule.front(c, number) for c in _cells(rows)}
+    if None in front.values():
+        return LoopOrder(tuple(stages), _simulate(stages, queues))
+    position = {cell: (rank, n) for rank, queue in enumerate(queues) for n, cell in enumerate(queue)}
+    forward = {i for i, s in enumerate(stages) if s.phase == "F"}
+    cells = sorted(front, key=lambda cell: (front[cell], cell[0] not in forward, *position[cell]))
+    fronts = tuple(f for f in map(front.get, cells) if f is not None)
+    return LoopOrder(tuple(stages), tuple(cells), fronts, mark.schedule.ahead or 0)
+
+
+def _simulate(stages: Sequence[Stage], rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
     """Merge per-submesh orders into one global order by the time each cell could start."""
     needs = _needs(stages)
-    index = {(s.phase, s.number): i for i, s in enumerate(stages)}
-    queues = [collections.deque((index[c.phase, c.stage], c.microbatch) for c in row) for row in rows]
+    split = any(s.phase == "W" for s in stages)
+    cost = [1.0 + (s.phase == "B" and not split) for s in stages]  # relative, for the order of dispatch only
+    queues = [collections.deque(row) for row in rows]
     clock = [0.0] * len(queues)
     finished: dict[tuple[int, int], float] = {}
     cells: list[tuple[int, int]] = []
@@ -140,62 +174,9 @@ def _simulate(stages: Sequence[Stage], rows: Sequence[Sequence[Cell]], where: st
             if best is None or start < best[0]:
                 best = (start, rank)
         if best is None:
-            stuck = [f"{stages[q[0][0]].phase}{stages[q[0][0]].number} of microbatch {q[0][1]}" for q in queues if q]
-            raise MultiMeshError(f"{where}: the schedule deadlocks: {', '.join(stuck)} wait for each other")
+            raise AssertionError("stages wait for each other although the table is valid")
         start, rank = best
         cell = queues[rank].popleft()
-        clock[rank] = finished[cell] = start + _COST[stages[cell[0]].phase]
+        clock[rank] = finished[cell] = start + cost[cell[0]]
         cells.append(cell)
     return tuple(cells)
-
-
-def _limit(schedule: Schedule, submeshes: int, rank: int) -> int | None:
-    return None if isinstance(schedule, GPipe) else submeshes - rank
-
-
-def _greedy(fragments: Sequence[Fragment], ranks: Sequence[Mesh], mark: LoopMark) -> LoopOrder:
-    """List scheduling for loops of any shape: backwards first, new microbatches only within the schedule's limit."""
-    stages = [Stage(f, i, f.phase or "F") for i, f in enumerate(fragments)]
-    needs = _needs(stages)
-    rank_of = [ranks.index(f.mesh) if f.mesh in ranks else len(ranks) for f in fragments]
-    lanes: dict[int, list[int]] = collections.defaultdict(list)
-    for i, rank in enumerate(rank_of):
-        lanes[rank].append(i)
-    limits = {rank: _limit(mark.schedule, len(ranks), min(rank, len(ranks) - 1)) for rank in lanes}
-    fill = isinstance(mark.schedule, GPipe)  # all forwards before any backward
-    clock = dict.fromkeys(lanes, 0.0)
-    finished: dict[tuple[int, int], float] = {}
-    position = [0] * len(stages)  # microbatches of each stage run in order
-    cells: list[tuple[int, int]] = []
-
-    def allowed(i: int, lane: list[int], limit: int | None) -> bool:
-        if fill and stages[i].phase == "B":
-            return all(position[j] == mark.count for j in lane if stages[j].phase == "F")
-        turns = [j for j in lane if stages[j].phase == "B"]
-        if stages[i].phase != "F" or limit is None or not turns:
-            return True
-        return position[i] - min(position[j] for j in turns) < limit
-
-    while len(cells) < len(stages) * mark.count:
-        best: tuple[tuple[float, int, int, int], int] | None = None
-        for strict in (True, False):  # limits give way rather than deadlock
-            for rank, lane in lanes.items():
-                for i in lane:
-                    k = position[i]
-                    if k == mark.count or any((n, k) not in finished for n in needs[i]):
-                        continue
-                    if strict and not allowed(i, lane, limits[rank]):
-                        continue
-                    start = max([clock[rank], *(finished[n, k] for n in needs[i])])
-                    key = (start, stages[i].phase != "B", -fragments[i].level, rank)
-                    if best is None or key < best[0]:
-                        best = (key, i)
-            if best is not None:
-                break
-        if best is None:
-            raise AssertionError("fragments of a loop wait for each other")
-        (start, *_), i = best
-        clock[rank_of[i]] = finished[i, position[i]] = start + _COST[stages[i].phase]
-        cells.append((i, position[i]))
-        position[i] += 1
-    return LoopOrder(tuple(stages), tuple(cells))

@@ -15,9 +15,12 @@ from multimesh.contexts import Options
 from multimesh.passes.fragment import Fragment, fragment
 from multimesh.passes.order import LoopOrder, order
 from multimesh.passes.place import Homes, task_meshes
-from multimesh.passes.recompute import keep_less, send_less
+from multimesh.passes.recompute import send_less
+from multimesh.passes.stages import stages
 from multimesh.passes.unfuse import unfused, unfused_order
 from multimesh.plan import Instruction, Kernel, Plan, Slot
+
+_Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +88,9 @@ def _epochs(program: ir.Program) -> list[int]:
 def _ordered(loop: ir.Loop, rows: set[ir.Value], options: Options) -> OrderedLoop:
     results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
     results |= {o for op in loop.ops for o in op.outs if o in rows}
-    if options.enable_recomputation:
-        parts = keep_less(fragment(send_less(loop.ops), results, phased=True), results)
-    else:
-        parts = fragment(loop.ops, results, phased=True)
-    ordered = order(parts, loop.mark, results)
+    ops = send_less(loop.ops) if options.enable_recomputation else loop.ops
+    pipeline = stages(fragment(ops, results, phased=True), results)
+    ordered = order(pipeline, loop.mark, results, recompute=options.enable_recomputation)
     return OrderedLoop(loop, ordered if options.fuse_loops else unfused_order(ordered))
 
 
@@ -191,17 +192,23 @@ class _Builder:
         self.kernels.append(kernel)
         return len(self.kernels) - 1
 
-    def _send(self, values: Iterable[ir.Value], submesh: int, task: str, microbatch: int | None = None) -> None:
+    def _send(self, values: Iterable[ir.Value], submesh: int, task: str) -> None:
         """Send what a kernel made to every other submesh that reads it."""
-        to: dict[int, list[ir.Value]] = collections.defaultdict(list)
-        for v in values:
-            for other in self._readers[v]:
-                if other != submesh:
-                    to[other].append(v)
-        for other, sent in to.items():
+        self._transfer((v, (submesh, other, task, None)) for v in values for other in self._others(v, submesh))
+
+    def _others(self, value: ir.Value, submesh: int) -> list[int]:
+        """Submeshes that read a value which this one makes."""
+        return [other for other in self._readers[value] if other != submesh]
+
+    def _transfer(self, sent: Iterable[tuple[ir.Value, _Route]]) -> None:
+        """One SEND and one RECV for each route."""
+        routes: dict[_Route, list[ir.Value]] = collections.defaultdict(list)
+        for v, route in sent:
+            routes[route].append(v)
+        for (submesh, other, task, microbatch), values in routes.items():
             common: dict[str, Any] = {"task": task, "microbatch": microbatch}
-            ins = tuple(self._slot(v, submesh, microbatch) for v in sent)
-            outs = tuple(self._slot(v, other, microbatch) for v in sent)
+            ins = tuple(self._slot(v, submesh, microbatch) for v in values)
+            outs = tuple(self._slot(v, other, microbatch) for v in values)
             self.steps.append(Instruction("SEND", submesh, ins=ins, peer=other, **common))
             self.steps.append(Instruction("RECV", other, outs=outs, peer=submesh, **common))
 
@@ -227,8 +234,16 @@ class _Builder:
             self._accumulators += outs
             self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
         kernels = [self._stage_kernel(part.loop, stage.fragment, stage) for stage in part.order.stages]
-        for index, microbatch in part.order.cells:
-            self._cell(part, index, microbatch, *kernels[index])
+        waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
+        for n, (index, microbatch) in enumerate(part.order.cells):
+            self._transfer(waiting.pop(n, ()))
+            task = self._cell(part, index, microbatch, *kernels[index])
+            _, made, _ = kernels[index]
+            for v in made.outs:
+                for other in self._others(v, made.submesh):
+                    due = part.order.issue(n, v, self.meshes[other])
+                    waiting[due].append((v, (made.submesh, other, task, microbatch)))
+        self._transfer(waiting.pop(len(part.order.cells), ()))
         for out, inner in part.loop.stacks.items():
             submesh = self._submesh(self.homes[out])
             rows = tuple(self._slot(inner, submesh, k) for k in range(part.loop.mark.count))
@@ -259,7 +274,7 @@ class _Builder:
 
     def _cell(
         self, part: OrderedLoop, index: int, microbatch: int, number: int, kernel: Kernel, mine: tuple[ir.Sum, ...]
-    ) -> None:
+    ) -> str:
         loop, stage, submesh = part.loop, part.order.stages[index], kernel.submesh
         sums = tuple(self._slot(s.out, submesh) for s in mine)
         ins = list(sums)
@@ -278,7 +293,7 @@ class _Builder:
         self.steps.append(
             Instruction("RUN", submesh, task, microbatch, stage.phase, stage.number, number, tuple(ins), outs)
         )
-        self._send(kernel.outs, submesh, task, microbatch)
+        return task
 
     def finish(self, donated: frozenset[int], alike: Mapping[int, int]) -> Plan:
         """Results, layouts, donations and frees."""

@@ -53,7 +53,7 @@ def send_less(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:
         local = _Localiser(maker, own_inputs, {*crossing, *made, *forward}, lambda op: not op.backward)
         rename = local.run(crossing)
         for (position, *_), copy in local.copies:
-            copies[position].append(replace(copy, mesh=mesh))
+            copies[position].append(replace(copy, mesh=mesh, backward=True))
         for i in back:
             done[i] = _renamed(done[i], rename)
     return tuple(op for i, given in enumerate(done) for op in (given, *copies[i]))

@@ -40,7 +40,9 @@ def unfused_order(order: LoopOrder) -> LoopOrder:
         cut.append([replace(stage, fragment=f, phase=_phase(f, stage, joined)) for f in pieces(stage.fragment, joined)])
     first = [sum(map(len, cut[:i])) for i in range(len(cut))]
     cells = tuple((first[index] + k, m) for index, m in order.cells for k in range(len(cut[index])))
-    return replace(order, stages=tuple(s for parts in cut for s in parts), cells=cells)
+    sizes = [len(cut[index]) for index, _ in order.cells]
+    fronts = order.fronts and tuple(f for f, size in zip(order.fronts, sizes, strict=True) for _ in range(size))
+    return replace(order, stages=tuple(s for parts in cut for s in parts), cells=cells, fronts=fronts)
 
 
 def _phase(piece: Fragment, stage: Stage, joined: bool) -> str:
