@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from multimesh.marks import register_task
     from multimesh.microbatching import microbatch
     from multimesh.modules import scope_nnx
+    from multimesh.parallelizing import parallelize
     from multimesh.plan import Instruction, Plan
     from multimesh.tasks import task, with_sharding_constraint
 
@@ -42,6 +43,7 @@ _HOME = {
     "jit": "jitted",
     "microbatch": "microbatching",
     "only_fuse_loop_tasks": "contexts",
+    "parallelize": "parallelizing",
     "register_task": "marks",
     "scope_nnx": "modules",
     "task": "tasks",
@@ -62,6 +64,7 @@ __all__ = [
     "jit",
     "microbatch",
     "only_fuse_loop_tasks",
+    "parallelize",
     "register_task",
     "schedules",
     "scope_nnx",

@@ -118,6 +118,22 @@ def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...],
     return tuple(_extend.ClosedJaxpr(j, b.consts) for j, b in zip(cut, branches, strict=True)), union
 
 
+def captured(closed: Any) -> dict[int, Any]:
+    """Results of a traced function that it does not compute but hold: position to value."""
+    held = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    found = enumerate(closed.jaxpr.outvars)
+    return {i: v.val if isinstance(v, Literal) else held[v] for i, v in found if isinstance(v, Literal) or v in held}
+
+
+def part(closed: Any, positions: Sequence[int]) -> Callable[[], list[Any]]:
+    """Function that computes some of the results of a traced function without arguments, and only what they need."""
+    wanted = [i in set(positions) for i in range(len(closed.jaxpr.outvars))]
+    cut, used, _ = _partial_eval.dce_jaxpr_consts(closed.jaxpr, wanted)
+    return _extend.jaxpr_as_fun(
+        _extend.ClosedJaxpr(cut, [c for c, keep in zip(closed.consts, used, strict=True) if keep])
+    )
+
+
 def caller_line() -> str:
     """``file:line`` of the innermost caller that is neither this package nor JAX."""
     frame = sys._getframe(1)

@@ -19,7 +19,7 @@ class Signature:
 
     tree: Any
     avals: tuple[Any, ...]
-    specs: tuple[PartitionSpec, ...]
+    specs: tuple[PartitionSpec | None, ...]  # None: to be derived
     static: tuple[Any, ...]
     context: Any
     home: Mesh | None = None  # where a function without tasks is planned, when it is not plain jit
@@ -41,6 +41,14 @@ def abstract(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
             f"multimesh.jit: an argument of type {type(leaf).__name__} is no array; name it in static_argnums"
         ) from None
     return tuple(struct.shape), struct.dtype, bool(struct.weak_type)
+
+
+def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
+    """Spec of an array or of anything with a ``sharding``; where it has none: replicated, or None."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return stripped(sharding.spec)
+    return None if or_none else PartitionSpec()
 
 
 def stripped(spec: PartitionSpec) -> PartitionSpec:

@@ -35,6 +35,7 @@ def compile_plan(
     specs: Sequence[PartitionSpec],
     out_specs: Mapping[int, PartitionSpec] | None = None,
     options: Mapping[str, Any] | None = None,
+    derived: Mapping[tuple[int, int], PartitionSpec] | None = None,
 ) -> CompiledPlan:
     """Compile every kernel of a plan.
 
@@ -48,8 +49,21 @@ def compile_plan(
         Result leaf to the spec that it must have.
     options
         Compiler options for XLA.
+    derived
+        (argument leaf, submesh) to the spec that it has there instead.
     """
-    return _Compiler(plan, specs, out_specs or {}, options).run()
+    return _Compiler(plan, specs, out_specs or {}, options, derived or {}).run()
+
+
+def argument_spec(
+    plan: Plan,
+    specs: Sequence[PartitionSpec],
+    derived: Mapping[tuple[int, int], PartitionSpec],
+    arg: int,
+    slot: int,
+) -> PartitionSpec:
+    """Spec of an argument leaf on the submesh of a slot."""
+    return derived.get((arg, plan.slots[slot].submesh), specs[arg])
 
 
 class _Compiler:
@@ -59,17 +73,18 @@ class _Compiler:
         specs: Sequence[PartitionSpec],
         out_specs: Mapping[int, PartitionSpec],
         options: Mapping[str, Any] | None,
+        derived: Mapping[tuple[int, int], PartitionSpec],
     ):
         self._plan = plan
         self._options = dict(options) if options else None
         self._layouts: dict[int, NamedSharding] = {}
         self._pinned: dict[int, NamedSharding] = {}
         for arg, slot in plan.inputs:
-            self._layouts[slot] = self._carried(specs[arg], slot)
+            self._layouts[slot] = self._carried(argument_spec(plan, specs, derived, arg, slot), slot)
         for _, slot in plan.constants:
             self._layouts[slot] = self._carried(PartitionSpec(), slot)
         for slot, args in plan.like.items():
-            agreed = {self._carried(specs[a], slot) for a in args}
+            agreed = {self._carried(argument_spec(plan, specs, derived, a, slot), slot) for a in args}
             if len(agreed) == 1:
                 self._pinned[slot] = agreed.pop()
         for position, spec in out_specs.items():

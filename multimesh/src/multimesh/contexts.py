@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from multimesh.errors import UsageError
@@ -47,6 +48,12 @@ _options: contextvars.ContextVar[Options] = contextvars.ContextVar("multimesh_op
 def current() -> Options:
     """Options in force."""
     return _options.get()
+
+
+@functools.cache
+def autosharded(options: Options) -> Options:
+    """The options with ``autoshard``, made once, since every call asks for them."""
+    return dataclasses.replace(options, autoshard=True)
 
 
 def ignoring() -> bool:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,146 +15,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, contexts, ir, marks
-from multimesh.arguments import Signature, abstract, dynamic, per_leaf, replaced, stripped
-from multimesh.compiling import CompiledPlan, compile_plan
+from multimesh.arguments import Signature, abstract, dynamic, per_leaf, replaced, spec_of, stripped
 from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
+from multimesh.layouts import derive, matching
+from multimesh.lowered import Compiled, Lowered, Plain
 from multimesh.passes.inline import inline
 from multimesh.passes.loops import fuse, separate
 from multimesh.passes.place import has_tasks, place
 from multimesh.passes.planning import arrange, build
 from multimesh.plan import Plan
-from multimesh.runtime import Runner
-from multimesh.submesh import spec_of
 from multimesh.tracing import partitioning
 
 if TYPE_CHECKING:
     from multimesh.profiling import Profile
-
-
-@dataclass(frozen=True, eq=False)
-class Lowered:
-    """A partitioned function, before compilation."""
-
-    plan: Plan
-    closed: Any
-    specs: tuple[PartitionSpec, ...]
-    out_tree: Any
-    out_specs: dict[int, PartitionSpec]
-    in_tree: Any = None
-
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
-        """Compile every program; in parallel where their layouts allow. Options go to XLA as they are."""
-        with _compat.without_mesh():
-            return Compiled(self, Runner(compile_plan(self.plan, self.specs, self.out_specs, compiler_options)))
-
-    def as_text(self) -> str:
-        """The plan, then the operations of each program."""
-        kernels = self.plan.kernels
-        parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
-        return "\n\n".join(parts)
-
-
-@dataclass(frozen=True, eq=False)
-class Compiled:
-    """A compiled function: call it with arguments of the types that it was lowered for."""
-
-    lowered: Lowered
-    runner: Runner
-
-    @property
-    def compiled_plan(self) -> CompiledPlan:
-        """Programs and layouts."""
-        return self.runner.compiled
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that runs."""
-        return self.runner.compiled.plan
-
-    def __call__(self, *args: Any) -> Any:
-        """Run; the arguments without the static ones."""
-        return self.run_flat(self._leaves(args))
-
-    def _leaves(self, args: tuple[Any, ...]) -> Sequence[Any]:
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self.lowered.in_tree:
-            raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
-        return leaves
-
-    def run_flat(self, leaves: Sequence[Any]) -> Any:
-        """Run on the flat list of (non-static) argument leaves."""
-        with _compat.without_mesh(concrete_only=True):
-            return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves))
-
-    def profile(self, *args: Any, repeats: int = 3) -> Profile:
-        """Measure a call: run every program and transfer by itself, ``repeats`` times after a first time.
-
-        Takes the arguments of a call, which stay valid: donated ones are copied. Peak memory is that of a call and one
-        more copy of the arguments.
-
-        Returns
-        -------
-        Profile
-            Prints as a table of measured against forecast; has both as timelines, and the ``costs``.
-        """
-        from multimesh.profiling import profile
-
-        if repeats < 1:
-            raise UsageError(f"profile: repeats must be at least 1, got {repeats}")
-        leaves = self._leaves(args)
-        with _compat.without_mesh(concrete_only=True):
-            return profile(self.compiled_plan, self.runner, leaves, repeats)
-
-    def memory_analysis(self) -> tuple[dict[str, int], ...]:
-        """Bytes per submesh, of whole arrays.
-
-        ``arguments``, ``results``, ``intermediates`` alive at the peak, ``scratch`` of the largest program.
-        """
-        plan = self.plan
-        peaks = plan.peak_bytes()
-        given = {slot for _, slot in plan.inputs}
-        results = {value for kind, value in plan.outputs if kind == "slot"}
-        scratch = [0] * len(plan.submeshes)
-        for kernel, program in zip(plan.kernels, self.compiled_plan.programs, strict=True):
-            stats = program.memory_analysis()
-            if stats is not None:
-                size = stats.temp_size_in_bytes * plan.submeshes[kernel.submesh].size
-                scratch[kernel.submesh] = max(scratch[kernel.submesh], size)
-        return tuple(
-            {
-                "arguments": sum(plan.slots[s].nbytes for s in given if plan.slots[s].submesh == i),
-                "results": sum(plan.slots[s].nbytes for s in results if plan.slots[s].submesh == i),
-                "intermediates": peaks[i],
-                "scratch": scratch[i],
-            }
-            for i in range(len(plan.submeshes))
-        )
-
-    def cost_analysis(self) -> tuple[dict[str, float], ...]:
-        """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them."""
-        plan = self.plan
-        totals = [{"flops": 0.0, "bytes accessed": 0.0} for _ in plan.submeshes]
-        costs = [program.cost_analysis() or {} for program in self.compiled_plan.programs]
-        for step in plan.instructions:
-            if step.kind == "RUN" and step.kernel is not None:
-                for key in totals[step.submesh]:
-                    totals[step.submesh][key] += float(costs[step.kernel].get(key, 0.0))
-        return tuple(totals)
-
-
-@dataclass(frozen=True, eq=False)
-class Plain:
-    """A function without tasks: one program, as under ``jax.jit``; where tasks are ignored, on ``gather``."""
-
-    jitted: Any
-    gather: jax.Device | None = None
-
-    def run_flat(self, leaves: Sequence[Any]) -> Any:
-        """Run on the flat list of (non-static) argument leaves."""
-        if self.gather is not None and len({frozenset(x.devices()) for x in leaves if isinstance(x, jax.Array)}) > 1:
-            leaves = jax.device_put(list(leaves), self.gather)
-        return self.jitted(*leaves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,10 +61,6 @@ class _Context(NamedTuple):
     jax: Any
 
 
-def _context() -> _Context:
-    return _Context(contexts.current(), marks.registrations(), _compat.trace_context())
-
-
 def _home(leaves: Iterable[Any]) -> Mesh | None:
     """The mesh of arguments, for a function without tasks; one device where they have none or several."""
     meshes = {s.mesh for s in (getattr(leaf, "sharding", None) for leaf in leaves) if isinstance(s, NamedSharding)}
@@ -216,8 +86,11 @@ class Jitted:
         in_shardings: Any,
         out_shardings: Any,
         devices: Sequence[jax.Device] | None,
+        *,
+        autoshard: bool = False,
     ):
         self._fn = fn
+        self._autoshard = autoshard
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._donate, self._static = donate, static
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
@@ -232,22 +105,32 @@ class Jitted:
         positional = self._positional(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic(positional, self._static))
         recent = self._recent
-        static, context = self._static_values(positional), _context()
+        static, context = self._static_values(positional), self._context()
         if recent is not None and recent.fits(leaves, tree, static, context):
             return recent.compiled.run_flat(leaves)
         if any(_compat.is_tracer(leaf) for leaf in leaves):
             return self._fn(*positional)
         signature = self._signature(leaves, tree, positional)
-        compiled = self._compiled.get(signature)
-        if compiled is None:
-            with self._lock:
-                compiled = self._compiled.get(signature)
-                if compiled is None:
-                    lowered = self._lower(positional, signature)
-                    compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
-                    self._compiled[signature] = compiled
+        compiled = self._compiled.get(signature) or self._compile(positional, signature)
         self._recent = _Recent(tree, static, context, tuple(map(_traits, leaves)), compiled)
         return compiled.run_flat(leaves)
+
+    def _compile(self, positional: tuple[Any, ...], signature: Signature) -> Compiled | Plain:
+        with self._lock:
+            compiled = self._compiled.get(signature)
+            if compiled is None and signature.context.options.autoshard:
+                compiled = matching(signature, self._compiled)
+            if compiled is None:
+                lowered = self._lower(positional, signature)
+                compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
+            self._compiled[signature] = compiled
+            return compiled
+
+    def _context(self) -> _Context:
+        options = contexts.current()
+        if self._autoshard:
+            options = contexts.autosharded(options)
+        return _Context(options, marks.registrations(), _compat.trace_context())
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
@@ -267,6 +150,11 @@ class Jitted:
     def profile(self, *args: Any, repeats: int = 3) -> Profile:
         """`Compiled.profile` for these arguments."""
         return self.lower(*args).compile().profile(*dynamic(args, self._static), repeats=repeats)
+
+    def prepare(self, *args: Any) -> Compiled | Plain:
+        """Compile for these arguments (arrays or ``jax.ShapeDtypeStruct``), so that a call need not."""
+        leaves, tree = jax.tree.flatten(dynamic(args, self._static))
+        return self._compile(args, self._signature(leaves, tree, args))
 
     def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
         """`Compiled.memory_analysis` for these arguments."""
@@ -293,10 +181,10 @@ class Jitted:
     def _signature(self, leaves: Sequence[Any], tree: Any, positional: tuple[Any, ...]) -> Signature:
         avals = tuple(map(abstract, leaves))
         given = per_leaf(self._in_shardings, tree, "in_shardings") if self._in_shardings is not None else None
-        specs = [stripped(spec_of(leaf)) for leaf in leaves]
+        context = self._context()
+        specs = [spec_of(leaf, or_none=context.options.autoshard) for leaf in leaves]
         if given is not None:
             specs = [spec if g is None else stripped(g) for spec, g in zip(specs, given, strict=True)]
-        context = _context()
         home = None if context.options.enable_fast_path else _home(leaves)
         return Signature(tree, avals, tuple(specs), self._static_values(positional), context, home)
 
@@ -342,10 +230,11 @@ class Jitted:
         return Lowered(
             plan,
             closed,
-            signature.specs,
+            tuple(PartitionSpec() if spec is None else spec for spec in signature.specs),
             out_tree,
             out_specs,
             jax.tree.structure(tuple(dynamic(positional, self._static))),
+            derive(plan, program, signature.specs),
         )
 
     def _check_axes(self, plan: Plan, tree: Any, out_specs: Iterable[PartitionSpec]) -> None:

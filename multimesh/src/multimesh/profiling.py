@@ -84,7 +84,7 @@ class Profile:
 
 
 def profile(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: Sequence[Any], repeats: int) -> Profile:
-    """Run a compiled plan; see `multimesh.jitted.Compiled.profile`."""
+    """Run a compiled plan; see `multimesh.lowered.Compiled.profile`."""
     plan = compiled.plan
     runs = [_run(compiled, args) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
     calls = [_call(compiled, call, args) for _ in range(repeats + 1)][1:]

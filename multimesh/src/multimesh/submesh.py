@@ -144,9 +144,3 @@ def carry_over(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> Named
     while entries and entries[-1] is None:
         entries.pop()
     return NamedSharding(mesh, PartitionSpec(*entries))
-
-
-def spec_of(x: Any) -> PartitionSpec:
-    """Partition spec of an array or of anything with a ``sharding``; replicated where it has none."""
-    sharding = getattr(x, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

@@ -1,0 +1,142 @@
+"""Layouts of arguments that have none, derived from the sharding constraints of a placed program.
+
+Each dimension takes the axes of the nearest constraint that reaches it through operations, loops and transfers. A
+dimension that a constraint replicates stops others, as it does in a compiler.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multimesh import _compat, ir
+from multimesh.passes.dimensions import links
+from multimesh.submesh import translate
+
+Axes = tuple[str, ...]
+_Node = tuple[ir.Value, Mesh, int]  # a dimension of a value on a submesh
+
+
+def autoshard(program: ir.Program) -> dict[tuple[ir.Value, Mesh], PartitionSpec]:
+    """Partition spec of each input on each submesh that reads it; inputs that no constraint reaches are left out."""
+    graph = _Graph(program)
+    axes = graph.spread()
+    derived: dict[tuple[ir.Value, Mesh], PartitionSpec] = {}
+    for value in program.inputs:
+        for mesh in graph.meshes[value]:
+            entries = [axes.get((value, mesh, d), ()) for d in range(len(value.aval.shape))]
+            if any(entries):
+                derived[value, mesh] = PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+    return derived
+
+
+class _Graph:
+    """Dimensions, which of them go together, and where constraints are."""
+
+    def __init__(self, program: ir.Program):
+        self.meshes: dict[ir.Value, dict[Mesh, None]] = collections.defaultdict(dict)
+        self._next: dict[_Node, list[_Node]] = collections.defaultdict(list)
+        self._sources: list[tuple[_Node, Axes]] = []
+        for item in program.items:
+            for op in item.ops if isinstance(item, ir.Loop) else (item,):
+                self._operation(op)
+        for item in reversed(program.items):
+            if isinstance(item, ir.Loop):
+                self._loop(item)
+        for value, meshes in self.meshes.items():
+            first, *others = meshes
+            for other in others:
+                for d in range(len(_shape(value))):
+                    self._join([(value, first, d), (value, other, d)])
+
+    def _join(self, nodes: Iterable[_Node]) -> None:
+        first, *others = nodes
+        for other in others:
+            self._next[first].append(other)
+            self._next[other].append(first)
+
+    def _operation(self, op: ir.Op) -> None:
+        mesh = op.mesh
+        if mesh is None:
+            raise AssertionError(f"unplaced operation {op}")
+        for v in (*op.reads, *op.outs):
+            self.meshes[v][mesh] = None
+        given = _constraint(op)
+        if given is None:
+            for group in links(op):
+                self._join((value, mesh, d) for value, d in group)
+            return
+        decided = dict(given)
+        for value in (*op.reads, *op.outs):
+            self._sources += [((value, mesh, d), axes) for d, axes in given]
+        for value in op.reads:
+            for d in set(range(len(_shape(value)))).difference(decided):
+                self._join([(value, mesh, d), (op.outs[0], mesh, d)])
+
+    def _loop(self, loop: ir.Loop) -> None:
+        for inner, outer in (*loop.consts.items(), *loop.linked.items()):
+            self._same(inner, outer, 0)
+        for inner, outer in loop.slices.items():
+            self._same(inner, outer, 1)
+        for s in loop.sums:
+            self._same(s.leaf, s.out, 0)
+        for out, inner in loop.stacks.items():
+            self._same(inner, out, 1)
+
+    def _same(self, inner: ir.Atom, outer: ir.Atom, shift: int) -> None:
+        """A value inside a loop and the one outside, which has ``shift`` dimensions more in front."""
+        if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
+            for mesh in tuple(self.meshes[inner]):
+                self.meshes[outer][mesh] = None
+                for d in range(len(_shape(inner))):
+                    self._join([(inner, mesh, d), (outer, mesh, d + shift)])
+
+    def spread(self) -> dict[_Node, Axes]:
+        """Axes of every dimension that a constraint reaches, the nearest first."""
+        found: dict[_Node, Axes] = {}
+        used: dict[tuple[ir.Value, Mesh], set[str]] = collections.defaultdict(set)
+        queue = collections.deque(self._sources)
+        while queue:
+            (value, mesh, d), axes = queue.popleft()
+            node = (value, mesh, d)
+            if node in found or used[value, mesh].intersection(axes) or not _fits(axes, mesh, _shape(value)[d]):
+                continue
+            found[node] = axes
+            used[value, mesh].update(axes)
+            queue.extend((other, axes) for other in self._next[node])
+        return found
+
+
+def _shape(value: ir.Value) -> tuple[int, ...]:
+    return tuple(getattr(value.aval, "shape", ()))
+
+
+def _fits(axes: Axes, mesh: Mesh, size: int) -> bool:
+    ways = int(np.prod([mesh.shape.get(axis, 0) for axis in axes], dtype=np.int64))
+    return bool(ways) and size % ways == 0
+
+
+def _constraint(op: ir.Op) -> list[tuple[int, Axes]] | None:
+    """Dimensions that a constraint decides with their axes; None for what is no constraint."""
+    if op.prim is not _compat.sharding_constraint_p or op.params.get("identity"):
+        return None
+    rank = len(_shape(op.outs[0]))
+    if "logical" in op.params:
+        if op.task is None or op.params["rank"] != rank:
+            return None
+        spec = translate(op.params["logical"], op.task)
+    else:
+        sharding = op.params["sharding"]
+        if not isinstance(sharding, NamedSharding):
+            return None
+        spec = sharding.spec
+    return list(_entries(spec, rank))
+
+
+def _entries(spec: PartitionSpec, rank: int) -> Iterator[tuple[int, Axes]]:
+    for d, entry in zip(range(rank), (*spec, *(None for _ in range(rank))), strict=False):
+        if entry is not PartitionSpec.UNCONSTRAINED:
+            yield d, () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
