@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": "workflows.bench",
     "ledger": "workflows.ledger",
     "cache": "workflows.cache.commands",
+    "image": "workflows.image.commands",
 }
 INTERRUPTED = 130
 

@@ -21,7 +21,7 @@ class ImageSpec:
     Attributes
     ----------
     reference
-        Its public name; it has ``reference.staging`` until it passed its check.
+        Its public name, given when it passed its check.
     target
         Stage of the Dockerfile, one of ``TARGETS``.
     base_image
@@ -114,7 +114,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Built:
-    """An image in the engine that built it, under its staging name.
+    """An image in the engine that built it; it gets its public name when it passed its check.
 
     Attributes
     ----------
@@ -125,11 +125,9 @@ class Built:
     """
 
     spec: ImageSpec
-    staging: Reference
     image_id: str
     seconds: float
     cached: int
     steps: int
     bytes: int
     labels: dict[str, str]
-    layers: tuple[Layer, ...]

@@ -73,7 +73,9 @@ def base_image(suite: str, folder: Path) -> str:
         return image
     debootstrap = packages.need("debootstrap", "debootstrap")
     rootfs = folder / suite
-    made = subprocess.run([debootstrap, "--variant=minbase", suite, str(rootfs)], capture_output=True, text=True)
+    made = subprocess.run(
+        [debootstrap, "--variant=minbase", suite, str(rootfs), packages.mirror()], capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stdout[-1000:]
     tar = subprocess.Popen(["tar", "-C", rootfs, "-c", "."], stdout=subprocess.PIPE)
     subprocess.run(["docker", "import", "-", image], stdin=tar.stdout, check=True, capture_output=True)

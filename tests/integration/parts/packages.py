@@ -29,7 +29,7 @@ def from_sid(package: str, folder: Path) -> Path:
         (state / each).mkdir(parents=True)
     (state / "status").touch()
     (state / "sources.list").write_text(
-        "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian sid main\n"
+        f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror()} sid main\n"
     )
     config = state / "apt.conf"
     config.write_text(
@@ -43,6 +43,16 @@ def from_sid(package: str, folder: Path) -> Path:
     (file,) = folder.glob(f"{package}_*.deb")
     subprocess.run(["dpkg", "-x", file, folder], check=True)
     return folder
+
+
+@functools.cache
+def mirror() -> str:
+    """Return the Debian archive that this machine's apt is told to use."""
+    ask = ["apt-get", "indextargets", "--format", "$(LABEL) $(SITE)", "Created-By: Packages"]
+    told = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.splitlines()
+    sites = [line.removeprefix("Debian ") for line in told if line.startswith("Debian ")]
+    assert sites, f"apt names no Debian archive: {told}"
+    return sites[0]
 
 
 @functools.cache

@@ -1,0 +1,46 @@
+#!/bin/sh
+# contents.sh TARGET: what an image must and must not hold; runs in a container of it, as root, on standard input.
+set -eu
+target=$1
+faults=0
+
+fault() {
+  echo "fault: $*"
+  faults=$((faults + 1))
+}
+
+empty() { # FOLDER WHAT
+  if [ -d "$1" ] && [ -n "$(find "$1" -type f -size +0 | head -n 1)" ]; then
+    fault "$2 in $1"
+  fi
+}
+
+for folder in /root/.cache /home/multimesh/.cache /var/lib/apt/lists /var/cache/apt/archives; do
+  empty "$folder" "a cache"
+done
+empty /run/secrets "a secret"
+for file in /etc/pip.conf /root/.pip/pip.conf /root/.config/pip/pip.conf /root/.netrc /root/.docker/config.json /opt/.venv/pip.conf; do
+  if [ -e "$file" ]; then
+    fault "settings of whoever built it, in $file"
+  fi
+done
+
+if [ "$target" = runtime ]; then
+  for program in cc gcc g++ c++ clang clang++ nvcc ld as make bazel pip; do
+    if found=$(command -v "$program"); then
+      fault "a tool to build with, $found"
+    fi
+  done
+  for file in /opt/maxtext/run.py /opt/maxtext/validate-cpu.sh /opt/entrypoint.sh /opt/inventory/sbom.cdx.json \
+    /opt/inventory/licences.txt /opt/LICENSE /opt/sources.lock /opt/images.lock; do
+    [ -s "$file" ] || fault "no $file"
+  done
+  if [ -n "$(find /opt -user multimesh 2>/dev/null | head -n 1)" ]; then
+    fault "files under /opt that its user can change"
+  fi
+else
+  for program in cc clang git gdb ccache; do
+    command -v "$program" >/dev/null || fault "no $program"
+  done
+fi
+[ "$faults" -eq 0 ]

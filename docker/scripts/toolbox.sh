@@ -1,0 +1,9 @@
+#!/bin/sh
+# What one needs to work on this repository and to build jaxlib.
+set -eu
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq -o Acquire::Languages=none
+apt-get install -y -qq --no-install-recommends \
+  build-essential ccache clang clangd cmake curl file gdb git jq less lld llvm make ninja-build openssh-client patchelf pkg-config \
+  procps python3-dev python3-venv rsync unzip vim-tiny xz-utils zip >/dev/null
+rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log

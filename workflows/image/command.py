@@ -1,0 +1,183 @@
+"""The exact command that builds an image: pure functions from what is wanted to argv."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from workflows import errors
+from workflows.image.engine import Engine
+from workflows.image.lock import ImageLock, ImagePin
+from workflows.image.network import Access
+from workflows.image.spec import ImageSpec, Means
+
+DOCKERFILE = "docker/Dockerfile"
+LABEL = "io.github.multimesh-jax"
+_OCI = "org.opencontainers.image"
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The images that the Dockerfile starts from: that of the tools, and that of what runs."""
+
+    build: ImagePin
+    runtime: ImagePin
+
+    @property
+    def unpinned(self) -> tuple[str, ...]:
+        """Return those whose bytes are not known."""
+        return tuple(dict.fromkeys(pin.reference for pin in (self.build, self.runtime) if "@sha256:" not in pin.exact))
+
+
+def bases(spec: ImageSpec, lock: ImageLock) -> Bases:
+    """Return the base images of a spec, by digest where the lock has it."""
+    if spec.base_image:
+        own = ImagePin(spec.base_image, None)
+        return Bases(own, own)
+    if spec.accelerator == "cpu":
+        return Bases(lock.images["ubuntu"], lock.images["ubuntu"])
+    return Bases(_cuda(lock, "cuda-devel", spec.cuda_version), _cuda(lock, "cuda-base", spec.cuda_version))
+
+
+def _cuda(lock: ImageLock, name: str, version: str) -> ImagePin:
+    """Return one of NVIDIA's images at a version; only the locked version has a digest."""
+    pin = lock.images[name]
+    reference = re.sub(r"(?<=/cuda:)[0-9.]+", version, pin.reference)
+    return pin if reference == pin.reference else ImagePin(reference, None)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What an image says about where it comes from.
+
+    Attributes
+    ----------
+    revision
+        The commit of this repository, with ``-dirty`` where the tree differs; None outside of a repository.
+    maxtext
+        The commit of the patched MaxText, likewise.
+    """
+
+    revision: str | None
+    maxtext: str | None
+
+
+def labels(root: Path, spec: ImageSpec, base: Bases, stamp: Stamp) -> dict[str, str]:
+    """Return the labels of an image, in a fixed order; none of them changes when nothing else does."""
+    run, lock = _read(root, "requirements/run.txt"), _read(root, "sources.lock")
+    accelerator = {"cpu": "cpu", "cuda12": f"cuda12 {spec.cuda_version}"}[spec.accelerator]
+    found = base.build if spec.target != "runtime" else base.runtime
+    return {
+        f"{_OCI}.title": "MultiMesh for JAX",
+        f"{_OCI}.description": f"MaxText in pipelines on stock JAX: {spec.target}, {spec.accelerator}",
+        f"{_OCI}.licenses": "Apache-2.0",
+        f"{_OCI}.version": _first(r'^version = "([^"]+)"', _read(root, "multimesh/pyproject.toml")),
+        f"{_OCI}.revision": stamp.revision or "unknown",
+        f"{_OCI}.base.name": found.reference.partition("@")[0],
+        f"{_OCI}.base.digest": found.exact.partition("@")[2] or "unpinned",
+        f"{LABEL}.target": spec.target,
+        f"{LABEL}.accelerator": accelerator,
+        f"{LABEL}.jaxlib": f"{spec.jaxlib} {spec.build_type}" if spec.jaxlib == "source" else "wheel",
+        f"{LABEL}.jax": _first(r"^jax==(\S+)", run),
+        f"{LABEL}.maxtext": _first(r'^  maxtext:\n    version: "([^"]+)"', lock),
+        f"{LABEL}.maxtext.revision": stamp.maxtext or "unknown",
+        f"{LABEL}.lock": lock_digest(root),
+    }
+
+
+def lock_digest(root: Path) -> str:
+    """Return one sha256 over every lock that decides what is in an image."""
+    names = ("sources.lock", "images.lock", "requirements/run.txt", "requirements/cuda12.txt")
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(hashlib.sha256((root / name).read_bytes()).digest())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def arguments(
+    spec: ImageSpec, means: Means, lock: ImageLock, base: Bases, *, machine: str, multimesh: str
+) -> dict[str, str]:
+    """Return the build arguments.
+
+    Parameters
+    ----------
+    machine
+        The engine's own platform, e.g. ``linux/amd64``.
+    multimesh
+        The folder of the library, relative to the repository: ``multimesh``, or an override under ``third_party``.
+    """
+    platform = spec.platform or machine
+    python, bazel = lock.files[f"python {platform}"], lock.files[f"bazel {platform}"]
+    chosen = {
+        "BASE_IMAGE": base.build.exact,
+        "RUNTIME_BASE_IMAGE": base.runtime.exact,
+        "ACCELERATOR": spec.accelerator,
+        "JAXLIB": spec.jaxlib,
+        "MULTIMESH": multimesh,
+        "PYTHON_URL": python.url,
+        "PYTHON_SHA256": python.sha256 or "",
+    }
+    if spec.python_archive is not None:
+        chosen |= {"PYTHON_URL": "", "PYTHON_SHA256": hashlib.sha256(spec.python_archive.read_bytes()).hexdigest()}
+    if spec.jaxlib == "source":
+        chosen |= {
+            "CUDA_VERSION": spec.cuda_version,
+            "CUDNN_VERSION": spec.cudnn_version or "",
+            "BUILD_TYPE": spec.build_type,
+            "BAZEL_URL": bazel.url,
+            "BAZEL_SHA256": bazel.sha256 or "",
+            "BAZEL_CACHE": means.bazel_cache or "",
+            "BAZEL_CACHE_WRITE": "1" if means.bazel_cache_write else "",
+        }
+    return chosen
+
+
+def build_argv(
+    engine: Engine,
+    spec: ImageSpec,
+    means: Means,
+    *,
+    build_args: Mapping[str, str],
+    labels: Mapping[str, str],
+    access: Access,
+    result: Path | None,
+) -> list[str]:
+    """Return the command, to be run in the repository.
+
+    Parameters
+    ----------
+    result
+        Where the engine writes what it made; None to build into its cache only.
+    """
+    verb = {"buildx": ["buildx", "build"], "buildkit": ["build"], "podman": ["build"]}[engine.builder]
+    progress = {"buildx": ["--progress=rawjson"], "buildkit": ["--progress=plain"], "podman": ["--layers"]}
+    argv = [*engine.cli, *verb, *progress[engine.builder], "--file", DOCKERFILE, "--target", spec.target]
+    argv += ["--platform", spec.platform] if spec.platform else []
+    argv += ["--network", means.network] if means.network != "default" else []
+    argv += [] if means.layer_cache else ["--no-cache"]
+    for name, value in build_args.items():
+        argv += ["--build-arg", f"{name}={value}"]
+    for name, value in labels.items():
+        argv += ["--label", f"{name}={value}"]
+    argv += access.options
+    if result is None:
+        if engine.builder == "podman":
+            raise errors.EngineError("--skip-save needs docker: podman has no build without an image; leave it out")
+        argv += ["--output", "type=cacheonly"] if engine.builder == "buildx" else []
+    elif engine.builder == "buildx":
+        argv += ["--metadata-file", str(result)]
+    else:
+        argv += ["--iidfile", str(result)]
+    return [*argv, "."]
+
+
+def _read(root: Path, name: str) -> str:
+    return (root / name).read_text(encoding="utf-8")
+
+
+def _first(pattern: str, text: str) -> str:
+    found = re.search(pattern, text, re.MULTILINE)
+    return found.group(1) if found else "unknown"

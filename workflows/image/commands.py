@@ -1,0 +1,146 @@
+"""``docker/build.py``: build, check, name, and hand on an image."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from workflows import console, errors
+from workflows.image import build, engine, flags, smoke
+from workflows.image.engine import Engine
+from workflows.image.flags import Request
+from workflows.image.network import PIP_VARIABLE
+from workflows.image.spec import Built
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+_UNKNOWN = Engine(("docker",), "docker", "unknown", "unknown", "buildx")
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "image",
+        prog="docker/build.py",
+        help="build an image, check it in a container, and push it",
+        description="Build an image of MultiMesh for JAX, check it in a container, and push it.",
+        epilog="Without an engine, --dry-run shows the commands. README.md lists the exit codes.",
+        allow_abbrev=False,
+    )
+    flags.add(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what a command line asks for and return the exit code."""
+    request = flags.request(args)
+    if request.actions.dry_run:
+        return dry_run(request)
+    where = engine.detect(request.actions.remote)
+    built = make(where, request)
+    if built is None:
+        return 0
+    check = smoke.check(ROOT, where, built, request.actions.validate)
+    names = name(where, built, request)
+    if request.actions.remote and not request.actions.save_remote:
+        bring(where, names)
+        where = engine.detect()
+    report(where, built, check, names, as_json=request.actions.json)
+    return 0
+
+
+def make(where: Engine, request: Request) -> Built | None:
+    """Return the image that is asked for: built now, or the one that the engine has."""
+    if request.actions.build:
+        return build.run(ROOT, where, request.spec, request.means, save=not request.actions.skip_save)
+    return build.describe(where, request.spec, str(request.spec.reference), seconds=0.0, cached=0, steps=0)
+
+
+def name(where: Engine, built: Built, request: Request) -> list[str]:
+    """Give a checked image its public names in the engine."""
+    reference = request.spec.reference
+    names = [str(reference), *([str(reference.tagged("latest"))] if request.actions.latest else [])]
+    for each in names:
+        where.run("tag", built.image_id, each)
+    return names
+
+
+def bring(where: Engine, names: Sequence[str]) -> None:
+    """Bring an image from a remote engine to the local one."""
+    local = engine.detect()
+    with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder:
+        archive = str(Path(folder) / "image.tar")
+        console.note(f"bringing {names[0]} here")
+        where.run("save", "--output", archive, *names)
+        local.run("load", "--input", archive)
+
+
+def dry_run(request: Request) -> int:
+    """Print every command that would run; no engine is needed and nothing is touched."""
+    try:
+        where = engine.detect(request.actions.remote)
+    except errors.EngineError as error:
+        console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
+        where = _UNKNOWN
+    commands = planned(where, request)
+    if request.actions.json:
+        print(json.dumps({"commands": commands}))
+    else:
+        print("\n".join(shlex.join(command) for command in commands))
+    return 0
+
+
+def planned(where: Engine, request: Request) -> list[list[str]]:
+    """Return the commands of a request in their order; IMAGE stands for the id that the build gives."""
+    spec, actions = request.spec, request.actions
+    commands = list[list[str]]()
+    image = "IMAGE"
+    if actions.build:
+        result = None if actions.skip_save else Path("RESULT")
+        todo = build.plan(ROOT, where, spec, request.means, result)
+        if PIP_VARIABLE in todo.access.variables:
+            console.note(f"{PIP_VARIABLE} in the environment holds your pip's package indexes")
+        commands.append(list(todo.argv))
+    else:
+        image = str(spec.reference)
+    if not actions.skip_save:
+        if spec.target != "devcontainer":
+            commands.append(smoke.job_argv(where, image, actions.validate, "multimesh-check"))
+        names = [str(spec.reference), *([str(spec.reference.tagged("latest"))] if actions.latest else [])]
+        commands += [[*where.cli, "tag", image, each] for each in names]
+    return commands
+
+
+def report(where: Engine, built: Built, check: smoke.Check, names: Sequence[str], *, as_json: bool) -> None:
+    """Say what was made: for people with a table of layers, or as JSON."""
+    if as_json:
+        answer = {
+            "image": names[0],
+            "names": list(names),
+            "id": built.image_id,
+            "bytes": built.bytes,
+            "seconds": round(built.seconds, 2),
+            "steps": built.steps,
+            "cached": built.cached,
+            "check": {"job": check.job, "seconds": check.seconds, "verdict": check.verdict},
+            "labels": built.labels,
+            "layers": [{"step": layer.step, "bytes": layer.bytes} for layer in build.layers(where, built.image_id)],
+        }
+        print(json.dumps(answer, indent=1))
+        return
+    if built.cached < built.steps:
+        rows = [(f"{layer.bytes / 1e6:.1f} MB", layer.step) for layer in build.layers(where, built.image_id)]
+        print(console.table(("size", "layer"), rows))
+    print(f"image   {names[0]}")
+    print(f"id      {built.image_id}")
+    print(f"size    {built.bytes / 1e6:.0f} MB")
+    print(f"built   {built.seconds:.1f} s, {built.cached} of {built.steps} steps from the cache")
+    print(f"check   {check.verdict}")
+    if built.spec.target == "runtime":
+        print(f"run     {os.path.basename(where.cli[0])} run --rm {names[0]} /opt/maxtext/validate-cpu.sh")
+    sys.stdout.flush()

@@ -1,0 +1,178 @@
+"""The options of ``docker/build.py``: the original's, and those that it lacks."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from workflows import errors
+from workflows.image import reference, rules
+from workflows.image.spec import ACCELERATORS, BUILD_TYPES, PLATFORMS, TARGETS, VALIDATIONS, Actions, ImageSpec, Means
+
+CUDA_VERSION = "12.8.1"
+_IMAGES = {"dev": "dev", "opt": "runtime"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that one command line asks for."""
+
+    spec: ImageSpec
+    means: Means
+    actions: Actions
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
+    _naming(parser.add_argument_group("name", "REPO:TAG, or REPO/NAME:TAG with --name"))
+    _contents(parser.add_argument_group("what is in it"))
+    _reach(parser.add_argument_group("how the build reaches what it needs; nothing of this stays in the image"))
+    _doing(parser.add_argument_group("what is done with it"))
+
+
+def request(args: argparse.Namespace) -> Request:
+    """Return what parsed options ask for.
+
+    Raises
+    ------
+    UsageError
+        Options that do not fit together, or a value that may not reach an engine.
+    """
+    rules.check(args)
+    spec = ImageSpec(
+        reference=reference.make(args.repo, args.name, args.tag),
+        target=_target(args),
+        accelerator=args.accelerator,
+        jaxlib=args.jaxlib,
+        cuda_version=args.cuda_version or CUDA_VERSION,
+        cudnn_version=args.cudnn_version,
+        build_type=args.build_type,
+        base_image=args.base_image,
+        platform=args.platform,
+        python_archive=args.python_archive,
+    )
+    cache = args.bazel_cache if args.cache is not False else None
+    means = Means(
+        pip_config=args.pip_config,
+        ca_bundle=args.ca_bundle,
+        network=args.network,
+        layer_cache=not args.no_docker_build_cache,
+        bazel_cache=cache if cache is None or "://" in cache else f"http://{cache}",
+        bazel_cache_write=args.bazel_cache_write,
+    )
+    actions = Actions(
+        build=args.build,
+        commit=args.commit,
+        validate=args.validate,
+        upload=args.upload,
+        latest=args.latest,
+        remote=args.remote,
+        save_remote=args.save_remote,
+        skip_save=args.skip_save,
+        dry_run=args.dry_run,
+        json=args.json,
+    )
+    return Request(spec, means, actions)
+
+
+def _naming(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--repo", help="registry and owner; without it the image stays here, as multimesh-jax:TAG")
+    group.add_argument("--name", help="name below --repo")
+    group.add_argument("--tag", default="local", help="default: %(default)s")
+
+
+def _contents(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--image", choices=_IMAGES, help="opt (default): what runs, no compilers; dev: with sources and tools"
+    )
+    group.add_argument("--stage", choices=TARGETS, help="a stage of the Dockerfile, in place of --image")
+    group.add_argument("--framework", choices=["maxtext"], default="maxtext", help="MaxText is the only one")
+    group.add_argument("--accelerator", choices=ACCELERATORS, default="cuda12", help="default: %(default)s")
+    group.add_argument(
+        "--jaxlib",
+        choices=["wheel", "source"],
+        default="wheel",
+        help="locked wheels (default), or built from third_party/",
+    )
+    group.add_argument(
+        "--build-type", choices=BUILD_TYPES, default="Release", help="of a jaxlib from source; default: %(default)s"
+    )
+    group.add_argument(
+        "--cuda-version",
+        metavar="X.Y.Z",
+        help=f"of the base image and of a jaxlib from source; default: {CUDA_VERSION}",
+    )
+    group.add_argument("--cudnn-version", metavar="X.Y.Z", help="of a jaxlib from source")
+    group.add_argument("--base-image", metavar="IMAGE", help="in place of the pinned bases; any Debian or Ubuntu")
+    group.add_argument("--platform", choices=PLATFORMS, help="default: the engine's")
+    group.add_argument(
+        "--python-archive",
+        metavar="FILE",
+        type=Path,
+        help="a standalone Python >= 3.11 (.tar.gz) for a base whose own is older; default: fetch the pinned one",
+    )
+
+
+def _reach(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--pip-config",
+        metavar="FILE",
+        type=Path,
+        help="pip.conf for the build; default: where your own pip looks for packages",
+    )
+    group.add_argument(
+        "--ca-bundle",
+        metavar="FILE",
+        type=Path,
+        help="certificates to trust; default: those that your pip is told to trust",
+    )
+    group.add_argument(
+        "--network", choices=["default", "host"], default="default", help="of the build's steps; default: %(default)s"
+    )
+    group.add_argument("--no-docker-build-cache", action="store_true", help="build every layer anew")
+    group.add_argument(
+        "--cache", action=argparse.BooleanOptionalAction, help="use a remote Bazel cache with --jaxlib source"
+    )
+    group.add_argument(
+        "--bazel-cache",
+        "--cache-addr",
+        metavar="ADDRESS",
+        help="where that is; default: the one of start-cache.sh, if it runs",
+    )
+    group.add_argument("--bazel-cache-write", action="store_true", help="also store results there")
+
+
+def _doing(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--build",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="--no-build takes the image that the engine has under this name",
+    )
+    group.add_argument(
+        "--commit", metavar="CONTAINER", help="make the image of a running devcontainer instead of building"
+    )
+    group.add_argument(
+        "--validate",
+        choices=VALIDATIONS,
+        default="small",
+        help="small (default): the CPU job in the container; medium: the GPU job; large: the llama3-8b Slurm job",
+    )
+    group.add_argument("--upload", action="store_true", help="push it when it passed its check")
+    group.add_argument("--latest", action="store_true", help="also give it the tag latest")
+    group.add_argument(
+        "--remote", metavar="NAME", help="build on the engine of this docker context, and bring the image here"
+    )
+    group.add_argument("--save-remote", action="store_true", help="leave the image on the --remote engine")
+    group.add_argument("--skip-save", action="store_true", help="build into the engine's cache only; no image")
+    group.add_argument("--dry-run", action="store_true", help="print the exact commands; touch nothing")
+    group.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+
+
+def _target(args: argparse.Namespace) -> str:
+    if args.stage and args.image and args.stage != _IMAGES[args.image]:
+        raise errors.UsageError(
+            f"--image {args.image} is the stage {_IMAGES[args.image]}, --stage says {args.stage}; give one"
+        )
+    return str(args.stage or _IMAGES[args.image or "opt"])

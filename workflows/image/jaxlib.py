@@ -1,0 +1,138 @@
+"""Build jax and jaxlib wheels from ``third_party/`` with jax's own build program; runs inside the image's build.
+
+Uses the standard library only and imports nothing of this package: the Dockerfile mounts this one file. jax's program
+hands its options to a shell, so every value is checked against a strict pattern first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import ssl
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_VERSION = re.compile(r"\d+(\.\d+){1,3}")
+_CACHE = re.compile(r"(?:https?|grpcs?)://[A-Za-z0-9.-]+(?::\d{1,5})?(?:/[A-Za-z0-9._/-]*)?")
+_COMPILATION = {
+    "Release": (),
+    "RelWithDebInfo": ("--copt=-g1", "--strip=never"),
+    "Debug": ("--compilation_mode=dbg", "--strip=never"),
+}
+_CHUNK = 1 << 20
+
+
+class Refused(Exception):
+    """A value that may not reach the build, or a Bazel that is not the pinned one."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to build, and how; empty strings where nothing is asked."""
+
+    accelerator: str
+    cuda_version: str
+    cudnn_version: str
+    build_type: str
+    bazel_cache: str
+    bazel_cache_write: bool
+
+    def check(self) -> None:
+        """Raise ``Refused`` for a value that is not plainly what it should be."""
+        if self.accelerator not in ("cpu", "cuda12"):
+            raise Refused(f"accelerator {self.accelerator!r}: choose cpu or cuda12")
+        if self.build_type not in _COMPILATION:
+            raise Refused(f"build type {self.build_type!r}: choose one of {', '.join(_COMPILATION)}")
+        for name, version in (("CUDA", self.cuda_version), ("cuDNN", self.cudnn_version)):
+            if version and not _VERSION.fullmatch(version):
+                raise Refused(f"{name} version {version!r}: numbers with dots, e.g. 12.8.1")
+        if self.bazel_cache and not _CACHE.fullmatch(self.bazel_cache):
+            raise Refused("the address of the Bazel cache is no plain http or grpc address, e.g. http://localhost:8080")
+
+
+def command(recipe: Recipe, *, bazel: str, xla: str, output: str, python_version: str) -> list[str]:
+    """Return the arguments for jax's ``build/build.py``."""
+    recipe.check()
+    cuda = recipe.accelerator == "cuda12"
+    wheels = ["jax", "jaxlib", *(["jax-cuda-plugin", "jax-cuda-pjrt"] if cuda else [])]
+    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[recipe.build_type]]
+    if recipe.bazel_cache:
+        # A cache that is away or slow makes the build slower, nothing else.
+        options += [f"--remote_cache={recipe.bazel_cache}", "--remote_local_fallback", "--remote_timeout=10"]
+        options += [f"--remote_upload_local_results={'true' if recipe.bazel_cache_write else 'false'}"]
+    return [
+        "build",
+        f"--wheels={','.join(wheels)}",
+        f"--bazel_path={bazel}",
+        f"--python_version={python_version}",
+        f"--local_xla_path={xla}",
+        f"--output_path={output}",
+        *([f"--cuda_version={recipe.cuda_version}"] if cuda and recipe.cuda_version else []),
+        *([f"--cudnn_version={recipe.cudnn_version}"] if cuda and recipe.cudnn_version else []),
+        *(f"--bazel_options={option}" for option in options),
+    ]
+
+
+def from_environment(environ: Mapping[str, str]) -> Recipe:
+    """Return the recipe that the build arguments of the Dockerfile ask for."""
+    return Recipe(
+        accelerator=environ.get("ACCELERATOR", ""),
+        cuda_version=environ.get("CUDA_VERSION", ""),
+        cudnn_version=environ.get("CUDNN_VERSION", ""),
+        build_type=environ.get("BUILD_TYPE", "Release"),
+        bazel_cache=environ.get("BAZEL_CACHE", ""),
+        bazel_cache_write=environ.get("BAZEL_CACHE_WRITE", "") == "1",
+    )
+
+
+def fetch_bazel(url: str, sha256: str, path: Path, ca: Path) -> None:
+    """Download Bazel and hold it against its pin; without a pin the build says so and goes on."""
+    if not url.startswith("https://"):
+        raise Refused(f"Bazel's address {url!r} is not https")
+    context = ssl.create_default_context(cafile=str(ca) if ca.is_file() and ca.stat().st_size else None)
+    digest = hashlib.sha256()
+    with urllib.request.urlopen(url, context=context, timeout=60) as answer, path.open("wb") as file:  # noqa: S310
+        while chunk := answer.read(_CHUNK):
+            digest.update(chunk)
+            file.write(chunk)
+    if not sha256:
+        print(f"warning: Bazel is not pinned; this one has sha256 {digest.hexdigest()}", flush=True)
+    elif digest.hexdigest() != sha256:
+        raise Refused(f"Bazel has sha256 {digest.hexdigest()}, images.lock pins {sha256}; do not use it")
+    path.chmod(0o755)
+
+
+def main() -> int:
+    """Fetch Bazel, then become jax's build program."""
+    parser = argparse.ArgumentParser(description="Build jax and jaxlib wheels from third_party/.")
+    parser.add_argument("--sources", type=Path, required=True, help="third_party/")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the wheels")
+    args = parser.parse_args()
+    bazel = Path("/usr/local/bin/bazel")
+    try:
+        arguments = command(
+            from_environment(os.environ),
+            bazel=str(bazel),
+            xla=str(args.sources / "xla"),
+            output=str(args.output),
+            python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        )
+        program = args.sources / "jax" / "build" / "build.py"
+        if not program.is_file():
+            raise Refused("third_party/jax is not there; run ./bootstrap.sh --group source")
+        fetch_bazel(os.environ["BAZEL_URL"], os.environ.get("BAZEL_SHA256", ""), bazel, Path("/run/secrets/ca.pem"))
+    except Refused as refused:
+        print(f"error: {refused}", file=sys.stderr)
+        return 2
+    done = subprocess.run([sys.executable, str(program), *arguments], cwd=args.sources / "jax", check=False)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

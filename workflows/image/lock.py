@@ -1,0 +1,89 @@
+"""``images.lock``: the base images by digest, and the files that a build downloads by checksum."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workflows import errors
+
+FILE = "images.lock"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class ImagePin:
+    """An image that others are built from or that runs as a service; ``digest`` is None until a registry was asked."""
+
+    reference: str
+    digest: str | None
+
+    @property
+    def exact(self) -> str:
+        """The name that pulls these bytes, or the plain reference where they are not known."""
+        return f"{self.reference}@{self.digest}" if self.digest else self.reference
+
+
+@dataclass(frozen=True)
+class FilePin:
+    """A file that a build downloads; ``sha256`` is None until a source was read that says."""
+
+    url: str
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class ImageLock:
+    """The whole file: pins by name; files are named by kind and platform, e.g. ``python linux/amd64``."""
+
+    images: dict[str, ImagePin]
+    files: dict[str, FilePin]
+
+
+def load(root: Path) -> ImageLock:
+    """Read and check ``images.lock``."""
+    path = root / FILE
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        images = {name: _image(name, entry) for name, entry in raw["images"].items()}
+        files = {name: _file(name, entry) for name, entry in raw["files"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise errors.ManifestError(f"{FILE}: is malformed ({error}); restore it with git") from error
+    return ImageLock(images, files)
+
+
+def save(root: Path, lock: ImageLock) -> None:
+    """Write new pins into ``images.lock``, whole or not at all; what it says about itself stays."""
+    path = root / FILE
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw["images"] = {name: {"reference": pin.reference, "digest": pin.digest} for name, pin in lock.images.items()}
+    raw["files"] = {name: {"url": pin.url, "sha256": pin.sha256} for name, pin in lock.files.items()}
+    temporary = path.with_name(f".{FILE}.{os.getpid()}")
+    temporary.write_text(_compact(json.dumps(raw, indent=2)) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _compact(text: str) -> str:
+    """Put every image on one line."""
+    return re.sub(r'\{\s+("reference": "[^"]*"),\s+("digest": [^\s]+)\s+\}', r"{\1, \2}", text)
+
+
+def _image(name: str, entry: dict[str, Any]) -> ImagePin:
+    pin = ImagePin(str(entry["reference"]), entry["digest"])
+    if pin.digest is not None and not _DIGEST.fullmatch(pin.digest):
+        raise ValueError(f"{name}: {pin.digest!r} is no digest")
+    return pin
+
+
+def _file(name: str, entry: dict[str, Any]) -> FilePin:
+    pin = FilePin(str(entry["url"]), entry["sha256"])
+    if not pin.url.startswith("https://"):
+        raise ValueError(f"{name}: {pin.url!r} is not https")
+    if pin.sha256 is not None and not _SHA256.fullmatch(pin.sha256):
+        raise ValueError(f"{name}: {pin.sha256!r} is no sha256")
+    return pin

@@ -1,0 +1,128 @@
+"""The check of an image before it gets its name: what it holds, then the CPU validation job in a container."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from workflows import console, errors, proc
+from workflows.image.engine import Engine
+from workflows.image.spec import Built
+
+_CONTENTS = "docker/scripts/contents.sh"
+_KEPT = 20
+_CHECKED = Path("build/image/checked.json")
+_JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check that an image passed: which job, how long it took and its last line."""
+
+    job: str
+    seconds: float
+    verdict: str
+
+
+def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
+    """Check an image in a container, or return what is known from the last time: its bytes decide.
+
+    Parameters
+    ----------
+    job
+        ``small``: MaxText on 8 virtual CPU devices, without network or GPU; ``medium``: on the GPUs of this machine.
+
+    Raises
+    ------
+    SmokeError
+        What the image lacks or holds, or the last line of the job that failed in it.
+    """
+    if (before := _recall(root, built.image_id, job)) is not None:
+        return before
+    started = time.monotonic()
+    contents(root, engine, built)
+    verdict = "its tools are there"
+    if built.spec.target != "devcontainer":
+        verdict = run_job(engine, built.image_id, job)
+    passed = Check(job, round(time.monotonic() - started, 1), verdict)
+    _remember(root, built.image_id, passed)
+    return passed
+
+
+def contents(root: Path, engine: Engine, built: Built) -> None:
+    """Hold what lies in an image against what its target promises."""
+    user = str(((engine.inspect(built.image_id) or {}).get("Config") or {}).get("User") or "root")
+    if user.partition(":")[0] in ("root", "0"):
+        raise errors.SmokeError(f"{built.image_id}: runs as root; the last USER of its stage must be another")
+    script = (root / _CONTENTS).read_bytes()
+    options = ["--rm", "--interactive", "--network", "none", "--user", "0", "--entrypoint", "/bin/sh"]
+    argv = [*engine.cli, "run", *options, built.image_id, "-s", built.spec.target]
+    result = proc.run(argv, stdin=script, check=False)
+    if result.returncode:
+        faults = [line.removeprefix("fault: ") for line in result.text.splitlines() if line.startswith("fault: ")]
+        raise errors.SmokeError(f"{built.image_id}: holds {'; '.join(faults) or result.complaint}")
+
+
+def job_argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
+    """Return the command that runs a validation job in a container, as a user would."""
+    means = ["--gpus", "all"] if job == "medium" else ["--network", "none"]
+    options = ["--rm", "--init", "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
+    script = f"/opt/maxtext/{_JOBS[job]}"
+    return [*engine.cli, "run", *options, image, script]
+
+
+def run_job(engine: Engine, image: str, job: str) -> str:
+    """Run a validation job in a container, showing its lines; return the last of them."""
+    name = f"multimesh-check-{os.getpid()}-{secrets.token_hex(4)}"
+    lines = list[str]()
+
+    def show(line: str) -> None:
+        if line.strip():
+            lines.append(line.rstrip())
+            print(f"       |  {line.rstrip()}", file=sys.stderr, flush=True)
+
+    try:
+        result = proc.run(job_argv(engine, image, job, name), check=False, on_line=show)
+    except BaseException:
+        # Ending docker's client does not end the container.
+        subprocess.run([*engine.cli, "rm", "--force", name], capture_output=True, check=False)
+        raise
+    if result.returncode:
+        said = next((line for line in reversed(lines) if re.match(r"(error|Error)", line)), (lines or ["nothing"])[-1])
+        raise errors.SmokeError(
+            f"the validation job '{job}' failed in {image[:19]} ({said[:200]}); no tag was moved. "
+            f"To look: {proc.quoted([*engine.cli[:1], 'run', '-it', '--entrypoint', '/bin/bash', image])}"
+        )
+    return lines[-1] if lines else ""
+
+
+def _recall(root: Path, image_id: str, job: str) -> Check | None:
+    """Return the check that these bytes passed before, if any."""
+    try:
+        entry = json.loads((root / _CHECKED).read_text(encoding="utf-8"))[image_id]
+        found = Check(**entry)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.job == job else None
+
+
+def _remember(root: Path, image_id: str, passed: Check) -> None:
+    """Note a passed check; a note that cannot be written costs only time."""
+    path = root / _CHECKED
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        recent: Sequence[tuple[str, object]] = list(known.items())[-_KEPT:]
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(dict(recent) | {image_id: asdict(passed)}, indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except (OSError, ValueError, AttributeError) as error:
+        console.note(f"{_CHECKED}: cannot note that the image passed ({error}); the next run checks it again")
