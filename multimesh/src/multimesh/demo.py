@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -173,8 +174,7 @@ def make_step(options: Options, submeshes: tuple[Mesh, ...]) -> Callable[[Params
 
 def train(options: Options, submeshes: tuple[Mesh, ...]) -> Iterator[Step]:
     """Train twice from the same start: on the submeshes and on one device."""
-    step = make_step(options, submeshes)
-    pipelined, plain = mm.jit(step, donate_argnums=0), jax.jit(step)
+    pipelined, plain = _jitted(options, submeshes), jax.jit(make_step(options, submeshes))
     params, reference = place(init(), submeshes), init()
     for number in range(1, options.steps + 1):
         tokens = batch(number, ROWS * options.microbatches)
@@ -185,14 +185,18 @@ def train(options: Options, submeshes: tuple[Mesh, ...]) -> Iterator[Step]:
 
 def plan(options: Options, submeshes: tuple[Mesh, ...]) -> mm.Plan:
     """What `train` runs on the submeshes in each step."""
-    return mm.jit(make_step(options, submeshes), donate_argnums=0).plan(*_first(options, submeshes))
+    return _jitted(options, submeshes).plan(*_first(options, submeshes))
 
 
 def profile(options: Options) -> Profile:
     """Measure a step of `train`."""
     submeshes = meshes()
-    step = mm.jit(make_step(options, submeshes), donate_argnums=0)
-    return step.profile(*_first(options, submeshes))
+    return _jitted(options, submeshes).profile(*_first(options, submeshes))
+
+
+@functools.cache
+def _jitted(options: Options, submeshes: tuple[Mesh, ...]) -> Any:
+    return mm.jit(make_step(options, submeshes), donate_argnums=0)
 
 
 def _first(options: Options, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:

@@ -138,18 +138,22 @@ class Jitted:
         leaves, tree = jax.tree.flatten(dynamic(positional, self._static))
         lowered = self._lower(positional, self._signature(leaves, tree, positional))
         if isinstance(lowered, Plain):
-            raise MultiMeshError(
-                f"{self._name}: nothing in this function is a task; wrap parts of it in multimesh.task"
-            )
+            raise self._without_tasks()
         return lowered
+
+    def _without_tasks(self) -> MultiMeshError:
+        return MultiMeshError(f"{self._name}: nothing in this function is a task; wrap parts of it in multimesh.task")
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments; nothing is compiled or run."""
         return self.lower(*args, **kwargs).plan
 
     def profile(self, *args: Any, repeats: int = 3) -> Profile:
-        """`Compiled.profile` for these arguments."""
-        return self.lower(*args).compile().profile(*dynamic(args, self._static), repeats=repeats)
+        """`Compiled.profile` for these arguments; compiles unless a call already did."""
+        compiled = self.prepare(*args)
+        if isinstance(compiled, Plain):
+            raise self._without_tasks()
+        return compiled.profile(*dynamic(args, self._static), repeats=repeats)
 
     def prepare(self, *args: Any) -> Compiled | Plain:
         """Compile for these arguments (arrays or ``jax.ShapeDtypeStruct``), so that a call need not."""

@@ -118,7 +118,9 @@ def simulate(
         done[cell] = len(spans)
         spans.append(Span(row, start, clock[row], cell.phase, "", cell.stage, cell.microbatch))
     rows = tuple(f"submesh {row}" for row in range(len(table)))
+    several = any(len({cell.stage for cell in row}) > 1 for row in table)
     note = f"forecast with {_described(costs, covers.values())}, transfers {transfer:g}"
+    note += "; an activation is that of one stage" if several else ""
     live = tuple(_activations([s for s in spans if s.row == row]) for row in range(len(table)))
     return Timeline(title, note, "", rows, tuple(spans), tuple(transfers), live, "activations")
 

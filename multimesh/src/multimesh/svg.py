@@ -27,7 +27,7 @@ _FADE = 0.6  # how much white the last stage of a submesh has, where it has seve
 _TURN = 0.36  # where forward ends and backward begins in a box that is both; not to scale
 _CHARACTER = 0.64  # widest average width of a character, in units of the font size
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _MARGIN = 88, 184, 74, 30, 14, 16
-_NARROWEST, _WIDEST = 660, 3000  # of the plot
+_NARROWEST, _PAGE, _WIDEST = 660, 1000, 3000  # of the plot: at least, on a page, at most
 _ROOMY, _TIGHT = 22.0, 14.0  # width of a short program: comfortable, and just enough for two digits
 
 _STYLE = """\
@@ -67,7 +67,7 @@ class _Picture:
         if not lengths:
             return _NARROWEST
         short = self.timeline.makespan / lengths[len(lengths) // 10]
-        wanted = short * (_ROOMY if short * _ROOMY <= 2 * _NARROWEST else _TIGHT)
+        wanted = min(short * _ROOMY, max(_PAGE, short * _TIGHT))
         return min(max(_NARROWEST, round(wanted)), _WIDEST)
 
     @property
