@@ -5,6 +5,7 @@ import itertools
 import json
 import xml.etree.ElementTree as ET
 
+import drawings
 import pytest
 from multimesh.bubbles import Shape
 from multimesh.timeline import Span, Timeline
@@ -140,3 +141,8 @@ def test_a_plan_draws_its_forecast(tmp_path):
     plan.to_perfetto(tmp_path / "a.json", {"add": 2})
     assert "makespan 2, " in (tmp_path / "a.svg").read_text()
     assert json.loads((tmp_path / "a.json").read_text())["otherData"]["makespan"] == 2
+
+
+def test_the_pictures_of_the_documentation_are_current_and_small():
+    assert drawings.stale() == [], "run multimesh/tests/drawings.py --write and look at what changed"
+    assert all(len(text) < 60_000 for text in drawings.drawings().values())

@@ -1,0 +1,40 @@
+"""The pictures in docs/pictures: every schedule with 4 submeshes and 8 microbatches, all phases of equal length.
+
+``python multimesh/tests/drawings.py --write`` renews them; without ``--write`` it says which would change.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
+
+
+def drawings() -> dict[str, str]:
+    """File name to what the file must hold."""
+    from multimesh import bubbles, svg
+
+    made = {}
+    for name, shape in bubbles.compared(None, submeshes=4, chunks=None, microbatches=8):
+        made[f"{name}.svg"] = svg.draw(bubbles.forecast(name, shape).timeline)
+    return made
+
+
+def stale() -> list[str]:
+    """Names of files that are missing, not as they would be drawn now, or of no schedule."""
+    made = drawings()
+    found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*")}
+    return sorted(name for name in {*made, *found} if made.get(name) != found.get(name))
+
+
+def main() -> None:
+    """Write the pictures, or name those that are not current."""
+    if sys.argv[1:] == ["--write"]:
+        for name, text in drawings().items():
+            (FOLDER / name).write_text(text, encoding="utf-8")
+    print("\n".join(stale()))
+
+
+if __name__ == "__main__":
+    main()
