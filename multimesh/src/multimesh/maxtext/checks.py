@@ -46,8 +46,9 @@ class Job:
 
     @property
     def scans_layers(self) -> bool:
-        """Whether MaxText scans over a stack of all layers."""
-        return self.options.scan_layers is not False and not self.options.staged
+        """Whether MaxText scans over stacks of layers: of all layers, or of each piece of a stage."""
+        given = self.options.scan_layers
+        return not self.options.staged if given is None else given
 
 
 def check_backend(options: Options) -> None:

@@ -20,6 +20,8 @@ class Handoff:
     ----------
     stages
         Number of pipeline stages; the devices are dealt to them in equal shares.
+    interleave
+        Pieces of the model per stage.
     schedule
         A name that `multimesh.schedules` knows.
     placement
@@ -27,6 +29,7 @@ class Handoff:
     """
 
     stages: int
+    interleave: int
     schedule: str
     placement: str
 

@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 import multimesh
 from multimesh.errors import MultiMeshError
+from multimesh.maxtext.accumulation import accumulate_microbatches
 from multimesh.maxtext.handoff import Handoff, received
 from multimesh.maxtext.placement import write_placement
 from multimesh.maxtext.stages import Stages, deal
-
-_KEPT = ("ga_params", "rest_state")
-"""What MaxText carries through its loop and no microbatch changes (dropout, which would, is refused by run.py)."""
+from multimesh.maxtext.stacks import apply_stack, list_stacks
 
 _stages: Stages | None = None
 
@@ -51,7 +49,14 @@ def stage_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Devic
 def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
     """Return the mesh that the model is built with: its sharding constraints fit any stage."""
     global _stages
-    _stages = deal(mesh, stages=_handoff().stages, layers=config.num_decoder_layers, devices=jax.devices())
+    given = _handoff()
+    _stages = deal(
+        mesh,
+        stages=given.stages,
+        layers=config.num_decoder_layers,
+        devices=jax.devices(),
+        interleave=given.interleave,
+    )
     return mesh.abstract_mesh
 
 
@@ -83,6 +88,17 @@ def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     return multimesh.task(fn, f"layer{number}", mesh=_current().of_layer(number))
 
 
+def stacks(length: int, rngs: Any = None) -> list[tuple[str, int, Any]]:
+    """Return the stacks of scanned layers: one per piece of a stage, where MaxText alone has one of all layers."""
+    del length
+    return list_stacks(_current().pieces, rngs)
+
+
+def stack(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the scan over a stack of layers a task on the submesh of its stage."""
+    return apply_stack(_current(), name, fn)
+
+
 def accumulate(
     body: Callable[[Any, Any], tuple[Any, Any]],
     init: dict[str, Any],
@@ -91,35 +107,9 @@ def accumulate(
     split: Callable[[Any], Any],
     length: int,
 ) -> tuple[dict[str, Any], Any]:
-    """Run MaxText's accumulation over microbatches as the microbatch loop.
-
-    Parameters
-    ----------
-    body
-        MaxText's, of carry and microbatch: the carry's sums grow, the rest of it stays.
-    init
-        The carry; its sums are zero.
-    batch
-        Arrays whose first dimension is the rows of the step.
-    split
-        How MaxText would cut an array into microbatches. Microbatch i takes rows i, i + length, ...: so does
-        `multimesh.microbatch`.
-    length
-        Number of microbatches.
-    """
+    """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
     del split
-    kept = {key: value for key, value in init.items() if key in _KEPT}
-    sums = {key: value for key, value in init.items() if key not in _KEPT}
-
-    def one(rows: Any) -> tuple[Any, Any]:
-        # Zeros made here are folded by the compiler; those of `init` would be arrays that every microbatch reads.
-        carry, aux = body({**jax.tree.map(jnp.zeros_like, sums), **kept}, rows)
-        return {key: carry[key] for key in sums}, aux
-
-    size = jax.tree.leaves(batch)[0].shape[0] // length
-    total, aux = multimesh.microbatch(one, size=size, schedule=_handoff().schedule)(batch)
-    # MaxText sums over the microbatches once more; here they are one row, summed already.
-    return {**total, **kept}, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+    return accumulate_microbatches(body, init, batch, length=length, schedule=_handoff().schedule)
 
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> Step:

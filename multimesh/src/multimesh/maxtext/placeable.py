@@ -25,7 +25,6 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "pure_nnx": ((True,), "only NNX models have the hooks"),
     "pure_nnx_decoder": ((True,), "only NNX models have the hooks"),
-    "dropout_rate": ((0,), "every microbatch would drop the same values"),
     "engram_layers": (([], None), "they read tokens inside of layers"),
     "mtp_num_layers": ((0,), "they come after the last stage"),
     "use_multimodal": ((False,), "the vision encoder has no stage"),
@@ -61,15 +60,6 @@ def check_placeable(options: Options, model: Model) -> None:
     if options.schedule and options.schedule not in schedules.names():
         known = ", ".join(schedules.names())
         raise UnsupportedError(f"--schedule {options.schedule} is not there yet; use one of {known}")
-    if options.interleave > 1:
-        raise UnsupportedError(
-            f"--interleave {options.interleave}: stages are of one piece yet; leave it out or use --backend spmd"
-        )
-    if options.scan_layers:
-        raise UnsupportedError(
-            "--scan-layers: one stack of layers cannot lie on several stages, so --backend multimesh unrolls them; "
-            "leave it out"
-        )
     able = _ABLE | (_MIXTURE if model.experts > 1 else {})
     for key, (values, reason) in able.items():
         value = model.resolved.get(key, values[0])

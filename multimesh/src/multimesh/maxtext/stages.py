@@ -12,28 +12,37 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
-_LAYER = re.compile(r"\blayers_(\d+)\b")
+_LAYER = re.compile(r"\blayers_(\d+)(?:_\d+)?\b")
 _AFTER_LAYERS = re.compile(r"\b(decoder_norm|logits_dense)\b")
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A submesh per stage; layers are dealt to them in equal, contiguous shares.
+    """A submesh per stage; layers are dealt in equal, contiguous pieces, and the pieces to the stages in turn.
 
     Attributes
     ----------
     meshes
         One a stage, equal but for their devices.
     layers
-        Number of decoder layers, a multiple of the number of stages.
+        Number of decoder layers, a multiple of the number of pieces.
+    interleave
+        Pieces a stage.
     """
 
     meshes: tuple[Mesh, ...]
     layers: int
+    interleave: int = 1
+
+    @property
+    def pieces(self) -> list[range]:
+        """Layers of each piece, in the order of the model."""
+        size = self.layers // (len(self.meshes) * self.interleave)
+        return [range(first, first + size) for first in range(0, self.layers, size)]
 
     def of_layer(self, number: int) -> Mesh:
-        """Submesh of a layer."""
-        return self.meshes[number * len(self.meshes) // self.layers]
+        """Submesh of a layer, or of the piece that begins with it."""
+        return self.meshes[number // len(self.pieces[0]) % len(self.meshes)]
 
     def of_path(self, path: Any) -> Mesh:
         """Submesh of a leaf of the train state: a parameter, its moments, the state of a random number generator.
@@ -41,6 +50,7 @@ class Stages:
         What belongs to no layer and does not follow the last one (the embedding, counters) lies on the first stage.
         """
         name = jax.tree_util.keystr(path)
+        # A stack of layers is named by its first and its last: it lies where the first one does.
         layer = _LAYER.search(name)
         if layer:
             return self.of_layer(int(layer[1]))
@@ -88,7 +98,7 @@ def _program(closed: Any, wanted: Sequence[int], layouts: Sequence[NamedSharding
     return jax.jit(initialize, out_shardings=[layouts[i] for i in wanted])
 
 
-def deal(mesh: Mesh, *, stages: int, layers: int, devices: Sequence[jax.Device]) -> Stages:
+def deal(mesh: Mesh, *, stages: int, layers: int, devices: Sequence[jax.Device], interleave: int = 1) -> Stages:
     """Make the submeshes of all stages from that of the first.
 
     Parameters
@@ -104,4 +114,4 @@ def deal(mesh: Mesh, *, stages: int, layers: int, devices: Sequence[jax.Device])
             grid[at] = devices[number[device] + stage * mesh.size]
         return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
-    return Stages((mesh, *map(shifted, range(1, stages))), layers)
+    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave)

@@ -217,7 +217,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         **_LOG_LEVELS[o.debug],
     }
     if o.staged:
-        variables |= Handoff(o.pp, o.schedule or DEFAULT_SCHEDULE, str(paths.placement)).variables()
+        variables |= Handoff(o.pp, o.interleave, o.schedule or DEFAULT_SCHEDULE, str(paths.placement)).variables()
     if any(flags):
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
     if o.platform == "cpu":

@@ -41,7 +41,8 @@ def reference_job(job: Job) -> Job:
         "batch_size": job.batch,
         "num_layers": job.model.layers,
         "schedule": None,
-        "scan_layers": False,
+        "interleave": 1,
+        "scan_layers": bool(o.scan_layers),
         "cpus": None if o.gpus else job.mesh_devices,
         "gpus": job.mesh_devices if o.gpus else 0,
     }
