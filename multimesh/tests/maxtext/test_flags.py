@@ -215,23 +215,17 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--schedule custom", r"--schedule custom is not there yet; use one of gpipe, 1f1b, interleaved, zb-h1"),
-        ("--interleave 2", r"--interleave 2: stages are of one piece yet; leave it out or use --backend spmd"),
-        ("--scan-layers", r"--scan-layers: one stack of layers cannot lie on several stages, .*; leave it out"),
         ("--forecast", r"--backend multimesh has no --forecast yet; leave it out"),
         ("--dump x --dump-mpmd-passes", r"--backend multimesh has no --dump-mpmd-passes yet"),
         ("--fuse-tasks", r"--backend multimesh has no --fuse-tasks yet"),
-        (
-            "dropout_rate=0.1",
-            r"with dropout_rate=0.1 yet: every microbatch would drop the same values; use dropout_rate=0",
-        ),
         (
             "pure_nnx=false",
             r"with pure_nnx=False yet: only NNX models have the hooks; use pure_nnx=True or --backend spmd",
         ),
         ("--model-name gemma3-4b", r"with decoder_block=gemma3 yet: .*; use decoder_block=llama2 or --backend spmd"),
         ("--model-name deepseek2-16b --num-layers 2", r"with decoder_block=deepseek yet"),
-        ("--model-name mixtral-8x7b", r"with sparse_matmul=True yet: .*; use sparse_matmul=False"),
+        ("inhomogeneous_layer_cycle_interval=2", r"with inhomogeneous_layer_cycle_interval=2 yet: .* come in groups"),
+        ("--model-name mixtral-8x7b --ep 2", r"--ep 2: with sparse_matmul=True .* add sparse_matmul=false"),
         ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
         ("quantization=int8", r"with quantization=int8 yet"),
         (
@@ -258,17 +252,56 @@ def test_what_is_no_pipeline_of_multimesh_is_left_to_maxtext(job: Callable[[Sequ
 @pytest.mark.parametrize(
     "argv",
     [
-        *(f"--schedule {name}" for name in schedules.names()),
+        *(f"--schedule {name}" for name in schedules.names() if name != "interleaved"),
+        *(f"--schedule {name} --interleave 2" for name in schedules.names() if name != "zb-h1"),
         "logits_via_embedding=true",
         "--batch-size 3",
-        "--no-scan-layers",
-        "--model-name llama3-8b",
+        "--scan-layers --interleave 2",
+        "dropout_rate=0.1",
+        "--model-name llama3-8b opt_type=muon",
         "--model-name gpt3-6b",
-        "--model-name mixtral-8x7b sparse_matmul=false",
+        "--model-name mixtral-8x7b",
+        "--model-name mixtral-8x7b --ep 2 sparse_matmul=false",
     ],
 )
 def test_what_can_be_placed_is_accepted(job: Callable[[Sequence[str]], Job], argv: str):
     assert job(["--pp", "2", *argv.split()]).options.staged
+
+
+def test_a_table_of_ones_own_is_accepted_where_it_runs_every_cell(job: Callable[[Sequence[str]], Job], tmp_path: Path):
+    file = tmp_path / "table.json"
+    file.write_text('[["F0", "F0", "B0", "B0"], ["F1", "B1", "F1", "B1"]]')
+    argv = ["--pp", "2", "--batch-size", "2", "--schedule", "custom", "--custom-schedule-path", str(file)]
+    assert job(argv).microbatches == 2
+    for table, message in (
+        ('[["F0", "F0", "B0", "B0"], ["F1", "B1", "F1"]]', r"B1 of microbatch 1 is missing; it belongs in the row of"),
+        ('[["F0", "B0", "F0", "B0"], ["F1", "F1", "B1", "B1"]]', r"deadlock: .* waits for"),
+        ('[["F0", "F1"], []]', r"stage 1 runs on submesh 1; move it there"),
+        ('{"F0": 1}', r"'F'|not a cell|expected a list"),
+        ("[[", r"not JSON"),
+    ):
+        file.write_text(table)
+        with pytest.raises(UsageError, match=message) as raised:
+            job(argv)
+        assert str(file) in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.promise("A schedule that does not fit the stages is refused in one line before anything is compiled")
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--schedule zb-h1 --interleave 2", r"--interleave 2, .* zb-h1 has one stage a submesh, .*; use interleaved"),
+        ("--schedule interleaved", r"for stages of several pieces; add --interleave 2 or use 1f1b"),
+        ("--schedule custom", r"needs a table; add --custom-schedule-path FILE"),
+        ("--schedule custom --custom-schedule-path none.json", r"none.json: No such file"),
+        ("--custom-schedule-path t.json", r"is for --schedule custom; add that or leave it out"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):
+    with pytest.raises(UsageError, match=message) as raised:
+        job(["--pp", "2", *argv.split()])
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +347,8 @@ def test_flags_with_an_effect_are_not_warned_of(argv: str):
 
 @pytest.mark.promise("Flags are checked before JAX is imported")
 @pytest.mark.parametrize(
-    ("argv", "code"), [("--dp 3 --cpus 8", 2), ("--pp 2 --scan-layers", 3), ("--pp 2 --dry-run", 0)]
+    ("argv", "code"),
+    [("--dp 3 --cpus 8", 2), ("--pp 2 --schedule custom", 2), ("--pp 2 pure_nnx=false", 3), ("--pp 2 --dry-run", 0)],
 )
 def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
     program = (

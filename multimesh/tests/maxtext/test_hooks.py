@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.errors import MultiMeshError, UsageError
+from multimesh.errors import MultiMeshError, UnsupportedError, UsageError
 from multimesh.maxtext import hooks
 from multimesh.maxtext.handoff import VARIABLE, Handoff
 
@@ -23,7 +23,7 @@ MICROBATCHES, ROWS, WIDTH = 4, 16, 8
 
 @pytest.fixture
 def handoff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handoff]:
-    given = Handoff(stages=2, schedule="1f1b", placement=str(tmp_path / "placement.json"))
+    given = Handoff(stages=2, interleave=1, schedule="1f1b", table=None, placement=str(tmp_path / "placement.json"))
     monkeypatch.setenv(VARIABLE, given.variables()[VARIABLE])
     monkeypatch.setattr(hooks, "_stages", None)
     hooks._handoff.cache_clear()
@@ -51,6 +51,10 @@ def make_step(layer: Any, accumulate: Any) -> Any:
         return jnp.sum((y - rows["y"]) ** 2), jnp.max(y)
 
     def body(carry: Any, rows: Any) -> Any:
+        # As dropout does: random numbers of a key and a counter, which the next microbatch finds advanced.
+        key, count = carry["rest_state"]["key"], carry["rest_state"]["count"]
+        rows = rows | {"x": rows["x"] * jax.random.bernoulli(jax.random.fold_in(key, count), shape=(WIDTH,))}
+        carry["rest_state"] = {"key": key, "count": jax.jit(lambda count: count + 2)(count) + 1}
         (value, peak), grads = jax.value_and_grad(loss, has_aux=True)(carry["ga_params"], rows)
         carry["loss"] += value
         carry["grad"] = jax.tree.map(jnp.add, grads, carry["grad"])
@@ -58,11 +62,11 @@ def make_step(layer: Any, accumulate: Any) -> Any:
 
     def step(state: Any, batch: Any) -> Any:
         zeros = jax.tree.map(jnp.zeros_like, state["params"])
-        init = {"loss": 0.0, "grad": zeros, "ga_params": state["params"], "rest_state": state["count"]}
+        init = {"loss": 0.0, "grad": zeros, "ga_params": state["params"], "rest_state": state["random"]}
         total, aux = accumulate(body, init, batch, split=split, length=MICROBATCHES)
         params = jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], total["grad"])
         metrics = {"loss": total["loss"], "peak": jnp.sum(aux["peak"], axis=0)}
-        return {"params": params, "count": total["rest_state"]}, metrics
+        return {"params": params, "random": total["rest_state"]}, metrics
 
     return step
 
@@ -70,7 +74,7 @@ def make_step(layer: Any, accumulate: Any) -> Any:
 def init() -> Any:
     keys = jax.random.split(jax.random.key(1), 2)
     params = {f"layers_{n}": jax.random.normal(keys[n], (WIDTH, WIDTH)) / 4 for n in range(2)}
-    return {"params": params, "count": jnp.zeros((), jnp.int32)}
+    return {"params": params, "random": {"key": jax.random.key(3), "count": jnp.zeros((), jnp.uint32)}}
 
 
 def batch() -> Any:
@@ -104,10 +108,29 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(handoff: Handoff):
     for n in range(2):
         name = f"layers_{n}"
         np.testing.assert_allclose(found["params"][name], expected["params"][name], rtol=1e-5, atol=1e-6)
-    assert found["count"] == expected["count"]
+    assert found["random"]["count"] == expected["random"]["count"] == 3 * MICROBATCHES
+    assert jnp.all(jax.random.key_data(found["random"]["key"]) == jax.random.key_data(jax.random.key(3)))
     written = json.loads(Path(handoff.placement).read_text())
-    arrays = {"['count']": [0, 1, 2, 3], "['params']['layers_0']": [0, 1, 2, 3], "['params']['layers_1']": [4, 5, 6, 7]}
+    arrays = {key: [0, 1, 2, 3] for key in ("['params']['layers_0']", "['random']['count']", "['random']['key']")}
+    arrays["['params']['layers_1']"] = [4, 5, 6, 7]
     assert written["created"]["arrays"] == written["stepped"]["arrays"] == arrays
+
+
+@pytest.mark.parametrize(
+    "advance",
+    [lambda state, x: x, lambda state, x: 2 * state, lambda state, x: state + jnp.uint32(jnp.sum(x))],
+    ids=["data", "no sum", "sum of data"],
+)
+def test_a_state_that_does_more_than_count_is_refused(handoff: Handoff, advance: Any):
+    def body(carry: Any, rows: Any) -> Any:
+        return carry | {"rest_state": {"mean": advance(carry["rest_state"]["mean"], rows)}}, None
+
+    init = {"loss": 0.0, "ga_params": {}, "rest_state": {"mean": jnp.zeros((), jnp.uint32)}}
+    with pytest.raises(
+        UnsupportedError, match=r"\['mean'\] changes with every microbatch, but counts nothing"
+    ) as raised:
+        hooks.accumulate(body, init, jnp.zeros((ROWS,), jnp.uint32), split=split, length=MICROBATCHES)
+    assert "\n" not in str(raised.value)
 
 
 def test_an_evaluation_gives_nothing_up_and_writes_no_placement(handoff: Handoff):

@@ -32,6 +32,32 @@ def test_layers_are_dealt_in_contiguous_shares(stages: Stages):
     assert [stages.meshes.index(stages.of_layer(n)) for n in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_pieces_are_dealt_to_the_stages_in_turn():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    interleaved = deal(mesh, stages=2, layers=8, devices=jax.devices(), interleave=2)
+    assert interleaved.pieces == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert [interleaved.meshes.index(interleaved.of_layer(n)) for n in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    stacks = {f"layers_{p.start}_{p.stop - 1}": {"mlp": 0} for p in interleaved.pieces}
+    found = jax.tree_util.tree_map_with_path(
+        lambda path, _: interleaved.meshes.index(interleaved.of_path(path)), stacks
+    )
+    assert found == {name: {"mlp": n % 2} for n, name in enumerate(stacks)}
+
+
+@pytest.mark.flax
+def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
+    from flax import nnx
+    from multimesh.maxtext.stacks import list_stacks
+
+    pieces = [range(0, 3), range(3, 6)]
+    assert [(name, length) for name, length, _ in list_stacks(pieces, None)] == [("layers_0_2", 3), ("layers_3_5", 3)]
+    whole = nnx.Rngs(params=1, dropout=2).fork(split=6)
+    shares = [share.fork(split=3) for _, _, share in list_stacks(pieces, nnx.Rngs(params=1, dropout=2))]
+    for stream in ("params", "dropout"):
+        keys = [jax.random.key_data(rngs[stream].key.get_value()) for rngs in (whole, *shares)]
+        np.testing.assert_array_equal(np.concatenate(keys[1:]), keys[0])
+
+
 def test_parameters_and_their_moments_go_with_their_layer(stages: Stages):
     layers = {f"layers_{n}": {"mlp": {"kernel": 0}} for n in (0, 3, 7)}
     params = {"decoder": {**layers, "decoder_norm": {"scale": 0}, "logits_dense": {"kernel": 0}}, "embedding": 0}

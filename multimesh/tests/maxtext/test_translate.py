@@ -142,7 +142,9 @@ def test_key_value_arguments_do_not_overrule_flags(job: Check, paths: Paths):
 
 def test_stages_are_handed_over_in_the_environment(job: Check, paths: Paths, root: Path):
     found = variables(job, paths, "--cpus 8 --pp 4 --dp 2 --schedule gpipe", {"PYTHONPATH": "/mine"})
-    assert received(found) == Handoff(stages=4, schedule="gpipe", placement=str(paths.output / "placement.json"))
+    assert received(found) == Handoff(
+        4, interleave=1, schedule="gpipe", table=None, placement=str(paths.output / "placement.json")
+    )
     assert found["PYTHONPATH"] == f"{paths.maxtext}:{root / 'multimesh/src'}:/mine"
     assert received(variables(job, paths, "--pp 2")).schedule == "1f1b"
     for one_program in ("--dp 2", "--pp 2 --backend spmd"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from multimesh.errors import MissingPartError, UnsupportedError, UsageError
 from multimesh.maxtext.model import Model
 from multimesh.maxtext.options import Options
+from multimesh.maxtext.ordering import check_schedule
 from multimesh.maxtext.placeable import check_placeable
 from multimesh.maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
 
@@ -133,6 +134,7 @@ def check_job(options: Options, model: Model) -> Job:
     microbatches = batch // rows
     if o.staged:
         check_placeable(o, model)
+        check_schedule(o, microbatches)
     elif o.pp > 1 and microbatches % o.pp:
         near = max(1, round(microbatches / o.pp)) * o.pp
         raise UsageError(
@@ -186,6 +188,11 @@ def _check_model(o: Options, model: Model) -> None:
     ):
         if size % parts:
             raise UsageError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
+    if o.platform == "cpu" and o.ep > 1 and model.resolved.get("sparse_matmul"):
+        raise UnsupportedError(
+            f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
+            "devices; add sparse_matmul=false"
+        )
     _refuse(
         bool(o.text) and model.vocabulary < BYTE_TOKENS,
         f"--text needs {BYTE_TOKENS} tokens (bytes and the end of a document), the model has {model.vocabulary}; "

@@ -118,10 +118,19 @@ def _loop(root: argparse.ArgumentParser) -> None:
         "--schedule",
         choices=SCHEDULES,
         help=(
-            "order of the microbatches in the pipeline (backend multimesh, default 1f1b; spmd has only MaxText's own)"
+            "order of the microbatches in the pipeline (backend multimesh, default 1f1b, with --interleave "
+            "interleaved; spmd has only MaxText's own)"
         ),
     )
-    group.add_argument("--custom-schedule-path", type=Path, metavar="FILE", help="the table for --schedule custom")
+    group.add_argument(
+        "--custom-schedule-path",
+        type=Path,
+        metavar="FILE",
+        help=(
+            "JSON table for --schedule custom: per stage a list of cells, F0 the forward of piece 0 for the next "
+            "microbatch, B0 its backward"
+        ),
+    )
     group.add_argument(
         "--seed",
         type=_count(0),
@@ -191,7 +200,7 @@ def _model(root: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help=(
             "compile one layer and scan over it, or unroll the layers (default: scan, which MaxText's own "
-            "pipeline needs; stages of backend multimesh are unrolled)"
+            "pipeline needs; backend multimesh scans piece by piece, and unrolls by default)"
         ),
     )
     group.add_argument(

@@ -23,7 +23,9 @@ class Handoff:
     interleave
         Pieces of the model per stage.
     schedule
-        A name that `multimesh.schedules` knows.
+        A name that `multimesh.schedules` knows, or ``custom``.
+    table
+        File of the custom schedule.
     placement
         File to be written with the devices of every parameter and optimizer moment.
     """
@@ -31,6 +33,7 @@ class Handoff:
     stages: int
     interleave: int
     schedule: str
+    table: str | None
     placement: str
 
     def variables(self) -> dict[str, str]:

@@ -20,9 +20,10 @@ import multimesh
 from multimesh.errors import MultiMeshError
 from multimesh.maxtext.accumulation import accumulate_microbatches
 from multimesh.maxtext.handoff import Handoff, received
+from multimesh.maxtext.ordering import find_schedule
 from multimesh.maxtext.placement import write_placement
-from multimesh.maxtext.stages import Stages, deal
 from multimesh.maxtext.stacks import apply_stack, list_stacks
+from multimesh.maxtext.stages import Stages, deal
 
 _stages: Stages | None = None
 
@@ -109,7 +110,8 @@ def accumulate(
 ) -> tuple[dict[str, Any], Any]:
     """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
     del split
-    return accumulate_microbatches(body, init, batch, length=length, schedule=_handoff().schedule)
+    schedule = find_schedule(_handoff().schedule, _handoff().table)
+    return accumulate_microbatches(body, init, batch, length=length, schedule=schedule)
 
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> Step:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from multimesh import schedules
 from multimesh.errors import UnsupportedError
 from multimesh.maxtext.model import Model
 from multimesh.maxtext.options import Options
 
-DEFAULT_SCHEDULE = "1f1b"
-
 _LATER = (
-    *("custom_schedule_path", "load_balance_decoder_norm", "forecast", "device_memory", "dump_mpmd_passes"),
+    *("load_balance_decoder_norm", "forecast", "device_memory", "dump_mpmd_passes"),
     *("dump_only", "autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks"),
     *("host_offload_min_reuse_distance",),
 )
@@ -23,6 +20,9 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
         ("llama2", "mistral", "gpt3", "mixtral"),
         "its layers are no plain sequence, or were never tried",
     ),
+    "inhomogeneous_layer_cycle_interval": ((1,), "its layers come in groups"),
+    "global_parameter_scale": ((1,), "it changes the number of layers"),
+    "mhc_expansion_rate": ((1,), "its streams were never tried"),
     "pure_nnx": ((True,), "only NNX models have the hooks"),
     "pure_nnx_decoder": ((True,), "only NNX models have the hooks"),
     "engram_layers": (([], None), "they read tokens inside of layers"),
@@ -35,15 +35,13 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer_memory_host_offload": ((False,), "host memory is not placed"),
     "shard_optimizer_over_data": ((False,), "it moves the whole state to one mesh"),
     "shard_mode": (("auto",), "explicit shardings name one mesh"),
-    "opt_type": (("adamw", "adam_pax", "sgd"), "its state was never placed"),
+    "opt_type": (("adamw", "adam_pax", "sgd", "muon"), "its state was never placed"),
+    "skip_step_on_spikes": ((False,), "both branches of its condition hold the state of all stages"),
     "compile_xla_flags": (("",), "it is for one program"),
     "compiled_trainstep_file": (("",), "it holds one program"),
     "elastic_enabled": ((False,), "it changes the devices"),
 }
 """MaxText's setting to the values that stages can run with, and why not others."""
-
-_MIXTURE = {"sparse_matmul": ((False,), "its kernels ask the mesh for devices")}
-"""The same, for a mixture of experts."""
 
 
 def check_placeable(options: Options, model: Model) -> None:
@@ -57,11 +55,7 @@ def check_placeable(options: Options, model: Model) -> None:
     for name in _LATER:
         if options.has(name):
             raise UnsupportedError(f"--backend multimesh has no --{name.replace('_', '-')} yet; leave it out")
-    if options.schedule and options.schedule not in schedules.names():
-        known = ", ".join(schedules.names())
-        raise UnsupportedError(f"--schedule {options.schedule} is not there yet; use one of {known}")
-    able = _ABLE | (_MIXTURE if model.experts > 1 else {})
-    for key, (values, reason) in able.items():
+    for key, (values, reason) in _ABLE.items():
         value = model.resolved.get(key, values[0])
         if value not in values:
             raise UnsupportedError(

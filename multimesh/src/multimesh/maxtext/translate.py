@@ -14,7 +14,7 @@ import yaml
 from multimesh.errors import UsageError
 from multimesh.maxtext.checks import Job
 from multimesh.maxtext.handoff import Handoff
-from multimesh.maxtext.placeable import DEFAULT_SCHEDULE
+from multimesh.maxtext.ordering import schedule_name
 from multimesh.maxtext.realm import memory_fraction
 from multimesh.maxtext.text import index_path
 from multimesh.maxtext.xla import xla_flags
@@ -217,7 +217,8 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         **_LOG_LEVELS[o.debug],
     }
     if o.staged:
-        variables |= Handoff(o.pp, o.interleave, o.schedule or DEFAULT_SCHEDULE, str(paths.placement)).variables()
+        table = str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None
+        variables |= Handoff(o.pp, o.interleave, schedule_name(o), table, str(paths.placement)).variables()
     if any(flags):
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
     if o.platform == "cpu":

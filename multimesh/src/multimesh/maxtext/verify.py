@@ -41,6 +41,7 @@ def reference_job(job: Job) -> Job:
         "batch_size": job.batch,
         "num_layers": job.model.layers,
         "schedule": None,
+        "custom_schedule_path": None,
         "interleave": 1,
         "scan_layers": bool(o.scan_layers),
         "cpus": None if o.gpus else job.mesh_devices,
