@@ -16,6 +16,7 @@ from multimesh.maxtext.checks import Job
 from multimesh.maxtext.metrics import keep_before
 
 Check = Callable[[Sequence[str]], Job]
+STACKS = ["layers_0_3", "layers_4_7"]
 UNROLLED = [f"layers_{n}" for n in range(4)]
 
 
@@ -83,7 +84,19 @@ def test_a_run_goes_on_after_the_newest_checkpoint(
     [
         ("--pp 2", UNROLLED, UsageError, r"has checkpoints up to 6; add --resume to go on from it, or choose another"),
         ("--pp 2 --resume --num-steps 7", UNROLLED, UsageError, r"has all of --num-steps 7 .*; use --num-steps 8 or"),
-        ("--pp 2 --resume", ["layers"], CheckpointError, r"has its layers scanned, .* unrolled; use --scan-layers"),
+        (
+            "--pp 2 --resume",
+            ["layers"],
+            CheckpointError,
+            r"has its layers scanned, .* unrolled; use --backend spmd --sc",
+        ),
+        ("--pp 2 --resume", STACKS, CheckpointError, r"has its layers in stacks, .* unrolled; use --scan-layers with"),
+        (
+            "--pp 4 --scan-layers --resume",
+            STACKS,
+            CheckpointError,
+            r"in 2 stacks, but this run has 4 of them; use the --pp and --interleave that it was written with",
+        ),
         ("--backend spmd --resume", UNROLLED, CheckpointError, r"layers unrolled, .* scanned; use --no-scan-layers"),
     ],
 )

@@ -185,12 +185,22 @@ def _check_continues(job: Job, found: Checkpoints) -> None:
             f"--resume: checkpoint {newest} has all of --num-steps {o.num_steps} behind it; use --num-steps "
             f"{found.next_step + 1} or more"
         )
-    kept, wanted = layout(found.layers()), "scanned" if job.scans_layers else "unrolled"
+    stacks = job.scans_layers and o.staged
+    kept, wanted = layout(found.layers()), "in stacks" if stacks else "scanned" if job.scans_layers else "unrolled"
     if kept != wanted:
-        flag = {"scanned": "--scan-layers", "unrolled": "--no-scan-layers"}.get(
-            kept, "the --pp that it was written with"
+        flags = {
+            "scanned": "--backend spmd --scan-layers" if o.staged else "--scan-layers",
+            "unrolled": "--no-scan-layers",
+            "in stacks": "--scan-layers with the --pp and --interleave that it was written with",
+        }
+        raise CheckpointError(
+            f"checkpoint {newest} has its layers {kept}, but this run has them {wanted}; use {flags[kept]}"
         )
-        raise CheckpointError(f"checkpoint {newest} has its layers {kept}, but this run has them {wanted}; use {flag}")
+    if stacks and found.layers() != job.stacks:
+        raise CheckpointError(
+            f"checkpoint {newest} has its layers in {len(found.layers())} stacks, but this run has {len(job.stacks)} "
+            "of them; use the --pp and --interleave that it was written with"
+        )
 
 
 def layout(layers: frozenset[str]) -> str:

@@ -51,6 +51,14 @@ class Job:
         given = self.options.scan_layers
         return not self.options.staged if given is None else given
 
+    @property
+    def stacks(self) -> frozenset[str]:
+        """Names of the stacks of scanned layers in the train state: one of all layers, or one of each piece."""
+        if not self.options.staged:
+            return frozenset({"layers"})
+        size = self.model.layers // (self.options.pp * self.options.interleave)
+        return frozenset(f"layers_{first}_{first + size - 1}" for first in range(0, self.model.layers, size))
+
 
 def check_backend(options: Options) -> None:
     """Raise for what the chosen backend cannot do at all."""
