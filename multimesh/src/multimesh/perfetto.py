@@ -14,6 +14,7 @@ from typing import Any
 from multimesh.timeline import Span, Timeline, Transfer
 
 _PID = 1
+_FIRST = 2  # thread of the first submesh: in Perfetto 0 is the idle thread, and 1 that of the process
 _TICK = 1e-3  # the format counts in microseconds and its readers in nanoseconds: one of those
 _UNIT = 1000.0  # microseconds that stand for a unit of costs without one
 
@@ -22,7 +23,7 @@ def trace(timeline: Timeline) -> str:
     """JSON of a timeline; times without a unit are shown as milliseconds."""
     scale = 1e6 if timeline.unit == "s" else _UNIT
     lanes = sorted({(t.source, t.target) for t in timeline.transfers})
-    tids = {lane: len(timeline.rows) + n for n, lane in enumerate(lanes)}
+    tids = {lane: _FIRST + len(timeline.rows) + n for n, lane in enumerate(lanes)}
     events = [*_names(timeline, lanes), *_programs(timeline, scale), *_transfers(timeline, tids, scale)]
     events += _counters(timeline, scale)
     found = {
@@ -34,9 +35,9 @@ def trace(timeline: Timeline) -> str:
 
 
 def _names(timeline: Timeline, lanes: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    yield _metadata("process_name", 0, name=timeline.title)
+    yield _metadata("process_name", _PID, name=timeline.title)
     names = [*timeline.rows, *(f"transfers {source} to {target}" for source, target in lanes)]
-    for tid, name in enumerate(names):
+    for tid, name in enumerate(names, _FIRST):
         yield _metadata("thread_name", tid, name=name)
         yield _metadata("thread_sort_index", tid, sort_index=tid)
 
@@ -50,7 +51,7 @@ def _programs(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
         if span.duration:
             known = {"task": span.name, "stage": span.stage, "microbatch": span.microbatch}
             args = {key: value for key, value in known.items() if value not in (None, "")}
-            yield _event("X", str(span), span.phases or "other", span.row, span.start * scale) | {
+            yield _event("X", str(span), span.phases or "other", _FIRST + span.row, span.start * scale) | {
                 "dur": _us(span.duration * scale),
                 "args": args,
             }
@@ -73,10 +74,10 @@ def _transfers(timeline: Timeline, tids: dict[tuple[int, int], int], scale: floa
             number += 1
             flow = {"id": number}
             last = max(made.start, made.end - _TICK / scale)  # an arrow starts inside of its program
-            yield _event("s", name, "flow", made.row, last * scale) | flow
+            yield _event("s", name, "flow", _FIRST + made.row, last * scale) | flow
             if lasting:
                 yield _event("t", name, "flow", tid, start) | flow
-            yield _event("f", name, "flow", read.row, read.start * scale) | flow | {"bp": "e"}
+            yield _event("f", name, "flow", _FIRST + read.row, read.start * scale) | flow | {"bp": "e"}
 
 
 def _ends(timeline: Timeline, transfer: Transfer) -> list[tuple[Span, Span]]:
@@ -89,8 +90,8 @@ def _ends(timeline: Timeline, transfer: Transfer) -> list[tuple[Span, Span]]:
 
 def _counters(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
     for row, steps in zip(timeline.rows, timeline.live, strict=False):
-        for time, alive in steps:
-            event = {"ph": "C", "name": f"live on {row}", "pid": _PID, "tid": 0, "ts": _us(time * scale)}
+        for time, alive in dict(steps).items():  # of several at one time the last
+            event = {"ph": "C", "name": f"live on {row}", "pid": _PID, "tid": _PID, "ts": _us(time * scale)}
             yield event | {"args": {timeline.live_unit: alive}}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integration.parts import packages
+from tests.integration.pictures.browser import FLAGS
 
 PAGE = Path(__file__).parent / "layout.html"
 SHAPES = [  # schedule, submeshes, microbatches; programs of a submesh
@@ -55,11 +56,7 @@ def laid_out(pictures: list[str], folder: Path, *flags: str) -> list[dict[str, A
         PAGE.read_text(encoding="utf-8").replace("<!-- PICTURES -->", "\n".join(pictures)), encoding="utf-8"
     )
     browser = packages.need("chromium", "chromium", "fonts-dejavu-core")
-    command = [
-        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *(f"--user-data-dir={folder / 'profile'}", "--dump-dom", *flags, page.as_uri()),
-    ]
+    command = [browser, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", *flags, page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = re.search(r'<pre id="report">(.*?)</pre>', done.stdout, re.DOTALL)
