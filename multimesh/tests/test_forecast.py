@@ -10,7 +10,7 @@ from multimesh.bubbles import Shape
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm
-from multimesh import bubbles
+from multimesh import bubbles, schedules
 
 SIZE = 2
 
@@ -21,10 +21,13 @@ def plan_of(schedule, stages, count, where="inside", meshes=None):
     return f.plan(MLP.init(stages), MLP.batch(SIZE * count, 0))
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.promise("A plan's forecast is that of its schedule's table")
+@pytest.mark.parametrize(
+    ("schedule", "where"),
+    [("gpipe", "outside"), *((name, "inside") for name in schedules.names() if name != "fill-drain")],
+)
 def test_a_plan_is_idle_for_as_long_as_its_table(schedule, where):
-    """Also where forward and backward of the last stage are one program."""
+    """Also where phases of a stage are one program: the last forward and backward, or B and W of the first stage."""
     costs = {"F": 1.0, "B": 1.5, "W": 0.5}
     line = plan_of(schedule, 4, 8, where).forecast(costs)
     table = bubbles.forecast(schedule, Shape(4, 1, 8), costs).timeline
