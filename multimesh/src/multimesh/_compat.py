@@ -62,6 +62,14 @@ def stacked(aval: Any, length: int) -> Any:
     return _core.ShapedArray((length, *aval.shape), aval.dtype)
 
 
+def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: int) -> dict[str, Any]:
+    """Parameters of a scan that differs from another in its body and what goes into it."""
+    made = params | {"jaxpr": body, "num_consts": num_consts, "num_carry": num_carry}
+    if "linear" in made:  # jax < 0.10
+        made["linear"] = (False,) * len(body.in_avals)
+    return made
+
+
 def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Leave the mesh of an enclosing ``jax.set_mesh``, under which programs of other devices can't be made or run."""
     if _mesh.get_concrete_mesh().empty and (concrete_only or jax.sharding.get_abstract_mesh().empty):

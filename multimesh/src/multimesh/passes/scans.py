@@ -115,11 +115,6 @@ def _scan(
 
     with _compat.abstract_mesh_context(op.mesh):
         closed = jax.make_jaxpr(iteration)(*(_compat.shape_of(v.aval) for v in args))
-    params = op.params | {
-        "jaxpr": closed,
-        "num_consts": len(consts),
-        "num_carry": len(kept),
-        "linear": (False,) * len(args),
-    }
+    params = _compat.scan_params(op.params, closed, len(consts), len(kept))
     given = {**body.consts, **body.carries, **body.rows}
     return replace(op, params=params, ins=tuple(given[v] for v in args), outs=(*(body.last[c] for c in kept), *stacks))

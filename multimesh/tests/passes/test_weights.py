@@ -1,0 +1,141 @@
+"""zb-h1 makes weight gradients apart from what other stages wait for, also where a stage scans its layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from multimesh.passes.planning import OrderedLoop, arrange
+from pipelines import assert_same
+from programs import names, on, placed
+
+import multimesh as mm
+
+WIDTH, HIDDEN, LAYERS = 4, 6, 3
+
+
+def arguments(stages):
+    """Weights of each stage's layers, and four microbatches."""
+    draw = np.random.default_rng(0).normal
+    shapes = {"up": (WIDTH, HIDDEN), "bias": (HIDDEN,), "down": (HIDDEN, WIDTH)}
+    stage = [{k: (draw(size=(LAYERS, *s)) / 3).astype(np.float32) for k, s in shapes.items()} for _ in range(stages)]
+    return stage, draw(size=(8, WIDTH)).astype(np.float32)
+
+
+def layer(w, x):
+    return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
+
+
+def unrolled(w, x):
+    """Layers one after the other."""
+    for i in range(LAYERS):
+        x = layer(jax.tree.map(lambda a, i=i: a[i], w), x)
+    return x
+
+
+def unrolled_and_checkpointed(w, x):
+    """Layers one after the other, each computed again in the backward pass."""
+    for i in range(LAYERS):
+        x = jax.checkpoint(layer)(jax.tree.map(lambda a, i=i: a[i], w), x)
+    return x
+
+
+def scanned(w, x):
+    """Layers as the rows of a scan."""
+    return jax.lax.scan(lambda x, row: (layer(row, x), None), x, w)[0]
+
+
+def checkpointed(w, x):
+    """Each layer is computed again in the backward pass."""
+    return jax.lax.scan(lambda x, row: (jax.checkpoint(layer)(row, x), None), x, w)[0]
+
+
+def shared(w, x):
+    """One layer many times: its gradient is carried from row to row."""
+    return jax.lax.scan(lambda x, _: (layer(jax.tree.map(lambda a: a[0], w), x), None), x, length=LAYERS)[0]
+
+
+def nested(w, x):
+    """A scan over blocks of layers, each a scan."""
+    return jax.lax.scan(lambda x, _: (scanned(w, x), None), x, length=2)[0]
+
+
+def with_rows(w, x):
+    """Every layer gives a row too, which counts for the result."""
+    x, rows = jax.lax.scan(lambda x, row: (layer(row, x), jnp.sin(x)), x, w)
+    return x + rows.mean(0)
+
+
+STACKS = (unrolled, unrolled_and_checkpointed, scanned, checkpointed, shared, nested, with_rows)
+
+
+def loss(stack, placed_on):
+    def f(w, x):
+        for s, row in enumerate(w):
+            x = placed_on(s, lambda w, x: stack(w, x))(row, x)
+        return placed_on(len(w) - 1, lambda x: jnp.mean(jnp.square(x)))(x)
+
+    return f
+
+
+def step(stack, schedule, placed_on=on):
+    return mm.microbatch(jax.value_and_grad(loss(stack, placed_on)), argnum=1, size=2, schedule=schedule)
+
+
+def fragments(stack, schedule="zb-h1"):
+    """Phase to fragment of the middle stage."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments(3))
+    (part,) = [p for p in arrange(placed(step(stack, schedule), *shapes)[0]) if isinstance(p, OrderedLoop)]
+    return {s.phase: s.fragment for s in part.order.stages if s.number == 1}
+
+
+@pytest.mark.promise("zb-h1 gives plain jit's gradients, also of stages that scan, checkpoint or share their layers")
+@pytest.mark.parametrize("stack", STACKS[1:], ids=lambda f: f.__name__)
+def test_the_gradients_are_those_of_plain_jit(stack):
+    args = arguments(2)
+    got = mm.jit(step(stack, "zb-h1"))(*args)
+    assert_same(got, jax.jit(step(stack, "zb-h1", lambda _, f: f))(*args))
+
+
+@pytest.mark.promise("zb-h1 splits weight gradients off also when a stage scans its layers")
+@pytest.mark.parametrize("stack", STACKS, ids=lambda f: f.__name__)
+def test_no_weight_gradient_is_made_in_b(stack):
+    """All gradients of weights, and nothing that another fragment waits for, are in W."""
+    parts = fragments(stack)
+    assert set(parts) == {"F", "B", "W"}
+    of_weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
+    made = {phase: len([shape for shape in dots(parts[phase].ops) if shape in of_weights]) for phase in "BW"}
+    assert made["B"] == 0
+    assert made["W"] > 0
+    others = {v for phase in "FB" for v in parts[phase].ins}
+    assert not others & parts["W"].made
+
+
+def dots(ops):
+    """Shapes of the results of matrix products, also inside scans."""
+    pending = [op.params["jaxpr"].jaxpr for op in ops if op.prim.name == "scan"]
+    yield from (op.outs[0].aval.shape for op in ops if op.prim.name == "dot_general")
+    while pending:
+        for eqn in pending.pop().eqns:
+            if eqn.primitive.name == "dot_general":
+                yield eqn.outvars[0].aval.shape
+            elif "jaxpr" in eqn.params:
+                pending.append(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]))
+
+
+def test_b_of_a_scan_has_only_the_products_that_carry_the_cotangent():
+    """Two a layer backwards, two for the weights, and with checkpoint the forward's, of which W repeats one."""
+    count = {f: {p: len(list(dots(part.ops))) for p, part in fragments(f).items()} for f in (scanned, checkpointed)}
+    assert count == {scanned: {"F": 2, "B": 2, "W": 2}, checkpointed: {"F": 2, "B": 3, "W": 3}}
+
+
+def test_w_of_a_checkpointed_scan_reads_the_layers_inputs_and_not_their_activations():
+    """A row: input, its cotangent and one cotangent within the layer; the hidden activations are computed again."""
+    later = fragments(checkpointed)["W"]
+    rows = sorted(v.aval.shape for v in later.ins if v.aval.shape[:2] == (LAYERS, 2))
+    assert rows == [(LAYERS, 2, WIDTH), (LAYERS, 2, WIDTH), (LAYERS, 2, HIDDEN)]
+
+
+def test_other_schedules_do_not_split():
+    parts = fragments(scanned, "1f1b")
+    assert set(parts) == {"F", "B"}
+    assert names(parts["B"].ops).count("scan") == 1
