@@ -16,7 +16,7 @@ from multimesh.passes.scans import split_scan
 
 
 def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: set[ir.Value]) -> tuple[Fragment, ...]:
-    """Split the backward fragments of ``stages``; one that nothing waits for, or that makes nothing else, stays whole.
+    """Split the backward fragments of ``stages``; all of one that nothing waits for, as the first, is W.
 
     Parameters
     ----------
@@ -40,11 +40,10 @@ def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results:
         cotangents = {v for v in part.ins if v in received or v.aval.size == 1}
         tied = _repeated_forward(part.ops, cotangents)
         here, later = _split(part.ops, elsewhere & part.made, cotangents, tied)
-        if here and later:
+        if here:
             split.append(replace(part, ops=here))
+        if later:
             split.append(replace(part, ops=later, phase="W", level=last + 1 + part.level))
-        else:
-            split.append(part)
     return with_interfaces(sorted(split, key=lambda part: part.level), results)
 
 

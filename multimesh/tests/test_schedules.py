@@ -1,0 +1,232 @@
+"""Every schedule runs in the order of its table, within its bound of live activations, and computes the same."""
+
+import collections
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER
+from multimesh.schedules import Cell
+from pipelines import Split, assert_placed, assert_same, gradient, reference_gradient, submeshes
+from test_training import OPTIMIZERS
+from test_training import check as check_training
+
+import multimesh as mm
+from multimesh import schedules
+
+ROWS, SIZE = 16, 4
+NEW = ("interleaved", "zb-h1", "wavefront", "prefetch-wavefront")  # the other tests are about gpipe and 1f1b
+NAMES = ("gpipe", "1f1b", *NEW)
+CUSTOM = [  # two stages, four microbatches: the first stage runs two ahead
+    ["F0", "F0", "F0", "B0", "W0", "F0", "B0", "B0", "W0", "W0", "B0", "W0"],
+    ["F1", "B1", "F1", "B1", "W1", "W1", "F1", "B1", "W1", "F1", "B1", "W1"],
+]
+
+
+def split_for(schedule, stages):
+    """Interleaved has two stages on each submesh, the others one."""
+    return Split(submeshes(stages // 2 if schedule == "interleaved" else stages, (2,)))
+
+
+def check(model, schedule, where, stages=4, rows=ROWS):
+    split = split_for(schedule, stages)
+    params, batch = model.init(stages), model.batch(rows, 0)
+    owners = model.owners(params)
+    step = mm.jit(gradient(model, split, size=SIZE, rows=rows, where=where, schedule=schedule))
+    loss, grads = step(split.place(params, owners), batch)
+    assert_same((loss, grads), reference_gradient(model, stages, rows, SIZE))
+    assert_placed(split, grads, owners)
+
+
+@pytest.mark.promise("Loss and every gradient equal plain jit on one device, for every schedule")
+@pytest.mark.parametrize(
+    ("model", "schedule", "where"),
+    [
+        (MLP, "interleaved", "outside"),
+        (TRANSFORMER, "interleaved", "inside"),
+        (MOE, "interleaved", "inside"),
+        (MLP, "zb-h1", "inside"),
+        (SKIP, "zb-h1", "outside"),
+        (TRANSFORMER, "zb-h1", "inside"),
+        (MOE, "zb-h1", "outside"),
+        (SKIP, "wavefront", "inside"),
+        (DROPOUT, "wavefront", "outside"),
+        (MLP, "prefetch-wavefront", "inside"),
+        (MOE, "prefetch-wavefront", "outside"),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_gradients(model, schedule, where):
+    check(model, schedule, where)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [ROWS, 6 * SIZE], ids=["m=4", "m=6"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_gradients_of_every_model(model, schedule, where, rows):
+    check(model, schedule, where, rows=rows)
+
+
+@pytest.mark.promise(
+    "The state after five AdamW steps equals plain jit's, and every array lies on its stage's devices only"
+)
+@pytest.mark.parametrize(
+    ("model", "schedule", "stages"), [(TRANSFORMER, "zb-h1", 2), (MOE, "interleaved", 4)], ids=lambda x: str(x)[:11]
+)
+def test_adamw(model, schedule, stages):
+    check_training(model, OPTIMIZERS["adamw"](), schedule, split_for(schedule, stages), stages)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["adamw", "clip"])
+@pytest.mark.parametrize("schedule", NEW)
+@pytest.mark.parametrize("model", [MLP, TRANSFORMER, MOE], ids=lambda m: m.name)
+def test_adamw_of_every_model(model, schedule, optimizer):
+    check_training(model, OPTIMIZERS[optimizer](), schedule, split_for(schedule, 4), 4)
+
+
+@pytest.mark.promise("Schedules that make the same programs give the same gradients to the last bit")
+def test_the_order_does_not_change_a_bit():
+    """Each sums over microbatches in the same order. (1F1B and zb-h1 join or split programs, which may round otherwise.)"""
+    split = Split(submeshes(2, (1,)))
+    args = MLP.init(4), MLP.batch(ROWS, 0)
+
+    def run(schedule):
+        return jax.device_get(mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS, schedule=schedule))(*args))
+
+    first = run("gpipe")
+    for schedule in ("wavefront", "prefetch-wavefront"):
+        jax.tree.map(np.testing.assert_array_equal, run(schedule), first)
+
+
+def plan_of(schedule, stages, count, chunks=1, model=MLP, **options):
+    split = Split(submeshes(stages // chunks, (1,)))
+    loss = jax.value_and_grad(lambda p, b: model.loss(p, b, split))
+    f = mm.microbatch(loss, size=2, argnum=1, schedule=schedule, **options)
+    return mm.jit(f).plan(model.init(stages), model.batch(2 * count, 0))
+
+
+def cells(plan):
+    """Cells of each submesh in the order of the plan's instructions."""
+    rows = collections.defaultdict(list)
+    for step in plan.instructions:
+        if step.kind == "RUN" and step.phase is not None:
+            rows[step.submesh].append(Cell(step.phase, step.stage, step.microbatch))
+    return [rows[rank] for rank in sorted(rows)]
+
+
+def as_dispatched(row):
+    """A row with phases of a stage that always follow each other as one, called B."""
+    row = list(row)
+    for first, second, dropped in ("FBF", "BWW"):
+        for stage in {c.stage for c in row if c.phase == first}:
+            following = dict(itertools.pairwise(row))
+            mine = [c for c in row if (c.phase, c.stage) == (first, stage)]
+            if all(following.get(c) == Cell(second, stage, c.microbatch) for c in mine):
+                row = [c for c in row if (c.phase, c.stage) != (dropped, stage)]
+    return row
+
+
+@pytest.mark.promise("zb-h1 and interleaved 1f1b run in the order of their tables")
+@pytest.mark.parametrize(
+    ("schedule", "stages", "chunks"),
+    [
+        ("zb-h1", 4, 1),
+        ("interleaved", 4, 2),
+        ("interleaved", 6, 3),
+        ("1f1b", 4, 2),
+        ("wavefront", 4, 1),
+        ("gpipe", 4, 2),
+    ],
+)
+@pytest.mark.parametrize("count", [4, 5, 8])
+def test_the_order_of_the_plan_is_the_tables(schedule, stages, chunks, count):
+    plan = plan_of(schedule, stages, count, chunks)
+    table = schedules.get(schedule).table(stages // chunks, chunks, count, True)
+    assert cells(plan) == [as_dispatched(row) for row in table]
+
+
+@pytest.mark.parametrize("model", [SKIP, TRANSFORMER, MOE], ids=lambda m: m.name)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_skips_tied_weights_and_auxiliary_losses_keep_the_table(schedule, model):
+    plan = plan_of(schedule, 3, 5, model=model)
+    assert cells(plan) == [as_dispatched(row) for row in schedules.get(schedule).table(3, 1, 5, True)]
+
+
+def test_a_custom_table_is_the_order_of_the_plan():
+    """Nothing waits for the backward of stage 0, so all of it is W."""
+    first, second = schedules.custom(CUSTOM).rows
+    found = cells(plan_of("custom", 2, 4, custom_schedule=CUSTOM))
+    assert found == [[c for c in first if c.phase != "B"], as_dispatched(second)]
+
+
+def test_a_wrong_table_is_refused_before_anything_is_compiled():
+    swapped = [CUSTOM[0], ["B1", "F1", *CUSTOM[1][2:]]]
+    with pytest.raises(
+        mm.UsageError, match=r"test_schedules\.py:\d+: .*submesh 1, position 0: B1 of microbatch 0 waits"
+    ):
+        plan_of("custom", 2, 4, custom_schedule=swapped)
+
+
+def live(row, end):
+    """The most (stage, microbatch) that have run F or a joined B and not yet ``end``."""
+    started, peak = set(), 0
+    for c in row:
+        key = (c.stage, c.microbatch)
+        started.add(key)
+        peak = max(peak, len(started))
+        if c.phase == end:
+            started.discard(key)
+    return peak
+
+
+@pytest.mark.promise("zb-h1 holds at most p live microbatches on every submesh, as 1f1b on the first")
+def test_live_activations():
+    stages, count = 4, 12
+    peaks = {s: [live(row, "B") for row in cells(plan_of(s, stages, count))] for s in ("1f1b", "wavefront", "gpipe")}
+    assert peaks == {"1f1b": [4, 3, 2, 1], "wavefront": [8, 6, 4, 2], "gpipe": [12] * 4}
+    first, *others = cells(plan_of("zb-h1", stages, count))
+    assert [live(first, "B"), *(live(row, "W") for row in others)] == [4] * 4
+    for r, row in enumerate(cells(plan_of("interleaved", 8, count, chunks=2))):
+        assert live(row, "B") <= 2 * (4 - r - 1) + 4 + 1
+
+
+def fronts_of_transfers(schedule, model=MLP):
+    """For each transfer: front of the task that made the value, of the issue (that of the next task), of its reader."""
+    plan = plan_of(schedule, 3, 4, model=model)
+    front = schedules.get(schedule).front
+    made, found = {}, []
+    steps = plan.instructions
+    at = [front(Cell(s.phase, s.stage, s.microbatch), 3) if s.kind == "RUN" and s.phase else None for s in steps]
+    for n, step in enumerate(steps):
+        if at[n] is not None:
+            made |= dict.fromkeys(step.outs, at[n])
+        if step.kind == "SEND":
+            received = steps[n + 1].outs
+            readers = [a for a, s in zip(at, steps, strict=True) if a is not None and set(s.ins) & set(received)]
+            if readers and step.microbatch is not None:
+                following = next(a for a in at[n:] if a is not None)
+                before = next(a for a in reversed(at[:n]) if a is not None)
+                found.append((made[step.ins[0]], before, following, min(readers)))
+    return found
+
+
+@pytest.mark.parametrize("model", [MLP, SKIP], ids=lambda m: m.name)
+def test_wavefront_transfers_what_a_front_reads_when_it_starts(model):
+    found = fronts_of_transfers("wavefront", model)
+    assert found
+    assert all(before < reader == following for _, before, following, reader in found)
+
+
+@pytest.mark.parametrize("model", [MLP, SKIP], ids=lambda m: m.name)
+def test_prefetch_wavefront_transfers_one_front_ahead(model):
+    found = fronts_of_transfers("prefetch-wavefront", model)
+    assert found
+    for made, before, following, reader in found:
+        if made == reader - 1:  # at once
+            assert before == made
+        else:  # at the start of the front before
+            assert before < reader - 1 == following
