@@ -90,7 +90,7 @@ def test_adamw_of_every_model(model, schedule, optimizer):
 
 @pytest.mark.promise("Schedules that make the same programs give the same gradients to the last bit")
 def test_the_order_does_not_change_a_bit():
-    """Each sums over microbatches in the same order. (1F1B and zb-h1 join or split programs, which may round otherwise.)"""
+    """Each sums over microbatches in the same order. (1F1B and zb-h1 join or split programs, which may round.)"""
     split = Split(submeshes(2, (1,)))
     args = MLP.init(4), MLP.batch(ROWS, 0)
 
