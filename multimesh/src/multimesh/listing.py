@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NARROWEST = 40
 _ROWS = 24  # submeshes that are shown; of more, the first and the last
 _NAME = 14  # characters of the name of a program outside of loops
-_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "both in one program"}
+_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one program"}
 
 
 def text(plan: Plan, width: int | None = None) -> str:
@@ -58,7 +58,8 @@ def _legend(plan: Plan, several: bool) -> str:
     """What the cells say, for the kinds that there are."""
     present = {plan.shown(step) for step in plan.instructions if step.kind == "RUN" and step.phase}
     number = "s.m" if several else "m"
-    kinds = ", ".join(f"{kind}{number} {meaning}" for kind, meaning in _KINDS.items() if kind in present)
+    named = _KINDS | ({"FB": "both in one program"} if {"F", "B"} <= present else {})
+    kinds = ", ".join(f"{kind}{number} {meaning}" for kind, meaning in named.items() if kind in present)
     return f"{kinds}, of {'stage s, ' if several else ''}microbatch m" if kinds else ""
 
 

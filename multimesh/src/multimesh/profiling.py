@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ class Profile:
         Median seconds of an ordinary call, in which only its results are waited for.
     platform
         Of the devices.
+    serial
+        Whether the programs of an ordinary call run one after another here, whatever the schedule.
     """
 
     measured: Timeline
@@ -40,23 +43,22 @@ class Profile:
     costs: Costs
     call: float
     platform: str
+    serial: bool
 
     def __str__(self) -> str:
-        one, both = self.measured, self.forecast
-        shares = [[f"{100 * share:.1f} %" for share in line.bubbles] for line in (one, both)]
-        peaks = [[amount(peak, "bytes") for peak in line.peaks] for line in (one, both)]
-        table = columns(
-            [
-                ("submesh", [str(row) for row in range(len(one.rows))]),
-                ("busy measured", [amount(busy, "s") for busy in one.busy]),
-                ("forecast", [amount(busy, "s") for busy in both.busy]),
-                ("bubble measured", shares[0]),
-                ("forecast", shares[1]),
-                ("peak measured", peaks[0]),
-                ("forecast", peaks[1]),
-            ]
-        )
-        return "\n".join([one.title, "", *table, "", *self.totals()])
+        both = (self.measured, self.forecast)
+        found: list[tuple[str, list[str]]] = [("submesh", [str(row) for row in range(len(self.measured.rows))])]
+        for cells in (
+            [[amount(busy, "s") for busy in line.busy] for line in both],
+            [[f"{100 * share:.1f} %" for share in line.bubbles] for line in both],
+            [[amount(peak, "bytes") for peak in line.peaks] for line in both],
+        ):
+            found += zip(("measured", "forecast"), cells, strict=True)
+        head, *rows = columns(found)
+        above = ""
+        for place, name in zip(re.finditer("measured", head), ("busy", "bubble", "peak live"), strict=True):
+            above = f"{above:<{place.start()}}{name}"
+        return "\n".join([self.measured.title, "", above, head, *rows, "", *self.totals()])
 
     def to_json(self) -> dict[str, Any]:
         """The table as data; times in seconds."""
@@ -69,7 +71,7 @@ class Profile:
                 "peak_bytes": line.peaks,
             }
             for name, line in (("measured", self.measured), ("forecast", self.forecast))
-        } | {"call": self.call, "platform": self.platform}
+        } | {"call": self.call, "platform": self.platform, "serial": self.serial}
 
     def totals(self) -> list[str]:
         """Makespan of the measured run, of the forecast and of an ordinary call, and what they mean."""
@@ -78,7 +80,7 @@ class Profile:
             f"forecast  {amount(self.forecast.makespan, 's'):>8}  submeshes and transfers at the same time",
             f"a call    {amount(self.call, 's'):>8}  as it runs without profiling",
         ]
-        if self.platform == "cpu":
+        if self.serial:
             lines.append("XLA runs the multi-device CPU programs of a process one after another: they do not overlap.")
         return lines
 
@@ -95,7 +97,8 @@ def profile(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: 
     count = len({device for mesh in plan.submeshes for device in mesh.devices.flat})
     note = f"measured on {count} {platform} devices, one program at a time, each waited for: nothing overlaps here"
     measured = assembled(plan, fastest, note, "s")
-    return Profile(measured, forecast(plan, costs), costs, statistics.median(calls), platform)
+    serial = platform == "cpu" and any(mesh.size > 1 for mesh in plan.submeshes)
+    return Profile(measured, forecast(plan, costs), costs, statistics.median(calls), platform, serial)
 
 
 def _run(compiled: CompiledPlan, args: Sequence[Any]) -> Times:
