@@ -116,7 +116,9 @@ def _add_demo(commands: Any) -> None:
         choices=schedules.names(),
         default="1f1b",
         help="order in which a submesh runs its microbatches: gpipe (or fill-drain) all forwards, then all backwards; "
-        "1f1b one forward, one backward, which keeps fewer activations (default: %(default)s)",
+        "1f1b one forward, one backward, which keeps fewer activations; interleaved the same with two stages on each "
+        "submesh; zb-h1 1f1b with the weight gradients apart, to fill idle time; wavefront each task as soon as its "
+        "inputs allow; prefetch-wavefront with transfers issued ahead (default: %(default)s)",
     )
     demo.add_argument("--steps", type=_positive, default=8, metavar="N", help="training steps (default: %(default)s)")
     demo.add_argument(

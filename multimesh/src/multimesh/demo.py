@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -42,6 +43,11 @@ class Options:
     steps: int = 8
     microbatches: int = 4
 
+    @property
+    def chunks(self) -> int:
+        """Stages on each submesh; they share its layers."""
+        return 2 if self.schedule == "interleaved" else 1
+
 
 @dataclass(frozen=True)
 class Step:
@@ -78,8 +84,8 @@ def meshes() -> tuple[Mesh, ...]:
     return tuple(Mesh(part, ("data", "model")) for part in grid)
 
 
-def init() -> Params:
-    """Parameters as numpy arrays: the embedding and a list of layers for each stage."""
+def init(chunks: int = 1) -> Params:
+    """Parameters as numpy arrays: the embedding and a list of layers for each stage, ``chunks`` of them a submesh."""
     draw = np.random.default_rng(0).normal
 
     def matrix(*shape: int) -> np.ndarray:
@@ -94,7 +100,10 @@ def init() -> Params:
         }
 
     embedding = 0.1 * draw(size=(VOCAB, WIDTH)).astype(np.float32)
-    return {"embedding": embedding, "stages": [[layer() for _ in range(LAYERS)] for _ in range(STAGES)]}
+    return {
+        "embedding": embedding,
+        "stages": [[layer() for _ in range(LAYERS // chunks)] for _ in range(STAGES * chunks)],
+    }
 
 
 def place(params: Params, submeshes: tuple[Mesh, ...]) -> Params:
@@ -107,7 +116,7 @@ def place(params: Params, submeshes: tuple[Mesh, ...]) -> Params:
     }
     stages = [
         [{k: jax.device_put(w, NamedSharding(mesh, specs[k])) for k, w in layer.items()} for layer in layers]
-        for mesh, layers in zip(submeshes, params["stages"], strict=True)
+        for mesh, layers in zip(itertools.cycle(submeshes), params["stages"], strict=False)
     ]
     home = NamedSharding(submeshes[0], PartitionSpec())  # the last stage, which reads it too, is sent a copy
     return {"embedding": jax.device_put(params["embedding"], home), "stages": stages}
@@ -143,25 +152,24 @@ def _normalised(x: Any) -> Any:
 
 def make_step(options: Options, submeshes: tuple[Mesh, ...]) -> Callable[[Params, Any], tuple[Params, Any]]:
     """``(params, tokens) -> (new params, loss)``; runs under `multimesh.jit` and under ``jax.jit``."""
-    first, last = submeshes
     axes = {"rows": "data"}  # the constraint's name for rows, and the axis of a submesh that divides them
 
+    def hidden(layers: list[Params], x: Any) -> Any:
+        return functools.reduce(lambda x, w: block(w, x), layers, x)
+
     def embed(embedding: Any, layers: list[Params], tokens: Any) -> Any:
-        x = embedding[tokens]
-        for w in layers:
-            x = block(w, x)
-        return x
+        return hidden(layers, embedding[tokens])
 
     def head(embedding: Any, layers: list[Params], x: Any, labels: Any) -> Any:
-        for w in layers:
-            x = block(w, x)
-        logits = jax.nn.log_softmax(_normalised(x) @ embedding.T)
+        logits = jax.nn.log_softmax(_normalised(hidden(layers, x)) @ embedding.T)
         return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
 
     def loss(params: Params, tokens: Any) -> Any:
-        front, back = params["stages"]
-        x = mm.task(embed, mesh=first, logical_axes=axes)(params["embedding"], front, tokens[:, :-1])
-        return mm.task(head, mesh=last, logical_axes=axes)(params["embedding"], back, x, tokens[:, 1:])
+        first, *middle, last = params["stages"]
+        x = mm.task(embed, mesh=submeshes[0], logical_axes=axes)(params["embedding"], first, tokens[:, :-1])
+        for s, layers in enumerate(middle, 1):
+            x = mm.task(hidden, f"hidden{s}", mesh=submeshes[s % STAGES], logical_axes=axes)(layers, x)
+        return mm.task(head, mesh=submeshes[-1], logical_axes=axes)(params["embedding"], last, x, tokens[:, 1:])
 
     def step(params: Params, tokens: Any) -> tuple[Params, Any]:
         summed = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=ROWS, schedule=options.schedule)
@@ -175,7 +183,7 @@ def make_step(options: Options, submeshes: tuple[Mesh, ...]) -> Callable[[Params
 def train(options: Options, submeshes: tuple[Mesh, ...]) -> Iterator[Step]:
     """Train twice from the same start: on the submeshes and on one device."""
     pipelined, plain = _jitted(options, submeshes), jax.jit(make_step(options, submeshes))
-    params, reference = place(init(), submeshes), init()
+    params, reference = place(init(options.chunks), submeshes), init(options.chunks)
     for number in range(1, options.steps + 1):
         tokens = batch(number, ROWS * options.microbatches)
         params, loss = pipelined(params, divided(tokens, submeshes))
@@ -201,7 +209,7 @@ def _jitted(options: Options, submeshes: tuple[Mesh, ...]) -> Any:
 
 def _first(options: Options, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
     """Arguments of the first step."""
-    return place(init(), submeshes), divided(batch(1, ROWS * options.microbatches), submeshes)
+    return place(init(options.chunks), submeshes), divided(batch(1, ROWS * options.microbatches), submeshes)
 
 
 def run(options: Options, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
