@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,21 +17,10 @@ from typing import Any
 
 import pytest
 
+from tests.integration.parts import packages, processes
+
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120
-
-
-def need(program: str, package: str) -> None:
-    """Skip where a program is missing; fail in CI, which installs all of them."""
-    if shutil.which(program) is None:
-        missing = f"{program} is not installed (Debian: {package})"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def gone(pid: int, within_s: float = 20) -> bool:
@@ -59,7 +46,7 @@ class Cache:
     """One cache, driven by the command that users type."""
 
     folder: Path
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=processes.free_port)
     options: tuple[str, ...] = ()
 
     def run(self, action: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -109,7 +96,7 @@ class Cache:
 @pytest.fixture
 def make_cache(tmp_path: Path) -> Iterator[Callable[..., Cache]]:
     """Make caches that are not started yet."""
-    need("nginx", "nginx-light")
+    packages.need("nginx", "nginx-light")
     made: list[Cache] = []
 
     def make(folder: Path | None = None, *options: str) -> Cache:
@@ -173,7 +160,7 @@ ACTIONS = 6
 @pytest.fixture(scope="module")
 def bazel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bazel]:
     """A workspace of six actions; the last needs the others. Each output is 200 kB or more."""
-    need("bazel", "bazel-bootstrap")
+    packages.need("bazel", "bazel-bootstrap")
     folder = tmp_path_factory.mktemp("bazel")
     workspace = folder / "workspace"
     workspace.mkdir()

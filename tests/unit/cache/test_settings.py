@@ -27,7 +27,7 @@ def test_sizes() -> None:
 
 def test_bazel_remote_runs_confined_on_loopback_and_sees_no_secret(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    argv = bazel_remote.run_argv(place, wanted(password_file="/somewhere/password"), PIN)
+    argv = bazel_remote.run_argv(place, wanted(password_file="/etc/password"), PIN)
     assert "127.0.0.1:9090:8080" in argv
     assert argv[argv.index(PIN) :] == [
         PIN,
@@ -38,7 +38,7 @@ def test_bazel_remote_runs_confined_on_loopback_and_sees_no_secret(tmp_path: Pat
         "/htpasswd",
     ]
     assert {"--read-only", "no-new-privileges"} <= set(argv)
-    assert not any("/somewhere/password" in word for word in argv)
+    assert not any("/etc/password" in word for word in argv)
 
 
 @pytest.mark.parametrize("pin", [None, "buchgr/bazel-remote-cache:latest", PIN[:-1]])
