@@ -1,0 +1,134 @@
+"""A proxy in front of a registry that answers some requests with errors and cuts others in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+_CHUNK = 65536
+
+
+@dataclass
+class Fault:
+    """What happens to the next ``times`` requests that match.
+
+    Attributes
+    ----------
+    request
+        A pattern of method and path, e.g. ``PUT .*/manifests/``.
+    status, headers
+        Answer this in place of the registry.
+    cut_after
+        Or pass this many bytes of the request's body on, then reset the connection.
+    """
+
+    request: str
+    times: int = 1
+    status: int | None = None
+    headers: tuple[str, ...] = ()
+    cut_after: int | None = None
+
+
+@dataclass
+class FaultyProxy:
+    """Where it listens, what it does wrong, and what was asked of it."""
+
+    upstream: int
+    port: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def count(self, pattern: str) -> int:
+        """Return how many requests matched a pattern, failed ones too."""
+        return sum(re.match(pattern, line) is not None for line in self.seen)
+
+    def _fault(self, line: str) -> Fault | None:
+        for fault in self.faults:
+            if fault.times > 0 and re.match(fault.request, line):
+                fault.times -= 1
+                return fault
+        return None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle one connection: one request."""
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            if (first := await reader.readexactly(1)) == b"\x16":
+                return writer.transport.abort()  # engines try TLS first, and wait long for an answer to it
+            head = first + await reader.readuntil(b"\r\n\r\n")
+            line = head.split(b"\r\n", 1)[0].decode()
+            self.seen.append(line)
+            fault = self._fault(line)
+            if fault is not None and fault.status is not None:
+                extra = "".join(f"{each}\r\n" for each in fault.headers)
+                writer.write(
+                    f"HTTP/1.1 {fault.status} Fault\r\nConnection: close\r\nContent-Length: 0\r\n{extra}\r\n".encode()
+                )
+                await writer.drain()
+            else:
+                await self._pass_on(head, reader, writer, fault.cut_after if fault else None)
+        writer.close()
+
+    async def _pass_on(
+        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut_after: int | None
+    ) -> None:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream)
+        up_writer.write(re.sub(rb"\r\n(?i:connection): [^\r]*", b"", head[:-4]) + b"\r\nConnection: close\r\n\r\n")
+        sending = asyncio.ensure_future(self._copy(reader, up_writer, cut_after))
+        receiving = asyncio.ensure_future(self._copy(up_reader, writer, None))
+        done, _ = await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
+        if sending in done and sending.result() == "cut":
+            writer.transport.abort()
+        else:
+            await receiving
+        sending.cancel()
+        receiving.cancel()
+        up_writer.close()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, room: int | None) -> str:
+        with contextlib.suppress(ConnectionError):
+            while chunk := await reader.read(_CHUNK):
+                if room is not None:
+                    room -= len(chunk)
+                    if room <= 0:
+                        return "cut"
+                writer.write(chunk)
+                await writer.drain()
+        return "end"
+
+
+@contextmanager
+def running(upstream: str) -> Iterator[FaultyProxy]:
+    """Have a proxy in front of ``127.0.0.1:PORT`` for the length of a block."""
+    proxy = FaultyProxy(int(upstream.rpartition(":")[2]))
+    loop, started = asyncio.new_event_loop(), threading.Event()
+
+    async def start() -> None:
+        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+        proxy.port = server.sockets[0].getsockname()[1]
+        started.set()
+
+    def work() -> None:
+        loop.create_task(start())
+        loop.run_forever()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait(10)
+    try:
+        yield proxy
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()

@@ -1,0 +1,72 @@
+"""Gives public tags to a digest that passed its check; nothing is built or sent again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workflows import errors
+from workflows.image.reference import Reference
+from workflows.image.registry import Registry
+from workflows.image.retry import Policy
+
+LATEST = "latest"
+_VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A tag that has the digest now; ``before`` is the one that it had, None for a new tag."""
+
+    tag: str
+    before: str | None
+    digest: str
+
+
+def tags(reference: Reference, *, latest: bool, version: str | None) -> tuple[str, ...]:
+    """Return the tags of an image, the one that matters least first and ``latest`` last.
+
+    A version ``v1.2.3`` also gives ``v1.2``, which moves with every correction.
+    """
+    wanted = [reference.tag]
+    if version is not None:
+        if (match := _VERSION.fullmatch(version)) is None:
+            raise errors.UsageError(f"--release '{version}': write a version of three numbers, e.g. v0.3.0")
+        wanted += [version, f"{version[: -len(match[3]) - 1]}"]
+    if latest:
+        wanted.append(LATEST)
+    return tuple(dict.fromkeys(wanted))
+
+
+def promote(reference: Reference, digest: str, names: Sequence[str], policy: Policy) -> tuple[Moved, ...]:
+    """Move tags of a repository to a digest that it holds, in order, and read each of them back.
+
+    Raises
+    ------
+    RegistryError
+        The digest is not there, or a tag cannot be moved; says which were.
+    """
+    moved: list[Moved] = []
+    with Registry(reference, policy) as registry:
+        manifest = registry.get(digest)
+        for name in names:
+            try:
+                before = registry.digest(name)
+                if before != digest:
+                    registry.put(name, manifest)
+                now = registry.digest(name)
+            except errors.RegistryError as error:
+                raise errors.RegistryError(f"{error}. {_told(moved, names[len(moved) :])}") from error
+            if now != digest:
+                raise errors.RegistryError(
+                    f"{registry.place}: tag {name} has {now or 'nothing'}, not {digest}: somebody else moves it. "
+                    f"{_told(moved, names[len(moved) :])}"
+                )
+            moved.append(Moved(name, before, digest))
+    return tuple(moved)
+
+
+def _told(moved: Sequence[Moved], left: Sequence[str]) -> str:
+    done = ", ".join(each.tag for each in moved) or "none"
+    return f"Tags moved: {done}; as they were: {', '.join(left)}"

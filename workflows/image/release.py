@@ -1,0 +1,125 @@
+"""``release.json``: what was pushed, from which bytes, and how it was checked; and what a release must not be made of."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from workflows import errors
+from workflows.image.promote import Moved
+from workflows.image.push import Pushed
+from workflows.image.sign import Signature
+from workflows.image.spec import Built
+from workflows.sources.lock import Pin
+from workflows.sources.workspace import write_json
+
+SCHEMA = Path(__file__).with_name("release.schema.json")
+_LOCKS = ("sources.lock", "images.lock", "requirements/run.txt", "requirements/cuda12.txt")
+_OCI = "org.opencontainers.image"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A pushed image, and what was done with its digest."""
+
+    pushed: Pushed
+    bytes_to_pull: int
+    moved: tuple[Moved, ...]
+    promote_seconds: float
+    signature: Signature | None
+    attestations: str
+
+
+def check(version: str, labels: Mapping[str, str], pins: Mapping[str, Pin], unpinned: Sequence[str]) -> None:
+    """Refuse a release of what nobody could build again.
+
+    Parameters
+    ----------
+    labels
+        Those that the image has or would get.
+    unpinned
+        Base images without a digest.
+
+    Raises
+    ------
+    SeveralErrors
+        All that stands against it, a line each.
+    """
+    faults: list[tuple[str, int]] = []
+    for name, pin in pins.items():
+        if pin.missing:
+            faults.append((f"{name}: sources.lock has no {', '.join(pin.missing)}", errors.PinError.exit_code))
+    for name in unpinned:
+        remedy = "run `python -m workflows bump images`, or give --base-image by digest"
+        faults.append((f"{name}: has no digest; {remedy}", errors.PinError.exit_code))
+    for name, what in (
+        (f"{_OCI}.revision", "this repository"),
+        ("io.github.multimesh-jax.maxtext.revision", "MaxText"),
+    ):
+        revision = labels.get(name, "unknown")
+        if revision == "unknown" or revision.endswith("-dirty"):
+            state = "is at no commit" if revision == "unknown" else "has changes that are not committed"
+            faults.append((f"{what}: {state}; commit them or take them back", errors.DirtyTreeError.exit_code))
+    if (own := labels.get(f"{_OCI}.version")) != version.removeprefix("v"):
+        faults.append((f"--release {version}: the library says {own}; make them agree", errors.UsageError.exit_code))
+    if faults:
+        raise errors.SeveralErrors([f"no release: {message}" for message, _ in faults], faults[0][1])
+
+
+def record(
+    root: Path, published: Published, built: Built, job: Mapping[str, Any], version: str | None
+) -> dict[str, Any]:
+    """Return what ``release.json`` says.
+
+    Parameters
+    ----------
+    job
+        The check that the image passed: ``job``, ``seconds``, ``verdict``.
+    """
+    pushed = published.pushed
+    reference = built.spec.reference
+    return {
+        "format": 1,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": version,
+        "image": {
+            "repository": reference.repository,
+            "digest": pushed.digest,
+            "media_type": pushed.manifest.media_type,
+            "id": built.image_id,
+            "bytes": published.bytes_to_pull,
+            "pull": f"docker pull {reference.at(pushed.digest)}",
+            "staging": pushed.reference.tag,
+            "tags": [asdict(each) for each in published.moved],
+        },
+        "check": {"job": job["job"], "verdict": job["verdict"]},
+        "locks": {name: _sha256(root / name) for name in _LOCKS if (root / name).is_file()},
+        "labels": dict(built.labels),
+        "seconds": {
+            "build": round(built.seconds, 1),
+            "check": job["seconds"],
+            "push": round(pushed.seconds, 1),
+            "promote": round(published.promote_seconds, 1),
+        },
+        "attestations": published.attestations,
+        "signature": asdict(published.signature) if published.signature else None,
+    }
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write ``release.json`` whole or not at all, and only if it is what its schema says."""
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(document)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, dict(document))
+
+
+def _sha256(path: Path) -> str:
+    return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
