@@ -28,6 +28,7 @@ COMMANDS = {
     "gc": "workflows.sources.maintain",
     "bench": "workflows.bench",
     "ledger": "workflows.ledger",
+    "promote": "workflows.image.promotion",
     "cache": "workflows.cache.commands",
     "image": "workflows.image.commands",
 }

@@ -8,11 +8,13 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from workflows import console, errors
-from workflows.image import build, engine, flags, smoke
+from workflows.image import build, commit, engine, flags, publish, smoke, validate
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
 from workflows.image.network import PIP_VARIABLE
@@ -41,7 +43,10 @@ def run(args: argparse.Namespace) -> int:
     request = flags.request(args)
     if request.actions.dry_run:
         return dry_run(request)
+    validate.check_means(request.actions.validate)
     where = engine.detect(request.actions.remote)
+    if request.actions.upload:
+        publish.check_before(ROOT, where, request)
     built = make(where, request)
     if built is None:
         return 0
@@ -50,12 +55,19 @@ def run(args: argparse.Namespace) -> int:
     if request.actions.remote and not request.actions.save_remote:
         bring(where, names)
         where = engine.detect()
-    report(where, built, check, names, as_json=request.actions.json)
+    pushed = publish.publish(ROOT, where, built, check, request) if request.actions.upload else None
+    report(where, built, check, names, pushed, as_json=request.actions.json)
     return 0
 
 
 def make(where: Engine, request: Request) -> Built | None:
     """Return the image that is asked for: built now, or the one that the engine has."""
+    if request.actions.commit is not None:
+        started = time.monotonic()
+        image = commit.commit(
+            where, request.actions.commit, build.plan(ROOT, where, request.spec, request.means, None).labels
+        )
+        return build.describe(where, request.spec, image, seconds=time.monotonic() - started, cached=0, steps=0)
     if request.actions.build:
         return build.run(ROOT, where, request.spec, request.means, save=not request.actions.skip_save)
     return build.describe(where, request.spec, str(request.spec.reference), seconds=0.0, cached=0, steps=0)
@@ -100,7 +112,9 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
     spec, actions = request.spec, request.actions
     commands = list[list[str]]()
     image = "IMAGE"
-    if actions.build:
+    if actions.commit is not None:
+        commands.append([*where.cli, "commit", actions.commit])
+    elif actions.build:
         result = None if actions.skip_save else Path("RESULT")
         todo = build.plan(ROOT, where, spec, request.means, result)
         if PIP_VARIABLE in todo.access.variables:
@@ -113,10 +127,20 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
             commands.append(smoke.job_argv(where, image, actions.validate, "multimesh-check"))
         names = [str(spec.reference), *([str(spec.reference.tagged("latest"))] if actions.latest else [])]
         commands += [[*where.cli, "tag", image, each] for each in names]
+    if actions.upload:
+        commands += publish.planned(where, image, request)
     return commands
 
 
-def report(where: Engine, built: Built, check: smoke.Check, names: Sequence[str], *, as_json: bool) -> None:
+def report(
+    where: Engine,
+    built: Built,
+    check: smoke.Check,
+    names: Sequence[str],
+    pushed: dict[str, Any] | None,
+    *,
+    as_json: bool,
+) -> None:
     """Say what was made: for people with a table of layers, or as JSON."""
     if as_json:
         answer = {
@@ -129,6 +153,7 @@ def report(where: Engine, built: Built, check: smoke.Check, names: Sequence[str]
             "cached": built.cached,
             "check": {"job": check.job, "seconds": check.seconds, "verdict": check.verdict},
             "labels": built.labels,
+            "pushed": pushed,
             "layers": [{"step": layer.step, "bytes": layer.bytes} for layer in build.layers(where, built.image_id)],
         }
         print(json.dumps(answer, indent=1))
@@ -141,6 +166,8 @@ def report(where: Engine, built: Built, check: smoke.Check, names: Sequence[str]
     print(f"size    {built.bytes / 1e6:.0f} MB")
     print(f"built   {built.seconds:.1f} s, {built.cached} of {built.steps} steps from the cache")
     print(f"check   {check.verdict}")
+    if pushed is not None:
+        print(publish.summary(pushed))
     if built.spec.target == "runtime":
         print(f"run     {os.path.basename(where.cli[0])} run --rm {names[0]} /opt/maxtext/validate-cpu.sh")
     sys.stdout.flush()

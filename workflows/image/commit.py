@@ -7,7 +7,7 @@ import re
 import secrets
 from typing import Any
 
-from workflows import console, errors
+from workflows import console, errors, proc
 from workflows.image.engine import Engine
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -74,7 +74,8 @@ def _clean(engine: Engine, image: str, labels: dict[str, str]) -> str:
     container's as it was started.
     """
     words = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
-    result = engine.run("build", "--quiet", *words, "-", check=False, stdin=f"FROM {image}\n".encode())
+    argv = [*engine.cli, "build", "--quiet", *words, "-"]
+    result = proc.run(argv, check=False, stdin=f"FROM {image}\n".encode())
     if result.returncode:
         raise errors.EngineError(f"{image}: cannot be labelled ({result.complaint})")
     return result.text.strip().splitlines()[-1]

@@ -67,6 +67,10 @@ def request(args: argparse.Namespace) -> Request:
         validate=args.validate,
         upload=args.upload,
         latest=args.latest,
+        promote=args.promote,
+        release=args.release,
+        sign_key=args.sign_key,
+        release_file=args.release_file,
         remote=args.remote,
         save_remote=args.save_remote,
         skip_save=args.skip_save,
@@ -161,6 +165,19 @@ def _doing(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--upload", action="store_true", help="push it when it passed its check")
     group.add_argument("--latest", action="store_true", help="also give it the tag latest")
+    group.add_argument(
+        "--promote",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="--no-promote pushes under a staging tag only; `python -m workflows promote` moves the others later",
+    )
+    group.add_argument(
+        "--release", metavar="VERSION", help="also the tags vX.Y.Z and vX.Y; refuses pins that are null and dirty trees"
+    )
+    group.add_argument("--sign-key", metavar="KEY", help="sign the digest with cosign: a file, or env://NAME")
+    group.add_argument(
+        "--release-file", metavar="FILE", type=Path, help="what was pushed; default: build/image/release.json"
+    )
     group.add_argument(
         "--remote", metavar="NAME", help="build on the engine of this docker context, and bring the image here"
     )

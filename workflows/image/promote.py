@@ -39,8 +39,15 @@ def tags(reference: Reference, *, latest: bool, version: str | None) -> tuple[st
     return tuple(dict.fromkeys(wanted))
 
 
-def promote(reference: Reference, digest: str, names: Sequence[str], policy: Policy) -> tuple[Moved, ...]:
+def promote(
+    reference: Reference, digest: str, names: Sequence[str], policy: Policy, *, fixed: str | None = None
+) -> tuple[Moved, ...]:
     """Move tags of a repository to a digest that it holds, in order, and read each of them back.
+
+    Parameters
+    ----------
+    fixed
+        A tag that may be new but never move: that of a release.
 
     Raises
     ------
@@ -50,6 +57,8 @@ def promote(reference: Reference, digest: str, names: Sequence[str], policy: Pol
     moved: list[Moved] = []
     with Registry(reference, policy) as registry:
         manifest = registry.get(digest)
+        if fixed is not None and registry.digest(fixed) not in (None, digest):
+            raise errors.RegistryError(f"{registry.place}: {fixed} was released before; take the next version")
         for name in names:
             try:
                 before = registry.digest(name)

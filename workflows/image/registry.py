@@ -81,6 +81,11 @@ class Registry:
     ) -> None:
         self._transport.close()
 
+    @property
+    def plain_http(self) -> bool:
+        """Say whether it is on this machine and speaks no TLS."""
+        return self._transport.origin().startswith("http://")
+
     def check_push(self) -> None:
         """Raise ``RegistryError`` unless this login may push here; leaves nothing behind."""
 
@@ -135,6 +140,17 @@ class Registry:
                 "PUT", f"manifests/{tag}", scope="pull,push", body=manifest.content, headers=headers
             )
         )
+
+    def labels(self, manifest: Manifest) -> dict[str, str]:
+        """Return the labels of an image; of the first platform where there are several."""
+        document = manifest.document
+        if manifest.is_index:
+            return self.labels(self.get(document["manifests"][0]["digest"]))
+        digest = document["config"]["digest"]
+        answer = self._retrying(lambda: self._transport.send("GET", f"blobs/{digest}", scope="pull"))
+        if Manifest("", answer.content).digest != digest:
+            raise errors.IntegrityError(f"{self.place}: sent other bytes for {digest}; do not use this registry")
+        return dict(answer.json().get("config", {}).get("Labels") or {})
 
     def bytes_to_pull(self, manifest: Manifest) -> int:
         """Return what configuration and layers take on the wire, in bytes: of all platforms where there are several."""

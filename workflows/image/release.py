@@ -1,4 +1,4 @@
-"""``release.json``: what was pushed, from which bytes, and how it was checked; and what a release must not be made of."""
+"""``release.json``: what was pushed, from which bytes, how it was checked; and what a release must not be made of."""
 
 from __future__ import annotations
 
@@ -71,6 +71,15 @@ def check(version: str, labels: Mapping[str, str], pins: Mapping[str, Pin], unpi
         faults.append((f"--release {version}: the library says {own}; make them agree", errors.UsageError.exit_code))
     if faults:
         raise errors.SeveralErrors([f"no release: {message}" for message, _ in faults], faults[0][1])
+
+
+def unpinned(labels: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the base image of a finished image if its digest was not known."""
+    return (
+        ()
+        if labels.get(f"{_OCI}.base.digest", "unpinned") != "unpinned"
+        else (labels.get(f"{_OCI}.base.name", "base"),)
+    )
 
 
 def record(

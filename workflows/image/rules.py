@@ -39,6 +39,13 @@ def check(args: argparse.Namespace) -> None:
         ),
         (args.upload and not args.repo, "--upload: where to? Add --repo, e.g. --repo ghcr.io/OWNER/multimesh-jax"),
         (args.latest and not args.repo, "--latest marks an image in a registry; add --repo"),
+        (args.release and not args.upload, "--release releases what is pushed; add --upload"),
+        (args.sign_key and not args.upload, "--sign-key signs what is pushed; add --upload"),
+        (not args.promote and not args.upload, "--no-promote pushes without moving tags; add --upload"),
+        (
+            not args.promote and (args.latest or args.release),
+            "--no-promote moves no tag, --latest and --release do; give them to `python -m workflows promote`",
+        ),
         (args.save_remote and not args.remote, "--save-remote: there is no remote engine; add --remote NAME"),
         (
             args.skip_save and (args.upload or args.latest or args.save_remote),

@@ -86,6 +86,14 @@ class Actions:
         Which job checks the image, one of ``VALIDATIONS``.
     upload, latest
         Push under the public name; also move ``latest``.
+    promote
+        False to push under the staging tag only; ``python -m workflows promote`` moves the public tags later.
+    release
+        A version to release as, e.g. ``v0.3.0``; None for a push that is no release.
+    sign_key
+        The private key that cosign signs with, a file or ``env://NAME``.
+    release_file
+        Where to write what was pushed; None for ``build/image/release.json``.
     remote
         A docker context whose engine builds; ``save_remote`` leaves the image there.
     skip_save
@@ -97,6 +105,10 @@ class Actions:
     validate: str = "small"
     upload: bool = False
     latest: bool = False
+    promote: bool = True
+    release: str | None = None
+    sign_key: str | None = None
+    release_file: Path | None = None
     remote: str | None = None
     save_remote: bool = False
     skip_save: bool = False

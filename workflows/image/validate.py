@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from workflows import errors, proc
 
 _SLURM_JOB = "maxtext/llama3-8b-16gpus"
 
 
-def check_means(job: str, root: Path) -> None:
+def check_means(job: str) -> None:
     """Raise ``UsageError`` for a job that needs what is not here: a GPU for ``medium``, Slurm for ``large``."""
     if job == "medium" and not _gpus():
         raise errors.UsageError(

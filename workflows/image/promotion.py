@@ -1,0 +1,47 @@
+"""The command ``promote``: moves public tags to an image that was pushed before, by its digest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from workflows import errors
+from workflows.image import promote, reference, release
+from workflows.image.registry import Registry
+from workflows.image.retry import Policy
+from workflows.sources import lock
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser("promote", help="give public tags to an image that was pushed with --no-promote")
+    parser.add_argument("image", metavar="REPO@DIGEST", help="as `docker/build.py --no-promote` printed it")
+    parser.add_argument("--tag", required=True, help="the tag that it gets")
+    parser.add_argument("--latest", action="store_true", help="also latest")
+    parser.add_argument("--release", metavar="VERSION", help="also vX.Y.Z and vX.Y, under the conditions of a release")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Move the tags; print what they were."""
+    repository, at, digest = args.image.partition("@")
+    if not at:
+        raise errors.UsageError(f"'{args.image}' names no digest; write REPO@sha256:...")
+    wanted = reference.make(repository, None, args.tag)
+    wanted.at(digest)
+    names = promote.tags(wanted, latest=args.latest, version=args.release)
+    if args.release:
+        with Registry(wanted, Policy()) as registry:
+            labels = registry.labels(registry.get(digest))
+        release.check(args.release, labels, lock.load(ROOT / "sources.lock"), release.unpinned(labels))
+    moved = promote.promote(wanted, digest, names, Policy(), fixed=args.release)
+    if args.json:
+        print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
+    else:
+        print("\n".join(f"{each.tag}: {each.digest} (before: {each.before or 'no such tag'})" for each in moved))
+    return 0
