@@ -63,10 +63,9 @@ def run(args: argparse.Namespace) -> int:
 def make(where: Engine, request: Request) -> Built | None:
     """Return the image that is asked for: built now, or the one that the engine has."""
     if request.actions.commit is not None:
-        started = time.monotonic()
-        image = commit.commit(
-            where, request.actions.commit, build.plan(ROOT, where, request.spec, request.means, None).labels
-        )
+        started, container = time.monotonic(), commit.find(where, request.actions.commit)
+        labels = build.plan(ROOT, where, request.spec, request.means, None).labels
+        image = commit.commit(where, container, labels)
         return build.describe(where, request.spec, image, seconds=time.monotonic() - started, cached=0, steps=0)
     if request.actions.build:
         return build.run(ROOT, where, request.spec, request.means, save=not request.actions.skip_save)

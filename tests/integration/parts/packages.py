@@ -22,14 +22,14 @@ def need(program: str, *packages: str) -> str:
     return found
 
 
-def from_sid(package: str, folder: Path) -> Path:
-    """Unpack a package of Debian's unstable release into ``folder``, leaving the machine's own apt as it is."""
+def from_sid(package: str, folder: Path, suite: str = "sid") -> Path:
+    """Unpack a package of another Debian release into ``folder``, leaving the machine's own apt as it is."""
     state = folder / "apt"
     for each in ("lists/partial", "archives/partial"):
         (state / each).mkdir(parents=True)
     (state / "status").touch()
     (state / "sources.list").write_text(
-        f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror()} sid main\n"
+        f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror()} {suite} main\n"
     )
     config = state / "apt.conf"
     config.write_text(

@@ -20,11 +20,13 @@ class Fault:
     Attributes
     ----------
     request
-        A pattern of method and path, e.g. ``PUT .*/manifests/``.
+        A pattern of method, path and the client's name, e.g. ``PUT .*/manifests/`` or ``GET .*python-requests``.
     status, headers
         Answer this in place of the registry.
     cut_after
-        Or pass this many bytes of the request's body on, then reset the connection.
+        Or pass this many bytes of the request's body on, then reset the connection; 0: reset it at once.
+    hold
+        Or set ``reached`` and wait for ``released``, then go on as if nothing had been.
     """
 
     request: str
@@ -32,6 +34,9 @@ class Fault:
     status: int | None = None
     headers: tuple[str, ...] = ()
     cut_after: int | None = None
+    hold: bool = False
+    reached: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -42,6 +47,7 @@ class FaultyProxy:
     port: int = 0
     faults: list[Fault] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+    _running: set[object] = field(default_factory=set)
 
     @property
     def address(self) -> str:
@@ -60,22 +66,31 @@ class FaultyProxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection: one request."""
+        self._running.add(asyncio.current_task())  # the loop itself holds its tasks weakly
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            if (first := await reader.readexactly(1)) == b"\x16":
-                return writer.transport.abort()  # engines try TLS first, and wait long for an answer to it
-            head = first + await reader.readuntil(b"\r\n\r\n")
-            line = head.split(b"\r\n", 1)[0].decode()
-            self.seen.append(line)
-            fault = self._fault(line)
-            if fault is not None and fault.status is not None:
-                extra = "".join(f"{each}\r\n" for each in fault.headers)
-                writer.write(
-                    f"HTTP/1.1 {fault.status} Fault\r\nConnection: close\r\nContent-Length: 0\r\n{extra}\r\n".encode()
-                )
-                await writer.drain()
+            first = await reader.readexactly(1)
+            if first == b"\x16":  # engines try TLS first, and wait long for an answer to it
+                writer.transport.abort()
             else:
-                await self._pass_on(head, reader, writer, fault.cut_after if fault else None)
+                await self._answer(first + await reader.readuntil(b"\r\n\r\n"), reader, writer)
         writer.close()
+
+    async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        agent = re.search(rb"\r\n(?i:user-agent): ([^\r]*)", head)
+        line = b" ".join((head.split(b"\r\n", 1)[0], agent[1] if agent else b"")).decode()
+        self.seen.append(line)
+        fault = self._fault(line) or Fault(line)
+        if fault.hold:
+            fault.reached.set()
+            await asyncio.to_thread(fault.released.wait, 60)
+        if fault.status is not None:
+            lines = (f"HTTP/1.1 {fault.status} Fault", "Connection: close", "Content-Length: 0", *fault.headers, "", "")
+            writer.write("\r\n".join(lines).encode())
+            await writer.drain()
+        elif fault.cut_after == 0:
+            writer.transport.abort()
+        else:
+            await self._pass_on(head, reader, writer, fault.cut_after)
 
     async def _pass_on(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut_after: int | None

@@ -1,0 +1,115 @@
+"""Tiny images in the real engine, and a real registry behind a proxy that can be told to fail."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.parts import packages, proxy
+from workflows.image import engine as engines
+from workflows.image import reference
+from workflows.image.reference import Reference
+from workflows.image.registry import Registry
+from workflows.image.retry import Policy
+
+ROOT = Path(__file__).resolve().parents[3]
+FAST = Policy(first_s=0.01)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A busybox with a file of its own, and stubs of what the check of a runtime image looks for."""
+
+    id: str
+    words: str
+
+
+def _archive(files: dict[str, tuple[bytes, int]], links: dict[str, str]) -> bytes:
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as archive:
+        for name, (content, mode) in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(content), mode
+            archive.addfile(info, io.BytesIO(content))
+        for name, target in links.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, target
+            archive.addfile(info)
+    return raw.getvalue()
+
+
+@pytest.fixture(scope="session")
+def engine(docker_engine: None) -> engines.Engine:
+    """The engine as the tooling sees it."""
+    return engines.detect()
+
+
+@pytest.fixture
+def make_tiny(docker_engine: None) -> Iterator[Callable[..., Tiny]]:
+    """Import tiny images: one layer of three megabytes, no two alike. ``verdict`` is what their check job does."""
+    busybox = Path(packages.need("busybox", "busybox-static")).read_bytes()
+    made: list[str] = []
+
+    def make(
+        words: str = "hello", verdict: str = "echo ok: stub", user: str = "1000", env: Mapping[str, str] | None = None
+    ) -> Tiny:
+        files = {
+            "bin/busybox": (busybox, 0o755),
+            "words": (words.encode(), 0o644),
+            "noise": (os.urandom(1 << 20), 0o644),
+            "opt/entrypoint.sh": (b'#!/bin/sh\nexec "$@"\n', 0o755),
+            "opt/maxtext/validate-cpu.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
+        }
+        stubs = ["opt/maxtext/run.py", "opt/inventory/sbom.cdx.json", "opt/inventory/licences.txt", "opt/LICENSE"]
+        files |= dict.fromkeys((*stubs, "opt/sources.lock", "opt/images.lock"), (b"stub\n", 420))
+        applets = ("sh", "cat", "find", "head")
+        changes = ["CMD cat /words", f"USER {user}"]
+        changes += [f"ENV {name}='{value}'" for name, value in (env or {}).items()]
+        argv = ["docker", "import", *(word for each in changes for word in ("--change", each)), "-"]
+        content = _archive(files, {f"bin/{name}": "busybox" for name in applets})
+        done = subprocess.run(argv, input=content, capture_output=True, check=True)
+        made.append(done.stdout.decode().strip())
+        return Tiny(made[-1], words)
+
+    yield make
+    for each in made:
+        subprocess.run(["docker", "rmi", "--force", each], capture_output=True)
+
+
+@pytest.fixture
+def faulty(registry: str) -> Iterator[proxy.FaultyProxy]:
+    """A proxy in front of the registry; does nothing wrong until it is told to."""
+    with proxy.running(registry) as running:
+        yield running
+
+
+@pytest.fixture
+def target(faulty: proxy.FaultyProxy, request: pytest.FixtureRequest) -> Reference:
+    """A repository of this test alone, behind the proxy."""
+    name = "".join(each if each.isalnum() else "-" for each in request.node.name.lower()).strip("-")
+    while "--" in name:
+        name = name.replace("--", "-")
+    return reference.make(f"{faulty.address}/team", name, "v1")
+
+
+def digest_of(target: Reference, tag: str) -> str | None:
+    """What a tag has in the registry now."""
+    with Registry(target, FAST) as registry:
+        return registry.digest(tag)
+
+
+def workflows(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line; whatever happens, no user may see a traceback."""
+    argv = [sys.executable, "-m", "workflows", *args]
+    full = os.environ | {"PYTHONPATH": str(ROOT)} | (env or {})
+    done = subprocess.run(argv, env=full, capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr + done.stdout, done.stderr
+    return done

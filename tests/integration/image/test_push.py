@@ -1,0 +1,230 @@
+"""From the engine to public tags: a real engine, a real registry, and what goes wrong between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.integration.parts import packages
+from tests.integration.parts.proxy import Fault, FaultyProxy
+from workflows import console, errors
+from workflows.image import promote, push
+from workflows.image.engine import Engine
+from workflows.image.push import Pushed
+from workflows.image.reference import Reference
+from workflows.image.registry import Registry
+
+from .conftest import FAST, ROOT, Tiny, digest_of, workflows
+
+MANIFEST, UPLOAD = "PUT .*/manifests/", "(POST|PATCH|PUT) .*/blobs/uploads/"
+
+
+@pytest.fixture
+def send(engine: Engine) -> Callable[[Tiny, Reference], Pushed]:
+    """Push an image under the staging tag of a reference."""
+
+    def send(image: Tiny, target: Reference) -> Pushed:
+        engine.run("tag", image.id, str(target.staging))
+        return push.push(engine, image.id, target.staging, FAST, console.Reporter(quiet=True))
+
+    return send
+
+
+@pytest.mark.promise(
+    "Pushed images are pulled by digest and run; skopeo sees the same digest.",
+    stand_in="a registry on this machine",
+)
+def test_push_promote_pull_run(make_tiny, send, target: Reference) -> None:
+    image = make_tiny("first words")
+
+    pushed = send(image, target)
+    assert digest_of(target, "v1") is None  # a pushed image has no public tag yet
+    moved = promote.promote(target, pushed.digest, promote.tags(target, latest=True, version="v1.2.3"), FAST)
+
+    assert [(each.tag, each.before) for each in moved] == [(t, None) for t in ("v1", "v1.2.3", "v1.2", "latest")]
+    name = target.at(pushed.digest)
+    subprocess.run(["docker", "rmi", "--force", image.id, name], capture_output=True)
+    ran = subprocess.run(["docker", "run", "--rm", name], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "first words"), ran.stderr
+    skopeo = packages.need("skopeo", "skopeo")
+    for tag in ("v1", "latest"):
+        argv = [skopeo, "inspect", "--tls-verify=false", f"docker://{target.tagged(tag)}"]
+        assert json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)["Digest"] == pushed.digest
+
+
+@pytest.mark.promise(
+    "A push survives network faults, 429 and 5xx, and sends no finished layer again.",
+    stand_in="a registry on this machine",
+)
+@pytest.mark.parametrize(
+    ("faults", "attempts", "told"),
+    [
+        ([Fault(MANIFEST, 2, status=503)], 3, "503"),
+        ([Fault(MANIFEST, status=500), Fault(MANIFEST, status=502)], 3, "502"),
+        ([Fault(MANIFEST, cut_after=0)], 2, "attempt 2 of 6"),
+        ([Fault(MANIFEST, status=429)], 2, "429"),
+    ],
+    ids=["503", "500-502", "cut-manifest", "429"],
+)
+def test_passing_faults(make_tiny, send, target, faulty: FaultyProxy, capsys, faults, attempts, told) -> None:
+    faulty.faults = faults
+    pushed = send(make_tiny(), target)
+    assert pushed.attempts == attempts
+    assert faulty.count(UPLOAD.replace("(POST|PATCH|PUT)", "PATCH")) == 2  # one layer and one configuration
+    assert told in capsys.readouterr().err
+    assert digest_of(target, target.staging.tag) == pushed.digest
+
+
+def test_registry_says_how_long_to_wait(make_tiny, send, target, faulty: FaultyProxy, capsys) -> None:
+    wait = ("Retry-After: 1",)
+    faulty.faults = [Fault(MANIFEST, status=429, headers=wait), Fault("GET /v2/ .*python", status=429, headers=wait)]
+    send(make_tiny(), target)
+    assert "attempt 2 of 6 in 1.0 s" in capsys.readouterr().err
+
+
+@pytest.mark.promise(
+    "A connection that is reset in the middle of a layer costs time and nothing else.",
+    stand_in="a registry on this machine",
+)
+def test_reset_within_a_layer(make_tiny, send, target, faulty: FaultyProxy) -> None:
+    faulty.faults = [Fault("PATCH ", cut_after=100_000)]
+    pushed = send(make_tiny(), target)
+    assert faulty.count("PATCH ") == 3
+    assert pushed.attempts == 1  # the engine itself tries a layer again
+
+
+@pytest.mark.promise(
+    "A push that a registry refuses (401, 403, 404) stops at once.",
+    stand_in="a registry on this machine",
+)
+@pytest.mark.parametrize("status", [401, 403, 404])
+@pytest.mark.parametrize("request_", [MANIFEST, "POST "])
+def test_refusals_are_final(make_tiny, send, target, faulty: FaultyProxy, status: int, request_: str) -> None:
+    faulty.faults = [Fault(request_, 100, status=status)]
+    with pytest.raises(errors.RegistryError, match=r"refused \("):
+        send(make_tiny(), target)
+    # Docker's engine asks a second time after a 401, with a fresh login.
+    assert faulty.count(request_) <= 2
+    assert digest_of(target, target.staging.tag) is None
+
+
+def test_the_last_attempt_says_so(make_tiny, send, target, faulty: FaultyProxy) -> None:
+    faulty.faults = [Fault(MANIFEST, 100, status=503)]
+    with pytest.raises(errors.RegistryError, match="6 times; try again later"):
+        send(make_tiny(), target)
+
+
+@pytest.mark.promise(
+    "The registry ends up with the very image that was checked, or the push fails.",
+    stand_in="a registry on this machine",
+)
+def test_another_image_under_the_staging_tag_is_noticed(make_tiny, engine: Engine, target: Reference) -> None:
+    checked, other = make_tiny("checked"), make_tiny("other")
+    engine.run("tag", other.id, str(target.staging))
+    with pytest.raises(errors.IntegrityError, match="another image than the one that was checked"):
+        push.push(engine, checked.id, target.staging, FAST, console.Reporter(quiet=True))
+
+
+@pytest.mark.promise(
+    "Tags that cannot all be moved: the error says which were, and which are as they were.",
+    stand_in="a registry on this machine",
+)
+def test_promotion_that_stops_half_way(make_tiny, send, target: Reference, faulty: FaultyProxy) -> None:
+    first = send(make_tiny("old"), target)
+    promote.promote(target, first.digest, ("v1", "latest"), FAST)
+    second = send(make_tiny("new"), target)
+    faulty.faults = [Fault("PUT .*/manifests/latest", 9, status=403)]
+
+    with pytest.raises(errors.RegistryError, match="Tags moved: v1; as they were: latest"):
+        promote.promote(target, second.digest, ("v1", "latest"), FAST)
+
+    assert (digest_of(target, "v1"), digest_of(target, "latest")) == (second.digest, first.digest)
+    faulty.faults = []
+    moved = promote.promote(target, second.digest, ("v1", "latest"), FAST)
+    assert [each.before for each in moved] == [second.digest, first.digest]
+
+
+def test_promotion_survives_passing_faults(make_tiny, send, target: Reference, faulty: FaultyProxy) -> None:
+    pushed = send(make_tiny(), target)
+    faulty.faults = [Fault(MANIFEST, status=503), Fault(MANIFEST, status=429), Fault("GET .*/manifests/", cut_after=0)]
+    promote.promote(target, pushed.digest, ("v1",), FAST)
+    assert digest_of(target, "v1") == pushed.digest
+
+
+@pytest.mark.promise(
+    "The tag of a release never moves.",
+    stand_in="a registry on this machine",
+)
+def test_release_tag_never_moves(make_tiny, send, target: Reference) -> None:
+    first, second = send(make_tiny("old"), target), send(make_tiny("new"), target)
+    names = promote.tags(target, latest=False, version="v1.0.0")
+    promote.promote(target, first.digest, names, FAST, fixed="v1.0.0")
+    promote.promote(target, first.digest, names, FAST, fixed="v1.0.0")
+    with pytest.raises(errors.RegistryError, match="released before"):
+        promote.promote(target, second.digest, names, FAST, fixed="v1.0.0")
+    assert {digest_of(target, name) for name in names} == {first.digest}
+
+
+def test_promoting_what_is_not_there(target: Reference) -> None:
+    done = workflows("promote", target.at("sha256:" + "ab" * 32), "--tag", "v1")
+    assert (done.returncode, done.stdout) == (16, "")
+    assert done.stderr.startswith("error: ")
+    assert "push it first" in done.stderr
+
+
+@pytest.mark.promise(
+    "A failed check leaves every public tag where it was.",
+    stand_in="a registry on this machine",
+)
+def test_failed_check_moves_nothing(make_tiny, send, target: Reference, tmp_path) -> None:
+    before = send(make_tiny("good"), target)
+    promote.promote(target, before.digest, ("v1", "latest"), FAST)
+    bad = make_tiny("bad", verdict="echo error: loss is NaN; exit 1")
+    subprocess.run(["docker", "tag", bad.id, str(target)], check=True)
+    options = ("--no-build", "--upload", "--latest", "--repo", target.repository, "--tag", "v1")
+
+    done = workflows("image", *options, "--release-file", str(tmp_path / "release.json"))
+
+    assert done.returncode == 15, done.stderr
+    assert "loss is NaN" in done.stderr
+    assert (digest_of(target, "v1"), digest_of(target, "latest")) == (before.digest, before.digest)
+    assert digest_of(target, target.staging.tag) == before.digest
+    assert not (tmp_path / "release.json").exists()
+
+
+@pytest.mark.promise(
+    "An interrupted push leaves every tag whole, as it was or moved; the same command again goes on.",
+    stand_in="a registry on this machine",
+)
+@pytest.mark.parametrize("step", ["PATCH ", "PUT .*/manifests/staging", "PUT .*/manifests/latest"])
+def test_interrupted_push(make_tiny, target: Reference, faulty: FaultyProxy, tmp_path, step: str) -> None:
+    image = make_tiny("good")
+    subprocess.run(["docker", "tag", image.id, str(target)], check=True)
+    options = ["image", "--no-build", "--upload", "--latest", "--repo", target.repository, "--tag", "v1"]
+    options += ["--release-file", str(tmp_path / "release.json")]
+    hold = Fault(step, hold=True)
+    faulty.faults = [hold]
+    argv, env = [sys.executable, "-m", "workflows", *options], os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert hold.reached.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert digest_of(target, "latest") is None
+    assert not (tmp_path / "release.json").exists()
+    hold.released.set()
+
+    again = workflows(*options)
+
+    assert again.returncode == 0, again.stderr
+    document = json.loads((tmp_path / "release.json").read_text())
+    assert digest_of(target, "v1") == digest_of(target, "latest") == document["image"]["digest"]
+    with Registry(target, FAST) as registry:
+        assert registry.get("v1").document["config"]["digest"] == image.id

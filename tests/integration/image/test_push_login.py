@@ -1,0 +1,127 @@
+"""Logging in to a real registry that asks for it; the password goes nowhere else."""
+
+from __future__ import annotations
+
+import base64
+import crypt
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.parts import packages, processes
+from workflows import console, errors
+from workflows.image import promote, push, reference
+from workflows.image.reference import Reference
+from workflows.image.registry import Registry
+
+from .conftest import FAST, Tiny, workflows
+
+USER, SECRET = "builder", "correct-horse-battery"
+CONFIG = """\
+version: 0.1
+storage: {{filesystem: {{rootdirectory: {root}}}}}
+http: {{addr: "127.0.0.1:{port}"}}
+auth: {{htpasswd: {{realm: here, path: {htpasswd}}}}}
+"""
+HELPER = """\
+#!/bin/sh
+read -r host
+[ "$1" = get ] && echo '{"ServerURL": "'"$host"'", "Username": "%s", "Secret": "%s"}'
+"""
+BUILDX = {"cliPluginsExtraDirs": [str(Path.home() / ".docker" / "cli-plugins")]}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A registry that wants a user and a password."""
+    folder, port = tmp_path_factory.mktemp("guarded"), processes.free_port()
+    (folder / "htpasswd").write_text(f"{USER}:{crypt.crypt(SECRET, crypt.mksalt(crypt.METHOD_BLOWFISH, rounds=16))}\n")
+    config = folder / "registry.yml"
+    config.write_text(CONFIG.format(root=folder / "data", port=port, htpasswd=folder / "htpasswd"))
+    argv = [packages.need("docker-registry", "docker-registry"), "serve", str(config)]
+    with processes.server(argv, folder / "log", healthy=lambda: processes.listens(port)):
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture
+def target(guarded: str) -> Reference:
+    return reference.make(f"{guarded}/team", "login", "v1")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict], None]:
+    """Be somebody whose Docker configuration is this."""
+
+    def write(document: dict) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(document | BUILDX))
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+
+    return write
+
+
+def auth(secret: str) -> dict[str, str]:
+    return {"auth": base64.b64encode(f"{USER}:{secret}".encode()).decode()}
+
+
+@pytest.mark.promise(
+    "A push that may not be is refused before anything is built.",
+    stand_in="a registry on this machine",
+)
+def test_nobody_and_somebody_else_are_refused(docker_engine, target: Reference, config) -> None:
+    options = ("--upload", "--repo", target.repository, "--tag", "v1", "--accelerator", "cpu")
+    for document, said in (
+        ({}, "nobody is logged in (401); run `docker login"),
+        ({"auths": {target.host: auth("a-wrong-password")}}, "the login for it is not accepted (401)"),
+    ):
+        config(document)
+        done = workflows("image", *options)
+        assert (done.returncode, done.stdout) == (16, ""), done.stderr
+        assert said in done.stderr
+        assert "a-wrong-password" not in done.stderr
+
+
+@pytest.mark.promise("Logins come from Docker's configuration or a credential helper, and are never shown.")
+@pytest.mark.parametrize("way", ["file", "helper", "store"])
+def test_push_with_a_login(
+    make_tiny, engine, target: Reference, config, tmp_path, monkeypatch, capfd, way: str
+) -> None:
+    helper = tmp_path / "bin" / "docker-credential-here"
+    helper.parent.mkdir()
+    helper.write_text(HELPER % (USER, SECRET))
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", str(helper.parent), prepend=":")
+    ways = {
+        "file": {"auths": {target.host: auth(SECRET)}},
+        "helper": {"credHelpers": {target.host: "here"}},
+        "store": {"credsStore": "here", "auths": {target.host: {}}},
+    }
+    config(ways[way])
+    image: Tiny = make_tiny(way)
+    engine.run("tag", image.id, str(target.staging))
+
+    with Registry(target, FAST) as registry:
+        registry.check_push()
+    pushed = push.push(engine, image.id, target.staging, FAST, console.Reporter())
+    moved = promote.promote(target, pushed.digest, ("v1",), FAST)
+
+    assert moved[0].digest == pushed.digest
+    said = "".join(capfd.readouterr())
+    assert SECRET not in said
+    assert auth(SECRET)["auth"] not in said
+    assert SECRET not in repr(registry.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"credHelpers": {"HOST": "no-such-helper"}}, "docker-credential-no-such-helper: not found"),
+        ({"credHelpers": {"HOST": "../../bin/sh"}}, "has no valid name"),
+        ({"auths": {"HOST": {"auth": "%%%"}}}, "is not base64"),
+    ],
+)
+def test_broken_configurations_are_named(target: Reference, config, document: dict, said: str) -> None:
+    config(json.loads(json.dumps(document).replace("HOST", target.host or "")))
+    with pytest.raises(errors.RegistryError, match=said):
+        Registry(target, FAST)

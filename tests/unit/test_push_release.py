@@ -1,0 +1,91 @@
+"""What a release must not be made of, and what ``release.json`` says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from workflows import errors
+from workflows.image import credentials, reference, release
+from workflows.image.promote import Moved
+from workflows.image.push import Pushed
+from workflows.image.registry import Manifest
+from workflows.image.release import Published
+from workflows.image.spec import Built, ImageSpec
+from workflows.sources.lock import Pin
+
+OCI = "org.opencontainers.image"
+GOOD = {
+    f"{OCI}.revision": "ab" * 20,
+    f"{OCI}.version": "0.3.0",
+    f"{OCI}.base.digest": "sha256:" + "cd" * 32,
+    "io.github.multimesh-jax.maxtext.revision": "ef" * 20,
+}
+FULL = Pin("1", "a" * 40, "b" * 40, patched_commit="c" * 40, patched_tree="d" * 40)
+DIGEST = "sha256:" + "12" * 32
+
+
+def refused(labels: dict[str, str], pins: dict[str, Pin], *unpinned: str, version: str = "v0.3.0") -> list[str]:
+    with pytest.raises(errors.SeveralErrors) as caught:
+        release.check(version, labels, pins, unpinned)
+    return list(caught.value.messages)
+
+
+@pytest.mark.promise("A release is refused with a pin that is null, a dirty tree, or versions that disagree.")
+def test_what_stands_against_a_release() -> None:
+    release.check("v0.3.0", GOOD, {"maxtext": FULL}, ())
+    (said,) = refused(GOOD, {"maxtext": Pin("1", "a" * 40, None, patched_commit="c", patched_tree="d")})
+    assert "maxtext: sources.lock has no tree" in said
+    (said,) = refused(GOOD, {}, "docker.io/nvidia/cuda:12.8.1")
+    assert "has no digest; run `python -m workflows bump images`" in said
+    (said,) = refused(GOOD | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, {})
+    assert "this repository: has changes that are not committed" in said
+    (said,) = refused(GOOD, {}, version="v0.4.0")
+    assert "the library says 0.3.0; make them agree" in said
+    assert len(refused({}, {"maxtext": Pin("1", None, None)}, "base")) == 5
+
+
+def test_image_tells_whether_its_base_was_pinned() -> None:
+    assert release.unpinned(GOOD) == ()
+    assert release.unpinned({f"{OCI}.base.digest": "unpinned", f"{OCI}.base.name": "debian:12"}) == ("debian:12",)
+    assert release.unpinned({}) == ("base",)
+
+
+def document(tmp_path: Path) -> dict[str, Any]:
+    name = reference.make("r.example/team", "image", "main")
+    spec = ImageSpec(name, "runtime", "cpu", "wheel", "12.8.1", None, "Release", None, None, None)
+    built = Built(spec, DIGEST, 61.27, 3, 4, 10, GOOD)
+    pushed = Pushed(name.staging, Manifest("application/x", b"{}"), 1, 2.0)
+    published = Published(pushed, 12, (Moved("main", None, pushed.digest),), 0.1, None, "none: because")
+    (tmp_path / "sources.lock").write_text("lock")
+    return release.record(tmp_path, published, built, {"job": "small", "seconds": 9.5, "verdict": "ok"}, "v0.3.0")
+
+
+@pytest.mark.promise("release.json holds digests, locks, labels, check and timings, as its schema says.")
+def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
+    said = document(tmp_path)
+    release.write(tmp_path / "build" / "release.json", said)
+    read = json.loads((tmp_path / "build" / "release.json").read_text())
+    assert read == said
+    assert read["image"]["pull"] == f"docker pull r.example/team/image@{read['image']['digest']}"
+    assert read["image"]["tags"] == [{"tag": "main", "before": None, "digest": read["image"]["digest"]}]
+    assert list(read["locks"]) == ["sources.lock"]
+    assert read["seconds"] == {"build": 61.3, "check": 9.5, "push": 2.0, "promote": 0.1}
+
+
+@pytest.mark.parametrize("wrong", [{"format": 2}, {"extra": 1}, {"version": "newest"}, {"locks": {}}, {"created": 5}])
+def test_wrong_record_is_not_written(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        release.write(tmp_path / "release.json", document(tmp_path) | wrong)
+    assert not (tmp_path / "release.json").exists()
+
+
+def test_logins_are_found_as_docker_finds_them() -> None:
+    assert credentials.keys("ghcr.io", "owner/image")[:3] == ["ghcr.io/owner/image", "ghcr.io/owner", "ghcr.io"]
+    assert credentials.keys("docker.io", "library/x")[0] == "https://index.docker.io/v1/"
+    login = credentials.Login("me", "my-password")
+    assert "my-password" not in f"{login} {login!r}"

@@ -1,0 +1,93 @@
+"""What is tried again, how often and after how long; and what a complaint of an engine means."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from workflows import errors
+from workflows.image import promote, push, reference, retry
+from workflows.image.retry import Policy, Transient
+
+
+class Flaky:
+    """Fails some times, then returns its name."""
+
+    def __init__(self, *faults: Exception) -> None:
+        self.faults, self.calls = list(faults), 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        return "done"
+
+
+def test_waits_grow_and_follow_the_server() -> None:
+    waits: list[float] = []
+    action = Flaky(Transient("a"), Transient("b"), Transient("c", after_s=30), Transient("d"))
+    assert retry.call(action, Policy(first_s=1), "x", waits.append) == "done"
+    assert action.calls == 5
+    for wait, longest in ((waits[0], 1), (waits[1], 2), (waits[3], 8)):
+        assert longest * 2 / 3 <= wait <= longest
+    assert waits[2] == 30
+    assert Policy(first_s=1, most_s=60).wait_s(20, None) <= 60
+
+
+def test_the_last_failure_is_an_error() -> None:
+    action = Flaky(*[Transient("answer 503")] * 9)
+    with pytest.raises(errors.RegistryError, match="x: answer 503, 3 times; try again later"):
+        retry.call(action, Policy(attempts=3), "x", lambda wait: None)
+    assert action.calls == 3
+
+
+def test_other_errors_and_long_orders_are_not_waited_for() -> None:
+    for fault, said in ((errors.RegistryError("no"), "no"), (Transient("429", after_s=3600), "3600 s of quiet")):
+        action = Flaky(fault)
+        with pytest.raises(errors.RegistryError, match=said):
+            retry.call(action, Policy(), "x", lambda wait: pytest.fail("waited"))
+        assert action.calls == 1
+
+
+def test_retry_after_in_both_forms() -> None:
+    now = datetime.datetime(2026, 1, 1, 12, 0, 0, tzinfo=datetime.UTC)
+    assert retry.retry_after("7") == 7
+    assert retry.retry_after("Thu, 01 Jan 2026 12:00:30 GMT", now) == 30
+    assert retry.retry_after("Thu, 01 Jan 2026 11:00:00 GMT", now) == 0
+    assert [retry.retry_after(text) for text in (None, "soon", "-3", "")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("said", "again"),
+    [
+        ("received unexpected HTTP status: 503 Service Unavailable", True),
+        ("toomanyrequests: You have reached your pull rate limit", True),
+        ('error parsing HTTP 429 response body: unexpected end of JSON input: ""', True),
+        ('Put "https://r/v2/x/blobs/uploads/1": EOF', True),
+        ("write tcp 10.0.0.1:1->10.0.0.2:443: write: connection reset by peer", True),
+        ('Get "https://r/v2/": net/http: TLS handshake timeout', True),
+        ("dial tcp: lookup r: no such host", True),
+        ("blob upload unknown", True),
+        ("unauthorized: authentication required", False),
+        ("denied: requested access to the resource is denied", False),
+        ('error parsing HTTP 403 response body: unexpected end of JSON input: ""', False),
+        ("name unknown: repository not found", False),
+        ("An image does not exist locally with the tag: x", False),
+        ("something that no list has", False),
+    ],
+)
+def test_complaints_of_engines(said: str, again: bool) -> None:
+    fault = push.fault(f"a line before\n{said}\n", "r/x:t")
+    assert isinstance(fault, Transient if again else errors.RegistryError)
+    assert said in str(fault)
+
+
+def test_tags_of_a_release_end_with_latest() -> None:
+    name = reference.make("r.example/team", "image", "main")
+    assert promote.tags(name, latest=False, version=None) == ("main",)
+    assert promote.tags(name, latest=True, version="v1.20.3") == ("main", "v1.20.3", "v1.20", "latest")
+    assert promote.tags(name.tagged("1.2.3"), latest=False, version="1.2.3") == ("1.2.3", "1.2")
+    for version in ("1.2", "v1.2.3-rc1", "latest", "v1.2.3\n", ""):
+        with pytest.raises(errors.UsageError, match="three numbers"):
+            promote.tags(name, latest=False, version=version)

@@ -1,0 +1,138 @@
+"""The login with a token, against a server of this test that keeps what it was sent."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from workflows import errors
+from workflows.image import reference
+from workflows.image.registry import Manifest, Registry
+from workflows.image.retry import Policy
+
+MANIFEST = Manifest("application/vnd.oci.image.manifest.v1+json", b'{"config": {"size": 5}, "layers": [{"size": 7}]}')
+
+
+class Server(ThreadingHTTPServer):
+    """A registry with a token service. ``realm`` is where it sends clients to for a token."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.seen: list[tuple[str, str, str | None, dict[str, list[str]]]] = []
+        self.realm = f"http://127.0.0.1:{self.server_port}/token"
+        self.content = MANIFEST.content
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query)
+        if self.command == "POST" and path == "/token":
+            query = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        authorization = self.headers.get("Authorization")
+        self.server.seen.append((self.command, path, authorization, query))
+        if path == "/token":
+            self.answer(200, json.dumps({"token": "a-token-of-theirs"}).encode())
+        elif authorization != "Bearer a-token-of-theirs":
+            challenge = f'Bearer realm="{self.server.realm}",service="registry.example",scope="ignored"'
+            self.answer(401, b"{}", ("WWW-Authenticate", challenge))
+        elif self.command == "PUT":
+            self.answer(201, b"")
+        elif "/manifests/" in path:
+            self.answer(200, self.server.content, ("Content-Type", MANIFEST.media_type))
+        else:
+            self.answer(202, b"", ("Location", f"/v2{path.removeprefix('/v2')}1?_state=x"))
+
+    do_POST = do_PUT = do_DELETE = do_GET
+
+    def answer(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (*headers, ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[Server]:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # nothing of this machine's goes through a proxy
+    running = Server()
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+def client(server: Server, tmp_path, **entry: str) -> Registry:
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {server.address: entry} if entry else {}}))
+    return Registry(reference.make(f"{server.address}/team", "image", "v1"), Policy(attempts=1))
+
+
+BASIC = "Basic " + base64.b64encode(b"me:my-password").decode()
+
+
+def test_password_goes_to_the_token_service_only(server: Server, tmp_path) -> None:
+    with client(server, tmp_path, auth=BASIC.removeprefix("Basic ")) as registry:
+        registry.check_push()
+        registry.put("v1", MANIFEST)
+        assert registry.get("v1").digest == MANIFEST.digest
+    carried = {(path.split("/")[1], authorization) for _, path, authorization, _ in server.seen}
+    assert carried == {("v2", None), ("token", BASIC), ("v2", "Bearer a-token-of-theirs")}
+    token = next(query for _, path, _, query in server.seen if path == "/token")
+    assert token == {"service": ["registry.example"], "scope": ["repository:team/image:pull,push"]}
+    assert server.seen[-3][0] == "DELETE" or any(method == "DELETE" for method, *_ in server.seen)
+
+
+def test_identity_token_is_exchanged(server: Server, tmp_path) -> None:
+    with client(server, tmp_path, identitytoken="an-identity") as registry:
+        registry.get("v1")
+    method, _, authorization, form = next(each for each in server.seen if each[1] == "/token")
+    assert (method, authorization) == ("POST", None)
+    assert form["refresh_token"] == ["an-identity"]
+    assert form["grant_type"] == ["refresh_token"]
+
+
+def test_nobody_gets_a_token_without_a_password(server: Server, tmp_path) -> None:
+    with client(server, tmp_path) as registry:
+        registry.get("v1")
+    assert [authorization for _, path, authorization, _ in server.seen if path == "/token"] == [None]
+
+
+@pytest.mark.promise("A login is never sent in the open.")
+def test_login_is_not_sent_in_the_open(server: Server, tmp_path) -> None:
+    server.realm = "http://token.example/token"
+    with (
+        client(server, tmp_path, auth=BASIC.removeprefix("Basic ")) as registry,
+        pytest.raises(errors.RegistryError, match="in the open; it was not sent"),
+    ):
+        registry.get("v1")
+
+
+def test_other_bytes_than_the_digest_says_are_refused(server: Server, tmp_path) -> None:
+    server.content = b'{"config": {}, "layers": []}'
+    with client(server, tmp_path) as registry, pytest.raises(errors.IntegrityError, match="do not use this registry"):
+        registry.get(MANIFEST.digest)
+
+
+def test_sizes_and_digests() -> None:
+    assert MANIFEST.digest == "sha256:" + hashlib.sha256(MANIFEST.content).hexdigest()
+    assert not MANIFEST.is_index
