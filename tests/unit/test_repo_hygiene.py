@@ -38,6 +38,7 @@ PUBLIC_HOSTS = {
     "raw.githubusercontent.com",
     "slsa.dev",
     "in-toto.io",
+    "index.docker.io",
     "spdx.org",
     "storage.googleapis.com",
     "ui.perfetto.dev",
