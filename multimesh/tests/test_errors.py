@@ -46,6 +46,7 @@ BAD_TASKS = {
     "a device twice": {"devices": np.array([jax.devices()[0]] * 2), "device_axes": ("data",)},
     "no devices": {"devices": np.array([], dtype=object), "device_axes": ("data",)},
     "logical axes without axes": {"devices": devices(2), "logical_axes": {"batch": "data"}},
+    "a logical axis twice": {"mesh": MESH, "logical_axes": (("batch", "data"), ("batch", None))},
     "logical axes onto no axis of the mesh": {"mesh": MESH, "logical_axes": {"batch": "nowhere"}},
     "device_axes of a mesh": {"mesh": MESH, "device_axes": ("data", "model")},
     "not a mesh": {"mesh": "cpu"},

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.errors import UsageError
 
-AxisMap = Mapping[str, "str | tuple[str, ...] | None"]
+AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "str | tuple[str, ...] | None"]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,10 @@ def _axis_items(
     if not named:
         raise UsageError(f"task {name!r}: logical_axes= needs mesh= or device_axes=, so that there are axes to map to")
     items = []
-    for logical, axes in logical_axes.items():
+    given = dict(logical_axes)
+    if len(given) < len(logical_axes):
+        raise UsageError(f"task {name!r}: logical_axes= names an axis twice; map it to a tuple of axes instead")
+    for logical, axes in given.items():
         physical = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         unknown = [axis for axis in physical if axis not in mesh.axis_names]
         if unknown:
