@@ -37,7 +37,8 @@ def blocks(path: Path, language: str) -> list[str]:
 
 def commands(path: Path) -> list[list[str]]:
     """Return the argv of every command in the `console` blocks: lines after `$`, split at `&&`."""
-    lines = [line[2:] for block in blocks(path, "console") for line in block.splitlines() if line.startswith("$ ")]
+    joined = [block.replace("\\\n", " ") for block in blocks(path, "console")]
+    lines = [line[2:] for block in joined for line in block.splitlines() if line.startswith("$ ")]
     return [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
 
 

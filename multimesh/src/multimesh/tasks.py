@@ -41,7 +41,8 @@ def task(
     devices, device_axes
         Instead of ``mesh``: an array of devices, whose shape is the submesh's, and a name for each of its dimensions.
     logical_axes
-        Logical axis name to the submesh's axis, axes or None, or pairs of them, for `multimesh.with_sharding_constraint`.
+        Logical axis name to the submesh's axis, axes or None (a mapping or pairs), for
+        `multimesh.with_sharding_constraint`.
 
     Raises
     ------
