@@ -7,9 +7,7 @@ process of its own, with the same model, batch and number of microbatches; the c
 from __future__ import annotations
 
 import json
-import os
 import resource
-import runpy
 import statistics
 import subprocess
 import sys
@@ -19,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-TRAINER = "maxtext.trainers.pre_train.train"
+from trainers import ROOT, TRAINER, environment, run_trainer
+
 BATCH, MICROBATCHES, TP = 16, 4, 2
 WARM_UP = 3  # steps that are not counted
 
@@ -66,12 +64,7 @@ def trainer(out: Path, arguments: Sequence[str]) -> None:
         return steps[-1]
 
     train_utils.jit_train_step = measured
-    sys.argv = [TRAINER, *arguments]
-    try:
-        runpy.run_module(TRAINER, run_name="__main__")
-    except SystemExit as end:  # how MaxText ends, also when all is well
-        if end.code:
-            raise
+    run_trainer(arguments)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     out.write_text(json.dumps({"ahead": steps[0].ahead, "calls": steps[0].calls, "peak": peak}))
 
@@ -89,7 +82,7 @@ def measure(flags: Sequence[str], size: Sequence[str], steps: int) -> dict[str, 
         arguments = command[command.index(TRAINER) + 1 :]
         done = subprocess.run(
             [sys.executable, "-P", __file__, "--trainer", str(out), *arguments],
-            env={**os.environ, **plan["environment"]},
+            env=environment(plan),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

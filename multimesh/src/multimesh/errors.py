@@ -61,6 +61,12 @@ class CheckpointError(MultiMeshError):
     exit_code = 15
 
 
+class DoesNotFitError(MultiMeshError):
+    """A run needs more memory than a device has."""
+
+    exit_code = 16
+
+
 class DisagreementError(MultiMeshError):
     """Two runs that must give the same losses and gradient norms do not."""
 

@@ -112,7 +112,8 @@ def check_flags(options: Options) -> None:
         bool(o.checkpoint) and o.verify,
         "--verify trains twice from step 0 to compare; leave out --checkpoint or --verify",
     )
-    for flag, given in (("--hlo", o.hlo), ("--dump-all-passes", o.dump_all_passes)):
+    dumps = ("hlo", "dump_all_passes", "dump_mpmd_passes", "dump_only")
+    for flag, given in (("--" + name.replace("_", "-"), o.has(name)) for name in dumps):
         _refuse(given and not o.dump, f"{flag} says how to dump; add --dump DIR")
     for file in o.text or ():
         _refuse(not file.is_file(), f"--text {file}: no such file; KEY=VALUE and further flags go before --text")

@@ -7,25 +7,26 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from multimesh.errors import MultiMeshError, TrainerFailedError, UsageError
-from multimesh.maxtext import report
+from multimesh.maxtext import memory, report
 from multimesh.maxtext.checkpoint import Beginning, beginning
 from multimesh.maxtext.checks import Job, check_backend, check_flags, check_job, check_machine
 from multimesh.maxtext.flags import parse
 from multimesh.maxtext.gpus import visible_gpu_memory
 from multimesh.maxtext.locate import find_maxtext, has_package
+from multimesh.maxtext.memory import Need, check_fits, parse_size
 from multimesh.maxtext.model import describe_model
 from multimesh.maxtext.options import Options
 from multimesh.maxtext.process import terminate_as_interrupt
-from multimesh.maxtext.realm import warning
+from multimesh.maxtext.realm import JAX_FRACTION, memory_fraction, warning
 from multimesh.maxtext.text import read_texts, write_corpus
-from multimesh.maxtext.training import Outcome, tail, train
-from multimesh.maxtext.translate import Launch, Paths, launch
+from multimesh.maxtext.training import Outcome, forecast, tail, train
+from multimesh.maxtext.translate import Launch, Paths, forecasting, launch
 from multimesh.maxtext.verify import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
 
 INTERRUPTED = 130
@@ -75,6 +76,15 @@ def _run(options: Options, root: Path | None) -> int:
         return _dry_run(start, as_json=options.json)
     console = Console(soft_wrap=True)
     _prepare(job, paths, texts)
+    limit = _limit(job, gpu_memory)
+    if options.forecast or limit:
+        planned = forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
+        needs = forecast(planned, paths)
+        _show_needs(options, console, needs)
+        if limit:
+            check_fits(needs, limit)
+        if options.forecast:
+            return 0
     with beginning(job, paths.checkpoints) as begin:
         outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
     if options.verify and not outcome.error:
@@ -84,6 +94,25 @@ def _run(options: Options, root: Path | None) -> int:
         start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
         outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))
     return _report(options, console, paths, outcome, pairs)
+
+
+def _limit(job: Job, gpu_memory: int | None) -> int | None:
+    """Memory of a device in bytes: what the user says, or what JAX will take of the smallest GPU."""
+    o = job.options
+    if o.device_memory:
+        return parse_size(o.device_memory)
+    if not o.staged or gpu_memory is None:
+        return None
+    fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem else JAX_FRACTION
+    return int(gpu_memory * 2**20 * fraction)
+
+
+def _show_needs(o: Options, console: Console, needs: Sequence[Need]) -> None:
+    if not o.json:
+        console.print("memory on each device of a stage at the peak of a step (forecast)", highlight=False)
+        console.print(memory.table(needs))
+    elif o.forecast:
+        print(json.dumps({"forecast": [{**asdict(need), "total": need.total} for need in needs]}))
 
 
 def _paths(options: Options, maxtext: Path) -> Paths:

@@ -33,6 +33,7 @@ exit codes:
    13  the loss is not falling
    14  losses or gradient norms differ (--verify)
    15  a checkpoint cannot be read, written or continued from
+   16  more memory is needed than a device has
   130  interrupted"""
 
 

@@ -270,7 +270,10 @@ def _outputs(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile",
         action="store_true",
-        help="record a profile of some steps after the first (xplane, in the output folder)",
+        help=(
+            "record a profile of some steps after the first (xplane, in the output folder); backend multimesh also "
+            "measures every program and draws timelines of the step"
+        ),
     )
 
 
@@ -313,12 +316,12 @@ def _runtime(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--forecast",
         action="store_true",
-        help="print the memory each submesh will need before the run (backend multimesh)",
+        help="print the memory that the devices of each stage will need, from shapes alone; train nothing (multimesh)",
     )
     group.add_argument(
         "--device-memory",
         metavar="SIZE",
-        help="refuse a run that needs more per device, e.g. 80GiB (backend multimesh)",
+        help="forecast, and refuse a run that needs more per device, e.g. 80GiB (multimesh; default: what GPUs have)",
     )
     group.add_argument(
         "--fbmem", type=_count(1), metavar="MIB", help="GPU memory to reserve per device: becomes JAX's memory fraction"
@@ -357,8 +360,13 @@ def _xla(root: argparse.ArgumentParser) -> None:
 
 def _dumps(root: argparse.ArgumentParser) -> None:
     group = root.add_argument_group("dumps")
-    group.add_argument("--dump", type=Path, metavar="DIR", help="write the compiled programs here")
-    group.add_argument("--hlo", action="store_true", help="with --dump: as HLO text")
+    group.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="write the plan of the step here, as text, JSON, SVG and for Perfetto (multimesh); else XLA's programs",
+    )
+    group.add_argument("--hlo", action="store_true", help="with --dump: XLA's programs as HLO text")
     group.add_argument("--dump-all-passes", action="store_true", help="with --dump: after every pass of XLA (large)")
     group.add_argument(
         "--dump-mpmd-passes", action="store_true", help="with --dump: after every pass of MultiMesh (backend multimesh)"

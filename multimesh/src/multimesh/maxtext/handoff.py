@@ -28,6 +28,12 @@ class Handoff:
         File of the custom schedule.
     placement
         File to be written with the devices of every parameter and optimizer moment.
+    forecast
+        File to be written with the memory that each stage will need; nothing is allocated, compiled or trained then.
+    dump, dump_passes, dump_only
+        Folder for the plan of the step; whether every pass of MultiMesh goes there too, and whether that is all to do.
+    profile
+        Folder for measured timelines of the step.
     """
 
     stages: int
@@ -35,6 +41,11 @@ class Handoff:
     schedule: str
     table: str | None
     placement: str
+    forecast: str = ""
+    dump: str = ""
+    dump_passes: bool = False
+    dump_only: bool = False
+    profile: str = ""
 
     def variables(self) -> dict[str, str]:
         """Return what to add to the trainer's environment."""

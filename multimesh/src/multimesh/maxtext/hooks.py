@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import multimesh
 from multimesh.errors import MultiMeshError
+from multimesh.maxtext import inspecting
 from multimesh.maxtext.accumulation import accumulate_microbatches
 from multimesh.maxtext.handoff import Handoff, received
 from multimesh.maxtext.ordering import find_schedule
@@ -77,6 +78,8 @@ def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any)
     del in_shardings
 
     def create() -> Any:
+        if _handoff().forecast:
+            return inspecting.unallocated(fn, out_shardings)
         state = _current().create(fn, out_shardings)
         write_placement(Path(_handoff().placement), created=state)
         return state
@@ -125,19 +128,23 @@ class Step:
     def __init__(self, fn: Callable[..., Any], donate_argnums: Any) -> None:
         self.__wrapped__ = fn
         self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
+        self._run: Callable[..., Any] = self._jitted
         self._trains = donate_argnums != ()
         self._first = True
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run; the first call compiles."""
-        result = self._jitted(state, batch)
+        if self._first and self._trains:
+            self._run = inspecting.inspected(self._jitted, _handoff(), state, batch)
+        result = self._run(state, batch)
         if self._first and self._trains:
             write_placement(Path(_handoff().placement), stepped=result[0])
         self._first = False
         return result
 
-    def lower(self, *_types: Any) -> Ahead:
-        """Stand in for a compilation that MaxText makes only to print its memory."""
+    def lower(self, state: Any, batch: Any) -> Ahead:
+        """Stand in for a compilation that MaxText makes only to print its memory; where nothing trains, end here."""
+        inspecting.end_before_training(self._jitted, _handoff(), state, batch)
         return Ahead()
 
 

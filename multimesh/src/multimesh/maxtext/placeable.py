@@ -9,8 +9,8 @@ from multimesh.maxtext.model import Model
 from multimesh.maxtext.options import Options
 
 _LATER = (
-    *("load_balance_decoder_norm", "forecast", "device_memory", "dump_mpmd_passes"),
-    *("dump_only", "autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks"),
+    "load_balance_decoder_norm",
+    *("autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks"),
     *("host_offload_min_reuse_distance",),
 )
 """Flags that the backend does not honour yet."""

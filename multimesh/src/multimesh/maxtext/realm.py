@@ -18,6 +18,10 @@ GPU_ONLY = (
 )
 
 
+JAX_FRACTION = 0.75
+"""Of a GPU's memory that JAX takes unless told otherwise."""
+
+
 def memory_fraction(fbmem: int, device_memory: int) -> float:
     """Return JAX's memory fraction for ``--fbmem``; both in MiB. JAX takes at most the whole device."""
     return round(min(1.0, fbmem / device_memory), 4)

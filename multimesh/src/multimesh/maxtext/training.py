@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from multimesh.errors import MultiMeshError, StoppedEarlyError, TrainerFailedError
-from multimesh.maxtext import report
+from multimesh.maxtext import memory, report
 from multimesh.maxtext.checkpoint import Beginning, explained
 from multimesh.maxtext.checks import Job
+from multimesh.maxtext.memory import Need
 from multimesh.maxtext.metrics import Evaluation, Follower, Step, keep_before
 from multimesh.maxtext.process import trainer
 from multimesh.maxtext.translate import Launch, Paths
@@ -51,6 +52,22 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
     except MultiMeshError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)
+
+
+def forecast(start: Launch, paths: Paths) -> list[Need]:
+    """Run the process that forecasts; return the need of each stage.
+
+    Raises
+    ------
+    TrainerFailedError
+        Where it fails.
+    """
+    paths.forecast.unlink(missing_ok=True)
+    with trainer(start, paths) as process:
+        process.wait()
+    if process.returncode or not paths.forecast.exists():
+        raise TrainerFailedError(f"the forecast failed with exit code {process.returncode}; see {paths.log}")
+    return memory.read(paths.forecast)
 
 
 def tail(log: Path) -> str:

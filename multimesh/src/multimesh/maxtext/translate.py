@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import yaml
 from multimesh.errors import UsageError
 from multimesh.maxtext.checks import Job
 from multimesh.maxtext.handoff import Handoff
+from multimesh.maxtext.options import Options
 from multimesh.maxtext.ordering import schedule_name
 from multimesh.maxtext.realm import memory_fraction
 from multimesh.maxtext.text import index_path
@@ -69,6 +70,16 @@ class Paths:
         return self.output / "placement.json"
 
     @property
+    def forecast(self) -> Path:
+        """The memory that each stage will need, as the hooks of ``--backend multimesh`` write it."""
+        return self.output / "forecast.json"
+
+    @property
+    def timelines(self) -> Path:
+        """Timelines of ``--profile``, as the hooks of ``--backend multimesh`` write them."""
+        return self.output / "timelines"
+
+    @property
     def checkpoints(self) -> Path:
         """Where MaxText keeps its checkpoints; a link to ``--checkpoint``."""
         return self.output / RUN_NAME / "checkpoints"
@@ -86,6 +97,31 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     configuration: Mapping[str, Any]
+
+
+def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
+    """Return the process that forecasts the memory of a job; it allocates nothing and reads no checkpoint."""
+    changes = {"checkpoint": None, "profile": False, "dump": None, "dump_only": False}
+    job = replace(job, options=Options(**{**vars(job.options), **changes}))
+    start = launch(job, paths, inherited=inherited, gpu_memory=gpu_memory)
+    asked = replace(handoff(job, paths), forecast=str(paths.forecast))
+    return replace(start, environment={**start.environment, **asked.variables()})
+
+
+def handoff(job: Job, paths: Paths) -> Handoff:
+    """Return what the hooks of ``--backend multimesh`` are told."""
+    o = job.options
+    return Handoff(
+        stages=o.pp,
+        interleave=o.interleave,
+        schedule=schedule_name(o),
+        table=str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None,
+        placement=str(paths.placement),
+        dump=str(o.dump.resolve()) if o.dump else "",
+        dump_passes=o.dump_mpmd_passes,
+        dump_only=o.dump_only,
+        profile=str(paths.timelines) if o.profile else "",
+    )
 
 
 def launch(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
@@ -217,8 +253,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         **_LOG_LEVELS[o.debug],
     }
     if o.staged:
-        table = str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None
-        variables |= Handoff(o.pp, o.interleave, schedule_name(o), table, str(paths.placement)).variables()
+        variables |= handoff(job, paths).variables()
     if any(flags):
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
     if o.platform == "cpu":

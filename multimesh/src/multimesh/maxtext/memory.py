@@ -1,0 +1,114 @@
+"""How much memory a pipeline will need on the devices of each stage, as data and as a table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from multimesh.errors import DoesNotFitError, UsageError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on each device of one stage.
+
+    Attributes
+    ----------
+    parameters, optimizer
+        Held all the time.
+    batch
+        Rows of the step and what else is given to it, copies of parameters for other stages among it.
+    gradients, activations, workspace
+        At the moment of the step when most is alive: sums of gradients; what the schedule keeps between programs;
+        what the running program itself needs.
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    activations: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of the step."""
+        return sum(asdict(self).values())
+
+
+def write(needs: Sequence[Need], file: Path) -> None:
+    """Write what `read` reads."""
+    file.write_text(json.dumps([asdict(need) for need in needs]))
+
+
+def read(file: Path) -> list[Need]:
+    """Return the need of each stage."""
+    return [Need(**need) for need in json.loads(file.read_text())]
+
+
+def parse_size(text: str) -> int:
+    """Return bytes: ``80GiB``, ``24 GB``, ``1e9`` is none.
+
+    Raises
+    ------
+    UsageError
+        For anything else.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise UsageError(f"--device-memory: {text!r} is no size; write e.g. 80GiB or 24GB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def show_size(size: float) -> str:
+    """Return a size with three digits: ``1.25 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def table(needs: Sequence[Need]) -> Table:
+    """Return the needs of all stages, and which is the largest."""
+    result = Table(box=None, pad_edge=False)
+    names = ("parameters", "optimizer", "batch", "gradients", "activations", "workspace", "total")
+    for name in ("stage", "params", "optimizer", "batch", "gradients", "live", "workspace", "total"):
+        result.add_column(name, justify="right")
+    for stage, need in enumerate(needs):
+        result.add_row(str(stage), *(show_size(getattr(need, name)) for name in names))
+    return result
+
+
+def check_fits(needs: Sequence[Need], limit: int) -> None:
+    """Raise where a stage needs more than a device has.
+
+    Raises
+    ------
+    DoesNotFitError
+        With the numbers of the stage that needs most, and what makes it smaller.
+    """
+    stage = max(range(len(needs)), key=lambda i: needs[i].total)
+    need = needs[stage]
+    if need.total <= limit:
+        return
+    parts = sorted(((size, name) for name, size in asdict(need).items()), reverse=True)
+    most = ", ".join(f"{name} {show_size(size)}" for size, name in parts[:3])
+    remedy = {
+        "parameters": "more --pp, --tp or --fsdp",
+        "optimizer": "more --pp, --tp or --fsdp",
+        "gradients": "more --pp, --tp or --fsdp",
+        "activations": "--remat full, a smaller --microbatch-size or --schedule 1f1b",
+    }.get(parts[0][1], "a smaller --microbatch-size or more --tp")
+    raise DoesNotFitError(
+        f"stage {stage} needs {show_size(need.total)} on each device ({most}), but a device has {show_size(limit)}; "
+        f"use {remedy}"
+    )
