@@ -12,6 +12,7 @@ import pytest
 from multimesh.errors import (
     CheckpointError,
     DisagreementError,
+    DoesNotFitError,
     LossNotFallingError,
     LossNotFiniteError,
     MissingPartError,
@@ -159,6 +160,8 @@ def test_every_flag_is_declared_with_help():
         ("--backend cpu --gpus 2", r"--backend cpu trains on CPU devices; remove --gpus 2"),
         ("--hlo", r"--hlo says how to dump; add --dump DIR"),
         ("--dump-all-passes", r"--dump-all-passes says how to dump; add --dump DIR"),
+        ("--pp 2 --dump-mpmd-passes", r"--dump-mpmd-passes says how to dump; add --dump DIR"),
+        ("--pp 2 --dump-only", r"--dump-only says how to dump; add --dump DIR"),
         ("--dataset-name c4", r"--dataset-name is for TensorFlow datasets; add --use-tfds-dataset, or remove it"),
         ("--use-tfds-dataset", r"add --dataset-path and --dataset-name"),
         ("--text nowhere.txt", r"--text nowhere.txt: no such file"),
@@ -215,8 +218,6 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--forecast", r"--backend multimesh has no --forecast yet; leave it out"),
-        ("--dump x --dump-mpmd-passes", r"--backend multimesh has no --dump-mpmd-passes yet"),
         ("--fuse-tasks", r"--backend multimesh has no --fuse-tasks yet"),
         (
             "pure_nnx=false",
@@ -375,6 +376,7 @@ def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
         (LossNotFallingError, 13),
         (DisagreementError, 14),
         (CheckpointError, 15),
+        (DoesNotFitError, 16),
     ],
 )
 def test_exit_codes_are_stable_and_in_the_help(error: type[MultiMeshError], code: int):

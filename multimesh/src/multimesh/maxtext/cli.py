@@ -25,7 +25,7 @@ from multimesh.maxtext.options import Options
 from multimesh.maxtext.process import terminate_as_interrupt
 from multimesh.maxtext.realm import JAX_FRACTION, memory_fraction, warning
 from multimesh.maxtext.text import read_texts, write_corpus
-from multimesh.maxtext.training import Outcome, forecast, tail, train
+from multimesh.maxtext.training import Outcome, forecast, inspect, tail, train
 from multimesh.maxtext.translate import Launch, Paths, forecasting, launch
 from multimesh.maxtext.verify import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
 
@@ -85,6 +85,9 @@ def _run(options: Options, root: Path | None) -> int:
             check_fits(needs, limit)
         if options.forecast:
             return 0
+    if options.dump_only:
+        inspect(start, paths)
+        return _say_dumped(options)
     with beginning(job, paths.checkpoints) as begin:
         outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
     if options.verify and not outcome.error:
@@ -105,6 +108,11 @@ def _limit(job: Job, gpu_memory: int | None) -> int | None:
         return None
     fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem else JAX_FRACTION
     return int(gpu_memory * 2**20 * fraction)
+
+
+def _say_dumped(o: Options) -> int:
+    print(json.dumps({"dump": str(o.dump)}) if o.json else f"compiled; the plan is in {o.dump}")
+    return 0
 
 
 def _show_needs(o: Options, console: Console, needs: Sequence[Need]) -> None:

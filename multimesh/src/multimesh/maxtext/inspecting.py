@@ -36,8 +36,8 @@ def end_before_training(jitted: Jitted, handoff: Handoff, state: Any, batch: Any
         sys.exit()
     if handoff.dump_only:
         lowered = jitted.lower(state, batch)
-        _dump(lowered, handoff)
         lowered.compile()
+        _dump(lowered, handoff)
         sys.exit()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,19 +56,25 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
 
 
 def forecast(start: Launch, paths: Paths) -> list[Need]:
-    """Run the process that forecasts; return the need of each stage.
+    """Run the process that forecasts; return the need of each stage."""
+    paths.forecast.unlink(missing_ok=True)
+    inspect(start, paths)
+    return memory.read(paths.forecast)
+
+
+def inspect(start: Launch, paths: Paths) -> None:
+    """Run a process that ends before it trains.
 
     Raises
     ------
     TrainerFailedError
         Where it fails.
     """
-    paths.forecast.unlink(missing_ok=True)
     with trainer(start, paths) as process:
         process.wait()
-    if process.returncode or not paths.forecast.exists():
-        raise TrainerFailedError(f"the forecast failed with exit code {process.returncode}; see {paths.log}")
-    return memory.read(paths.forecast)
+    if process.returncode:
+        print(tail(paths.log), file=sys.stderr)
+        raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
 
 
 def tail(log: Path) -> str:

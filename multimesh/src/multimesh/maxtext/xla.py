@@ -44,7 +44,8 @@ def xla_flags(options: Options, *, devices: int) -> list[str]:
             flags += [f"{flag}={value}"] if value is not None else []
     # The programs of a pipeline are many: only where they are asked for, beside the plan.
     if options.dump and (options.hlo or options.dump_all_passes or not options.staged):
-        flags.append(f'--xla_dump_to="{options.dump.resolve()}"')
+        folder = options.dump.resolve() / "xla" if options.staged else options.dump.resolve()
+        flags.append(f'--xla_dump_to="{folder}"')
         flags += ["--xla_dump_hlo_as_text=true"] if options.hlo else []
         flags += ["--xla_dump_hlo_pass_re=.*"] if options.dump_all_passes else []
     return flags
