@@ -295,6 +295,19 @@ def test_ignoring_a_part_of_a_trace():
     assert_same(mm.jit(f)(ones(2)), np.cos(np.sin(ones(2))))
 
 
+@pytest.mark.parametrize("cached", [jax.checkpoint, jax.jit])
+def test_what_jax_traced_while_ignoring_is_not_taken_for_a_task_later(cached):
+    block = cached(mm.task(jnp.sin, "task", mesh=submeshes(1)[0]))
+
+    def f(x):
+        with mm.ignore_transforms():
+            x = block(x)
+        return block(x)
+
+    (kernel,) = mm.jit(f).lower(ones(2)).plan.kernels
+    assert [op.task and op.task.name for op in kernel.ops if op.prim.name == "sin"] == [None, "task"]
+
+
 def test_ignoring_a_stacked_result_raises():
     f = mm.microbatch(lambda x: x, size=2, stack=True)
     with mm.ignore_transforms(), pytest.raises(mm.UsageError, match=r"stack=.*leave ignore_transforms"):

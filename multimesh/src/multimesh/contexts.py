@@ -12,6 +12,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+import jax
+
 from multimesh.errors import UsageError
 from multimesh.tracing import partitioned_trace
 
@@ -43,6 +45,7 @@ class Options:
 _NAMES = tuple(field.name for field in dataclasses.fields(Options))
 _DEFAULTS = Options()
 _options: contextvars.ContextVar[Options] = contextvars.ContextVar("multimesh_options", default=_DEFAULTS)
+_traces = jax.make_user_context(False)  # keeps traces with marks apart from those without in JAX's own caches
 
 
 def current() -> Options:
@@ -99,9 +102,11 @@ def _opened(changes: dict[str, bool]) -> Iterator[None]:
     late = [name for name in changes if name != "ignore_transforms"]
     if late and partitioned_trace():
         raise UsageError(f"{late[0]}: opened inside a function that multimesh.jit traces; open it around the call")
-    token = _options.set(dataclasses.replace(_options.get(), **changes))
+    options = dataclasses.replace(_options.get(), **changes)
+    token = _options.set(options)
     try:
-        yield
+        with _traces(options.ignore_transforms):
+            yield
     finally:
         _options.reset(token)
 
