@@ -31,6 +31,7 @@ COMMANDS = {
     "promote": "workflows.image.promotion",
     "cache": "workflows.cache.commands",
     "image": "workflows.image.commands",
+    "ci": "workflows.ci.commands",
 }
 INTERRUPTED = 130
 

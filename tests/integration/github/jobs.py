@@ -1,0 +1,178 @@
+"""Runs workflows on this machine: every ``run:`` block as it stands, every action by what it does to the files here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from expressions import evaluate, expand, text_of
+
+TIMEOUT_S = 1500
+
+
+@dataclass
+class Step:
+    """What was run, and what it printed."""
+
+    job: str
+    command: str
+    output: str
+
+
+@dataclass
+class Machine:
+    """A clean clone with the variables of a workflow run; ``vars`` and ``secrets`` are what the repository sets."""
+
+    clone: Path
+    artifacts: Path
+    github: dict[str, Any]
+    environ: dict[str, str]
+    vars: dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    attested: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def workflow(self, name: str, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Run all jobs of ``.github/workflows/NAME``; return its outputs. A step that fails fails the test."""
+        text = (self.clone / ".github" / "workflows" / name).read_text(encoding="utf-8")
+        spec = yaml.load(text, Loader=yaml.BaseLoader)  # plain strings: `on` stays a word
+        declared = spec["on"].get("workflow_call", {}) if isinstance(spec["on"], dict) else {}
+        given = {key: each.get("default", "") for key, each in (declared.get("inputs") or {}).items()} | dict(
+            inputs or {}
+        )
+        needs: dict[str, Any] = {}
+        for job, body in in_order(spec["jobs"]):
+            context = self._context(needs, given, spec.get("env", {}))
+            wanted = body.get("if", "success()").removeprefix("${{").removesuffix("}}")
+            mine = body.get("needs", [])
+            mine = [mine] if isinstance(mine, str) else mine
+            healthy = all(needs[each]["result"] == "success" for each in mine)
+            calls = self._calls(healthy)
+            runs = evaluate(wanted, context, calls) and (healthy or "cancelled()" in wanted or "always()" in wanted)
+            if not runs:
+                self.skipped.append(f"{name}:{job}")
+                needs[job] = {"result": "skipped", "outputs": {}}
+                continue
+            if "uses" in body:
+                asked = expand(body.get("with", {}), context, calls)
+                outputs = self.workflow(Path(body["uses"]).name, asked)
+            else:
+                outputs = {}
+                for cell in cells(body):
+                    outputs = self._job(f"{name}:{job}", body, context | {"matrix": cell})
+            needs[job] = {"result": "success", "outputs": outputs}
+        context = {"jobs": needs}
+        return {key: expand(each["value"], context, {}) for key, each in (declared.get("outputs") or {}).items()}
+
+    def _context(self, needs: Mapping[str, Any], inputs: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+        context = {"github": self.github, "vars": self.vars, "secrets": self.secrets, "needs": needs, "inputs": inputs}
+        context |= {"runner": {"os": "Linux", "temp": str(self.artifacts)}, "env": {}, "steps": {}}
+        return context | {"env": expand(dict(env), context, {})}
+
+    @staticmethod
+    def _calls(healthy: bool) -> dict[str, Any]:
+        return {
+            "success": lambda: healthy,
+            "failure": lambda: not healthy,
+            "always": lambda: True,
+            "cancelled": lambda: False,
+            "hashFiles": lambda *patterns: "0" * 64,
+        }
+
+    def _job(self, label: str, body: Mapping[str, Any], context: dict[str, Any]) -> dict[str, Any]:
+        calls = self._calls(True)
+        env = context["env"] | expand(body.get("env", {}), context, calls)
+        context = context | {"env": env, "steps": {}}
+        exported: dict[str, str] = {}
+        for step in body["steps"]:
+            wanted = step.get("if", "true").removeprefix("${{").removesuffix("}}")
+            if not evaluate(wanted, context, calls):
+                self.skipped.append(f"{label}: {step.get('name', step.get('run', step.get('uses')))}")
+                continue
+            if "uses" in step:
+                self._action(step["uses"].partition("@")[0], expand(step.get("with", {}), context, calls))
+                continue
+            assert "${{" not in step["run"], f"{label}: an expression inside a script; pass it through env"
+            variables = env | expand(step.get("env", {}), context, calls) | exported
+            outputs, more = self._script(label, step, {key: text_of(each) for key, each in variables.items()})
+            exported |= more
+            if "id" in step:
+                context["steps"][step["id"]] = {"outputs": outputs}
+        return expand(body.get("outputs", {}), context, calls)
+
+    def _script(
+        self, label: str, step: Mapping[str, str], env: Mapping[str, str]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        files = {
+            name: self.artifacts / f".{name.lower()}" for name in ("GITHUB_OUTPUT", "GITHUB_ENV", "GITHUB_STEP_SUMMARY")
+        }
+        for path in files.values():
+            path.write_text("")
+        variables = {f"GITHUB_{key.upper()}": str(value) for key, value in self.github.items() if key != "token"}
+        full = self.environ | variables | dict(env) | {name: str(path) for name, path in files.items()}
+        argv = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+        folder = self.clone / step.get("working-directory", ".")
+        done = subprocess.run(
+            argv, cwd=folder, env=full, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
+        self.steps.append(Step(label, step["run"], done.stdout))
+        assert done.returncode == 0, f"{label}: {step['run']}\n{done.stdout[-4000:]}"
+        return pairs(files["GITHUB_OUTPUT"]), pairs(files["GITHUB_ENV"])
+
+    def _action(self, action: str, given: Mapping[str, str]) -> None:
+        if action == "actions/upload-artifact":
+            target = self.artifacts / given["name"]
+            found = [path for line in given["path"].split() for path in sorted(self.clone.glob(line.rstrip("/")))]
+            assert found or given.get("if-no-files-found") == "ignore", f"nothing to upload at {given['path']}"
+            for path in found:
+                shutil.copytree(path, target, dirs_exist_ok=True) if path.is_dir() else copy_into(path, target)
+        elif action == "actions/download-artifact":
+            pattern = given.get("name") or given["pattern"]
+            for path in sorted(self.artifacts.glob(pattern)):
+                shutil.copytree(path, self.clone / given["path"], dirs_exist_ok=True)
+        elif action == "actions/attest":
+            self.attested.append(dict(given))
+        else:  # the clone, this Python and an empty cache stand for them
+            assert action in ("actions/checkout", "actions/setup-python", "actions/cache"), action
+
+
+def copy_into(path: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path, folder)
+
+
+def pairs(path: Path) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in path.read_text().splitlines() if "=" in line)
+
+
+def cells(body: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield the cells of a job's matrix; one empty cell where it has none."""
+    matrix = body.get("strategy", {}).get("matrix", {})
+    for values in itertools.product(*matrix.values()):
+        yield dict(zip(matrix, values, strict=True))
+
+
+def in_order(jobs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield jobs after those that they need."""
+    left, done = dict(jobs), set()
+    while left:
+        for name, body in list(left.items()):
+            needs = body.get("needs", [])
+            if set([needs] if isinstance(needs, str) else needs) <= done:
+                yield name, left.pop(name)
+                done.add(name)
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """Return what the machine's administrator sets, with an empty home."""
+    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_", "UV_", "DOCKER_"))}
+    return kept | {"HOME": str(home), "PATH": os.environ["PATH"], "CI": "true", "GIT_CONFIG_NOSYSTEM": "1"}

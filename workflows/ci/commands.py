@@ -1,0 +1,162 @@
+"""``ci``: the steps of the GitHub workflows, each of which can be run here too."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+from workflows import console, errors
+from workflows.ci import actions, nightly, release, upgrade
+from workflows.ci.github import GitHub, where
+from workflows.sources.commands import workspace
+
+REGISTRY, IMAGE = "ghcr.io", "multimesh-jax"
+_OWNER = re.compile(r"[A-Za-z0-9](-?[A-Za-z0-9])*")
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its parts."""
+    parser = subparsers.add_parser("ci", help="the steps of the GitHub workflows")
+    parts = parser.add_subparsers(dest="part", metavar="STEP", required=True)
+
+    def add(name: str, func: object, help_: str) -> argparse.ArgumentParser:
+        part = parts.add_parser(name, help=help_, description=help_)
+        part.set_defaults(func=func)
+        return part
+
+    add("actions", run_actions, "compare the actions that workflows use with .github/actions.yaml")
+    part = add("image-name", run_image_name, "print the image of a repository owner, as registries want it")
+    part.add_argument(
+        "--owner", default=os.environ.get("GITHUB_REPOSITORY_OWNER", ""), help="default: that of this run"
+    )
+    part.add_argument(
+        "--registry", default=os.environ.get("MULTIMESH_REGISTRY") or REGISTRY, help="default: %(default)s"
+    )
+    part = add("versions", run_versions, "fail unless every file names the version of a tag")
+    part.add_argument("tag")
+    part = add("wheel", run_wheel, "build multimesh's wheel twice, check it, print its sha256")
+    part.add_argument("folder", type=Path, nargs="?", default=Path("dist"))
+    part = add("notes", run_notes, "print release notes from the commits since the tag before")
+    part.add_argument("tag")
+    part = add("publish", run_publish, "make the GitHub release of a tag, with files; it shows once it is whole")
+    part.add_argument("tag")
+    part.add_argument("files", type=Path, nargs="+")
+    part = add("upgrade", run_upgrade, "move every pin to the newest release and validate; write a report")
+    part.add_argument("--report", type=Path, required=True, help="where the text of the pull request goes")
+    _mirror_option(part)
+    part = add("propose", run_propose, "push the moved pins to a branch and open or update its pull request")
+    part.add_argument("--report", type=Path, required=True, help="what `upgrade` wrote")
+    part.add_argument("--base", default=os.environ.get("GITHUB_REF_NAME", "main"), help="default: %(default)s")
+    part = add("nightly", run_nightly, "run our tests against the head of jax or MaxText")
+    part.add_argument("component", choices=("jax", "maxtext"))
+    part.add_argument("--report", type=Path, required=True, help="where the outcome goes")
+    _mirror_option(part)
+    part = add("report", run_report, "open or update the one issue about failing heads, or close it")
+    part.add_argument("outcomes", type=Path, nargs="+", help="what `nightly` wrote")
+
+
+def _mirror_option(part: argparse.ArgumentParser) -> None:
+    mirror = os.environ.get("MULTIMESH_MIRROR") or None
+    part.add_argument("--mirror", metavar="URL", default=mirror, help="ask URL/NAME.git (default: MULTIMESH_MIRROR)")
+
+
+def run_actions(args: argparse.Namespace) -> int:
+    """Exit 4 with one line for each action that is not as pinned."""
+    root = workspace().root
+    pins = actions.load(root / ".github" / "actions.yaml")
+    found = list(actions.uses(root / ".github" / "workflows"))
+    if said := actions.faults(pins, iter(found)):
+        raise errors.SeveralErrors(said, errors.PinError.exit_code)
+    print(f"{len(found)} uses of {len(pins)} actions, each the pinned commit")
+    return 0
+
+
+def run_image_name(args: argparse.Namespace) -> int:
+    """Print ``registry/owner/multimesh-jax`` in lower case."""
+    if not _OWNER.fullmatch(args.owner):
+        raise errors.UsageError(
+            f"owner '{args.owner}': is no GitHub account; give --owner or set GITHUB_REPOSITORY_OWNER"
+        )
+    print(f"{args.registry}/{args.owner}/{IMAGE}".lower())
+    return 0
+
+
+def run_versions(args: argparse.Namespace) -> int:
+    """Print the version of the tag."""
+    print(release.check_versions(workspace().root, args.tag))
+    return 0
+
+
+def run_wheel(args: argparse.Namespace) -> int:
+    """Print sha256 and path, as sha256sum does."""
+    path, digest = release.build_wheel(workspace().root, args.folder.resolve())
+    print(f"{digest}  {path.name}")
+    return 0
+
+
+def run_notes(args: argparse.Namespace) -> int:
+    """Print Markdown."""
+    print(release.notes(workspace().root, args.tag), end="")
+    return 0
+
+
+def run_publish(args: argparse.Namespace) -> int:
+    """Print the address of the release."""
+    if missing := [str(path) for path in args.files if not path.is_file()]:
+        raise errors.UsageError(f"{missing[0]}: is no file; nothing was published")
+    notes = release.notes(workspace().root, args.tag)
+    print(GitHub(where()).publish_release(args.tag, notes, args.files, draft=False))
+    return 0
+
+
+def run_upgrade(args: argparse.Namespace) -> int:
+    """Write the report, or an empty one when every pin is the newest."""
+    here = workspace()
+    with console.Reporter() as reporter:
+        with here.exclusive():
+            moves = upgrade.upgrade(here, args.mirror, reporter)
+        text = ""
+        if moves:
+            reporter.phase("validation", "maxtext/validate-cpu.sh on the new pins")
+            passed, said = upgrade.validate(here.root)
+            reporter.done("validation", "passed" if passed else "failed")
+            text = upgrade.report(moves, passed, said)
+    args.report.parent.mkdir(parents=True, exist_ok=True)
+    args.report.write_text(text, encoding="utf-8")
+    print(text or "every pin is the newest release")
+    return 0
+
+
+def run_propose(args: argparse.Namespace) -> int:
+    """Print the address of the pull request, or that there is nothing to propose."""
+    text = args.report.read_text(encoding="utf-8")
+    if not text or not upgrade.changed(workspace().root):
+        print("nothing to propose")
+        return 0
+    github = GitHub(where())
+    upgrade.push(workspace().root)
+    print(github.upsert_pull(upgrade.BRANCH, args.base, upgrade.TITLE, text))
+    return 0
+
+
+def run_nightly(args: argparse.Namespace) -> int:
+    """Exit 1 when our tests fail against the head."""
+    outcome = nightly.run(workspace(), args.component, args.mirror)
+    nightly.save(args.report, outcome)
+    print(outcome.said)
+    print(f"{outcome.component} {outcome.commit}: {'passed' if outcome.passed else 'failed'} ({outcome.seconds:.0f} s)")
+    return 0 if outcome.passed else 1
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Print the address of the issue that was opened, updated or closed."""
+    outcomes = nightly.load(args.outcomes)
+    github = GitHub(where())
+    if all(each.passed for each in outcomes):
+        closed = github.close_issues("The heads pass our tests again.", nightly.LABEL)
+        print("\n".join(closed) or "all heads pass; no issue is open")
+    else:
+        print(github.upsert_issue(*nightly.issue(outcomes), nightly.LABEL))
+    return 0

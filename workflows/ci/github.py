@@ -1,0 +1,132 @@
+"""The few calls of GitHub's REST interface that the workflows make.
+
+See https://github.com/github/rest-api-description; the address and the token are those that a workflow run is given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util.retry import Retry
+
+from workflows import errors
+
+_TIMEOUT = 60  # seconds, for connecting and for each read
+_REPOSITORY = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class Where:
+    """A repository on a server; the token never shows in a repr, a log or an error."""
+
+    api: str
+    repository: str
+    token: str
+
+    def __repr__(self) -> str:
+        return f"Where({self.api!r}, {self.repository!r})"
+
+
+def where(environ: Mapping[str, str] = os.environ) -> Where:
+    """Return what a workflow run's environment names: ``GITHUB_API_URL``, ``GITHUB_REPOSITORY`` and ``GITHUB_TOKEN``.
+
+    Raises
+    ------
+    UsageError
+        One of them is missing or malformed.
+    """
+    for name in ("GITHUB_REPOSITORY", "GITHUB_TOKEN"):
+        if not environ.get(name):
+            raise errors.UsageError(f"{name} is not set; this command runs in a workflow, or give it by hand")
+    repository = environ["GITHUB_REPOSITORY"]
+    if not _REPOSITORY.fullmatch(repository):
+        raise errors.UsageError(f"GITHUB_REPOSITORY '{repository}': is not of the form owner/name")
+    return Where(
+        environ.get("GITHUB_API_URL", "https://api.github.com").rstrip("/"), repository, environ["GITHUB_TOKEN"]
+    )
+
+
+class GitHub:
+    """Issues, pull requests and releases of one repository."""
+
+    def __init__(self, place: Where) -> None:
+        self._root = f"{place.api}/repos/{place.repository}"
+        self._owner = place.repository.partition("/")[0]
+        self._session = requests.Session()
+        self._session.headers.update(
+            {"Authorization": f"Bearer {place.token}", "Accept": "application/vnd.github+json"}
+        )
+        # A POST that was answered with 5xx may have worked: only what can be repeated is.
+        again = Retry(
+            total=4, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=("GET", "PATCH")
+        )
+        for scheme in ("https://", "http://"):
+            self._session.mount(scheme, HTTPAdapter(max_retries=again))
+
+    def upsert_issue(self, title: str, body: str, label: str) -> str:
+        """Open an issue with this label, or rewrite the open one; return its address."""
+        mine = self._ask("GET", "/issues", params={"labels": label, "state": "open"})
+        mine = [issue for issue in mine if "pull_request" not in issue]
+        if mine:
+            issue = self._ask("PATCH", f"/issues/{mine[0]['number']}", json={"title": title, "body": body})
+        else:
+            issue = self._ask("POST", "/issues", json={"title": title, "body": body, "labels": [label]})
+        return str(issue["html_url"])
+
+    def close_issues(self, comment: str, label: str) -> list[str]:
+        """Close the open issues with this label; return their addresses."""
+        closed = []
+        for issue in self._ask("GET", "/issues", params={"labels": label, "state": "open"}):
+            if "pull_request" not in issue:
+                self._ask("POST", f"/issues/{issue['number']}/comments", json={"body": comment})
+                self._ask("PATCH", f"/issues/{issue['number']}", json={"state": "closed"})
+                closed.append(str(issue["html_url"]))
+        return closed
+
+    def upsert_pull(self, branch: str, base: str, title: str, body: str) -> str:
+        """Open a pull request of a branch, or rewrite the open one; return its address."""
+        mine = self._ask("GET", "/pulls", params={"head": f"{self._owner}:{branch}", "state": "open"})
+        if mine:
+            pull = self._ask("PATCH", f"/pulls/{mine[0]['number']}", json={"title": title, "body": body})
+        else:
+            pull = self._ask("POST", "/pulls", json={"title": title, "body": body, "head": branch, "base": base})
+        return str(pull["html_url"])
+
+    def publish_release(self, tag: str, notes: str, files: list[Path], *, draft: bool) -> str:
+        """Make the release of a tag with these files; return its address. One that exists is an error."""
+        made = self._ask("POST", "/releases", json={"tag_name": tag, "name": tag, "body": notes, "draft": True})
+        upload = str(made["upload_url"]).partition("{")[0]
+        for path in files:
+            kind = {"Content-Type": "application/octet-stream"}
+            self._ask("POST", upload, params={"name": path.name}, data=path.read_bytes(), headers=kind)
+        if not draft:  # a reader never sees a release without its files
+            made = self._ask("PATCH", f"/releases/{made['id']}", json={"draft": False})
+        return str(made["html_url"])
+
+    def _ask(self, method: str, path: str, **arguments: Any) -> Any:
+        url = path if path.startswith("http") else f"{self._root}{path}"
+        try:
+            answer = self._session.request(method, url, timeout=_TIMEOUT, **arguments)
+        except requests.RequestException as error:
+            raise errors.NetworkError(f"{method} {url}: no answer ({type(error).__name__}); run again later") from error
+        if answer.status_code in (401, 403):
+            raise errors.ToolError(
+                f"{method} {url}: refused ({answer.status_code}); the token lacks a permission; the workflow names it"
+            )
+        if not answer.ok:
+            raise errors.ToolError(f"{method} {url}: answered {answer.status_code} ({_reason(answer)})")
+        return answer.json()
+
+
+def _reason(answer: requests.Response) -> str:
+    try:
+        return str(answer.json().get("message", answer.reason))[:200]
+    except (ValueError, AttributeError):
+        return str(answer.reason)
