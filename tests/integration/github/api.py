@@ -1,4 +1,4 @@
-"""A server on this machine that answers the calls of GitHub's REST interface that we make, and keeps what it was told."""
+"""A server that answers the calls of GitHub's REST interface that we make, and keeps what it was told."""
 
 from __future__ import annotations
 

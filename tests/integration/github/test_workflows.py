@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from api import TOKEN
-from conftest import ROOT, Servers, git, upstream
 from jobs import Machine
+from stand_ins import ROOT, Servers, git, upstream
 
 STAND_IN = (
     "runners, GitHub's interface, git servers and a registry on this machine; the tests inside are only collected"
@@ -92,7 +92,7 @@ def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypat
 def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
     if not (servers.folder / "jax.git").exists():
         upstream(servers.folder / "jax.git", {"README.md": "jax\n"}, "jax-v0.10.2")
-    # A release of MaxText that no index has: the pin must stay. A release of jax without a wheel: its source moves alone.
+    # A release of MaxText that no index has: the pin must stay.
     work = servers.folder / "maxtext.git"
     git(work, "tag", "maxtext-v9.9.9", "main")
     machine.workflow("bump.yml")
@@ -102,6 +102,7 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
     assert "nothing to propose" in said(machine, "bump.yml:propose", "ci propose")
     assert servers.api.pulls == []
 
+    # A release of jax that no index has: its source moves alone.
     revision = "a" * 40
     jax = servers.folder / "newer"
     git(servers.folder, "clone", "-q", str(servers.folder / "jax.git"), str(jax))
