@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs in the new container: sources, the environment with multimesh and MaxText editable, and a check of all of it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+./bootstrap.sh --group run --group dev
+if [[ -d third_party/jax && -d third_party/xla ]]; then
+  .devcontainer/native.sh
+else
+  printf 'jax and xla are not here; ./bootstrap.sh --group source, then .devcontainer/native.sh, to work on them\n'
+fi
+.venv/bin/python -m workflows status
+.venv/bin/python -m multimesh demo --steps 2
+printf 'ready: .venv/bin/pytest, maxtext/validate-cpu.sh\n'
