@@ -3,11 +3,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [[ -r /caches/ca.pem ]]; then
+  export SSL_CERT_FILE=/caches/ca.pem PIP_CERT=/caches/ca.pem REQUESTS_CA_BUNDLE=/caches/ca.pem GIT_SSL_CAINFO=/caches/ca.pem
+fi
 ./bootstrap.sh --group run --group dev
 if [[ -d third_party/jax && -d third_party/xla ]]; then
   .devcontainer/native.sh
 else
-  printf 'jax and xla are not here; ./bootstrap.sh --group source, then .devcontainer/native.sh, to work on them\n'
+  printf 'jax and xla are not here: ./bootstrap.sh --group source, then .devcontainer/native.sh, to work on them\n'
 fi
 .venv/bin/python -m workflows status
 .venv/bin/python -m multimesh demo --steps 2

@@ -2,9 +2,19 @@
 # Runs on your machine before the container is made: makes the folder that the container keeps its caches in.
 set -euo pipefail
 
+if [[ $(uname -m) != x86_64 && -z ${DOCKER_DEFAULT_PLATFORM-} ]]; then
+  printf 'error: the container is for x86-64; export DOCKER_DEFAULT_PLATFORM=linux/amd64 to emulate it, then open again\n' >&2
+  exit 2
+fi
 readonly caches="$HOME/.cache/multimesh-jax"
 mkdir -p "$caches"/{bazel,bazelisk,ccache,jax,pip}
 printf 'caches of Bazel, ccache, pip and JAX: %s (%s); remove it to start anew\n' "$caches" "$(du -sh "$caches" | cut -f 1)"
+if [[ -r ${SSL_CERT_FILE-} ]]; then # a network that signs for others: the container must trust it too
+  install -m 600 "$SSL_CERT_FILE" "$caches/ca.pem"
+  printf 'certificates of %s are trusted in the container\n' "$SSL_CERT_FILE"
+else
+  rm -f "$caches/ca.pem"
+fi
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
   printf 'a GPU is here and will be used\n'
 else

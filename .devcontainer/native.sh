@@ -3,10 +3,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if ! command -v bazel >/dev/null; then
-  printf 'error: bazel: not found; open this folder in the devcontainer, which has it\n' >&2
-  exit 11
+if [[ ! -d third_party/jax || ! -d third_party/xla ]]; then
+  printf 'error: third_party/jax, third_party/xla: not here; ./bootstrap.sh --group source brings them\n' >&2
+  exit 2
 fi
-(cd third_party/jax && python3 build/build.py build --wheels=jaxlib --bazel_options=--override_repository=xla="$PWD/../xla")
-cd third_party/xla
-bazel aquery 'mnemonic(CppCompile, //xla/...)' --output=jsonproto | python3 build_tools/lint/generate_compile_commands.py
+readonly xla=$PWD/third_party/xla
+(cd third_party/jax && python3 build/build.py build --wheels=jaxlib --local_xla_path="$xla")
+bazel=$(command -v bazel || find third_party/jax/build -maxdepth 1 -name 'bazel-*' -type f -executable -print -quit)
+cd "$xla"
+"$bazel" aquery 'mnemonic(CppCompile, //xla/...)' --output=jsonproto | python3 build_tools/lint/generate_compile_commands.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from workflows import console, errors
 from workflows.ci import actions, nightly, release, upgrade
 from workflows.ci.github import GitHub, where
+from workflows.image import promote, reference
+from workflows.image.retry import Policy
 from workflows.sources.commands import workspace
 
 REGISTRY, IMAGE = "ghcr.io", "multimesh-jax"
@@ -43,6 +46,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part = add("publish", run_publish, "make the GitHub release of a tag, with files; it shows once it is whole")
     part.add_argument("tag")
     part.add_argument("files", type=Path, nargs="+")
+    part = add("digest", run_digest, "print the digest in a release.json as an output of a workflow step")
+    part.add_argument("file", type=Path)
+    part = add("promote", run_promote, "give public tags to a digest that passed its checks; nothing is built again")
+    part.add_argument("image", metavar="REPOSITORY@DIGEST")
+    part.add_argument("tag")
+    part.add_argument("--latest", action="store_true", help="also the tag latest")
     part = add("upgrade", run_upgrade, "move every pin to the newest release and validate; write a report")
     part.add_argument("--report", type=Path, required=True, help="where the text of the pull request goes")
     _mirror_option(part)
@@ -108,6 +117,26 @@ def run_publish(args: argparse.Namespace) -> int:
         raise errors.UsageError(f"{missing[0]}: is no file; nothing was published")
     notes = release.notes(workspace().root, args.tag)
     print(GitHub(where()).publish_release(args.tag, notes, args.files, draft=False))
+    return 0
+
+
+def run_digest(args: argparse.Namespace) -> int:
+    """Print ``digest=sha256:...``."""
+    try:
+        digest = json.loads(args.file.read_text(encoding="utf-8"))["digest"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise errors.UsageError(f"{args.file}: holds no digest ({error}); was the image pushed?") from error
+    print(f"digest={digest}")
+    return 0
+
+
+def run_promote(args: argparse.Namespace) -> int:
+    """Print each tag that has the digest now."""
+    repository, _, digest = args.image.partition("@")
+    target = reference.make(repository, None, args.tag)
+    target.at(digest)  # refuses what is none
+    for moved in promote.promote(target, digest, promote.tags(target, latest=args.latest, version=None), Policy()):
+        print(f"{target.tagged(moved.tag)} {digest}" + (f" (was {moved.before})" if moved.before else ""))
     return 0
 
 

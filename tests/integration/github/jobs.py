@@ -62,8 +62,10 @@ class Machine:
                 needs[job] = {"result": "skipped", "outputs": {}}
                 continue
             if "uses" in body:
-                asked = expand(body.get("with", {}), context, calls)
-                outputs = self.workflow(Path(body["uses"]).name, asked)
+                outputs = {}
+                for cell in cells(body):
+                    asked = expand(body.get("with", {}), context | {"matrix": cell}, calls)
+                    outputs = self.workflow(Path(body["uses"]).name, asked)
             else:
                 outputs = {}
                 for cell in cells(body):
@@ -157,6 +159,9 @@ def pairs(path: Path) -> dict[str, str]:
 def cells(body: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Yield the cells of a job's matrix; one empty cell where it has none."""
     matrix = body.get("strategy", {}).get("matrix", {})
+    if "include" in matrix:
+        yield from matrix["include"]
+        return
     for values in itertools.product(*matrix.values()):
         yield dict(zip(matrix, values, strict=True))
 
