@@ -18,15 +18,19 @@ DOOR_LINES = 20
 # and /jax/..., which is how JAX names its monitoring events.
 SYSTEM_FOLDERS = {
     *("bin", "dev", "etc", "opt", "proc", "run", "srv", "sys", "tmp", "usr", "var"),
+    "caches",  # of the devcontainer
     "workspace",
     "path",
     "jax",
 }
 # Hosts that a committed file may name: public ones that we fetch from or point to, and names reserved for examples.
 PUBLIC_HOSTS = {
+    "api.github.com",
     "bazel.build",
     "containers.dev",
     "docker.io",
+    "deb.debian.org",
+    "docs.github.com",
     "docs.jax.dev",
     "files.pythonhosted.org",
     "ghcr.io",
