@@ -10,7 +10,7 @@ readonly caches="$HOME/.cache/multimesh-jax"
 mkdir -p "$caches"/{bazel,bazelisk,ccache,jax,pip}
 printf 'caches of Bazel, ccache, pip and JAX: %s (%s); remove it to start anew\n' "$caches" "$(du -sh "$caches" | cut -f 1)"
 if [[ -r ${SSL_CERT_FILE-} ]]; then # a network that signs for others: the container must trust it too
-  install -m 600 "$SSL_CERT_FILE" "$caches/ca.pem"
+  install -m 644 "$SSL_CERT_FILE" "$caches/ca.pem"
   printf 'certificates of %s are trusted in the container\n' "$SSL_CERT_FILE"
 else
   rm -f "$caches/ca.pem"

@@ -68,9 +68,10 @@ def test_build_up_and_run_the_unit_tests(bookworm: str, tmp_path: Path) -> None:
         return done
 
     call("build")
+    subprocess.run([str(clone / ".devcontainer" / "initialize.sh")], env=env, check=True)
     subprocess.run(["chown", "-R", f"{USER}:{USER}", str(clone), str(home)], check=True)  # as a laptop's owner has them
-    up = call("up")
     try:
+        up = call("up")
         assert "caches of Bazel, ccache, pip and JAX" in up.stderr
         assert "largest difference" in up.stderr or "ready: .venv/bin/pytest" in up.stderr
         tests = ["bash", "-c", "git config --global safe.directory '*' && .venv/bin/pytest -q tests/unit"]
@@ -78,5 +79,6 @@ def test_build_up_and_run_the_unit_tests(bookworm: str, tmp_path: Path) -> None:
         again = call("up")  # the second open finds the container
         assert "requirements/run.txt: installing" not in again.stderr
     finally:
-        container = json.loads(up.stdout.strip().splitlines()[-1])["containerId"]
-        subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
+        mine = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
+        for container in subprocess.run(mine, capture_output=True, text=True).stdout.split():
+            subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
