@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import requests
 from api import TOKEN
 from jobs import Machine
 from stand_ins import ROOT, Servers, git, upstream
@@ -122,6 +124,46 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
     assert git(jax, "rev-parse", "HEAD") in lock
     assert "jax==99.0.0" not in git(servers.repository, "show", "bump/pins:requirements/run.in")  # no index has it
     assert TOKEN not in "".join(step.output for step in machine.steps)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.promise(
+    "A tag publishes a checked wheel and checked images, whose public tags move last", stand_in=STAND_IN
+)
+def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
+    git(machine.clone, "tag", "--force", "v0.1.0")
+    machine.github |= {"ref": "refs/tags/v0.1.0", "ref_name": "v0.1.0"}
+    machine.vars |= {"BASE_IMAGE": bookworm, "ACCELERATOR": "cpu", "BUILD_NETWORK": "host", "REGISTRY": registry}
+    machine.workflow("release.yml")
+
+    image = f"{registry}/some-lab/multimesh-jax"  # the owner is Some-Lab
+    digests = {tag: manifest_digest(image, tag) for tag in ("v0.1.0", "latest", "devcontainer-v0.1.0")}
+    assert digests["v0.1.0"] == digests["latest"] != digests["devcontainer-v0.1.0"]
+    attested = [each for each in machine.attested if "subject-digest" in each]
+    assert {(each["subject-name"], each["subject-digest"]) for each in attested} == {
+        (image, digests["v0.1.0"]),
+        (image, digests["devcontainer-v0.1.0"]),
+    }
+    assert "image.yml:gpu" in machine.skipped  # no GPU runner is configured
+
+    [release] = servers.api.releases
+    assert (release["tag_name"], release["draft"]) == ("v0.1.0", False)
+    assert "Give the GitHub workflows commands" in release["body"]
+    [(name, content)] = servers.api.assets.items()
+    assert name == "multimesh_jax-0.1.0-py3-none-any.whl"
+    assert hashlib.sha256(content).hexdigest() in said(machine, "release.yml:wheel", "ci wheel")
+    assert TOKEN not in "".join(step.output for step in machine.steps)
+
+
+def manifest_digest(image: str, tag: str) -> str:
+    """Ask the registry itself."""
+    host, _, path = image.partition("/")
+    accept = {
+        "Accept": "application/vnd.docker.distribution.manifest.v2+json, application/vnd.oci.image.manifest.v1+json"
+    }
+    answer = requests.head(f"http://{host}/v2/{path}/manifests/{tag}", headers=accept, timeout=30)
+    assert answer.ok, f"{image}:{tag}: {answer.status_code}"
+    return str(answer.headers["Docker-Content-Digest"])
 
 
 def test_the_workflows_pass_their_linters(tmp_path: Path) -> None:
