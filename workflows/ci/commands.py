@@ -11,8 +11,7 @@ from pathlib import Path
 from workflows import console, errors
 from workflows.ci import actions, nightly, release, upgrade
 from workflows.ci.github import GitHub, where
-from workflows.image import promote, reference
-from workflows.image.retry import Policy
+from workflows.sources import lock
 from workflows.sources.commands import workspace
 
 REGISTRY, IMAGE = "ghcr.io", "multimesh-jax"
@@ -37,7 +36,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part.add_argument(
         "--registry", default=os.environ.get("MULTIMESH_REGISTRY") or REGISTRY, help="default: %(default)s"
     )
-    part = add("versions", run_versions, "fail unless every file names the version of a tag")
+    part = add(
+        "versions", run_versions, "fail unless every file names the version of a tag, and every source is pinned"
+    )
     part.add_argument("tag")
     part = add("wheel", run_wheel, "build multimesh's wheel twice, check it, print its sha256")
     part.add_argument("folder", type=Path, nargs="?", default=Path("dist"))
@@ -48,10 +49,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part.add_argument("files", type=Path, nargs="+")
     part = add("digest", run_digest, "print the digest in a release.json as an output of a workflow step")
     part.add_argument("file", type=Path)
-    part = add("promote", run_promote, "give public tags to a digest that passed its checks; nothing is built again")
-    part.add_argument("image", metavar="REPOSITORY@DIGEST")
-    part.add_argument("tag")
-    part.add_argument("--latest", action="store_true", help="also the tag latest")
     part = add("upgrade", run_upgrade, "move every pin to the newest release and validate; write a report")
     part.add_argument("--report", type=Path, required=True, help="where the text of the pull request goes")
     _mirror_option(part)
@@ -94,7 +91,10 @@ def run_image_name(args: argparse.Namespace) -> int:
 
 def run_versions(args: argparse.Namespace) -> int:
     """Print the version of the tag."""
-    print(release.check_versions(workspace().root, args.tag))
+    here = workspace()
+    version = release.check_versions(here.root, args.tag)
+    release.check_pins(lock.load(here.lock))
+    print(version)
     return 0
 
 
@@ -123,20 +123,10 @@ def run_publish(args: argparse.Namespace) -> int:
 def run_digest(args: argparse.Namespace) -> int:
     """Print ``digest=sha256:...``."""
     try:
-        digest = json.loads(args.file.read_text(encoding="utf-8"))["digest"]
+        digest = json.loads(args.file.read_text(encoding="utf-8"))["image"]["digest"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise errors.UsageError(f"{args.file}: holds no digest ({error}); was the image pushed?") from error
     print(f"digest={digest}")
-    return 0
-
-
-def run_promote(args: argparse.Namespace) -> int:
-    """Print each tag that has the digest now."""
-    repository, _, digest = args.image.partition("@")
-    target = reference.make(repository, None, args.tag)
-    target.at(digest)  # refuses what is none
-    for moved in promote.promote(target, digest, promote.tags(target, latest=args.latest, version=None), Policy()):
-        print(f"{target.tagged(moved.tag)} {digest}" + (f" (was {moved.before})" if moved.before else ""))
     return 0
 
 

@@ -9,10 +9,12 @@ import sys
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from email.parser import Parser
 from pathlib import Path
 
 from workflows import errors, proc
+from workflows.sources.lock import Pin
 
 _TAG = re.compile(r"v(\d+\.\d+\.\d+)((a|b|rc)\d+)?")
 _DUNDER = re.compile(r"^__version__ = \"([^\"]+)\"$", re.MULTILINE)
@@ -43,6 +45,23 @@ def check_versions(root: Path, tag: str) -> str:
     if wrong:
         raise errors.UsageError(f"tag {tag}: {', '.join(wrong)}; change them, or tag the version that they name")
     return tag[1:]
+
+
+def check_pins(pins: Mapping[str, Pin]) -> None:
+    """Refuse a release of sources that are not pinned to the last byte; images are checked where they are promoted.
+
+    Raises
+    ------
+    SeveralErrors
+        A line for each component that lacks a pin.
+    """
+    said = [
+        f"no release: {name}: sources.lock has no {', '.join(pin.missing)}; `python -m workflows bump` reads it"
+        for name, pin in pins.items()
+        if pin.missing
+    ]
+    if said:
+        raise errors.SeveralErrors(said, errors.PinError.exit_code)
 
 
 def build_wheel(root: Path, folder: Path) -> tuple[Path, str]:

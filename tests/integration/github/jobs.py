@@ -45,9 +45,11 @@ class Machine:
         text = (self.clone / ".github" / "workflows" / name).read_text(encoding="utf-8")
         spec = yaml.load(text, Loader=yaml.BaseLoader)  # plain strings: `on` stays a word
         declared = spec["on"].get("workflow_call", {}) if isinstance(spec["on"], dict) else {}
-        given = {key: each.get("default", "") for key, each in (declared.get("inputs") or {}).items()} | dict(
-            inputs or {}
-        )
+        kinds = declared.get("inputs") or {}
+        given = {key: each.get("default", "") for key, each in kinds.items()} | dict(inputs or {})
+        given = {
+            key: value in (True, "true") if kinds[key]["type"] == "boolean" else value for key, value in given.items()
+        }
         needs: dict[str, Any] = {}
         for job, body in in_order(spec["jobs"]):
             context = self._context(needs, given, spec.get("env", {}))
@@ -63,7 +65,7 @@ class Machine:
                 continue
             if "uses" in body:
                 outputs = {}
-                for cell in cells(body):
+                for cell in expand(list(cells(body)), context, calls):
                     asked = expand(body.get("with", {}), context | {"matrix": cell}, calls)
                     outputs = self.workflow(Path(body["uses"]).name, asked)
             else:
