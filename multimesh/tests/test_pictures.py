@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 import drawings
 import pytest
 from multimesh.bubbles import Shape
+from multimesh.simulate import UNIT_COSTS
 from multimesh.timeline import Span, Timeline
 
 import multimesh as mm
@@ -24,8 +25,8 @@ IDS = [f"{name}-{shape.submeshes}-{shape.microbatches}" for name, shape in SHAPE
 NAME = "{http://www.w3.org/2000/svg}"
 
 
-def line(name, shape, transfer=0.0):
-    return bubbles.forecast(name, shape, transfer=transfer).timeline
+def line(name, shape):
+    return bubbles.forecast(name, shape).timeline
 
 
 def classes(root, tag):
@@ -92,11 +93,13 @@ def test_an_empty_timeline_is_a_picture_too(tmp_path):
     assert str(empty).endswith("makespan 0, bubble 0.0 % in all")
 
 
-@pytest.mark.parametrize("transfer", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("transfer", "costs"), [(0.0, UNIT_COSTS), (0.5, UNIT_COSTS), (0.1257, {"F": 0.3331, "B": 0.7173, "W": 0.1239})]
+)
 @pytest.mark.parametrize(("name", "shape"), SHAPES, ids=IDS)
-def test_a_trace_keeps_the_rules_of_its_format(name, shape, transfer):
+def test_a_trace_keeps_the_rules_of_its_format(name, shape, transfer, costs):
     """The Trace Event Format: required fields, nesting, flows that start and end inside of slices."""
-    timeline = line(name, shape, transfer)
+    timeline = bubbles.forecast(name, shape, costs, transfer).timeline
     found = json.loads(perfetto.trace(timeline))
     events = found["traceEvents"]
     assert all({"ph", "name", "pid", "tid"} <= e.keys() for e in events)
@@ -112,7 +115,7 @@ def test_a_trace_keeps_the_rules_of_its_format(name, shape, transfer):
             slices[e["tid"]].append((e["ts"], e["ts"] + e["dur"], e["name"]))
     for lane in slices.values():
         lane.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(lane))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(lane))
     flows = collections.defaultdict(dict)
     for e in events:
         if e["ph"] in "stf":

@@ -15,7 +15,7 @@ from multimesh.timeline import Span, Timeline, Transfer
 
 _PID = 1
 _FIRST = 2  # thread of the first submesh: in Perfetto 0 is the idle thread, and 1 that of the process
-_TICK = 1e-3  # the format counts in microseconds and its readers in nanoseconds: one of those
+_TICK = 0.125  # microseconds; readers count nanoseconds, and cut off what a sum of other fractions leaves over
 _UNIT = 1000.0  # microseconds that stand for a unit of costs without one
 
 
@@ -52,7 +52,7 @@ def _programs(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
             known = {"task": span.name, "stage": span.stage, "microbatch": span.microbatch}
             args = {key: value for key, value in known.items() if value not in (None, "")}
             yield _event("X", str(span), span.phases or "other", _FIRST + span.row, span.start * scale) | {
-                "dur": _us(span.duration * scale),
+                "dur": _us(span.end * scale) - _us(span.start * scale),
                 "args": args,
             }
 
@@ -73,8 +73,8 @@ def _transfers(timeline: Timeline, tids: dict[tuple[int, int], int], scale: floa
         for made, read in _ends(timeline, transfer):
             number += 1
             flow = {"id": number}
-            last = max(made.start, made.end - _TICK / scale)  # an arrow starts inside of its program
-            yield _event("s", name, "flow", _FIRST + made.row, last * scale) | flow
+            last = max(made.start * scale, _us(made.end * scale) - _TICK)  # an arrow starts inside of its program
+            yield _event("s", name, "flow", _FIRST + made.row, last) | flow
             if lasting:
                 yield _event("t", name, "flow", tid, start) | flow
             yield _event("f", name, "flow", _FIRST + read.row, read.start * scale) | flow | {"bp": "e"}
@@ -100,4 +100,4 @@ def _event(ph: str, name: str, category: str, tid: int, ts: float) -> dict[str, 
 
 
 def _us(microseconds: float) -> float:
-    return round(microseconds, 3)
+    return round(microseconds / _TICK) * _TICK

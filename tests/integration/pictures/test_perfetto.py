@@ -71,7 +71,8 @@ def serving(trace: bytes) -> Iterator[tuple[str, queue.Queue[Any]]]:
 @pytest.mark.promise("Traces open in Perfetto: threads, programs, arrows along transfers, live amounts")
 def test_perfetto_opens_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    options = ["--schedule", "zb-h1", "--stages", "4", "--microbatches", "8", "--transfer", "0.25"]
+    options = ["--schedule", "zb-h1", "--stages", "4", "--microbatches", "8", "--transfer", "0.257"]
+    options += ["--costs", "F=0.3331,B=0.7173,W=0.1239"]
     command = [sys.executable, "-m", "multimesh", "forecast", *options, "--perfetto", str(file)]
     subprocess.run(command, check=True, capture_output=True)
     browser = packages.need("chromium", "chromium", "fonts-dejavu-core")
@@ -92,9 +93,9 @@ def test_perfetto_opens_a_trace(tmp_path: Path) -> None:
     assert [len(programs[f"submesh {r}"]) for r in range(4)] == [24] * 4
     assert [len(programs[lane]) for lane in lanes] == [8] * 6
     first = programs["submesh 0"][0]
-    assert (first["name"], first["ts"], first["dur"]) == ("F0 microbatch 0", 0, 1_000_000)  # a unit is a millisecond
+    assert (first["name"], first["ts"], first["dur"]) == ("F0 microbatch 0", 0, 333_125)  # a unit is a millisecond
     assert len(found["flows"]) == 2 * 48  # from a program to its transfer, and on to the one that reads it
-    assert all(flow["ended"] <= flow["began"] for flow in found["flows"])
+    assert all(flow["ended"] <= flow["began"] for flow in found["flows"])  # nanoseconds
     arrows = {(flow["source"], flow["target"]) for flow in found["flows"]}
     assert {("F0 microbatch 3", "to submesh 1"), ("to submesh 1", "F1 microbatch 3")} <= arrows
     assert [c["name"] for c in found["counters"]] == [f"live on submesh {r} activations" for r in range(4)]
