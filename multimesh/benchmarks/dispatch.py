@@ -22,28 +22,24 @@ LIMIT_US = 25.0
 def straight_line(compiled: Any, args: Sequence[Any]) -> Callable[..., list[Any]]:
     """The same program calls and transfers, written out as a function without slots, loops or decisions."""
     names: dict[str, Any] = {"put": jax.device_put}
-    layouts = compiled.runner.compiled.layouts
+    runner = compiled.runner
+    layouts = runner.compiled.layouts
     given = {slot: f"args[{arg}]" for arg, slot in compiled.plan.inputs}
     moved = [slot for arg, slot in compiled.plan.inputs if args[arg].sharding != layouts[slot]]
-    constants = {slot: array for slot, array in enumerate(compiled.runner._blank) if array is not None}
     lines = ["def bare(args):"]
     lines += [f"    v{slot} = {source}" for slot, source in given.items()]
     if moved:
         names["elsewhere"] = [layouts[slot] for slot in moved]
         slots = "".join(f"v{slot}, " for slot in moved)
         lines.append(f"    {slots}= put([{slots}], elsewhere)")
-    for slot, array in constants.items():
+    for slot, array in runner.constants.items():
         names[f"c{slot}"] = array
         lines.append(f"    v{slot} = c{slot}")
-    for n, (program, ins, outs, frees) in enumerate(compiled.runner.steps):
+    for n, (call, ins, outs, frees) in enumerate(runner.steps):
+        names[f"call{n}"] = call
         results = "".join(f"v{o}, " for o in outs)
         assign = f"{results}= " if outs else ""
-        if program is None:
-            sources, names[f"layouts{n}"] = ins
-            lines.append(f"    {assign}put([{', '.join(f'v{i}' for i in sources)}], layouts{n})")
-        else:
-            names[f"p{n}"] = program
-            lines.append(f"    {assign}p{n}({', '.join(f'v{i}' for i in ins)})")
+        lines.append(f"    {assign}call{n}({', '.join(f'v{i}' for i in ins)})")
         lines += [f"    del v{slot}" for slot in frees]
     lines.append(f"    return [{', '.join(f'v{slot}' for _, slot in compiled.plan.outputs)}]")
     exec("\n".join(lines), names)
@@ -56,9 +52,9 @@ def measure(size: Size, schedule: str, steps: int) -> report.Row:
     training = Training(step, args)
     for _ in range(3):
         jax.block_until_ready(training())
-    (compiled,) = step._compiled.values()
+    (compiled,) = step.compiled
     bare = straight_line(compiled, jax.tree.leaves((training.params, training.state, training.batch)))
-    runs = sum(program is not None for program, *_ in compiled.runner.steps)
+    runs = sum(i.kind == "RUN" for i in compiled.plan.instructions)
     whole, calls = [], []
     for _ in range(steps):
         start = time.thread_time()

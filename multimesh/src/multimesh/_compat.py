@@ -6,13 +6,15 @@ The rest of the package uses public JAX only, or what this module gives.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
@@ -22,9 +24,10 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
+from jax._src.lib import xla_client as _xla_client
 from jax.extend import core as _extend
 from jax.extend.core import primitives as _primitives
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from multimesh.errors import MultiMeshError
 
@@ -201,3 +204,98 @@ def named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Give ``fn`` the name that ``jax.jit`` records in jaxprs, HLO modules and profiles."""
     fn.__name__ = fn.__qualname__ = name
     return fn
+
+
+def transfer(
+    sources: Sequence[jax.sharding.Sharding], layouts: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
+) -> Callable[..., Sequence[Any]]:
+    """A function that puts its arguments, arrays of known ``sources`` onto other devices with ``layouts``.
+
+    Where every shard has one counterpart it is the copy that ``jax.device_put`` ends in, without the search for what
+    to do, which takes eight times as long as the copy. Call it inside `explicit_transfers`.
+    """
+    layouts = list(layouts)
+    if all(map(_shard_by_shard, sources, layouts, avals)):
+        devices = [layout._internal_device_list.addressable_device_list for layout in layouts]
+        semantics = [_xla_client.ArrayCopySemantics.REUSE_INPUT] * len(layouts)
+        copy = _xla_client.batched_copy_array_to_devices_with_sharding
+        return lambda *arrays: copy(arrays, devices, layouts, semantics)
+    return lambda *arrays: jax.device_put(arrays, layouts)
+
+
+def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding, aval: Any) -> bool:
+    """Whether a transfer is a copy of each shard to one device of a disjoint set in this process."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or source.memory_kind != layout.memory_kind:
+        return False
+    if not (source.is_fully_addressable and layout.is_fully_addressable):
+        return False
+    if not source.device_set.isdisjoint(layout.device_set):
+        return False
+    parts = [list(s.devices_indices_map(aval.shape).values()) for s in (source, layout)]
+    return parts[0] == parts[1]
+
+
+explicit_transfers = _config.explicit_device_put_scope
+
+
+def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
+    """All that determines the code of a program lowered for ``mesh``, except for its name and devices.
+
+    None for a program that can't be shared. Only CPUs share: elsewhere code may depend on which devices are neighbours;
+    and only with versions of JAX that were tried, as loading a program for the wrong devices ends the process.
+    """
+    if jax.__version_info__ >= (0, 11):
+        return None
+    lowering = lowered._lowering
+    arguments = lowering.compile_args
+    own = ("unordered_effects", "ordered_effects", "host_callbacks", "keepalive", "mut", "pgle_profiler")
+    devices = list(mesh.devices.flat)
+    if any(arguments.get(name) for name in own) or lowering.const_args or list(lowering._device_list) != devices:
+        return None
+    if any(d.platform != "cpu" or d.process_index != jax.process_index() for d in devices):
+        return None
+    free = tuple(type(s) for name in ("in_shardings", "out_shardings") for s in arguments[name])
+    text = str(lowered.compiler_ir()).partition(" attributes ")[2]  # the module's name comes before
+    return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types
+
+
+def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any] | None = None) -> Any:
+    """The program of ``compiled`` as that of ``lowered`` on the devices of ``mesh``; None where that can't be had.
+
+    Both have the same `program_text`, and their submeshes the same axes.
+    """
+    unloaded = compiled._executable._unloaded_executable
+    devices = list(mesh.devices.flat)
+    try:
+        device_list = _xla_client.DeviceList(tuple(devices))
+        code = unloaded.backend.serialize_executable(unloaded.xla_executable)
+        for_devices = _compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.array(devices)[None],
+            env_options_overrides=dict(options or {}),
+            backend=unloaded.backend,
+        )
+        loaded = unloaded.backend.deserialize_executable(code, device_list, for_devices)
+    except jax.errors.JaxRuntimeError:
+        return None
+    if list(loaded.local_devices()) != devices:
+        return None
+
+    def moved(sharding: Any) -> Any:
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        if isinstance(sharding, SingleDeviceSharding):
+            return SingleDeviceSharding(devices[0], memory_kind=sharding.memory_kind)
+        return type(sharding)(device_list, sharding._hlo_sharding, memory_kind=sharding.memory_kind)
+
+    executable = dataclasses.replace(
+        unloaded,
+        xla_executable=loaded,
+        device_list=device_list,
+        input_shardings=[moved(s) for s in unloaded.input_shardings],
+        output_shardings=[moved(s) for s in unloaded.output_shardings],
+    ).load()
+    return jax.stages.Compiled(
+        executable, [], lowered.args_info, lowered.out_tree, lowered._no_kwargs, lowered._in_types, lowered._out_types
+    )

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir
-from multimesh.errors import MultiMeshError
+from multimesh.errors import MultiMeshError, internal_error
 from multimesh.plan import Instruction, Kernel, Plan
 from multimesh.submesh import carry_over, translate
 
@@ -129,29 +129,50 @@ class _Compiler:
                 uses.setdefault(step.kernel, []).append(step)
         waiting = list(uses)
         programs: dict[int, Any] = {}
+        first_of: dict[Any, int] = {}  # what determines a program's code to the kernel that is compiled for it
+        followers: dict[int, list[tuple[int, Any]]] = {}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             running: dict[concurrent.futures.Future[Any], int] = {}
             try:
                 while waiting or running:
                     for kernel in list(waiting):
                         layouts = [self._layout(s) for s in uses[kernel][0].ins]
-                        if None not in layouts:
-                            waiting.remove(kernel)
-                            lowered = self._lower(kernel, uses[kernel][0], layouts)
+                        if None in layouts:
+                            continue
+                        waiting.remove(kernel)
+                        lowered = self._lower(kernel, uses[kernel][0], layouts)
+                        first = first_of.setdefault(self._identity(kernel, lowered), kernel)
+                        if first == kernel:
                             running[pool.submit(lowered.compile, self._options)] = kernel
+                        elif first in programs:
+                            running[pool.submit(self._alike, programs[first], kernel, lowered)] = kernel
+                        else:
+                            followers.setdefault(first, []).append((kernel, lowered))
                     if not running:
                         stuck = ", ".join(self._plan.kernels[k].name for k in waiting)
-                        raise AssertionError(f"no layout for the inputs of {stuck}")
+                        raise internal_error(f"no layout for the inputs of {stuck}")
                     done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
                     for future in done:
                         kernel = running.pop(future)
                         programs[kernel] = future.result()
                         self._note_results(programs[kernel], uses[kernel])
+                        for other, lowered in followers.pop(kernel, ()):
+                            running[pool.submit(self._alike, programs[kernel], other, lowered)] = other
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         layouts = [self._layout(slot) for slot in range(len(self._plan.slots))]
         return CompiledPlan(self._plan, tuple(programs[k] for k in range(len(programs))), tuple(layouts))
+
+    def _identity(self, kernel: int, lowered: Any) -> Any:
+        """Equal for kernels of different submeshes that may share one compilation."""
+        mesh = self._plan.submeshes[self._plan.kernels[kernel].submesh]
+        return _compat.program_text(lowered, mesh) or kernel
+
+    def _alike(self, compiled: Any, kernel: int, lowered: Any) -> Any:
+        """The program of a kernel of which an equal one was compiled for another submesh."""
+        mesh = self._plan.submeshes[self._plan.kernels[kernel].submesh]
+        return _compat.on_other_devices(compiled, lowered, mesh, self._options) or lowered.compile(self._options)
 
     def _lower(self, number: int, step: Instruction, layouts: Sequence[NamedSharding | None]) -> Any:
         kernel = self._plan.kernels[number]

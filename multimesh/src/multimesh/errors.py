@@ -71,3 +71,8 @@ class DisagreementError(MultiMeshError):
     """Two runs that must give the same losses and gradient norms do not."""
 
     exit_code = 14
+
+
+def internal_error(what: str) -> MultiMeshError:
+    """Error of a case that the passes should have excluded."""
+    return MultiMeshError(f"internal error of MultiMesh: {what}; please report it with the function that you compiled")

@@ -144,6 +144,11 @@ class Jitted:
     def _without_tasks(self) -> MultiMeshError:
         return MultiMeshError(f"{self._name}: nothing in this function is a task; wrap parts of it in multimesh.task")
 
+    @property
+    def compiled(self) -> tuple[Compiled | Plain, ...]:
+        """What calls have compiled so far, one for each signature."""
+        return tuple(self._compiled.values())
+
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments; nothing is compiled or run."""
         return self.lower(*args, **kwargs).plan

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from multimesh import _compat
 from multimesh.compiling import CompiledPlan
 
 
@@ -28,20 +29,22 @@ class Runner:
             self._blank[slot] = array
         self.steps = tuple(_steps(compiled))
 
+    @property
+    def constants(self) -> dict[int, Any]:
+        """Slots that hold the same array in every call."""
+        return {slot: array for slot, array in enumerate(self._blank) if array is not None}
+
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Run on flat arguments; returns flat results."""
         env = self._staged(args)
-        for program, ins, outs, frees in self.steps:
-            if program is None:
-                sources, layouts = ins
-                results = jax.device_put([env[i] for i in sources], layouts)
-            else:
-                results = program(*[env[i] for i in ins])
-            for slot, array in zip(outs, results):  # noqa: B905 - the lengths were fixed when the plan was made
-                env[slot] = array
-            del results
-            for slot in frees:
-                env[slot] = None
+        with _compat.explicit_transfers():
+            for call, ins, outs, frees in self.steps:
+                results = call(*[env[i] for i in ins])
+                for slot, array in zip(outs, results):  # noqa: B905 - the lengths were fixed when the plan was made
+                    env[slot] = array
+                del results
+                for slot in frees:
+                    env[slot] = None
         return [_result(kind, value, env, args) for kind, value in self.compiled.plan.outputs]
 
     def _staged(self, args: Sequence[Any]) -> list[Any]:
@@ -68,23 +71,33 @@ def _result(kind: str, value: Any, env: Sequence[Any], args: Sequence[Any]) -> A
     return jnp.asarray(args[value] if kind == "arg" else value)
 
 
-def _steps(compiled: CompiledPlan) -> list[tuple[Any, Any, tuple[int, ...], tuple[int, ...]]]:
-    """(program, inputs, outputs, frees); transfers have no program, and adjacent ones are one ``device_put``."""
+_Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _steps(compiled: CompiledPlan) -> list[_Step]:
+    """(call, inputs, outputs, frees) of programs and transfers in order; adjacent transfers are one call."""
+    plan = compiled.plan
+    made: dict[int, Any] = {}  # slot to the sharding that its program gives it
     steps: list[list[Any]] = []
-    for step in compiled.plan.instructions:
+    for step in plan.instructions:
         if step.kind == "RUN" and step.kernel is not None:
-            steps.append([compiled.programs[step.kernel], step.ins, step.outs, ()])
+            program = compiled.programs[step.kernel]
+            made.update(zip(step.outs, program.output_shardings, strict=True))
+            steps.append([program, step.ins, step.outs, ()])
         elif step.kind == "SEND":
             if steps and steps[-1][0] is None and not steps[-1][3]:
-                steps[-1][1][0] += step.ins
+                steps[-1][1] += step.ins
             else:
-                steps.append([None, [step.ins, ()], (), ()])
+                steps.append([None, step.ins, (), ()])
         elif step.kind == "RECV":
-            steps[-1][1][1] += tuple(compiled.layouts[s] for s in step.outs)
             steps[-1][2] += step.outs
         else:
             steps[-1][3] += step.ins
-    return [
-        (program, (ins[0], list(ins[1])) if program is None else ins, outs, frees)
-        for program, ins, outs, frees in steps
-    ]
+    return [(call or _transfer(compiled, made, ins, outs), ins, outs, frees) for call, ins, outs, frees in steps]
+
+
+def _transfer(
+    compiled: CompiledPlan, made: dict[int, Any], ins: Sequence[int], outs: Sequence[int]
+) -> Callable[..., Sequence[Any]]:
+    layouts = [compiled.layouts[slot] for slot in outs]
+    return _compat.transfer([made[slot] for slot in ins], layouts, [compiled.plan.slots[slot] for slot in ins])

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir
+from multimesh.errors import internal_error
 from multimesh.passes.dimensions import links
 from multimesh.submesh import translate
 
@@ -61,7 +62,7 @@ class _Graph:
     def _operation(self, op: ir.Op) -> None:
         mesh = op.mesh
         if mesh is None:
-            raise AssertionError(f"unplaced operation {op}")
+            raise internal_error(f"unplaced operation {op}")
         for v in (*op.reads, *op.outs):
             self.meshes[v][mesh] = None
         given = _constraint(op)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.errors import internal_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
     source: list[bool] = []
     for i, op in enumerate(ops):
         if op.mesh is None:
-            raise AssertionError(f"unplaced operation {op}")
+            raise internal_error(f"unplaced operation {op}")
         before = sorted({maker[v] for v in (*op.reads, *op.after) if v in maker})
         for j in before:
             readers[j].append(i)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from multimesh import ir, schedules
-from multimesh.errors import UsageError
+from multimesh.errors import UsageError, internal_error
 from multimesh.marks import LoopMark
 from multimesh.passes.fragment import Fragment, join
 from multimesh.passes.recompute import keep_less
@@ -174,7 +174,7 @@ def _simulate(stages: Sequence[Stage], rows: Sequence[Sequence[tuple[int, int]]]
             if best is None or start < best[0]:
                 best = (start, rank)
         if best is None:
-            raise AssertionError("stages wait for each other although the table is valid")
+            raise internal_error("stages wait for each other although the table is valid")
         start, rank = best
         cell = queues[rank].popleft()
         clock[rank] = finished[cell] = start + cost[cell[0]]

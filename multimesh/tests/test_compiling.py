@@ -1,0 +1,89 @@
+"""Programs are compiled once each, in several threads, and one compilation serves equal stages."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from models import MLP, TRANSFORMER, Model
+from pipelines import Split, gradient, submeshes
+
+import multimesh as mm
+from multimesh import _compat
+
+ROWS, SIZE, STAGES = 8, 2, 4
+
+
+def inputs(model: Model, split: Split) -> tuple[Any, Any]:
+    params = model.init(STAGES)
+    return split.place(params, model.owners(params)), jax.device_put(model.batch(ROWS, 0))
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    return all(map(np.array_equal, map(np.asarray, jax.tree.leaves(one)), map(np.asarray, jax.tree.leaves(other))))
+
+
+@pytest.mark.promise("A microbatch loop is traced once, each fragment is compiled once, and compiles run in parallel")
+def test_programs_are_compiled_once_each_and_at_the_same_time(monkeypatch):
+    split = Split(submeshes(2, (2,)))
+    placed, batch = inputs(MLP, split)
+    lowered = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).lower(placed, batch)
+    names: list[str] = []
+    meeting = threading.Barrier(2, timeout=120)  # two compilations must be under way at once to get past it
+    compile_program = jax.stages.Lowered.compile
+
+    def together(self: Any, *args: Any, **options: Any) -> Any:
+        names.append(self._lowering._name)
+        if len(names) <= 2:
+            meeting.wait()
+        return compile_program(self, *args, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", together)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(_compat, "program_text", lambda *_: None)  # nothing is shared: every kernel has its own program
+    compiled = lowered.compile()
+    assert len(names) == len(compiled.plan.kernels)
+    assert not meeting.broken
+
+
+@pytest.mark.parametrize(("model", "shape"), [(MLP, (1,)), (TRANSFORMER, (1, 2))], ids=["one device", "two devices"])
+def test_equal_stages_share_one_compilation_and_stay_on_their_devices(monkeypatch, compilations, model, shape):
+    split = Split(submeshes(STAGES, shape))
+    placed, batch = inputs(model, split)
+    function: Callable[..., Any] = gradient(model, split, size=SIZE, rows=ROWS)
+    counts, results = [], []
+    for own in (False, True):
+        if own:
+            monkeypatch.setattr(_compat, "program_text", lambda *_: None)
+        lowered = mm.jit(function).lower(placed, batch)
+        before = len(compilations)
+        compiled = lowered.compile()
+        counts.append(len(compilations) - before)
+        results.append(compiled(placed, batch))
+    assert counts[1] == len(compiled.plan.kernels)
+    assert counts[0] <= counts[1] - 2  # forward and backward of the two stages between the first and the last
+    assert same_bits(*results)
+    for grads, params in zip(jax.tree.leaves(results[0][1]), jax.tree.leaves(placed), strict=True):
+        assert grads.devices() == params.devices()
+
+
+def test_a_program_that_cannot_be_loaded_elsewhere_is_compiled_there(monkeypatch, compilations):
+    monkeypatch.setattr(_compat, "on_other_devices", lambda *_: None)
+    split = Split(submeshes(STAGES, (2,)))
+    lowered = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).lower(*inputs(MLP, split))
+    before = len(compilations)
+    assert len(lowered.compile().compiled_plan.programs) == len(compilations) - before
+
+
+def test_shared_programs_are_analysed_like_others():
+    split = Split(submeshes(STAGES, (2,)))
+    compiled = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).lower(*inputs(MLP, split)).compile()
+    flops = [cost["flops"] for cost in compiled.cost_analysis()]
+    assert flops[1] == flops[2] > 0
+    scratch = [memory["scratch"] for memory in compiled.memory_analysis()]
+    assert scratch[1] == scratch[2]
