@@ -40,6 +40,9 @@ def test_what_stands_against_a_release() -> None:
     release.check("v0.3.0", GOOD, {"maxtext": FULL}, ())
     (said,) = refused(GOOD, {"maxtext": Pin("1", "a" * 40, None, patched_commit="c", patched_tree="d")})
     assert "maxtext: sources.lock has no tree" in said
+    release.check("v0.3.0", GOOD, {"xla": Pin("1", "a" * 40, None)}, ())  # wheels need no sources of jaxlib
+    (said,) = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, {"xla": Pin("1", "a" * 40, None)})
+    assert said.startswith("no release: xla:")
     (said,) = refused(GOOD, {}, "docker.io/nvidia/cuda:12.8.1")
     assert "has no digest; run `python -m workflows bump images`" in said
     (said,) = refused(GOOD | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, {})

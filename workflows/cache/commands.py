@@ -10,6 +10,7 @@ from pathlib import Path
 
 from workflows import console
 from workflows.cache import server, settings, usage
+from workflows.image import lock
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,7 +65,9 @@ def _asked(args: argparse.Namespace) -> settings.Settings:
 
 
 def _pin() -> str | None:
-    return None
+    """Return the locked image of bazel-remote; None while its digest is not known."""
+    pin = lock.load(Path(__file__).resolve().parent.parent.parent).images["bazel-remote"]
+    return pin.exact if pin.digest else None
 
 
 def _show(place: settings.Place, as_json: bool, done: str, wanted: str = "running") -> int:

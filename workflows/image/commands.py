@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if request.actions.dry_run:
         return dry_run(request)
     validate.check_means(request.actions.validate)
+    publish.check_options(request)
     where = engine.detect(request.actions.remote)
     if request.actions.upload:
         publish.check_before(ROOT, where, request)

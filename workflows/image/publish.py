@@ -21,17 +21,32 @@ from workflows.sources import lock
 RECORD = Path("build/image/release.json")
 
 
-def check_before(root: Path, engine: Engine, request: Request) -> None:
-    """Raise what would stop a push after the build: no right, no key, pins or trees that no release may have."""
+def check_options(request: Request) -> None:
+    """Raise for what needs no engine to be seen: tags that cannot be, a key that is not there."""
     actions = request.actions
     promote.tags(request.spec.reference, latest=actions.latest, version=actions.release)
     if actions.sign_key is not None:
         sign.check_key(actions.sign_key)
-    if actions.release is not None:
-        plan = build.plan(root, engine, request.spec, request.means, None)
-        release.check(actions.release, plan.labels, lock.load(root / "sources.lock"), plan.base.unpinned)
+
+
+def check_before(root: Path, engine: Engine, request: Request) -> None:
+    """Raise what would stop a push after the build: pins or trees that no release may have, or no right to push."""
+    if request.actions.release is not None:
+        check_release(root, engine, request)
     with Registry(request.spec.reference) as registry:
         registry.check_push()
+
+
+def check_release(root: Path, engine: Engine, request: Request) -> None:
+    """Raise what stands against a release: of the image that is there, or of the one that would be built."""
+    spec, pins = request.spec, lock.load(root / "sources.lock")
+    if request.actions.build:
+        plan = build.plan(root, engine, spec, request.means, None)
+        labels, unpinned = plan.labels, plan.base.unpinned
+    else:
+        labels = build.describe(engine, spec, str(spec.reference), seconds=0.0, cached=0, steps=0).labels
+        unpinned = release.unpinned(labels)
+    release.check(str(request.actions.release), labels, pins, unpinned)
 
 
 def publish(root: Path, engine: Engine, built: Built, check: Check, request: Request) -> dict[str, Any]:

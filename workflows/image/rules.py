@@ -39,6 +39,7 @@ def check(args: argparse.Namespace) -> None:
         ),
         (args.upload and not args.repo, "--upload: where to? Add --repo, e.g. --repo ghcr.io/OWNER/multimesh-jax"),
         (args.latest and not args.repo, "--latest marks an image in a registry; add --repo"),
+        (args.release and args.commit, "--release: a container is not made from pins alone; leave out --commit"),
         (args.release and not args.upload, "--release releases what is pushed; add --upload"),
         (args.sign_key and not args.upload, "--sign-key signs what is pushed; add --upload"),
         (not args.promote and not args.upload, "--no-promote pushes without moving tags; add --upload"),

@@ -59,7 +59,11 @@ def make_tiny(docker_engine: None) -> Iterator[Callable[..., Tiny]]:
     made: list[str] = []
 
     def make(
-        words: str = "hello", verdict: str = "echo ok: stub", user: str = "1000", env: Mapping[str, str] | None = None
+        words: str = "hello",
+        verdict: str = "echo ok: stub",
+        user: str = "1000",
+        env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> Tiny:
         files = {
             "bin/busybox": (busybox, 0o755),
@@ -73,6 +77,7 @@ def make_tiny(docker_engine: None) -> Iterator[Callable[..., Tiny]]:
         applets = ("sh", "cat", "find", "head")
         changes = ["CMD cat /words", f"USER {user}"]
         changes += [f"ENV {name}='{value}'" for name, value in (env or {}).items()]
+        changes += [f"LABEL {name}={value}" for name, value in (labels or {}).items()]
         argv = ["docker", "import", *(word for each in changes for word in ("--change", each)), "-"]
         content = _archive(files, {f"bin/{name}": "busybox" for name in applets})
         done = subprocess.run(argv, input=content, capture_output=True, check=True)

@@ -1,0 +1,137 @@
+"""The whole way of `docker/build.py --upload`, with images that are small enough to wait for."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from workflows.image.reference import Reference
+
+from .conftest import ROOT, digest_of, workflows
+
+OCI = "org.opencontainers.image"
+VERSION = tomllib.loads((ROOT / "multimesh" / "pyproject.toml").read_text())["project"]["version"]
+PINNED = {
+    f"{OCI}.revision": "ab" * 20,
+    f"{OCI}.version": VERSION,
+    f"{OCI}.base.digest": "sha256:" + "cd" * 32,
+    "io.github.multimesh-jax.maxtext.revision": "ef" * 20,
+}
+
+
+@pytest.fixture
+def upload(target: Reference, tmp_path: Path):
+    """Upload an image of the engine with build.py's options; returns the process."""
+
+    def run(image, *options: str) -> subprocess.CompletedProcess[str]:
+        subprocess.run(["docker", "tag", image.id, str(target)], check=True)
+        name = ("--repo", target.repository.rpartition("/")[0], "--name", target.repository.rpartition("/")[2])
+        more = ("--tag", "v1", "--release-file", str(tmp_path / "release.json"))
+        return workflows("image", "--no-build", "--upload", *name, *more, *options)
+
+    return run
+
+
+@pytest.mark.promise(
+    "build.py --upload pushes REPO/NAME:TAG, prints digest, size and the pull command, and writes release.json.",
+    stand_in="a registry on this machine",
+)
+def test_upload(make_tiny, upload, target: Reference, tmp_path: Path) -> None:
+    done = upload(make_tiny("words"), "--latest")
+
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "release.json").read_text())
+    digest = document["image"]["digest"]
+    assert f"digest  {digest}" in done.stdout
+    assert re.search(r"^pushed  \d+\.\d MB to pull, in \d+\.\d s$", done.stdout, re.MULTILINE)
+    pull = re.search(r"^pull    (docker pull .*)$", done.stdout, re.MULTILINE)[1]
+    assert pull == f"docker pull {target.at(digest)}"
+    assert digest_of(target, "v1") == digest_of(target, "latest") == digest
+    assert "attestations: none: this engine keeps no image index" in done.stderr
+    staging = subprocess.run(["docker", "images", "--quiet", str(target.staging)], capture_output=True, text=True)
+    assert staging.stdout == ""
+
+
+@pytest.mark.promise(
+    "A checked image can be pushed first and promoted later, by digest, without building or sending it again.",
+    stand_in="a registry on this machine",
+)
+def test_push_now_promote_later(make_tiny, upload, target: Reference, faulty) -> None:
+    done = upload(make_tiny("words", labels=PINNED), "--no-promote", "--json")
+    assert done.returncode == 0, done.stderr
+    image = json.loads(done.stdout)["pushed"]["image"]
+    assert image["tags"] == []
+    assert digest_of(target, "v1") is None
+    faulty.seen.clear()
+
+    name = target.at(image["digest"])
+    promoted = workflows("promote", name, "--tag", "main", "--latest", "--release", f"v{VERSION}", "--json")
+
+    assert promoted.returncode == 0, promoted.stderr
+    tags = {each["tag"] for each in json.loads(promoted.stdout)["tags"]}
+    assert tags == {"main", f"v{VERSION}", f"v{VERSION.rpartition('.')[0]}", "latest"}
+    assert {digest_of(target, tag) for tag in tags} == {image["digest"]}
+    assert faulty.count("(POST|PATCH) ") == 0
+
+
+@pytest.mark.promise(
+    "A release refuses what is not pinned or not committed, before anything is pushed.",
+    stand_in="a registry on this machine",
+)
+@pytest.mark.parametrize(
+    ("labels", "code", "said"),
+    [
+        ({f"{OCI}.base.digest": "unpinned"}, 4, "has no digest"),
+        ({f"{OCI}.revision": "ab" * 20 + "-dirty"}, 5, "changes that are not committed"),
+        ({f"{OCI}.version": "99.0.0"}, 2, "the library says 99.0.0"),
+    ],
+)
+def test_release_conditions(make_tiny, upload, target: Reference, faulty, labels, code: int, said: str) -> None:
+    done = upload(make_tiny(labels=PINNED | labels), "--release", f"v{VERSION}")
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert faulty.seen == []
+    pushed = upload(make_tiny(labels=PINNED | labels), "--no-promote", "--json")
+    name = target.at(json.loads(pushed.stdout)["pushed"]["image"]["digest"])
+    assert workflows("promote", name, "--tag", "main", "--release", f"v{VERSION}").returncode == code
+    assert digest_of(target, "main") is None
+
+
+def test_release(make_tiny, upload, target: Reference, tmp_path: Path) -> None:
+    done = upload(make_tiny(labels=PINNED), "--release", f"v{VERSION}")
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "release.json").read_text())
+    assert document["version"] == f"v{VERSION}"
+    assert document["labels"] == PINNED
+    assert [each["tag"] for each in document["image"]["tags"]] == [
+        "v1",
+        f"v{VERSION}",
+        f"v{VERSION.rpartition('.')[0]}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--release", "v1.0.0"), "add --upload"),
+        (("--no-promote",), "add --upload"),
+        (("--sign-key", "x.key"), "add --upload"),
+        (("--upload", "--repo", "r.example/x", "--no-promote", "--latest"), "python -m workflows promote"),
+        (("--upload", "--repo", "r.example/x", "--release", "newest"), "three numbers"),
+        (("--upload", "--repo", "r.example/x", "--sign-key", "x.key"), "no such file"),
+        (("--validate", "large"), "--validate large: no sbatch here"),
+        (("--validate", "medium"), "--validate medium: nvidia-smi lists no GPU here"),
+    ],
+)
+def test_options_that_cannot_be_meant(docker_engine, options: tuple[str, ...], said: str, monkeypatch) -> None:
+    # Without Slurm's and NVIDIA's programs, wherever the test runs.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/nonexistent")
+    done = workflows("image", "--accelerator", "cpu", *options)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert said in done.stderr
