@@ -55,8 +55,9 @@ def test_costs_by_stage_task_and_phase():
     given = {"F": 1, "B": 2, (1, "F"): 3, ("stage1", "B"): 5, (0, "B"): 7}
     times = {(s.row, s.phases): s.duration for s in plan.forecast(given).spans if s.phases}
     assert times == {(0, "F"): 1, (0, "B"): 7, (1, "F"): 3, (1, "B"): 5}
-    (task,) = {s.name for s in plan.forecast().spans if s.row == 0 and s.phases}
-    assert {s.duration for s in plan.forecast({task: 4, "F": 1, "B": 1}).spans if s.row == 0 and s.phases} == {4}
+    named = {"F": 1, "B": 2, "stage0": 4, (0, "B"): 5}
+    times = {(s.row, s.phases): s.duration for s in plan.forecast(named).spans if s.phases}
+    assert times == {(0, "F"): 4, (0, "B"): 5, (1, "F"): 1, (1, "B"): 2}
 
 
 def test_programs_outside_of_the_loop_are_free_unless_named():
@@ -173,6 +174,12 @@ def test_measured_against_forecast_in_one_table(step):
     assert [line.split()[0] for line in lines[7:10]] == ["measured", "forecast", "a"]
     assert "do not overlap" in lines[10]  # CPU devices, two on each submesh
     assert max(map(len, lines[:10])) <= 80
+
+
+def test_costs_of_another_plan(step):
+    compiled, args = step
+    with pytest.raises(mm.UsageError, match="costs: measured on a plan of 9 programs, but this one has 10; profile it"):
+        plan_of("gpipe", 2, 2).forecast(compiled.profile(*args, repeats=1).costs)
 
 
 def test_a_profile_needs_a_run(step):

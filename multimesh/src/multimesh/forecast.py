@@ -69,10 +69,13 @@ def costs_of(plan: Plan, given: Mapping[Any, float]) -> Costs:
     times = {key: cost(value, repr(key)) for key, value in given.items()}
 
     def time(step: Instruction) -> float:
-        if step.phase is None or step.task in times:
+        if step.phase is None:
             return times.get(step.task, 0.0)
+        phases = covers[step.stage or 0, step.phase]
+        if step.task in times and not any(key in times for phase in phases for key in _keys(step, phase)[:2]):
+            return times[step.task]
         total = 0.0
-        for phase in covers[step.stage or 0, step.phase]:
+        for phase in phases:
             key = next((k for k in _keys(step, phase) if k in times), None)
             if key is None and phase == step.phase:
                 raise UsageError(f"costs: none for {phase} of stage {step.stage} (task {step.task!r})")
@@ -122,6 +125,11 @@ def forecast(plan: Plan, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> Tim
     submesh from computing.
     """
     known = costs if isinstance(costs, Costs) else costs_of(plan, costs)
+    if len(known.programs) != len(plan.kernels):
+        raise UsageError(
+            f"costs: measured on a plan of {len(known.programs)} programs, but this one has {len(plan.kernels)}; "
+            "profile it as well"
+        )
     return assembled(plan, _times(plan, known), f"forecast, {known.note}", known.unit)
 
 
