@@ -10,11 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workflows import console, errors, proc
-from workflows.image import command, failure, lock, network
+from workflows.image import bazel, command, failure, lock, network
 from workflows.image.engine import Engine
 from workflows.image.progress import Display
 from workflows.image.spec import Built, ImageSpec, Layer, Means
@@ -33,8 +33,10 @@ class Plan:
     labels: dict[str, str]
 
 
-def plan(root: Path, engine: Engine, spec: ImageSpec, means: Means, result: Path | None) -> Plan:
-    """Return the build of a spec; reads files and git, writes nothing.
+def plan(
+    root: Path, engine: Engine, spec: ImageSpec, means: Means, result: Path | None, *, more: tuple[str, ...] = ()
+) -> Plan:
+    """Return the build of a spec, with ``more`` options; reads files and git, writes nothing.
 
     Raises
     ------
@@ -47,7 +49,8 @@ def plan(root: Path, engine: Engine, spec: ImageSpec, means: Means, result: Path
     stamp = command.Stamp(_revision(root), _maxtext(root))
     labels = command.labels(root, spec, base, stamp)
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
-    build_args = command.arguments(spec, means, pins, base, machine=machine, multimesh=library)
+    build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
+    access = replace(access, options=(*access.options, *more))
     argv = command.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
     return Plan(tuple(argv), access, base, labels)
 
@@ -55,9 +58,12 @@ def plan(root: Path, engine: Engine, spec: ImageSpec, means: Means, result: Path
 def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool = True) -> Built | None:
     """Build an image; it has no name yet. None where only the cache was to be filled."""
     started = time.monotonic()
+    cache = bazel.find(spec, means)
+    before = cache.hits() if cache else None
     with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder, _archive(root, spec):
         result = Path(folder) / "result"
-        todo = plan(root, engine, spec, means, result if save else None)
+        secret = bazel.secret(cache, Path(folder), write=means.bazel_cache_write)
+        todo = plan(root, engine, spec, bazel.reach(means, cache), result if save else None, more=secret)
         for reference in todo.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
         for place in todo.access.left_out:
@@ -67,6 +73,8 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool
             done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=display.line)
         if done.returncode:
             raise failure.explain(display.steps, done.returncode, todo.base.build.reference)
+        if cache and before and (after := cache.hits()):
+            console.note(f"Bazel cache {cache.address}: {after - before}")
         if not save:
             return None
         image_id = _image_id(result, engine)

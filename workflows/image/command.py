@@ -97,9 +97,7 @@ def lock_digest(root: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def arguments(
-    spec: ImageSpec, means: Means, lock: ImageLock, base: Bases, *, machine: str, multimesh: str
-) -> dict[str, str]:
+def arguments(spec: ImageSpec, lock: ImageLock, base: Bases, *, machine: str, multimesh: str) -> dict[str, str]:
     """Return the build arguments.
 
     Parameters
@@ -129,8 +127,6 @@ def arguments(
             "BUILD_TYPE": spec.build_type,
             "BAZEL_URL": bazel.url,
             "BAZEL_SHA256": bazel.sha256 or "",
-            "BAZEL_CACHE": means.bazel_cache or "",
-            "BAZEL_CACHE_WRITE": "1" if means.bazel_cache_write else "",
         }
     return chosen
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console, errors
-from workflows.image import build, commit, engine, flags, publish, smoke, validate
+from workflows.image import bazel, build, commit, engine, flags, publish, smoke, validate
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
 from workflows.image.network import PIP_VARIABLE
@@ -116,7 +116,9 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
         commands.append([*where.cli, "commit", actions.commit])
     elif actions.build:
         result = None if actions.skip_save else Path("RESULT")
-        todo = build.plan(ROOT, where, spec, request.means, result)
+        cache = bazel.find(spec, request.means)
+        secret = bazel.secret(cache, None, write=request.means.bazel_cache_write)
+        todo = build.plan(ROOT, where, spec, bazel.reach(request.means, cache), result, more=secret)
         if PIP_VARIABLE in todo.access.variables:
             console.note(f"{PIP_VARIABLE} in the environment holds your pip's package indexes")
         commands.append(list(todo.argv))

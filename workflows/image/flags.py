@@ -52,13 +52,13 @@ def request(args: argparse.Namespace) -> Request:
         platform=args.platform,
         python_archive=args.python_archive,
     )
-    cache = args.bazel_cache if args.cache is not False else None
     means = Means(
         pip_config=args.pip_config,
         ca_bundle=args.ca_bundle,
         network=args.network,
         layer_cache=not args.no_docker_build_cache,
-        bazel_cache=cache if cache is None or "://" in cache else f"http://{cache}",
+        use_bazel_cache=args.cache is not False,
+        bazel_cache=args.bazel_cache,
         bazel_cache_write=args.bazel_cache_write,
     )
     actions = Actions(
@@ -141,7 +141,7 @@ def _reach(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bazel-cache",
         "--cache-addr",
-        metavar="ADDRESS",
+        metavar="HOST:PORT",
         help="where that is; default: the one of start-cache.sh, if it runs",
     )
     group.add_argument("--bazel-cache-write", action="store_true", help="also store results there")

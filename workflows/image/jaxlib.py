@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _VERSION = re.compile(r"\d+(\.\d+){1,3}")
-_CACHE = re.compile(r"(?:https?|grpcs?)://[A-Za-z0-9.-]+(?::\d{1,5})?(?:/[A-Za-z0-9._/-]*)?")
 _COMPILATION = {
     "Release": (),
     "RelWithDebInfo": ("--copt=-g1", "--strip=never"),
@@ -34,14 +33,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to build, and how; empty strings where nothing is asked."""
+    """What to build, and how; empty strings where nothing is asked. ``bazelrc`` says where a remote cache is."""
 
     accelerator: str
     cuda_version: str
     cudnn_version: str
     build_type: str
-    bazel_cache: str
-    bazel_cache_write: bool
+    bazelrc: str
 
     def check(self) -> None:
         """Raise ``Refused`` for a value that is not plainly what it should be."""
@@ -52,8 +50,6 @@ class Recipe:
         for name, version in (("CUDA", self.cuda_version), ("cuDNN", self.cudnn_version)):
             if version and not _VERSION.fullmatch(version):
                 raise Refused(f"{name} version {version!r}: numbers with dots, e.g. 12.8.1")
-        if self.bazel_cache and not _CACHE.fullmatch(self.bazel_cache):
-            raise Refused("the address of the Bazel cache is no plain http or grpc address, e.g. http://localhost:8080")
 
 
 def command(recipe: Recipe, *, bazel: str, xla: str, output: str, python_version: str) -> list[str]:
@@ -62,14 +58,12 @@ def command(recipe: Recipe, *, bazel: str, xla: str, output: str, python_version
     cuda = recipe.accelerator == "cuda12"
     wheels = ["jax", "jaxlib", *(["jax-cuda-plugin", "jax-cuda-pjrt"] if cuda else [])]
     options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[recipe.build_type]]
-    if recipe.bazel_cache:
-        # A cache that is away or slow makes the build slower, nothing else.
-        options += [f"--remote_cache={recipe.bazel_cache}", "--remote_local_fallback", "--remote_timeout=10"]
-        options += [f"--remote_upload_local_results={'true' if recipe.bazel_cache_write else 'false'}"]
     return [
         "build",
         f"--wheels={','.join(wheels)}",
         f"--bazel_path={bazel}",
+        # Where the cache is, with its password: in a file, not in a command line.
+        *([f"--bazel_startup_options=--bazelrc={recipe.bazelrc}"] if recipe.bazelrc else []),
         f"--python_version={python_version}",
         f"--local_xla_path={xla}",
         f"--output_path={output}",
@@ -79,15 +73,14 @@ def command(recipe: Recipe, *, bazel: str, xla: str, output: str, python_version
     ]
 
 
-def from_environment(environ: Mapping[str, str]) -> Recipe:
+def from_environment(environ: Mapping[str, str], bazelrc: Path) -> Recipe:
     """Return the recipe that the build arguments of the Dockerfile ask for."""
     return Recipe(
         accelerator=environ.get("ACCELERATOR", ""),
         cuda_version=environ.get("CUDA_VERSION", ""),
         cudnn_version=environ.get("CUDNN_VERSION", ""),
         build_type=environ.get("BUILD_TYPE", "Release"),
-        bazel_cache=environ.get("BAZEL_CACHE", ""),
-        bazel_cache_write=environ.get("BAZEL_CACHE_WRITE", "") == "1",
+        bazelrc=str(bazelrc) if bazelrc.is_file() else "",
     )
 
 
@@ -117,7 +110,7 @@ def main() -> int:
     bazel = Path("/usr/local/bin/bazel")
     try:
         arguments = command(
-            from_environment(os.environ),
+            from_environment(os.environ, Path("/run/secrets/bazelrc")),
             bazel=str(bazel),
             xla=str(args.sources / "xla"),
             output=str(args.output),

@@ -25,6 +25,7 @@ _KEYS = (
     "keyring-provider",
 )
 _PLACES = ("index-url", "extra-index-url", "find-links")
+SYSTEM = (Path("/etc/xdg/pip/pip.conf"), Path("/etc/pip.conf"))
 _CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 _LONGEST_VARIABLE = 120_000
@@ -78,8 +79,8 @@ def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what pip would be told on this machine: its files in its order, then the environment."""
     home = Path(environ.get("HOME", "/nonexistent"))
     shared = environ.get("XDG_CONFIG_DIRS", "").split(":")
-    files = [Path(place) / "pip" / "pip.conf" for place in (*filter(None, shared), "/etc/xdg")]
-    files += [Path("/etc/pip.conf"), home / ".pip" / "pip.conf"]
+    files = [Path(place) / "pip" / "pip.conf" for place in filter(None, shared)]
+    files += [*SYSTEM, home / ".pip" / "pip.conf"]
     files += [
         Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf",
         Path(sys.prefix) / "pip.conf",

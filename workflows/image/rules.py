@@ -10,7 +10,7 @@ from workflows import errors
 _VERSION = re.compile(r"\d{1,3}(\.\d{1,3}){1,3}")
 _BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}")
 _CONTAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-_CACHE = re.compile(r"(?:(?:https?|grpcs?)://)?[A-Za-z0-9.-]+(?::\d{1,5})?(?:/[A-Za-z0-9._/-]*)?")
+_CACHE = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9.-]{0,251}|\[[0-9A-Fa-f:]+\]):\d{1,5}")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -68,9 +68,7 @@ def check(args: argparse.Namespace) -> None:
     _check_pattern("--base-image", args.base_image, _BASE, "the name of an image, e.g. ubuntu:24.04")
     _check_pattern("--commit", args.commit, _CONTAINER, "the name or id of a container")
     _check_pattern("--remote", args.remote, _CONTAINER, "the name of a docker context; `docker context ls` shows them")
-    _check_pattern(
-        "--bazel-cache", args.bazel_cache, _CACHE, "an address such as http://localhost:8080, without user or password"
-    )
+    _check_pattern("--bazel-cache", args.bazel_cache, _CACHE, "HOST:PORT, e.g. 127.0.0.1:9090")
     for flag, path in (
         ("--pip-config", args.pip_config),
         ("--ca-bundle", args.ca_bundle),

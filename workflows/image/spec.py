@@ -60,14 +60,16 @@ class Means:
         Of the build's steps: ``default`` or ``host``.
     layer_cache
         Use layers of earlier builds.
-    bazel_cache
-        Address of a remote Bazel cache for ``--jaxlib source``, read only unless ``bazel_cache_write``.
+    use_bazel_cache, bazel_cache, bazel_cache_write
+        Whether ``--jaxlib source`` looks for a remote Bazel cache; where (``HOST:PORT``), None for that of
+        ``start-cache.sh``; whether it may store results there.
     """
 
     pip_config: Path | None
     ca_bundle: Path | None
     network: str
     layer_cache: bool
+    use_bazel_cache: bool
     bazel_cache: str | None
     bazel_cache_write: bool
 

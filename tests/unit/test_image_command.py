@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from workflows import errors
+from workflows.image import build, command, lock, network
+from workflows.image.engine import Engine
+from workflows.image.reference import make
+from workflows.image.spec import ImageSpec, Means
+
+DOCKER = Engine(("docker",), "docker", "28.0.0", "28.0.0", "buildx")
+MEANS = Means(None, None, "default", True, True, None, False)
+NO_ACCESS = network.Access((), {}, ())
+DIGEST = "sha256:" + "a" * 64
+
+
+def spec(**changes: object) -> ImageSpec:
+    plain = ImageSpec(
+        make("r.example/i", None, "T"), "runtime", "cuda12", "wheel", "12.8.1", None, "Release", None, None, None
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pinned(root: Path) -> lock.ImageLock:
+    """The repository's lock, with a digest for every image."""
+    held = lock.load(root)
+    images = {name: lock.ImagePin(pin.reference, DIGEST) for name, pin in held.images.items()}
+    return dataclasses.replace(held, images=images)
+
+
+def argv(
+    engine: Engine = DOCKER, means: Means = MEANS, result: Path | None = Path("r"), **changes: object
+) -> list[str]:
+    return command.build_argv(
+        engine, spec(**changes), means, build_args={"A": "1"}, labels={"l": "v"}, access=NO_ACCESS, result=result
+    )
+
+
+def test_the_base_is_cuda_on_ubuntu_by_digest(pinned: lock.ImageLock) -> None:
+    base = command.bases(spec(), pinned)
+    assert base.build.exact == f"docker.io/nvidia/cuda:12.8.1-cudnn-devel-ubuntu22.04@{DIGEST}"
+    assert base.runtime.exact == f"docker.io/nvidia/cuda:12.8.1-base-ubuntu22.04@{DIGEST}"
+    assert base.unpinned == ()
+
+
+def test_another_cuda_version_is_another_image_that_nobody_pinned(pinned: lock.ImageLock) -> None:
+    base = command.bases(spec(cuda_version="12.6.3"), pinned)
+    assert base.build.exact == "docker.io/nvidia/cuda:12.6.3-cudnn-devel-ubuntu22.04"
+    assert base.unpinned == (base.build.reference, base.runtime.reference)
+
+
+def test_a_base_image_given_by_digest_counts_as_pinned(pinned: lock.ImageLock) -> None:
+    assert command.bases(spec(base_image=f"debian@{DIGEST}"), pinned).unpinned == ()
+    assert command.bases(spec(base_image="debian:12"), pinned).unpinned == ("debian:12",)
+
+
+def test_an_image_for_the_cpu_needs_no_cuda(pinned: lock.ImageLock) -> None:
+    assert "ubuntu:22.04" in command.bases(spec(accelerator="cpu"), pinned).build.exact
+
+
+def test_each_platform_has_its_python(pinned: lock.ImageLock) -> None:
+    base = command.bases(spec(), pinned)
+    for platform, word in (("linux/amd64", "x86_64"), ("linux/arm64", "aarch64")):
+        asked = command.arguments(spec(platform=platform), pinned, base, machine="linux/amd64", multimesh="multimesh")
+        assert word in asked["PYTHON_URL"]
+        assert len(asked["PYTHON_SHA256"]) == 64
+
+
+def test_a_given_python_is_held_against_its_own_checksum(pinned: lock.ImageLock, tmp_path: Path) -> None:
+    archive = tmp_path / "python.tar.gz"
+    archive.write_bytes(b"python")
+    base = command.bases(spec(), pinned)
+    asked = command.arguments(spec(python_archive=archive), pinned, base, machine="linux/amd64", multimesh="multimesh")
+    assert asked["PYTHON_URL"] == ""
+    assert asked["PYTHON_SHA256"].startswith("11a4a60b518b")
+
+
+def test_every_builder_gets_the_same_build_in_its_own_words() -> None:
+    buildkit = dataclasses.replace(DOCKER, builder="buildkit", client="20.10.24")
+    podman = Engine(("podman",), "podman", "4.3.1", "4.3.1", "podman")
+    assert argv()[:4] == ["docker", "buildx", "build", "--progress=rawjson"]
+    assert argv()[-3:] == ["--metadata-file", "r", "."]
+    assert argv(buildkit)[:3] == ["docker", "build", "--progress=plain"]
+    assert argv(podman)[:3] == ["podman", "build", "--layers"]
+    for each in (argv(buildkit), argv(podman)):
+        assert each[-3:] == ["--iidfile", "r", "."]
+    common = ["--file", "docker/Dockerfile", "--target", "runtime", "--build-arg", "A=1", "--label", "l=v"]
+    for each in (argv(), argv(buildkit), argv(podman)):
+        assert [word for word in each if word in common] == common
+
+
+def test_platform_network_and_cache_are_options() -> None:
+    asked = argv(means=dataclasses.replace(MEANS, network="host", layer_cache=False), platform="linux/arm64")
+    assert "--no-cache" in asked
+    assert asked[asked.index("--platform") + 1] == "linux/arm64"
+    assert asked[asked.index("--network") + 1] == "host"
+
+
+def test_a_build_into_the_cache_leaves_no_image() -> None:
+    assert argv(result=None)[-3:] == ["--output", "type=cacheonly", "."]
+    with pytest.raises(errors.EngineError, match="needs docker"):
+        argv(Engine(("podman",), "podman", "4.3.1", "4.3.1", "podman"), result=None)
+
+
+def test_labels_name_revision_lock_and_versions(root: Path, pinned: lock.ImageLock) -> None:
+    got = command.labels(root, spec(), command.bases(spec(), pinned), command.Stamp("c0ffee", "beef"))
+    assert got["org.opencontainers.image.revision"] == "c0ffee"
+    assert got["org.opencontainers.image.base.digest"] == DIGEST
+    assert got["io.github.multimesh-jax.lock"] == command.lock_digest(root)
+    assert got["io.github.multimesh-jax.maxtext"] == "0.2.4"
+    assert got["io.github.multimesh-jax.jax"] == "0.10.2"
+    assert "unknown" not in got.values()
+
+
+def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "sources.lock").write_text((root / "sources.lock").read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(errors.PinError, match="--group run"):
+        build._maxtext(tmp_path)
+    tree = tmp_path / "third_party" / "maxtext"
+    (tree / "src" / "maxtext").mkdir(parents=True)
+    build.proc.run(["git", "init", "-q", tree])
+    name = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    build.proc.run(["git", "-C", tree, *name, "commit", "-q", "--allow-empty", "-m", "m"])
+    with pytest.raises(errors.PinError, match="the lock says"):
+        build._maxtext(tmp_path)
+
+
+def test_the_lock_is_written_as_it_is_read(root: Path, tmp_path: Path) -> None:
+    text = (root / lock.FILE).read_text(encoding="utf-8")
+    (tmp_path / lock.FILE).write_text(text, encoding="utf-8")
+    lock.save(tmp_path, lock.load(tmp_path))
+    assert (tmp_path / lock.FILE).read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"reference": "a"}, {"reference": "a", "digest": "latest"}, {"reference": "a", "digest": 1}, "text"],
+)
+def test_a_malformed_lock_is_named(tmp_path: Path, fault: object) -> None:
+    (tmp_path / lock.FILE).write_text(json.dumps({"images": {"x": fault}, "files": {}}), encoding="utf-8")
+    with pytest.raises(errors.ManifestError, match=r"images\.lock: is malformed"):
+        lock.load(tmp_path)

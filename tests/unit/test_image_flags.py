@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from workflows import errors
+from workflows.image import flags
+from workflows.image.flags import Request
+
+
+def ask(*argv: str) -> Request:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    flags.add(parser)
+    return flags.request(parser.parse_args(argv))
+
+
+def build(root: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the door where no engine answers."""
+    nowhere = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
+    command = [root / "docker" / "build.py", *argv]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | nowhere | env)
+
+
+def test_without_options_it_is_a_cuda_image_of_what_runs() -> None:
+    spec = ask().spec
+    assert (spec.target, spec.accelerator, spec.jaxlib, spec.cuda_version) == ("runtime", "cuda12", "wheel", "12.8.1")
+    assert spec.base_image is None
+
+
+@pytest.mark.promise("Every flag of the original build.py works or is refused with a reason")
+@pytest.mark.parametrize(
+    ("argv", "seen"),
+    [
+        (["--image", "dev"], lambda r: r.spec.target == "dev"),
+        (["--image", "opt"], lambda r: r.spec.target == "runtime"),
+        (["--stage", "devcontainer"], lambda r: r.spec.target == "devcontainer"),
+        (["--framework", "maxtext"], lambda r: r.spec.target == "runtime"),
+        (["--tag", "T", "--repo", "R.example/x", "--upload"], lambda r: r.actions.upload),
+        (["--repo", "r.example/x", "--latest"], lambda r: r.actions.latest),
+        (["--repo", "r.example", "--name", "n", "--tag", "T"], lambda r: str(r.spec.reference) == "r.example/n:T"),
+        (["--no-docker-build-cache"], lambda r: not r.means.layer_cache),
+        (["--cuda-version", "12.6.3"], lambda r: r.spec.cuda_version == "12.6.3"),
+        (["--jaxlib", "source", "--cudnn-version", "9.8.0"], lambda r: r.spec.cudnn_version == "9.8.0"),
+        (["--jaxlib", "source", "--build-type", "Debug"], lambda r: r.spec.build_type == "Debug"),
+        (["--jaxlib", "source", "--cache-addr", "[::1]:9090"], lambda r: r.means.bazel_cache == "[::1]:9090"),
+        (["--jaxlib", "source", "--no-cache"], lambda r: not r.means.use_bazel_cache),
+        (["--jaxlib", "source", "--cache"], lambda r: r.means.use_bazel_cache),
+        (["--commit", "box"], lambda r: r.actions.commit == "box"),
+        (["--no-build"], lambda r: not r.actions.build),
+        (["--build"], lambda r: r.actions.build),
+        (["--dry-run"], lambda r: r.actions.dry_run),
+        (["--validate", "medium"], lambda r: r.actions.validate == "medium"),
+        (["--remote", "big", "--save-remote"], lambda r: (r.actions.remote, r.actions.save_remote) == ("big", True)),
+        (["--skip-save"], lambda r: r.actions.skip_save),
+    ],
+)
+def test_the_options_of_the_original_are_taken(argv: list[str], seen) -> None:
+    assert seen(ask(*argv))
+
+
+@pytest.mark.promise("Every flag of the original build.py works or is refused with a reason")
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--cudnn-version", "9.8.0"], "cuDNN comes with the locked wheels"),
+        (["--build-type", "Debug"], "the locked wheels are Release builds"),
+        (["--cache-addr", "localhost:9090"], "serves --jaxlib source only"),
+        (["--cache"], "serves --jaxlib source only"),
+        (["--jaxlib", "source", "--no-cache", "--cache-addr", "localhost:9"], "contradict each other"),
+        (["--accelerator", "cpu", "--cuda-version", "12.8.1"], "an image for the CPU has no CUDA"),
+        (["--base-image", "debian:12", "--cuda-version", "12.8.1"], "--base-image replaces it"),
+        (["--upload"], "where to"),
+        (["--latest"], "add --repo"),
+        (["--save-remote"], "there is no remote engine"),
+        (["--skip-save", "--upload", "--repo", "r.example/x"], "leaves no image"),
+        (["--commit", "box", "--no-build"], "--no-build says not to"),
+        (["--image", "dev", "--stage", "runtime"], "give one"),
+        (["--python-archive", "/nonexistent.tar.gz"], "there is no such file"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_a_reason(argv: list[str], reason: str) -> None:
+    with pytest.raises(errors.UsageError, match=reason):
+        ask(*argv)
+
+
+@pytest.mark.promise("Poisoned tags, repositories and build arguments are refused in one line or stay data")
+@pytest.mark.parametrize("poison", ["12.8; reboot", "$(id)", "--privileged", "12.8.1\nRUN id", "a=b", "{{.}}"])
+@pytest.mark.parametrize("flag", ["--cuda-version", "--base-image", "--commit", "--remote"])
+def test_evil_values_are_refused_before_an_engine_sees_them(flag: str, poison: str) -> None:
+    with pytest.raises(errors.UsageError, match=f"{flag} .*: not "):
+        ask(f"{flag}={poison}")
+
+
+@pytest.mark.promise("--dry-run prints the exact commands of a build and touches nothing")
+def test_dry_run_prints_the_commands_and_touches_nothing(root: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (root / "docker").rglob("*")}
+    told = build(root, "--accelerator", "cpu", "--tag", "T", "--dry-run", HOME=str(tmp_path))
+    assert told.returncode == 0, told.stderr
+    commands = [shlex.split(line) for line in told.stdout.splitlines()]
+    assert commands[0][1:3] == ["buildx", "build"]
+    assert commands[0][-1] == "."
+    assert commands[-1][1:] == ["tag", "IMAGE", "multimesh-jax:T"]
+    assert {path: path.stat().st_mtime_ns for path in (root / "docker").rglob("*")} == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_speaks_json(root: Path) -> None:
+    told = build(root, "--dry-run", "--json", "--skip-save")
+    (command,) = json.loads(told.stdout)["commands"]
+    assert command[-3:] == ["--output", "type=cacheonly", "."]
+
+
+@pytest.mark.promise("No engine at all: says so in a second, and what can be done without one")
+def test_without_an_engine_it_says_so_and_what_to_do(root: Path) -> None:
+    told = build(root, "--accelerator", "cpu")
+    assert told.returncode == errors.EngineError.exit_code
+    assert told.stderr.startswith("error: no engine answers at unix:///nonexistent/docker.sock")
+    assert "maxtext/validate-cpu.sh" in told.stderr
+    assert told.stderr.count("\n") == 1
+
+
+def test_a_refusal_is_one_line_and_its_exit_code_says_usage(root: Path) -> None:
+    told = build(root, "--tag", "$(touch x)")
+    assert (told.returncode, told.stderr.count("\n"), told.stdout) == (2, 1, "")

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workflows.image import jaxlib
+from workflows.image.jaxlib import Recipe
+
+RECIPE = Recipe("cuda12", "12.8.1", "9.8.0", "Release", "/run/secrets/bazelrc")
+
+
+def arguments(recipe: Recipe) -> list[str]:
+    return jaxlib.command(recipe, bazel="/usr/bin/bazel", xla="/xla", output="/wheels", python_version="3.11")
+
+
+def test_cuda_builds_the_plugins_with_hermetic_cuda() -> None:
+    got = arguments(RECIPE)
+    assert got[:2] == ["build", "--wheels=jax,jaxlib,jax-cuda-plugin,jax-cuda-pjrt"]
+    assert {"--cuda_version=12.8.1", "--cudnn_version=9.8.0", "--local_xla_path=/xla"} <= set(got)
+    assert "--bazel_startup_options=--bazelrc=/run/secrets/bazelrc" in got
+
+
+def test_the_cpu_builds_jaxlib_alone() -> None:
+    got = arguments(dataclasses.replace(RECIPE, accelerator="cpu", bazelrc=""))
+    assert got[1] == "--wheels=jax,jaxlib"
+    assert not [word for word in got if "cuda" in word or "bazelrc" in word]
+
+
+def test_debug_builds_keep_their_symbols() -> None:
+    got = arguments(dataclasses.replace(RECIPE, build_type="Debug"))
+    assert {"--bazel_options=--compilation_mode=dbg", "--bazel_options=--strip=never"} <= set(got)
+
+
+@pytest.mark.promise("Poisoned tags, repositories and build arguments are refused in one line or stay data")
+@pytest.mark.parametrize("field", ["accelerator", "cuda_version", "cudnn_version", "build_type"])
+@pytest.mark.parametrize("poison", ["12.8; id", "$(id)", "`id`", "12.8.1 --config=x", "12\n"])
+def test_nothing_but_plain_values_reach_the_shell_of_jaxs_program(field: str, poison: str) -> None:
+    with pytest.raises(jaxlib.Refused):
+        arguments(dataclasses.replace(RECIPE, **{field: poison}))
+
+
+@pytest.mark.promise("The arguments for a jaxlib from source are those that the locked jax's build/build.py takes")
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda12"])
+@pytest.mark.parametrize("build_type", ["Release", "RelWithDebInfo", "Debug"])
+def test_the_locked_jax_takes_these_arguments(root: Path, tmp_path: Path, accelerator: str, build_type: str) -> None:
+    program = root / "third_party" / "jax" / "build" / "build.py"
+    if not program.exists():
+        pytest.skip("third_party/jax is not here: ./bootstrap.sh --group source")
+    bazel = tmp_path / "bazel"
+    bazel.write_text("#!/bin/sh\necho bazel 7.7.0\n", encoding="utf-8")
+    bazel.chmod(0o755)
+    recipe = dataclasses.replace(RECIPE, accelerator=accelerator, build_type=build_type)
+    asked = jaxlib.command(recipe, bazel=str(bazel), xla=str(tmp_path), output=str(tmp_path), python_version="3.11")
+    # Its parser, its checks and the Bazel commands that it makes of them; nothing is built.
+    done = subprocess.run(
+        [sys.executable, program, *asked, "--dry_run", "--configure_only"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / ".jax_configure.bazelrc").read_text(encoding="utf-8")
+    assert "HERMETIC_PYTHON_VERSION=3.11" in written
+    assert ("HERMETIC_CUDA_VERSION=12.8.1" in written) == (accelerator == "cuda12")
