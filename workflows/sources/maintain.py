@@ -21,9 +21,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser("refresh", help="turn the commits in third_party/NAME into its patch series")
     parser.add_argument("names", nargs="+", metavar="NAME", help="components")
     parser.set_defaults(func=run_refresh)
-    parser = subparsers.add_parser("bump", help="move a component to another version, with its patches")
-    parser.add_argument("name", metavar="NAME", help="component")
-    parser.add_argument("version", metavar="VERSION", help="its new version; a commit where it has no tags")
+    parser = subparsers.add_parser(
+        "bump", help="move a component to another version, with its patches; or fill images.lock"
+    )
+    parser.add_argument("name", metavar="NAME", help="component, or `images` for the base images")
+    parser.add_argument("version", metavar="VERSION", nargs="?", help="its new version; a commit where it has no tags")
     parser.add_argument("--mirror", metavar="URL", help="ask URL/ instead of the upstream")
     parser.set_defaults(func=run_bump)
     parser = subparsers.add_parser("gc", help="remove what nothing needs from third_party/")
@@ -88,6 +90,14 @@ def run_bump(args: argparse.Namespace) -> int:
     from workflows.sources import bump
 
     here = workspace()
+    if args.name == "images":
+        from workflows.image import bump as images
+
+        if args.version or args.mirror:
+            raise errors.UsageError("bump images: takes no version and no --mirror; it asks where images.lock points")
+        return images.run(here.root)
+    if args.version is None:
+        raise errors.UsageError(f"bump {args.name}: to which version? Give it after the name")
     with here.exclusive(), console.Reporter() as reporter:
         pin = bump.bump(here, args.name, args.version, args.mirror, reporter)
     print(f"{args.name}: {args.version} is {pin.commit}; run `python -m workflows sync` to bring it in")
