@@ -1,0 +1,123 @@
+"""A copy of this repository that tests may change, and one image that is built from it once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workflows.image import engine as engines
+from workflows.image.engine import Engine
+from workflows.image.reference import make
+from workflows.image.spec import ImageSpec, Means
+
+NAME = "multimesh-test/image"
+COMMIT = [
+    "git",
+    "-c",
+    "user.name=t",
+    "-c",
+    "user.email=t@example.com",
+    "-c",
+    "commit.gpgsign=false",
+    "commit",
+    "-qm",
+    "t",
+]
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A copy of the repository, and ``build.py`` in it."""
+
+    path: Path
+
+    def build(self, *argv: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run build.py to its end."""
+        command = [self.path / "docker" / "build.py", *argv]
+        done = subprocess.run(command, cwd=self.path / "docker", capture_output=True, text=True, env=os.environ | env)
+        assert not check or done.returncode == 0, done.stderr[-4000:]
+        return done
+
+
+def copy_repository(root: Path, place: Path) -> Repository:
+    """Copy what git knows, and the patched MaxText; with a git history of its own."""
+    listed = subprocess.run(["git", "-C", root, "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        target = place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (root / name).exists():
+            shutil.copy2(root / name, target, follow_symlinks=False)
+    shutil.copytree(root / "third_party" / "maxtext", place / "third_party" / "maxtext", symlinks=True)
+    (place / ".venv").symlink_to((root / ".venv").resolve())
+    subprocess.run(["git", "init", "-q", place], check=True)
+    subprocess.run(["git", "-C", place, "add", "-A"], check=True)
+    subprocess.run([COMMIT[0], "-C", place, *COMMIT[1:]], check=True)
+    return Repository(place)
+
+
+@pytest.fixture(scope="session")
+def repository(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    """The copy that the image is built from; tests leave it as it is."""
+    return copy_repository(root, tmp_path_factory.mktemp("repository") / "clone of this")
+
+
+@pytest.fixture
+def changed(root: Path, tmp_path: Path) -> Repository:
+    """A copy of a test's own."""
+    return copy_repository(root, tmp_path / "changed")
+
+
+@pytest.fixture(scope="session")
+def engine(docker_engine: None) -> Engine:
+    """The engine that runs, as build.py sees it."""
+    return engines.detect()
+
+
+@pytest.fixture(scope="session")
+def image(repository: Repository, bookworm: str) -> dict[str, Any]:
+    """The CPU image of what runs: built, checked by MaxText's CPU job, named. What build.py --json says of it."""
+    options = ["--accelerator", "cpu", "--base-image", bookworm, "--repo", "multimesh-test", "--name", "image"]
+    return dict(json.loads(repository.build(*options, "--tag", "T", "--json").stdout))
+
+
+@pytest.fixture(scope="session")
+def spec(bookworm: str) -> Callable[..., ImageSpec]:
+    """Make the spec of an image on the stand-in base."""
+
+    def of(target: str, **changes: Any) -> ImageSpec:
+        plain: dict[str, Any] = {
+            "accelerator": "cpu",
+            "jaxlib": "wheel",
+            "cuda_version": "12.8.1",
+            "cudnn_version": None,
+        }
+        plain |= {"build_type": "Release", "base_image": bookworm, "platform": None, "python_archive": None}
+        return ImageSpec(make(NAME, None, "T"), target, **(plain | changes))
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def means() -> Means:
+    """The build's usual way to its packages."""
+    return Means(None, None, "default", True, True, None, False)
+
+
+@pytest.fixture(scope="session")
+def docker() -> Callable[..., str]:
+    """Run a docker command that must succeed; returns its output."""
+
+    def run(*argv: str, stdin: str | None = None) -> str:
+        done = subprocess.run(["docker", *argv], input=stdin, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.strip()
+
+    return run

@@ -1,0 +1,169 @@
+"""One image, built and checked for real on a minimal Debian in place of the CUDA base, and what changes rebuild."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.image.conftest import NAME, Repository
+from workflows import errors
+from workflows.image import build, smoke
+from workflows.image.engine import Engine
+from workflows.image.spec import Built, ImageSpec, Means
+
+STAND_IN = "a debootstrapped Debian 12 in place of the CUDA base"
+Docker = Callable[..., str]
+Specs = Callable[..., ImageSpec]
+
+
+def layers(docker: Docker, image: str) -> list[str]:
+    return list(json.loads(docker("image", "inspect", "--format", "{{json .RootFS.Layers}}", image)))
+
+
+@pytest.mark.promise(
+    "build.py builds an image, trains MaxText in a container of it, and names it only then", stand_in=STAND_IN
+)
+def test_an_image_is_built_checked_and_named(image: dict[str, Any], docker: Docker) -> None:
+    assert image["image"] == f"{NAME}:T"
+    assert docker("image", "inspect", "--format", "{{.Id}}", f"{NAME}:T") == image["id"]
+    assert image["check"]["job"] == "small"
+    assert image["check"]["verdict"].startswith("ok: 3 steps")
+    assert image["bytes"] == sum(layer["bytes"] for layer in image["layers"])
+
+
+@pytest.mark.promise(
+    "The runtime image runs as another user than root and holds no compilers, caches or secrets", stand_in=STAND_IN
+)
+def test_it_runs_as_a_user_and_holds_only_what_runs(image: dict[str, Any], docker: Docker) -> None:
+    assert docker("run", "--rm", image["id"], "id", "-u") == "1000"
+    held = docker(
+        "run", "--rm", "--user", "0", "--entrypoint", "find", image["id"], "/", "-xdev", "-type", "f"
+    ).splitlines()
+    names = {Path(path).name for path in held}
+    assert not names & {"gcc", "cc", "g++", "clang", "nvcc", "ld", "make", "bazel", "pip.conf", ".netrc"}
+    assert not [path for path in held if path.startswith(("/root/.cache", "/var/lib/apt/lists", "/run/secrets"))]
+
+
+@pytest.mark.promise("An image names its revision, lock and versions in labels", stand_in=STAND_IN)
+def test_labels_say_where_it_comes_from(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
+    labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", image["id"]))
+    head = build._revision(repository.path)
+    assert labels["org.opencontainers.image.revision"] == head
+    assert labels["org.opencontainers.image.base.digest"] == "unpinned"
+    inside = docker("run", "--rm", image["id"], "python3", "-c", "import jax; print(jax.__version__)")
+    assert labels["io.github.multimesh-jax.jax"] == inside
+
+
+@pytest.mark.promise("An image holds an SBOM and a list of licences", stand_in=STAND_IN)
+def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker) -> None:
+    sbom = json.loads(docker("run", "--rm", image["id"], "cat", "/opt/inventory/sbom.cdx.json"))
+    ask = "import importlib.metadata as m, json; d = m.distributions(); "
+    ask += "print(json.dumps([[each.metadata['Name'], each.version] for each in d]))"
+    installed = {tuple(each) for each in json.loads(docker("run", "--rm", image["id"], "python3", "-c", ask))}
+    told = {(each["name"], each["version"]) for each in sbom["components"] if each["purl"].startswith("pkg:pypi/")}
+    assert told == installed
+    assert {"jax", "multimesh-jax"} <= {name for name, _ in told}
+    licences = docker("run", "--rm", image["id"], "cat", "/opt/inventory/licences.txt").splitlines()
+    assert len(licences) == len(sbom["components"])
+
+
+@pytest.mark.promise(
+    "The documented docker run line trains MaxText on the CPU with mounted scripts of another user",
+    stand_in=STAND_IN,
+)
+def test_the_documented_docker_run_line_trains(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
+    scripts = repository.path / "docker" / "workspace" / "maxtext-scripts"
+    mount = f"type=bind,source={scripts},target=/workspace,readonly"
+    options = [
+        "--rm",
+        "--entrypoint",
+        "/opt/entrypoint.sh",
+        "--mount",
+        mount,
+        "-w",
+        "/workspace",
+        "--user",
+        "12345:12345",
+    ]
+    said = docker("run", *options, image["image"], "./validate-cpu.sh").splitlines()
+    assert said[-1].startswith("ok: 3 steps")
+
+
+@pytest.mark.promise(
+    "A rebuild without changes takes every step from the cache and checks nothing twice", stand_in=STAND_IN
+)
+def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repository: Repository, bookworm: str) -> None:
+    options = ["--accelerator", "cpu", "--base-image", bookworm, "--repo", NAME, "--tag", "T", "--json"]
+    again = json.loads(repository.build(*options).stdout)
+    assert (again["id"], again["cached"]) == (image["id"], again["steps"])
+    assert again["check"] == image["check"]
+
+
+@pytest.mark.promise("A one-line change in multimesh/ rebuilds one layer and installs nothing", stand_in=STAND_IN)
+def test_a_change_of_the_library_rebuilds_one_layer(
+    image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means
+) -> None:
+    file = changed.path / "multimesh" / "src" / "multimesh" / "__init__.py"
+    file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
+    built = build.run(changed.path, engine, spec("runtime"), means)
+    assert built is not None
+    before, after = layers(docker, image["id"]), layers(docker, built.image_id)
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True] * (len(before) - 1) + [False]
+    ask = ["run", "--rm", built.image_id, "python3", "-c", "import multimesh; print(multimesh.A_LINE)"]
+    assert docker(*ask) == "1"
+
+
+@pytest.mark.promise("A changed patch rebuilds from MaxText on only", stand_in=STAND_IN)
+def test_a_change_of_maxtext_rebuilds_from_there_on(
+    image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means
+) -> None:
+    file = changed.path / "third_party" / "maxtext" / "src" / "maxtext" / "__init__.py"
+    file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
+    built = build.run(changed.path, engine, spec("runtime"), means)
+    assert built is not None
+    before, after = layers(docker, image["id"]), layers(docker, built.image_id)
+    last = 5  # MaxText, the launcher, the files of /opt, the inventory, MultiMesh
+    assert before[:-last] == after[:-last]
+    assert before[-last] != after[-last]
+    assert built.labels["io.github.multimesh-jax.maxtext.revision"].endswith("-dirty")
+
+
+@pytest.mark.promise("An image that fails its check keeps every name where it was", stand_in=STAND_IN)
+def test_an_image_that_breaks_its_promise_gets_no_name(
+    image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, spec: Specs
+) -> None:
+    text = f"FROM {image['image']}\nUSER 0\nRUN cp /bin/true /usr/bin/gcc && echo s >/etc/pip.conf\nUSER 1000\n"
+    bad = docker("build", "-q", "-", stdin=text)
+    docker("tag", bad, f"{NAME}:bad")
+    done = repository.build(
+        "--no-build", "--accelerator", "cpu", "--repo", NAME, "--tag", "bad", "--latest", check=False
+    )
+    assert done.returncode == errors.SmokeError.exit_code
+    assert "/usr/bin/gcc" in done.stderr
+    assert "/etc/pip.conf" in done.stderr
+    assert docker("image", "ls", "-q", f"{NAME}:latest") == ""
+
+
+def test_an_image_of_root_is_refused(
+    image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, spec: Specs
+) -> None:
+    root_image = docker("build", "-q", "-", stdin=f"FROM {image['image']}\nUSER 0\n")
+    with pytest.raises(errors.SmokeError, match="runs as root"):
+        smoke.check(repository.path, engine, Built(spec("runtime"), root_image, 0, 0, 0, 0, {}), "small")
+
+
+def test_the_image_of_this_name_can_be_checked_without_a_build(image: dict[str, Any], repository: Repository) -> None:
+    told = json.loads(
+        repository.build("--no-build", "--accelerator", "cpu", "--repo", NAME, "--tag", "T", "--json").stdout
+    )
+    assert (told["id"], told["steps"]) == (image["id"], 0)
+
+
+def test_no_build_without_an_image_is_named(repository: Repository, docker_engine: None) -> None:
+    done = repository.build("--no-build", "--tag", "never-built", check=False)
+    assert done.returncode == errors.EngineError.exit_code
+    assert "multimesh-jax:never-built" in done.stderr
