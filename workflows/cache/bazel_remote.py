@@ -67,7 +67,7 @@ def run_argv(place: Place, settings: Settings, pin: str) -> list[str]:
 
 def stop(place: Place) -> bool:
     """Stop and remove the container; return False if there is none."""
-    if not _docker("container", "inspect", name(place), check=False).stdout.strip().startswith(b"[{"):
+    if _docker("container", "inspect", name(place), check=False).returncode:
         return False
     result = _docker("rm", "--force", name(place), check=False)
     if result.returncode:

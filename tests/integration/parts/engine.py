@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from tests.integration.parts import packages, processes
 
 BASE = "multimesh-test-base"
+_BRIDGE = "mm-test0"
 
 
 def answers(host: str | None = None) -> bool:
@@ -45,13 +46,28 @@ def own(folder: Path, *, root: Path, socket: Path) -> Iterator[str]:
     containerd_argv = [containerd, "--root", f"{root}-containerd", "--state", str(state / "c"), "--address", str(pipe)]
     dockerd_argv = [dockerd, f"--containerd={pipe}", f"--data-root={root}", f"--exec-root={state / 'd'}"]
     dockerd_argv += [f"--host={host}", f"--pidfile={state / 'dockerd.pid'}"]
-    if root != Path("/var/lib/docker"):
-        dockerd_argv += ["--bridge=none", "--iptables=false"]  # the machine's own engine has them
+    second = root != Path("/var/lib/docker")
+    if second:
+        # The machine's own engine has the usual ones; --bridge=none would take its bridge away.
+        dockerd_argv += [f"--bridge={_BRIDGE}", "--iptables=false"]
     with (
+        bridge() if second else nullcontext(),
         processes.server(containerd_argv, state / "containerd.log", healthy=pipe.exists),
         processes.server(dockerd_argv, state / "dockerd.log", healthy=lambda: answers(host)),
     ):
         yield host
+
+
+@contextmanager
+def bridge() -> Iterator[None]:
+    """Have a bridge for a second engine."""
+    ip = packages.need("ip", "iproute2")
+    subprocess.run([ip, "link", "add", _BRIDGE, "type", "bridge"], check=True)
+    try:
+        subprocess.run([ip, "addr", "add", "172.31.255.1/24", "dev", _BRIDGE], check=True)
+        yield
+    finally:
+        subprocess.run([ip, "link", "delete", _BRIDGE], check=True)
 
 
 def with_buildx(folder: Path) -> None:
