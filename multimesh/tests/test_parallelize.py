@@ -9,9 +9,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import plain
+from models import TRANSFORMER, plain
 from multimesh.parallelizing import programs
-from pipelines import assert_same, submeshes
+from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm
 
@@ -148,6 +148,25 @@ def test_the_results_of_one_step_are_the_arguments_of_the_next():
     assert specs(state[0].mu) == {"front": DERIVED, "back": DERIVED}
 
 
+@pytest.mark.full
+def test_autoshard_keeps_loss_and_gradients_of_a_transformer():
+    split = Split(submeshes(2, (2, 2)))
+
+    def stage(s, fn):
+        def constrained(*args):
+            y = fn(*args)
+            return mm.with_sharding_constraint(y, P("rows", "time")) if y.ndim > 1 else y
+
+        axes = {"rows": "data", "time": "model"}
+        return mm.task(constrained, f"stage{s}", mesh=split.mesh(s), logical_axes=axes)
+
+    step, args = mm.jit(gradient(TRANSFORMER, stage, size=4, rows=8)), (TRANSFORMER.init(2), TRANSFORMER.batch(8, 0))
+    with mm.autoshard():
+        *_, x, y = step.lower(*args).input_shardings
+        assert (x.spec, y.spec) == (P("data", "model"), P("data", "model"))
+        assert_same(step(*args), reference_gradient(TRANSFORMER, 2, 8, 4))
+
+
 # parallelize
 
 
@@ -211,6 +230,33 @@ def test_a_tied_parameter_is_made_where_its_update_is():
     new, loss = run(params, batch())
     assert new["emb"].sharding.mesh == params["emb"].sharding.mesh
     assert_same(loss, step(init(), jnp.array([0, 1, 3])))
+
+
+@pytest.mark.flax
+def test_the_parameters_of_a_flax_module_are_made_on_its_stages():
+    linen = pytest.importorskip("flax.linen")
+    meshes = submeshes(2, (4,), ("model",))
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for i, width in enumerate((HIDDEN, WIDTH)):
+                x = mm.with_sharding_constraint(linen.Dense(width, name=f"layers_{i}")(x), P(None, "model"))
+                x = jnp.tanh(x)
+            return x
+
+    model, x = Model(), get_batch()["x"]
+    with mm.register_task("layers_0", mesh=meshes[0]), mm.register_task("layers_1", mesh=meshes[1]):
+        forward, init, batch = mm.parallelize(
+            model.apply, init_params=lambda: model.init(jax.random.key(0), x), get_input_batch=lambda: x
+        )
+        params = init()
+        y = forward(params, batch())
+    layers = params["params"]
+    assert [layers[f"layers_{i}"]["kernel"].sharding for i in range(2)] == [
+        NamedSharding(m, P(None, "model")) for m in meshes
+    ]
+    assert_same(y, model.apply(model.init(jax.random.key(0), x), x))
 
 
 def test_a_batch_of_numpy_arrays_is_asked_for_anew():

@@ -59,6 +59,15 @@ def test_an_embedding_is_laid_out_by_its_width_and_its_tokens_by_the_batch():
     assert (table, indices) == (P(None, "model"), P("data", None))
 
 
+def test_labels_are_laid_out_as_the_logits_that_they_pick_from():
+    def picked(logits, labels):
+        logits = mm.with_sharding_constraint(logits, P("data", None))
+        return jnp.take_along_axis(logits, labels[:, None], 1).sum()
+
+    labels = jax.ShapeDtypeStruct((4,), np.int32)
+    assert derived(mm.task(picked, "a", mesh=MESH), ones(4, 8), labels) == [P("data", None), P("data")]
+
+
 def test_the_nearest_constraint_wins_and_one_that_replicates_stops_others():
     assert derived(_in_task, ones(4, 6)) == [P(None, "model")]
 

@@ -123,6 +123,8 @@ def _gather(op: ir.Op) -> _Groups:
     for d, at in zip(whole, numbers.offset_dims, strict=True):
         if sizes[d] == _shape(x)[d]:
             yield [(x, d), (out, at)]
+    for d, at in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        yield [(x, d), (indices, at)]
     rest = [at for at in range(len(_shape(out))) if at not in numbers.offset_dims]
     yield from ([(indices, d), (out, at)] for d, at in enumerate(rest))
 
