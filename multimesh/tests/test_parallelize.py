@@ -301,6 +301,30 @@ def test_a_given_batch_keeps_its_layout():
     assert_same(step(init(), data), plain_result())
 
 
+def test_a_batch_may_hold_keys():
+    mesh = submeshes(1, (4,), ("data",))[0]
+
+    def step(params, batch):
+        noise = jax.vmap(jax.random.normal)(batch["key"])
+        return mm.task(lambda w, x, n: jnp.sum((w * x + n) ** 2), "a", mesh=mesh)(params, batch["x"], noise)
+
+    def load():
+        return {"x": np.ones(8, np.float32), "key": jax.random.split(jax.random.key(1), 8)}
+
+    run, init, batch = mm.parallelize(step, init_params=lambda: jnp.ones(()), get_input_batch=load)
+    assert_same(run(init(), batch()), step(jnp.ones(()), load()))
+
+
+def test_while_transforms_are_ignored_nothing_is_laid_out():
+    with mm.ignore_transforms():
+        run, init, batch = mm.parallelize(tasked, init_params=init_params, get_input_batch=get_batch)
+        assert (init, batch) == (init_params, get_batch)
+        got = run(init(), batch())
+        with pytest.raises(mm.MultiMeshError, match="tasks are ignored under ignore_transforms"):
+            run.plan(init(), batch())
+    assert_same(got, tasked(init_params(), get_batch()))
+
+
 def arguments(**changes):
     return {"init_params": init_params, "get_input_batch": get_batch} | changes
 

@@ -142,6 +142,8 @@ class Jitted:
         return lowered
 
     def _without_tasks(self) -> MultiMeshError:
+        if contexts.ignoring():
+            return MultiMeshError(f"{self._name}: tasks are ignored under ignore_transforms; leave it for a plan")
         return MultiMeshError(f"{self._name}: nothing in this function is a task; wrap parts of it in multimesh.task")
 
     @property

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from multimesh import _compat
+from multimesh import _compat, contexts
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.jitted import Jitted
 from multimesh.lowered import Compiled
@@ -51,7 +51,7 @@ def parallelize(
     -------
     fn, init_params, get_input_batch
         ``fn`` as a `jit` under ``autoshard``, already compiled, and functions without arguments that return what lies
-        where ``fn`` reads it. With ``initial_batch`` the first two only.
+        where ``fn`` reads it. With ``initial_batch`` the first two only. Under `ignore_transforms` the functions given.
 
     Raises
     ------
@@ -72,6 +72,8 @@ def parallelize(
     if (get_input_batch is None) == (initial_batch is None):
         raise UsageError("parallelize: give either get_input_batch= or initial_batch=, not both or neither")
     jitted = Jitted(fn, (), (), None, None, _flat(devices), autoshard=True)
+    if contexts.ignoring():
+        return (jitted, init_params) if get_input_batch is None else (jitted, init_params, get_input_batch)
     params = _Maker(init_params, "init_params")
     batch = _Maker(get_input_batch, "get_input_batch", fresh=True) if get_input_batch is not None else None
     shapes = params.shapes, initial_batch if batch is None else batch.shapes
