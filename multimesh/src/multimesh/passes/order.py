@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,12 +47,14 @@ class LoopOrder:
         """Number of the cell before which a value that cell ``n`` makes is sent to a submesh; mostly ``n + 1``."""
         if self.fronts is None:
             return n + 1
-        readers = {i for i, s in enumerate(self.stages) if s.fragment.mesh == mesh and value in s.fragment.ins}
-        fronts = [
-            f for f, (i, k) in zip(self.fronts, self.cells, strict=True) if i in readers and k == self.cells[n][1]
-        ]
-        due = max(min(fronts, default=0) - self.ahead, self.fronts[n])
+        readers = [i for i, s in enumerate(self.stages) if s.fragment.mesh == mesh and value in s.fragment.ins]
+        first = min((self._front[i, self.cells[n][1]] for i in readers), default=0)
+        due = max(first - self.ahead, self.fronts[n])
         return n + 1 if due == self.fronts[n] else bisect.bisect_left(self.fronts, due)
+
+    @functools.cached_property
+    def _front(self) -> dict[tuple[int, int], int]:
+        return dict(zip(self.cells, self.fronts or (), strict=True))
 
 
 def order(pipeline: Pipeline, mark: LoopMark, results: set[ir.Value], *, recompute: bool = True) -> LoopOrder:
