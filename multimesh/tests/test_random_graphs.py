@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -109,7 +110,12 @@ def check_gradient(graph: Graph) -> None:
 
 
 def check_loop(graph: Graph) -> None:
-    """The first input is the batch, the others are parameters: their gradients, summed over four microbatches."""
+    """The first input is the batch, the others are parameters: their gradients, summed over four microbatches.
+
+    Each graph has a schedule; only zb-h1 may refuse, a graph that comes to a submesh twice.
+    """
+    names = mm.schedules.names()
+    schedule = names[sum(node.left + node.right for node in graph.nodes) % len(names)]
     x, *params = inputs()
     params = [p[:2] for p in params]
 
@@ -119,7 +125,14 @@ def check_loop(graph: Graph) -> None:
 
         return loop(jax.value_and_grad(loss), size=2, argnum=1)
 
-    assert_same(mm.jit(make(True, mm.microbatch))(params, x), jax.jit(make(False, microbatched))(params, x))
+    got = mm.jit(make(True, functools.partial(mm.microbatch, schedule=schedule)))
+    try:
+        got.plan(params, x)
+    except mm.UsageError as error:
+        if schedule == "zb-h1" and "one stage a submesh" in str(error):
+            return
+        raise
+    assert_same(got(params, x), jax.jit(make(False, microbatched))(params, x))
 
 
 CHECKS = {"forward": check_forward, "gradient": check_gradient, "loop": check_loop}
@@ -134,6 +147,19 @@ def test_random_graphs(check):
         CHECKS[check](graph)
 
     holds()
+
+
+def test_what_only_inputs_make_is_made_forward_where_both_directions_read_it():
+    """Found at random: the backward reads it at an earlier level than the forward, which then waited for a backward."""
+    graph = Graph(
+        starts=((0, 1), (0, 2)),
+        nodes=(
+            *(Node("add", 0, 0, None), Node("add", 0, 0, 1), Node("add", 2, 2, None), Node("add", 2, 2, None)),
+            *(Node("matmul", 2, 4, None), Node("add", 4, 1, None), Node("add", 2, 0, 0)),
+        ),
+        outputs=(7, 9),
+    )
+    check_loop(graph)
 
 
 @pytest.mark.full

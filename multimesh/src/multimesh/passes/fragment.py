@@ -54,7 +54,7 @@ _Key = tuple[Mesh, str | None, int]
 
 
 def fragment(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) -> tuple[Fragment, ...]:
-    """Cut placed operations into fragments, ordered by level.
+    """Cut placed operations into fragments, ordered by level, the forward before the backward.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def fragment(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) 
     for i, key in enumerate(keys):
         groups[key].append(i)
     _coalesce(ops, groups)
-    ordered = sorted(groups.items(), key=lambda item: (item[0][2], item[1][0]))
+    ordered = sorted(groups.items(), key=lambda item: (item[0][1] == "B", item[0][2], item[1][0]))
     made = tuple(Fragment(*key, tuple(ops[i] for i in sorted(indices))) for key, indices in ordered)
     return with_interfaces(made, results)
 
@@ -79,7 +79,8 @@ def fragment(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) 
 def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
     """Submesh, phase and level of each operation.
 
-    What depends on inputs only (a cast of a weight) joins the first fragment of its submesh that reads it.
+    What depends on inputs only (a cast of a weight) joins the first fragment of its submesh that reads it, a forward
+    one if there is any: so no forward fragment ever waits for a backward one.
     """
     maker = {o: i for i, op in enumerate(ops) for o in op.outs}
     readers: dict[int, list[int]] = collections.defaultdict(list)
@@ -101,7 +102,7 @@ def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
         keys.append((op.mesh, phase, max(levels, default=0)))
     for i in reversed(range(len(ops))):
         if source[i] and readers[i] and all(ops[j].mesh == ops[i].mesh for j in readers[i]):
-            keys[i] = min((keys[j] for j in readers[i]), key=lambda key: (key[2], key[1] == "B"))
+            keys[i] = min((keys[j] for j in readers[i]), key=lambda key: (key[1] == "B", key[2]))
     return keys
 
 
