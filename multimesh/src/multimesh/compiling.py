@@ -203,8 +203,10 @@ class _Compiler:
         mesh = self._plan.submeshes[steps[0].submesh]
         for position, sharding in enumerate(program.output_shardings):
             spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+            # What jax.checkpoint offloads to the host stays there until its backward reads it.
+            layout = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
             for step in steps:
-                self._layouts.setdefault(step.outs[position], NamedSharding(mesh, spec))
+                self._layouts.setdefault(step.outs[position], layout)
 
 
 def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:

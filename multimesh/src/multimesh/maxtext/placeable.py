@@ -17,7 +17,10 @@ _LATER = (
 
 _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_block": (
-        ("llama2", "mistral", "gpt3", "mixtral"),
+        (
+            *("llama2", "default", "mistral", "gpt3", "mixtral"),
+            *("gemma", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
+        ),
         "its layers are no plain sequence, or were never tried",
     ),
     "inhomogeneous_layer_cycle_interval": ((1,), "its layers come in groups"),
@@ -36,7 +39,6 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "shard_optimizer_over_data": ((False,), "it moves the whole state to one mesh"),
     "shard_mode": (("auto",), "explicit shardings name one mesh"),
     "opt_type": (("adamw", "adam_pax", "sgd", "muon"), "its state was never placed"),
-    "skip_step_on_spikes": ((False,), "both branches of its condition hold the state of all stages"),
     "compile_xla_flags": (("",), "it is for one program"),
     "compiled_trainstep_file": (("",), "it holds one program"),
     "elastic_enabled": ((False,), "it changes the devices"),
