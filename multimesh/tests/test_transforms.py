@@ -20,6 +20,12 @@ POLICIES = {
     "everything": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "names": jax.checkpoint_policies.save_only_these_names("kept"),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 

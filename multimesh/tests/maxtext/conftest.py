@@ -18,6 +18,7 @@ from multimesh.maxtext.locate import find_maxtext
 from multimesh.maxtext.model import describe_model
 from multimesh.maxtext.translate import Paths
 
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -1,0 +1,86 @@
+"""Pipelines of many kinds, each against one program of the same MaxText: some for every change, the grid for `full`."""
+
+from __future__ import annotations
+
+import grid
+import pytest
+from parity import METRICS, Result, compare
+
+_EXPERTS = "decoder_block=mixtral num_experts=4 base_moe_mlp_dim=32"
+CASES = {
+    "llama 1f1b fsdp sgd": "--fsdp 2 --pp 2 --num-layers 2 --remat full opt_type=sgd",
+    "llama interleaved sequence-parallel scanned tied": (
+        "--tp 2 --sequence-parallel --pp 2 --interleave 2 --num-layers 8 --scan-layers --remat save_out_proj "
+        "logits_via_embedding=true opt_type=adam_pax"
+    ),
+    "llama custom four stages dropout": (
+        "--pp 4 --num-layers 4 --schedule custom --custom-schedule-path TABLE dropout_rate=0.1"
+    ),
+    "gpt3 zb-h1 dp tied": (
+        "--dp 2 --pp 2 --schedule zb-h1 --num-layers 2 --remat minimal_offloaded decoder_block=gpt3 "
+        "logits_via_embedding=true"
+    ),
+    "gpt3 gpipe interleaved tp scanned": (
+        "--tp 2 --pp 2 --schedule gpipe --interleave 2 --num-layers 4 --scan-layers decoder_block=gpt3"
+    ),
+    "mixtral wavefront ep": f"--ep 2 --pp 2 --schedule wavefront --num-layers 2 sparse_matmul=false {_EXPERTS}",
+    "mixtral prefetch-wavefront sparse dp scanned": (
+        f"--dp 2 --pp 2 --schedule prefetch-wavefront --num-layers 4 --scan-layers megablox=false {_EXPERTS}"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    cases = {name: f"--cpus 4 {flags} dtype=float32" for name, flags in CASES.items()}
+    return compare(cases, tmp_path_factory.mktemp("parity"))
+
+
+@pytest.mark.promise(
+    "llama- and gpt3-type pipelines: losses, gradient norms, every parameter's norm to 1e-5 in 20 steps"
+)
+@pytest.mark.parametrize("name", [name for name in CASES if "mixtral" not in name])
+def test_a_dense_pipeline_trains_as_one_program(results: dict[str, Result], name: str):
+    found = results[name]
+    assert found.error is None
+    assert len(found.steps) == len(found.parameters) == 20
+    assert max(map(found.gap, METRICS)) <= 1e-5
+    assert found.parameter_gap <= 1e-5
+
+
+@pytest.mark.promise("mixtral-type pipelines: losses and gradient norms to 1e-5 over 20 steps")
+@pytest.mark.parametrize("name", [name for name in CASES if "mixtral" in name])
+def test_a_mixture_of_experts_has_the_losses_of_one_program(results: dict[str, Result], name: str):
+    found = results[name]
+    assert found.error is None
+    assert len(found.steps) == 20
+    assert max(map(found.gap, METRICS[:3])) <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.promise("The full grid of models, schedules, parallelism, remat and optimizers agrees with one program")
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize("section", grid.SECTIONS)
+def test_the_grid_agrees(section: str, tmp_path_factory: pytest.TempPathFactory):
+    found = grid.train(section, tmp_path_factory.mktemp("grid"))
+    assert grid.SECTIONS[section]
+    differ = {case: result for case, result in found.items() if not grid.agrees(case, result)}
+    assert not differ, grid.table(differ, day="", commit="")
+
+
+def test_the_page_shows_a_table_of_a_section():
+    page = "a <!-- grid: x -->old<!-- end: x --> <!-- grid: y -->other<!-- end: y -->"
+    steps = [(dict.fromkeys(METRICS, 1.0), dict.fromkeys(METRICS, 1.0))] * 2
+    results = {
+        "--pp 2 dtype=float32": Result(None, steps, [({"w": 1.00002}, {"w": 1.0})], 60.0),
+        "--pp 4 dtype=float32": Result(None, steps, [({"w": 1.0}, {"w": 1.0})], 60.0),
+        "--pp 8 dtype=float32": Result("ValueError: no", [], [], 0.0),
+    }
+    text = grid.table(results, day="2026-01-01", commit="abc")
+    assert "1 of 3 agree (2026-01-01, commit abc, 2 minutes)." in text
+    assert "| `--pp 2` | 0e+00 | 0e+00 | 0e+00 | 2e-05 |" in text
+    assert "| `--pp 8` | ValueError: no | | | |" in text
+    assert grid.renewed(page, "x", text).split(text) == [
+        "a <!-- grid: x -->\n",
+        "\n<!-- end: x --> <!-- grid: y -->other<!-- end: y -->",
+    ]
