@@ -4,9 +4,11 @@ import collections
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER
+from jax.sharding import PartitionSpec as P
+from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER, squared_error
 from multimesh.schedules import Cell
 from pipelines import Split, assert_placed, assert_same, gradient, reference_gradient, submeshes
 from test_training import OPTIMIZERS
@@ -100,6 +102,35 @@ def test_the_order_does_not_change_a_bit():
     first = run("gpipe")
     for schedule in ("wavefront", "prefetch-wavefront"):
         jax.tree.map(np.testing.assert_array_equal, run(schedule), first)
+
+
+def test_scanned_layers_may_be_constrained_and_drop_out():
+    """zb-h1 splits the scan on a submesh of 2 x 2 devices; layouts and random bits stay those of each layer."""
+    split = Split(submeshes(2, (2, 2)))
+    axes = {"rows": "data", "hidden": "model"}
+    params = [jax.tree.map(lambda *w: np.stack(w), *MLP.init(3)["stages"]) for _ in range(2)]
+    batch = DROPOUT.batch(8, 0)
+
+    def layer(carry, w):
+        x, keys = carry
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.75, x.shape[1:]))(keys)
+        hidden = mm.with_sharding_constraint(jnp.tanh(x @ w["up"] + w["bias"]), P("rows", "hidden"))
+        x = mm.with_sharding_constraint(x + jnp.where(keep, hidden @ w["down"], 0), P("rows"))
+        return (x, jax.vmap(jax.random.fold_in, (0, None))(keys, 1)), None
+
+    def make(place):
+        def loss(params, batch):
+            x = batch["x"]
+            for s, w in enumerate(params):
+                x = place(s, lambda w, x, keys: jax.lax.scan(layer, (x, keys), w)[0][0])(w, x, batch["key"])
+            return squared_error(x, batch["y"])
+
+        return mm.microbatch(jax.value_and_grad(loss), size=4, argnum=1, schedule="zb-h1")
+
+    f = mm.jit(make(lambda s, fn: mm.task(fn, f"stage{s}", mesh=split.mesh(s), logical_axes=axes)))
+    assert_same(f(params, batch), jax.jit(make(lambda _, fn: fn))(params, batch))
+    (later,) = {k for k in f.plan(params, batch).kernels if k.name.startswith("W1")}
+    assert [op.prim.name for op in later.ops] == ["scan"]
 
 
 def plan_of(schedule, stages, count, chunks=1, model=MLP, **options):
