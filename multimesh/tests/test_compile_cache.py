@@ -1,4 +1,4 @@
-"""A second process finds every program in JAX's persistent compilation cache."""
+"""A second process finds every program in the persistent cache of JAX, also those that differ in their submesh only."""
 
 import json
 import os
@@ -12,7 +12,7 @@ PROGRAM = """
 import collections, functools, json, sys
 import conftest, jax, jax.monitoring, jax.numpy as jnp, optax
 import multimesh as mm
-from models import DROPOUT
+from models import MLP
 from pipelines import Split, gradient, submeshes
 
 events = collections.Counter()
@@ -20,8 +20,8 @@ jax.monitoring.register_event_listener(lambda event, **_: events.update([event])
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
-split, optimizer = Split(submeshes(2), "context"), optax.adam(0.1)
-grads_of = gradient(DROPOUT, split, size=2, rows=8, wrap=jax.checkpoint)
+split, optimizer = Split(submeshes(4), "context"), optax.adam(0.1)
+grads_of = gradient(MLP, split, size=2, rows=8, wrap=jax.checkpoint)
 
 @functools.partial(mm.jit, donate_argnums=(0, 1))
 def step(params, state, batch):
@@ -29,7 +29,7 @@ def step(params, state, batch):
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
-params, batch = DROPOUT.init(2), DROPOUT.batch(8, 0)
+params, batch = MLP.init(4), MLP.batch(8, 0)
 *_, loss = step(params, optimizer.init(params), batch)
 print(json.dumps({"loss": float(loss), **{name.rpartition("/")[2]: n for name, n in events.items()}}))
 """

@@ -242,9 +242,12 @@ def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     """All that determines the code of a program lowered for ``mesh``, except for its name and devices.
 
     None for a program that can't be shared. Only CPUs share: elsewhere code may depend on which devices are neighbours;
-    and only with versions of JAX that were tried, as loading a program for the wrong devices ends the process.
+    and only with versions of JAX that were tried, as loading a program for the wrong devices ends the process. With a
+    persistent compilation cache each submesh has its own entry there: XLA can't store again what it took from it.
     """
-    if jax.__version_info__ >= (0, 11):
+    if jax.__version_info__ >= (0, 11) or (
+        jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    ):
         return None
     lowering = lowered._lowering
     arguments = lowering.compile_args
