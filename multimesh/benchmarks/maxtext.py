@@ -1,4 +1,4 @@
-"""MaxText on 8 CPU devices: a pipeline of MultiMesh, MaxText's own pipeline, and no pipeline at all.
+"""MaxText on 8 CPU devices: a pipeline of MultiMesh in every schedule, MaxText's own pipeline, and no pipeline at all.
 
 CPU time of a step and of the first call (compilation included), and the peak memory of the process. Every trainer is a
 process of its own, with the same model, batch and number of microbatches; the calls of its train step are measured.
@@ -95,7 +95,9 @@ def measure(flags: Sequence[str], size: Sequence[str], steps: int) -> dict[str, 
 
 
 def main() -> None:
-    import report  # not where this file is the trainer: it has no folder of benchmarks on its path
+    import report
+
+    from multimesh import schedules
 
     options = report.parser(__doc__)
     options.add_argument("--steps", type=int, default=20, help="steps that are counted (default 20)")
@@ -111,9 +113,13 @@ def main() -> None:
     flat = ["--backend", "spmd", "--dp", str(8 // TP), "--tp", str(TP)]
     flat += ["--microbatch-size", str(BATCH // MICROBATCHES // (8 // TP))]
     rows = []
+    pipelines = [
+        (f"MultiMesh, {name}", [*staged, "--schedule", name, *(["--interleave", "2"] if name == "interleaved" else [])])
+        for name in schedules.names()
+        if name != "fill-drain"  # gpipe by another name
+    ]
     for name, flags in (
-        ("MultiMesh, 1f1b", staged),
-        ("MultiMesh, gpipe", [*staged, "--schedule", "gpipe"]),
+        *pipelines,
         ("MaxText's own pipeline", ["--backend", "spmd", *staged]),
         ("dp x tp, layers scanned", flat),
         ("dp x tp, layers unrolled", [*flat, "--no-scan-layers"]),

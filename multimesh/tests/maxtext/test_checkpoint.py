@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from multimesh.errors import CheckpointError, UsageError
 from multimesh.maxtext.checkpoint import Beginning, beginning, explained, look, writing
 from multimesh.maxtext.checks import Job
 from multimesh.maxtext.metrics import keep_before
+from multimesh.maxtext.relayout import Relayout, held, is_stack
 
 Check = Callable[[Sequence[str]], Job]
 STACKS = ["layers_0_3", "layers_4_7"]
@@ -84,18 +86,12 @@ def test_a_run_goes_on_after_the_newest_checkpoint(
     [
         ("--pp 2", UNROLLED, UsageError, r"has checkpoints up to 6; add --resume to go on from it, or choose another"),
         ("--pp 2 --resume --num-steps 7", UNROLLED, UsageError, r"has all of --num-steps 7 .*; use --num-steps 8 or"),
+        ("--backend spmd --resume", STACKS, CheckpointError, r"in stacks, .* scanned; go on with --backend multimesh"),
         (
-            "--pp 2 --resume",
+            "--backend spmd --no-scan-layers --resume",
             ["layers"],
             CheckpointError,
-            r"has its layers scanned, .* unrolled; use --backend spmd --sc",
-        ),
-        ("--pp 2 --resume", STACKS, CheckpointError, r"has its layers in stacks, .* unrolled; use --scan-layers with"),
-        (
-            "--pp 4 --scan-layers --resume",
-            STACKS,
-            CheckpointError,
-            r"in 2 stacks, but this run has 4 of them; use the --pp and --interleave that it was written with",
+            r"has its layers scanned, but this run has them unrolled; use --scan-layers",
         ),
         ("--backend spmd --resume", UNROLLED, CheckpointError, r"layers unrolled, .* scanned; use --no-scan-layers"),
     ],
@@ -111,6 +107,48 @@ def test_what_cannot_go_on_is_refused(
     write(tmp_path / "ck", 6, layers)
     with pytest.raises(error, match=message):
         begin(argv)
+
+
+@pytest.mark.parametrize("layers", [UNROLLED, STACKS, ["layers"]])
+@pytest.mark.parametrize("argv", ["--pp 2", "--pp 4", "--pp 2 --scan-layers", "--pp 2 --scan-layers --interleave 2"])
+def test_a_pipeline_goes_on_from_any_layout(
+    begin: Callable[[str], Beginning], tmp_path: Path, argv: str, layers: list[str]
+):
+    write(tmp_path / "ck", 6, layers)
+    assert begin(f"{argv} --resume --num-layers 4").step == 7
+
+
+LAYOUTS = [("layers_0", "layers_1", "layers_2", "layers_3"), ("layers_0_1", "layers_2_3"), ("layers",)]
+KERNEL = np.arange(4 * 3 * 2).reshape(4, 3, 2)  # of four layers, three by two each
+COUNT = np.arange(4)
+
+
+def state(names: Sequence[str]) -> dict[tuple[str, ...], np.ndarray]:
+    """Parameters are stacked along their second dimension, counters along the first."""
+    found: dict[tuple[str, ...], np.ndarray] = {("params", "embedding"): np.zeros(5)}
+    for name in names:
+        mine = list(held(name, 4))
+        kernel = np.stack(KERNEL[mine], 1) if is_stack(name) else KERNEL[mine[0]]
+        found["params", "decoder", name, "kernel"] = kernel
+        found["nnx_aux", "decoder", name, "count"] = COUNT[mine] if is_stack(name) else COUNT[mine[0]]
+    return found
+
+
+@pytest.mark.parametrize("wanted", LAYOUTS, ids=len)
+@pytest.mark.parametrize("kept", LAYOUTS, ids=len)
+def test_layers_are_cut_from_and_joined_of_any_layout(kept: Sequence[str], wanted: Sequence[str]):
+    ours, theirs = state(wanted), state(kept)
+    relayout = Relayout(ours, theirs, 4)
+    assert len(relayout.sources) == 2 * len(wanted)
+    for path in relayout.sources:
+        assert set(relayout.sources[path]) <= theirs.keys()
+        np.testing.assert_array_equal(relayout.leaf(path, ours[path].shape, theirs), ours[path])
+
+
+def test_a_model_of_another_width_is_named():
+    relayout = Relayout(state(LAYOUTS[0]), state(["layers"]), 4)
+    with pytest.raises(CheckpointError, match=r"decoder/layers_1/kernel gives \(3, 2\), but the model has \(9, 2\)"):
+        relayout.leaf(("params", "decoder", "layers_1", "kernel"), (9, 2), state(["layers"]))
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_every_flag_is_declared_with_help():
         ("--hlo", r"--hlo says how to dump; add --dump DIR"),
         ("--dump-all-passes", r"--dump-all-passes says how to dump; add --dump DIR"),
         ("--pp 2 --dump-mpmd-passes", r"--dump-mpmd-passes says how to dump; add --dump DIR"),
+        ("--pp 2 --device-memory much", r"--device-memory: 'much' is no size; write e.g. 80GiB or 24GB"),
         ("--pp 2 --dump-only", r"--dump-only says how to dump; add --dump DIR"),
         ("--dataset-name c4", r"--dataset-name is for TensorFlow datasets; add --use-tfds-dataset, or remove it"),
         ("--use-tfds-dataset", r"add --dataset-path and --dataset-name"),

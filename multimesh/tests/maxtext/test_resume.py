@@ -196,6 +196,29 @@ def test_other_grids_go_on_from_a_checkpoint(whole: Whole, run: Run, tmp_path: P
     assert losses == pytest.approx(expected[3:], rel=1e-5)
 
 
+@pytest.mark.full
+@pytest.mark.promise("A pipeline resumes layers scanned or unrolled, from --backend spmd or a pipeline of other pieces")
+def test_a_pipeline_goes_on_from_layers_in_another_layout(run: Run, root: Path, tmp_path: Path):
+    """One stack, then one by one, then a stack per piece: each time a few steps further than the run before."""
+    scanned = ("--backend", "spmd", "--cpus", 2, "--tp", 2, "--scan-layers")
+    grids = (
+        (4, scanned),
+        (6, (*GRID, "--no-scan-layers")),
+        (8, ("--cpus", 4, "--pp", 2, "--dp", 2, "--interleave", 2, "--scan-layers")),
+    )
+    text = ("--text", root / "LICENSE")
+    whole = run(*scanned, *TRAINING, "--output", tmp_path / "whole", *text)
+    assert whole.code == 0, whole.stderr
+    found = []
+    for steps, grid in grids:
+        folder = tmp_path / str(steps)
+        again = ("--checkpoint", tmp_path / "ck", "--resume", "--num-steps", steps, "learning_rate_schedule_steps=8")
+        done = run(*grid, *TRAINING, "--output", folder, *again, *text)
+        assert done.code == 0, done.stderr
+        found += records(folder)
+    agree(found, records(tmp_path / "whole"))
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of its own that is soon full."""

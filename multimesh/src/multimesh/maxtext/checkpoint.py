@@ -55,7 +55,12 @@ class Checkpoints:
         return self.steps[-1] + 1 if self.steps else 0
 
     def layers(self) -> frozenset[str]:
-        """Names of the decoder's layers in the newest checkpoint: ``layers_0``, ...; ``layers`` for a stack of all.
+        """Names of the decoder's layers in the newest checkpoint: ``layers_0``, ...; ``layers`` for a stack of all."""
+        params = [path[3] for path in self.paths() if path[:3] == ("params", "params", "decoder")]
+        return frozenset(name for name in params if _LAYER.fullmatch(name))
+
+    def paths(self) -> frozenset[tuple[str, ...]]:
+        """Paths of the leaves of the newest checkpoint.
 
         Raises
         ------
@@ -65,13 +70,11 @@ class Checkpoints:
         file = self.folder / str(self.steps[-1]) / "items" / "_METADATA"
         try:
             leaves = json.loads(file.read_text(encoding="utf-8"))["tree_metadata"].values()
-            paths = [[str(part["key"]) for part in leaf["key_metadata"]] for leaf in leaves]
+            return frozenset(tuple(str(part["key"]) for part in leaf["key_metadata"]) for leaf in leaves)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{file}: cannot be read as a checkpoint of MaxText ({error}); remove {file.parent.parent}"
             ) from error
-        params = [path[3] for path in paths if path[:3] == ["params", "params", "decoder"]]
-        return frozenset(name for name in params if _LAYER.fullmatch(name))
 
 
 def look(folder: Path) -> Checkpoints:
@@ -185,22 +188,15 @@ def _check_continues(job: Job, found: Checkpoints) -> None:
             f"--resume: checkpoint {newest} has all of --num-steps {o.num_steps} behind it; use --num-steps "
             f"{found.next_step + 1} or more"
         )
-    stacks = job.scans_layers and o.staged
-    kept, wanted = layout(found.layers()), "in stacks" if stacks else "scanned" if job.scans_layers else "unrolled"
-    if kept != wanted:
-        flags = {
-            "scanned": "--backend spmd --scan-layers" if o.staged else "--scan-layers",
-            "unrolled": "--no-scan-layers",
-            "in stacks": "--scan-layers with the --pp and --interleave that it was written with",
-        }
-        raise CheckpointError(
-            f"checkpoint {newest} has its layers {kept}, but this run has them {wanted}; use {flags[kept]}"
-        )
-    if stacks and found.layers() != job.stacks:
-        raise CheckpointError(
-            f"checkpoint {newest} has its layers in {len(found.layers())} stacks, but this run has {len(job.stacks)} "
-            "of them; use the --pp and --interleave that it was written with"
-        )
+    kept, wanted = layout(found.layers()), "scanned" if job.scans_layers else "unrolled"
+    if o.staged or kept == wanted:  # a pipeline takes layers in any layout
+        return
+    remedy = {
+        "scanned": "use --scan-layers",
+        "unrolled": "use --no-scan-layers",
+        "in stacks": "go on with --backend multimesh --no-scan-layers once, which writes them unrolled",
+    }
+    raise CheckpointError(f"checkpoint {newest} has its layers {kept}, but this run has them {wanted}; {remedy[kept]}")
 
 
 def layout(layers: frozenset[str]) -> str:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from multimesh.errors import MissingPartError, UnsupportedError, UsageError
+from multimesh.maxtext.memory import parse_size
 from multimesh.maxtext.model import Model
 from multimesh.maxtext.options import Options
 from multimesh.maxtext.ordering import check_schedule
@@ -108,6 +109,8 @@ def check_flags(options: Options) -> None:
     ):
         missing_one = o.has(name) and not o.has(needed)
         _refuse(missing_one, f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it")
+    if o.device_memory:
+        parse_size(o.device_memory)
     _refuse(
         bool(o.checkpoint) and o.verify,
         "--verify trains twice from step 0 to compare; leave out --checkpoint or --verify",

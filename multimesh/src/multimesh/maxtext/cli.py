@@ -61,11 +61,11 @@ def _run(options: Options, root: Path | None) -> int:
     maxtext = find_maxtext(root)
     job = check_job(options, describe_model(options, maxtext / "maxtext"))
     texts = read_texts(options.text or ())
-    memory = visible_gpu_memory() if options.gpus else None
-    gpu_memory = min(memory) if memory else None
+    gpus = visible_gpu_memory() if options.gpus else None
+    gpu_memory = min(gpus) if gpus else None
     if not options.dry_run:
         check_machine(
-            options, visible_gpus=None if memory is None else len(memory), has_tfds=has_package("tensorflow_datasets")
+            options, visible_gpus=None if gpus is None else len(gpus), has_tfds=has_package("tensorflow_datasets")
         )
     note = warning(options, gpu_memory=gpu_memory)
     if note:
@@ -76,15 +76,9 @@ def _run(options: Options, root: Path | None) -> int:
         return _dry_run(start, as_json=options.json)
     console = Console(soft_wrap=True)
     _prepare(job, paths, texts)
-    limit = _limit(job, gpu_memory)
-    if options.forecast or limit:
-        planned = forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
-        needs = forecast(planned, paths)
-        _show_needs(options, console, needs)
-        if limit:
-            check_fits(needs, limit)
-        if options.forecast:
-            return 0
+    _check_memory(job, paths, console, gpu_memory)
+    if options.forecast:
+        return 0
     if options.dump_only:
         inspect(start, paths)
         return _say_dumped(options)
@@ -97,6 +91,23 @@ def _run(options: Options, root: Path | None) -> int:
         start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
         outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))
     return _report(options, console, paths, outcome, pairs)
+
+
+def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
+    """Show the memory that a pipeline will need, where somebody asks or a limit is known; refuse what does not fit."""
+    o, limit = job.options, _limit(job, gpu_memory)
+    if not (o.forecast or limit):
+        return
+    try:
+        needs = forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)
+    except TrainerFailedError as error:
+        if o.forecast or o.device_memory:
+            raise
+        print(f"warning: memory was not checked: {error}", file=sys.stderr)
+        return
+    _show_needs(o, console, needs)
+    if limit:
+        check_fits(needs, limit)
 
 
 def _limit(job: Job, gpu_memory: int | None) -> int | None:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import multimesh
 from multimesh.errors import MultiMeshError
-from multimesh.maxtext import inspecting
+from multimesh.maxtext import inspecting, restoring
 from multimesh.maxtext.accumulation import accumulate_microbatches
 from multimesh.maxtext.handoff import Handoff, received
 from multimesh.maxtext.ordering import find_schedule
@@ -71,6 +71,11 @@ def place_state(abstract_state: Any, shardings: Any) -> tuple[Any, Any]:
     """Place the types and the shardings of the train state by stage."""
     stages = _current()
     return stages.structs(abstract_state), stages.shardings(shardings)
+
+
+def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any]) -> Any:
+    """Restore a checkpoint, in whatever layout its layers are."""
+    return restoring.restore(manager, step, items, composite, layers=_current().layers)
 
 
 def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:

@@ -17,7 +17,7 @@ def judge(
     """Return if every step ran and the loss is finite and falling.
 
     Falling means that the mean loss of the last third of the steps is below that of the first third; a run of one step
-    is only asked for a finite loss.
+    is only asked for a finite loss, and so is a resumed run of whose earlier steps nothing is known.
 
     Parameters
     ----------
@@ -44,7 +44,8 @@ def judge(
     if not complete:
         raise StoppedEarlyError(f"the trainer ended after {_count(steps, expected, first)} without an error; see {log}")
     every = [step.loss for step in (*before, *steps)]
-    if len(every) > 1 and not falling(every):
+    judged = len(every) > 1 and (before or not first)
+    if judged and not falling(every):
         raise LossNotFallingError(
             f"the loss went from {every[0]:.4f} to {every[-1]:.4f}; "
             "train longer with --num-steps or change learning_rate="
