@@ -22,10 +22,10 @@ def said(digest: str, text: str) -> str:
 
 def test_steps_have_a_stage_a_time_and_a_title_without_mounts() -> None:
     steps = Steps()
-    name = "[locked 1/2] RUN --mount=type=secret,id=pip.conf     /scripts/pip.sh -r /run.txt"
+    name = "[locked 1/2] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"
     assert steps.feed(vertex("d1", name)) == []
     (ended,) = steps.feed(vertex("d1", name, started=BEGIN, completed=END))
-    assert (ended.title, ended.state) == ("locked 1/2: RUN /scripts/pip.sh -r /run.txt", "2.5 s")
+    assert (ended.title, ended.state) == ("locked 1/2: RUN /opt/pip.sh -r /run.txt", "2.5 s")
 
 
 def test_cache_hits_are_counted_over_the_steps_of_the_dockerfile() -> None:

@@ -76,7 +76,7 @@ def test_poisoned_tags_are_refused(tag: str) -> None:
         "user:pass@host.example/i",
         "ghcr.io//i",
         "ghcr.io/o/../i",
-        "/o/i",
+        "/etc/passwd",
         "o/i/",
         "o/i:tag",
         "o/i@sha256:0",

@@ -37,7 +37,7 @@ def explain(steps: Steps, returncode: int, base: str) -> errors.WorkflowsError:
     step = steps.failed
     said = list(step.said) if step else []
     everything = [*said, *steps.rest, *([step.error] if step and step.error else [])]
-    text = "\n".join(everything).lower()
+    text = "\n".join([step.title if step else "", *everything]).lower()
     where = f"step `{step.title}`" if step else "the build"
     last = _telling(said) or _telling(steps.rest) or f"exit status {returncode}, no message"
     if any(phrase in text for phrase in _FULL):

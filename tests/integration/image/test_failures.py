@@ -1,0 +1,229 @@
+"""What goes wrong around a build: it is killed, the disk is full, the network is a company's, the client an old one."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.integration.image.conftest import NAME, Repository
+from tests.integration.parts import engine as engines
+from tests.integration.parts import processes
+from workflows import errors
+from workflows.image import build, engine
+from workflows.image.engine import Engine
+from workflows.image.spec import ImageSpec, Means
+
+STAND_IN = "a debootstrapped Debian 12 in place of the CUDA base"
+PASSWORD = "hunter2-hunter2"
+Docker = Callable[..., str]
+Specs = Callable[..., ImageSpec]
+
+
+def running(words: str) -> list[int]:
+    """Return the processes of this machine, containers' too, whose command line holds some words."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if words in command:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.promise(
+    "A build can be interrupted at any point: nothing gets a name, nothing goes on running", stand_in=STAND_IN
+)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_killed_build_leaves_nothing_behind(
+    repository: Repository, bookworm: str, docker: Docker, signum: signal.Signals, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    options = ["--accelerator", "cpu", "--base-image", bookworm, "--repo", NAME, "--tag", "killed"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [repository.path / "docker" / "build.py", *options, "--no-docker-build-cache"],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    step = "/bin/sh -euc /scripts/python.sh"
+    processes.wait_for(lambda: bool(running(step)), "the first step runs", process=process, log=log)
+    process.send_signal(signum)
+    assert process.wait(30) == 130
+    assert "interrupted; run the same command again" in log.read_text()
+    processes.wait_for(lambda: not running(step), "the engine stopped the step")
+    assert docker("image", "ls", "-q", f"{NAME}:killed") == ""
+    assert not list((repository.path / "docker" / "context").glob("*.tar.gz"))
+
+
+@contextmanager
+def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.mark.promise("A full disk ends a build with one line that says so and what to do")
+def test_a_full_disk_is_named(
+    repository: Repository,
+    docker_engine: None,
+    spec: Specs,
+    means: Means,
+    parts_folder: Path,
+    tmp_path: Path,
+    monkeypatch,
+) -> None:
+    folder = parts_folder / "small"
+    with (
+        small_disk(tmp_path / "disk", 24) as disk,
+        engines.own(folder, root=disk / "docker", socket=folder / "docker.sock") as host,
+    ):
+        monkeypatch.setenv("DOCKER_HOST", host)
+        # The sources alone: a stage that starts from nothing, so that this engine needs no base image.
+        with pytest.raises(errors.DiskError, match="the engine's disk is full; free some space"):
+            build.run(repository.path, engine.detect(), spec("sources"), means)
+
+
+class Index(SimpleHTTPRequestHandler):
+    """A package index that wants a password, as a company's does."""
+
+    served: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        wanted = "Basic " + base64.b64encode(f"user:{PASSWORD}".encode()).decode()
+        if self.headers.get("Authorization") != wanted:
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", "Basic")
+            self.end_headers()
+            return
+        self.served.append(self.path)
+        super().do_GET()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def index(root: Path, tmp_path: Path) -> Iterator[str]:
+    """An index with what the installer needs; gives its address, with user and password."""
+    wheels = tmp_path / "wheels"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--require-hashes",
+        "--only-binary=:all:",
+        "--dest",
+        str(wheels),
+    ]
+    subprocess.run([*pip, "-r", str(root / "requirements" / "workflows.txt")], check=True, capture_output=True)
+    for wheel in list(wheels.glob("*.whl")):
+        folder = wheels / wheel.name.partition("-")[0].replace("_", "-").replace(".", "-").lower()
+        folder.mkdir(exist_ok=True)
+        wheel.rename(folder / wheel.name)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: Index(*args, directory=str(wheels)))
+    Index.served.clear()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://user:{PASSWORD}@127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+
+
+@pytest.mark.promise(
+    "The caller's pip configuration and certificates reach the build as secrets, never in argv or a layer"
+)
+def test_a_companys_index_serves_the_build_and_its_password_stays_out(
+    changed: Repository,
+    index: str,
+    engine: Engine,
+    docker: Docker,
+    spec: Specs,
+    means: Means,
+    tmp_path: Path,
+    monkeypatch,
+) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", index)
+    wanted = changed.path / "requirements" / "workflows.txt"
+    wanted.write_text(wanted.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
+    built = build.run(changed.path, engine, spec("installer"), dataclasses.replace(means, network="host"))
+    assert built is not None
+    assert any(path.endswith(".whl") for path in Index.served)
+    assert PASSWORD not in docker("image", "inspect", built.image_id)
+    assert PASSWORD not in docker("history", "--no-trunc", built.image_id)
+    find = f"! grep -rqsF {PASSWORD} /etc /opt /root /home /tmp /var /run"
+    docker("run", "--rm", "--user", "0", "--entrypoint", "/bin/sh", built.image_id, "-c", find)
+
+
+@pytest.mark.promise(
+    "A docker client without buildx builds with the BuildKit inside it where it has one (20.10)", stand_in=STAND_IN
+)
+def test_an_old_client_without_buildx_builds_the_same(
+    image: dict[str, Any], repository: Repository, spec: Specs, means: Means, tmp_path: Path, monkeypatch
+) -> None:
+    client = Path("/usr/bin/docker")
+    said = subprocess.run([client, "--version"], capture_output=True, text=True).stdout
+    if " 20.10." not in said:
+        pytest.skip(f"the Debian client here is another: {said.strip()}")
+    (tmp_path / "docker").symlink_to(client)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    old = engine.detect()
+    assert (old.builder, old.version[:5]) == ("buildkit", "20.10")
+    built = build.run(repository.path, old, spec("runtime"), means)
+    assert built is not None
+    assert built.image_id == image["id"]
+    assert built.cached > 10
+
+
+@pytest.mark.promise("A base image that cannot be fetched is named, with what to do")
+def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: None) -> None:
+    options = ["--accelerator", "cpu", "--base-image", "127.0.0.1:9/nobody/has:this", "--tag", "nobase"]
+    done = repository.build(*options, check=False)
+    assert done.returncode == errors.NetworkError.exit_code
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: 127.0.0.1:9/nobody/has:this: the base image cannot be fetched"
+    )
+
+
+def test_building_into_the_cache_leaves_no_image(
+    image: dict[str, Any], repository: Repository, bookworm: str, docker: Docker
+) -> None:
+    done = repository.build("--accelerator", "cpu", "--base-image", bookworm, "--tag", "unsaved", "--skip-save")
+    assert done.stdout == ""
+    assert docker("image", "ls", "-q", "multimesh-jax:unsaved") == ""
+
+
+def test_a_remote_engine_keeps_the_image_when_asked(
+    image: dict[str, Any], repository: Repository, bookworm: str, docker: Docker, tmp_path: Path, monkeypatch
+) -> None:
+    config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
+    shutil.copytree(config, tmp_path / "config")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
+    docker("context", "create", "big", "--docker", "host=unix:///var/run/docker.sock")
+    repository.build(
+        *["--accelerator", "cpu", "--base-image", bookworm, "--repo", NAME, "--tag", "far"],
+        *["--remote", "big", "--save-remote"],
+    )
+    assert docker("--context", "big", "image", "inspect", "--format", "{{.Id}}", f"{NAME}:far") == image["id"]
