@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console, errors
-from workflows.image import bazel, build, commit, engine, flags, publish, smoke, validate
+from workflows.image import bazel, build, commit, engine, flags, smoke, validate
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
 from workflows.image.network import PIP_VARIABLE
@@ -44,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if request.actions.dry_run:
         return dry_run(request)
     validate.check_means(request.actions.validate)
-    publish.check_options(request)
+    if request.actions.upload:
+        from workflows.image import publish  # an HTTP client and more: a rebuild of nothing takes less time
+
+        publish.check_options(request)
     where = engine.detect(request.actions.remote)
     if request.actions.upload:
         publish.check_before(ROOT, where, request)
@@ -130,6 +133,8 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
         names = [str(spec.reference), *([str(spec.reference.tagged("latest"))] if actions.latest else [])]
         commands += [[*where.cli, "tag", image, each] for each in names]
     if actions.upload:
+        from workflows.image import publish
+
         commands += publish.planned(where, image, request)
     return commands
 
@@ -169,6 +174,8 @@ def report(
     print(f"built   {built.seconds:.1f} s, {built.cached} of {built.steps} steps from the cache")
     print(f"check   {check.verdict}")
     if pushed is not None:
+        from workflows.image import publish
+
         print(publish.summary(pushed))
     if built.spec.target == "runtime":
         print(f"run     {os.path.basename(where.cli[0])} run --rm {names[0]} /opt/maxtext/validate-cpu.sh")

@@ -26,7 +26,6 @@ from workflows.image import build, engine
 from workflows.image.engine import Engine
 from workflows.image.spec import ImageSpec, Means
 
-STAND_IN = "a debootstrapped Debian 12 in place of the CUDA base"
 PASSWORD = "hunter2-hunter2"
 Docker = Callable[..., str]
 Specs = Callable[..., ImageSpec]
@@ -46,7 +45,8 @@ def running(words: str) -> list[int]:
 
 
 @pytest.mark.promise(
-    "A build can be interrupted at any point: nothing gets a name, nothing goes on running", stand_in=STAND_IN
+    "A build can be interrupted at any point: nothing gets a name, nothing goes on running",
+    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
 )
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_killed_build_leaves_nothing_behind(
@@ -177,7 +177,8 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
 
 
 @pytest.mark.promise(
-    "A docker client without buildx builds with the BuildKit inside it where it has one (20.10)", stand_in=STAND_IN
+    "A docker client without buildx builds with the BuildKit inside it where it has one (20.10)",
+    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
 )
 def test_an_old_client_without_buildx_builds_the_same(
     image: dict[str, Any], repository: Repository, spec: Specs, means: Means, tmp_path: Path, monkeypatch

@@ -1,0 +1,73 @@
+"""What a rebuild costs: build.py beside the same `docker buildx build`, then one-line changes.
+
+Needs the cache of an image that was built:
+
+    .venv/bin/python benchmarks/images.py --base-image IMAGE [--rounds N]
+
+Prints medians over rounds in turns, and what each change rebuilt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "multimesh" / "src" / "multimesh" / "__init__.py"
+MAXTEXT = ROOT / "third_party" / "maxtext" / "src" / "maxtext" / "__init__.py"
+
+
+def seconds(argv: list[str]) -> float:
+    """Return the wall time of a command that must succeed."""
+    started = time.perf_counter()
+    subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+    return time.perf_counter() - started
+
+
+def change(file: Path, argv: list[str]) -> str:
+    """Add a line to a file, build into the cache, say what was built, and take the line away."""
+    before = file.read_bytes()
+    try:
+        file.write_bytes(before + f"\nA_LINE = {time.time_ns()}\n".encode())
+        started = time.perf_counter()
+        done = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True)
+        took = time.perf_counter() - started
+    finally:
+        file.write_bytes(before)
+    steps = [line.strip() for line in done.stderr.splitlines() if ": " in line and " s  " in line]
+    return f"{took:.2f} s, built:\n" + "\n".join(f"  {step}" for step in steps)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base-image", required=True)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    ours = [
+        str(ROOT / "docker" / "build.py"),
+        "--accelerator",
+        "cpu",
+        "--base-image",
+        args.base_image,
+        "--tag",
+        "bench",
+    ]
+    told = subprocess.run([*ours, "--dry-run", "--json"], check=True, capture_output=True, text=True).stdout
+    raw = json.loads(told)["commands"][0]
+    raw[raw.index("--metadata-file") + 1] = "/dev/null"
+    seconds(ours)
+    pairs = [(seconds(raw), seconds(ours)) for _ in range(args.rounds)]
+    plain, own = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(two / one for one, two in pairs)
+    print(f"nothing changed: docker buildx build {plain:.3f} s, build.py {own:.3f} s, median ratio {ratio:.2f}")
+    print("one line in multimesh/:", change(LIBRARY, [*ours, "--skip-save"]))
+    print("one line in MaxText:", change(MAXTEXT, [*ours, "--skip-save"]))
+
+
+if __name__ == "__main__":
+    main()
