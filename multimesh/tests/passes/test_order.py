@@ -1,6 +1,7 @@
 """One global order of a loop's fragments, from its schedule's table."""
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 import jax
@@ -56,17 +57,29 @@ def test_1f1b_with_the_last_stage_joined():
     assert {op.backward for op in last.ops} == {False, True}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("fn", [chain, skip], ids=["chain", "skip"])
-def test_the_order_is_complete_and_keeps_the_dependencies(fn, schedule):
-    found = ordered(fn, schedule=schedule)
-    assert sorted(found.cells) == [(s, k) for s in range(len(found.stages)) for k in range(4)]
+def frozen(w, x):
+    """The last stage has no weights and is linear: its backward waits for no forward."""
+    return on(1, lambda x: jnp.sum(x))(on(0, lambda w, x: jnp.sin(x @ w))(w, x))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("fn", "schedule"),
+    [
+        *itertools.product([chain, skip, frozen], ["gpipe", "1f1b", "interleaved", "wavefront"]),
+        *itertools.product([chain, frozen], ["zb-h1"]),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_the_order_is_complete_and_keeps_the_dependencies(fn, schedule, count):
+    found = ordered(fn, rows=2 * count, schedule=schedule)
+    assert sorted(found.cells) == [(s, k) for s in range(len(found.stages)) for k in range(count)]
     position = {cell: n for n, cell in enumerate(found.cells)}
     maker = {o: s for s, stage in enumerate(found.stages) for o in stage.fragment.outs}
     edges = [(maker[v], s) for s, stage in enumerate(found.stages) for v in stage.fragment.ins if v in maker]
     assert edges
     for a, b in edges:
-        assert all(position[a, k] < position[b, k] for k in range(4))
+        assert all(position[a, k] < position[b, k] for k in range(count))
 
 
 def test_a_submesh_that_comes_again_has_a_second_stage():

@@ -116,7 +116,7 @@ def _join_turns(
     """
     for number in sorted(_back_to_back(rows, "F", "B")):
         first, second = (next(s for s in stages if (s.phase, s.number) == (phase, number)) for phase in "FB")
-        if _passes_through_others(first.fragment, second.fragment, stages):
+        if _read_elsewhere(first, stages):
             continue
         joined = join(first.fragment, second.fragment, [s.fragment for s in stages], results)
         stages = [Stage(joined, number, "B") if s is second else s for s in stages if s is not first]
@@ -124,14 +124,11 @@ def _join_turns(
     return stages, rows
 
 
-def _passes_through_others(first: Fragment, second: Fragment, stages: Sequence[Stage]) -> bool:
-    """Whether something that ``second`` needs was made elsewhere from what ``first`` gives."""
-    tainted = set(first.outs)
-    for stage in sorted(stages, key=lambda s: s.fragment.level):
-        part = stage.fragment
-        if part is not first and part is not second and any(v in tainted for v in part.ins):
-            tainted.update(part.outs)
-    return any(v in tainted and v not in first.outs for v in (*second.ins, *second.after))
+def _read_elsewhere(first: Stage, stages: Sequence[Stage]) -> bool:
+    """Whether another stage reads what ``first`` makes, and so waits for no more than that."""
+    given = set(first.fragment.outs)
+    others = (s.fragment for s in stages if s.number != first.number)
+    return any(v in given for part in others for v in (*part.ins, *part.after))
 
 
 def _needs(stages: Sequence[Stage]) -> list[set[int]]:
