@@ -45,10 +45,12 @@ class Handler(BaseHTTPRequestHandler):
         authorization = self.headers.get("Authorization")
         self.server.seen.append((self.command, path, authorization, query))
         if path == "/token":
-            self.answer(200, json.dumps({"token": "a-token-of-theirs"}).encode())
-        elif authorization != "Bearer a-token-of-theirs":
+            self.answer(200, json.dumps({"token": query["scope"][0].rpartition(":")[2]}).encode())
+        elif authorization is None:
             challenge = f'Bearer realm="{self.server.realm}",service="registry.example",scope="ignored"'
             self.answer(401, b"{}", ("WWW-Authenticate", challenge))
+        elif self.command != "GET" and authorization != "Bearer pull,push":
+            self.answer(403, b"{}")
         elif self.command == "PUT":
             self.answer(201, b"")
         elif "/manifests/" in path:
@@ -92,14 +94,17 @@ BASIC = "Basic " + base64.b64encode(b"me:my-password").decode()
 
 def test_password_goes_to_the_token_service_only(server: Server, tmp_path) -> None:
     with client(server, tmp_path, auth=BASIC.removeprefix("Basic ")) as registry:
+        assert registry.get("v1").digest == MANIFEST.digest
         registry.check_push()
         registry.put("v1", MANIFEST)
-        assert registry.get("v1").digest == MANIFEST.digest
     carried = {(path.split("/")[1], authorization) for _, path, authorization, _ in server.seen}
-    assert carried == {("v2", None), ("token", BASIC), ("v2", "Bearer a-token-of-theirs")}
-    token = next(query for _, path, _, query in server.seen if path == "/token")
-    assert token == {"service": ["registry.example"], "scope": ["repository:team/image:pull,push"]}
-    assert server.seen[-3][0] == "DELETE" or any(method == "DELETE" for method, *_ in server.seen)
+    assert carried == {("v2", None), ("token", BASIC), ("v2", "Bearer pull"), ("v2", "Bearer pull,push")}
+    tokens = [query for _, path, _, query in server.seen if path == "/token"]
+    assert tokens == [
+        {"service": ["registry.example"], "scope": [f"repository:team/image:{scope}"]}
+        for scope in ("pull", "pull,push")
+    ]
+    assert [method for method, path, *_ in server.seen if "/uploads/" in path] == ["POST", "POST", "DELETE"]
 
 
 def test_identity_token_is_exchanged(server: Server, tmp_path) -> None:

@@ -41,7 +41,7 @@ class Transport:
         self._session.trust_env = not _is_loopback(self._server)
         if (authority := _authority(self._server)) is not None:
             self._session.verify = authority
-        self._authorization: str | None = None
+        self._authorizations: dict[str, str] = {}
         self._origin: str | None = None
 
     def close(self) -> None:
@@ -70,11 +70,13 @@ class Transport:
             Statuses that are an answer; all others raise.
         """
         url = self.origin() + (path if path.startswith("/") else f"/v2/{self._path}/{path}")
-        answer = self._exchange(method, url, body, self._with_login(headers))
+        answer = self._exchange(method, url, body, self._with_login(headers, scope))
         if answer.status_code == 401:
-            self._authorization = self._authorize(answer.headers.get("WWW-Authenticate", ""), scope)
-            if self._authorization is not None:
-                answer = self._exchange(method, url, body, self._with_login(headers))
+            self._authorizations.pop(scope, None)
+            authorization = self._authorize(answer.headers.get("WWW-Authenticate", ""), scope)
+            if authorization is not None:
+                self._authorizations[scope] = authorization
+                answer = self._exchange(method, url, body, self._with_login(headers, scope))
         if answer.status_code not in fine:
             raise self._fault(answer, method)
         return answer
@@ -95,8 +97,10 @@ class Transport:
                 continue
         return schemes[-1]
 
-    def _with_login(self, headers: Mapping[str, str] | None) -> dict[str, str]:
-        return {**(headers or {}), **({"Authorization": self._authorization} if self._authorization else {})}
+    def _with_login(self, headers: Mapping[str, str] | None, scope: str) -> dict[str, str]:
+        # A token of a smaller scope may be answered with 403, which would look like a refusal.
+        known = self._authorizations.get(scope)
+        return {**(headers or {}), **({"Authorization": known} if known else {})}
 
     def _exchange(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], **more: Any
