@@ -64,12 +64,13 @@ def start(place: Place, settings: Settings, pin: str | None) -> bool:
                 f"{place.root}: its cache runs with other settings or does not answer; run `start-cache.sh stop` first"
             )
         _check_port(settings)
-        place.save(settings)
         write_private(place.bazelrc, bazelrc(settings.address, password, write=True))
         if settings.backend == "nginx":
+            place.save(settings)  # for the keeper to read
             _start_nginx(place)
         else:
             bazel_remote.start(place, settings, password, pin)
+            place.save(settings)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts.processes import free_port
+from workflows import errors
+from workflows.cache import server
+from workflows.cache.settings import Place, Settings
 
 from .conftest import ROOT, Cache, gone, holds
 
@@ -169,3 +173,21 @@ def test_bound_by_size(cache: Cache) -> None:
     assert holds(lambda: cache.status["used_bytes"] <= 4 << 20)
     assert [cache.request("GET", name) for name in names[:4]] == [200, 404, 404, 404]
     assert cache.request("GET", names[-1]) == 200
+
+
+def test_refused_backend_leaves_the_other_as_it_was(cache: Cache) -> None:
+    cache.run("stop")
+    with pytest.raises(errors.PinError, match="no digest of its image is locked"):
+        server.start(Place(cache.folder), Settings("bazel-remote", "127.0.0.1", cache.port, 1 << 30), None)
+    assert cache.status["settings"]["backend"] == "nginx"
+
+
+def test_missing_nginx_is_named(
+    make_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "setpriv").symlink_to(shutil.which("setpriv"))
+    cache = make_cache()
+    with monkeypatch.context() as without:
+        without.setenv("PATH", str(tmp_path / "bin"))
+        assert "nginx is not installed (Debian: nginx-light)" in cache.refused(CACHE)
