@@ -201,7 +201,9 @@ def test_dumps_and_logging(job: Check, paths: Paths, tmp_path: Path):
     assert found["JAX_LOGGING_LEVEL"] == "DEBUG"
     # Beside a pipeline's plan XLA's programs are written only where they are asked for.
     assert "xla_dump" not in variables(job, paths, "--pp 2 --dump x")["XLA_FLAGS"]
-    assert '/x/xla"' in variables(job, paths, "--pp 2 --dump x --hlo")["XLA_FLAGS"]
+    assert (
+        f'--xla_dump_to="{Path("x").resolve() / "xla"}"' in variables(job, paths, "--pp 2 --dump x --hlo")["XLA_FLAGS"]
+    )
     assert variables(job, paths, "--gpus 1 --debug-nccl")["NCCL_DEBUG"] == "INFO"
 
 
