@@ -20,12 +20,6 @@ POLICIES = {
     "everything": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "names": jax.checkpoint_policies.save_only_these_names("kept"),
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["kept"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
 }
 
 
@@ -129,6 +123,30 @@ def test_checkpoint_inside_a_task(policy, where):
             return jax.value_and_grad(lambda p: microbatch(loss, size=SIZE, argnum=1)(p, batch))(params)
 
         return f
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA of jax 0.9 cannot partition a program that offloads")
+def test_what_a_scan_offloads_to_the_host_waits_there_for_its_backward():
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    # The backward reads the named value: it is the factor of x.
+    block = jax.checkpoint(lambda x, p: (x * checkpoint_name(mlp_block(p, x), "kept"), None), policy=offload)
+
+    def make(stage, microbatch):
+        def layers(p, x):
+            return lax.scan(block, x, jax.tree.map(lambda w: jnp.stack([w, w]), p))[0]
+
+        def loss(params, batch):
+            x = stage(0, layers)(params["stages"][0], batch["x"])
+            return stage(1, lambda p, x, y: squared_error(layers(p, x), y))(params["stages"][1], x, batch["y"])
+
+        return microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)
 
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
