@@ -27,19 +27,20 @@ _DENSE, _SPARSE = f"{_EXPERTS} sparse_matmul=false", f"{_EXPERTS} megablox=false
 _FOUR = "--cpus 4 --dp 2 --pp 2"
 
 
-def _schedules() -> list[str]:
-    """Every schedule with one piece a stage and with two, for each kind of model, unrolled and scanned in turn."""
+def _schedules(model: str) -> list[str]:
+    """Every schedule with one piece a stage and with two; unrolled and scanned, two stages and four in turn."""
     cases = []
     for name in dict.fromkeys([*schedules.names(), "custom"]):
         for pieces in (1, 2):
-            if (name, pieces) in {("interleaved", 1), ("zb-h1", 2), ("fill-drain", 1), ("fill-drain", 2)}:
+            if name == "fill-drain" or (name, pieces) in {("interleaved", 1), ("zb-h1", 2)}:
                 continue
-            table = " --custom-schedule-path TABLE" if name == "custom" else ""
-            for model in (_LLAMA, _GPT3, _DENSE):
-                scan = " --scan-layers" if len(cases) % 2 else ""
-                pp = "--cpus 4 --pp 4" if len(cases) % 4 == 3 and pieces == 1 else _FOUR
-                layers = f"--num-layers {4 * pieces if '--pp 4' in pp or scan else 2 * pieces}"
-                cases.append(f"{pp} --schedule {name}{table} --interleave {pieces} {layers}{scan} {model}")
+            number = len(cases)
+            stages = 4 if number % 3 == 2 and pieces == 1 else 2
+            grid = "--pp 4" if stages == 4 else "--dp 2 --pp 2"
+            layers, scan = (2, "--scan-layers") if number % 2 else (1, "")
+            table = "--custom-schedule-path TABLE" if name == "custom" else ""
+            shape = f"--interleave {pieces} --num-layers {layers * stages * pieces} {scan}"
+            cases.append(f"--cpus 4 {grid} --schedule {name} {table} {shape} {model}")
     return cases
 
 
@@ -54,7 +55,9 @@ def _remat() -> list[str]:
 
 
 SECTIONS = {
-    "schedules": _schedules(),
+    "schedules-llama": _schedules(_LLAMA),
+    "schedules-gpt3": _schedules(_GPT3),
+    "schedules-mixtral": _schedules(_DENSE),
     "devices": [
         f"--cpus 8 {grid} --num-layers {layers} {model}"
         for grid, layers, models in (

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _STACK = re.compile(r"\['layers(?:_(\d+)_\d+)?'\]")
+_FUSED = "['qkv_proj']['bias']"  # of queries, keys and values; see parity.GRADIENTLESS for the keys
 _SCAN_AXIS = 1  # base.yml's param_scan_axis
 
 
@@ -34,6 +35,8 @@ def norms(state: Any) -> dict[str, float]:
         stack = _STACK.search(name)
         layers = np.moveaxis(value, _SCAN_AXIS, 0) if stack else [value]
         for i, layer in enumerate(layers):
+            if _FUSED in name:
+                layer = np.delete(layer, 1, axis=0)
             one = f"['layers_{int(stack[1] or 0) + i}']" if stack else ""
             found[_STACK.sub(one, name)] = float(np.linalg.norm(layer))
     return found

@@ -118,8 +118,9 @@ def accumulate(
 ) -> tuple[dict[str, Any], Any]:
     """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
     del split
-    schedule = find_schedule(_handoff().schedule, _handoff().table)
-    return accumulate_microbatches(body, init, batch, length=length, schedule=schedule)
+    given = _handoff()
+    schedule = find_schedule(given.schedule, given.table)
+    return accumulate_microbatches(body, init, batch, length=length, schedule=schedule, interleave=given.interleave)
 
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> Step:
