@@ -89,6 +89,15 @@ def push(engine: Engine, image_id: str, staging: Reference, policy: Policy, repo
     return Pushed(staging, manifest, attempts, time.monotonic() - started)
 
 
+def push_argv(engine: Engine, staging: Reference) -> list[str]:
+    """Return the command; Podman has to be told that a registry on this machine speaks no TLS, Docker finds out."""
+    reach: list[str] = []
+    if engine.kind == "podman":
+        with Registry(staging) as registry:
+            reach = ["--tls-verify=false"] if registry.plain_http else []
+    return [*engine.cli, "push", *reach, str(staging)]
+
+
 def fault(said: str, label: str) -> Exception:
     """Return what an engine's complaint means: try again, or over."""
     line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")[:300]
@@ -111,7 +120,7 @@ def _once(engine: Engine, staging: Reference, reporter: console.Reporter) -> str
                 over.add(match[1])
             reporter.advance("push", len(over), len(layers))
 
-    result = proc.run([*engine.cli, "push", str(staging)], check=False, on_line=line)
+    result = proc.run(push_argv(engine, staging), check=False, on_line=line)
     said = result.stderr.decode("utf-8", "replace")
     if result.returncode:
         raise fault(said or result.text, str(staging))

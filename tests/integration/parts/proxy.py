@@ -143,6 +143,7 @@ def running(upstream: str) -> Iterator[FaultyProxy]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.set_exception_handler(lambda loop, context: None)  # connections that are open are cut, which is no news
         for task in asyncio.all_tasks(loop):
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
