@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir
 from multimesh.errors import MultiMeshError, internal_error
+from multimesh.passes.transposes import fold_transposes
 from multimesh.plan import Instruction, Kernel, Plan
 from multimesh.submesh import carry_over, translate
 
@@ -228,7 +229,7 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
             for v in kernel.rows:
                 env[v] = lax.dynamic_index_in_dim(left.pop(0), number, 0, keepdims=False)
         env.update(zip(kernel.ins, left, strict=True))
-        evaluate(kernel.ops, env, mesh)
+        evaluate(fold_transposes(kernel.ops, (*kernel.sums, *kernel.outs)), env, mesh)
         return [
             *(lax.add(total, env[leaf]) for total, leaf in zip(sums, kernel.sums, strict=True)),
             *(env[v] for v in kernel.outs),

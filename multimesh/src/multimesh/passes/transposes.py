@@ -1,0 +1,67 @@
+"""Products of matrices that are made the way round in which they are read.
+
+The transposition of ``x @ w`` is ``(dy.T @ x).T``: the gradient of a weight comes out transposed, and an accumulator
+that is added to it would be read against the order of its memory. The product with its operands swapped is the same
+numbers in the right order.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import AxisType, NamedSharding
+
+from multimesh import ir
+
+
+def fold_transposes(ops: Sequence[ir.Op], results: Iterable[ir.Value]) -> tuple[ir.Op, ...]:
+    """Replace each product whose only reader transposes it by the transposed product.
+
+    Parameters
+    ----------
+    ops
+        Of one program, in order.
+    results
+        Values that are read outside of it.
+    """
+    reads = collections.Counter(v for op in ops for v in op.reads)
+    reads.update(results)
+    maker = {o: op for op in ops for o in op.outs}
+    swapped: dict[ir.Value, ir.Op] = {}
+    for op in ops:
+        if op.prim.name != "transpose" or not isinstance(op.ins[0], ir.Value):
+            continue
+        product = maker.get(op.ins[0])
+        if product is not None and reads[op.ins[0]] == 1 and _swaps_operands(product, op.params["permutation"]):
+            swapped[op.ins[0]] = replace(product, ins=product.ins[::-1], params=_swapped(product.params), outs=op.outs)
+    gone = {o for product in swapped.values() for o in product.outs}
+    return tuple(swapped.get(op.outs[0], op) if op.outs else op for op in ops if not gone.intersection(op.outs))
+
+
+def _swaps_operands(product: ir.Op, permutation: Sequence[int]) -> bool:
+    """Whether a permutation of a product's dimensions exchanges those of its operands and nothing else."""
+    if product.prim.name != "dot_general" or _has_layout(product.params.get("out_sharding")):
+        return False
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    first = len(batch)
+    second = product.ins[0].aval.ndim - len(contracted)
+    count = product.outs[0].aval.ndim
+    return tuple(permutation) == (*range(first), *range(second, count), *range(first, second))
+
+
+def _has_layout(sharding: NamedSharding | None) -> bool:
+    """Whether the layout of a result is given; where the compiler chooses it, JAX writes down an empty one."""
+    return sharding is not None and any(kind != AxisType.Auto for kind in sharding.mesh.axis_types)
+
+
+def _swapped(params: dict[str, Any]) -> dict[str, Any]:
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    precision = params.get("precision")
+    return params | {
+        "out_sharding": None,
+        "dimension_numbers": ((right, left), (right_batch, left_batch)),
+        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+    }

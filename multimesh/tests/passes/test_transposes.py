@@ -1,0 +1,73 @@
+"""Products whose only reader transposes them are made transposed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from multimesh.compiling import evaluate
+from multimesh.passes.transposes import fold_transposes
+from programs import MESHES, names, on, placed
+
+KEY = np.random.default_rng(0)
+
+
+def values(*shape):
+    return KEY.normal(size=shape).astype(np.float32)
+
+
+def gradient_of_weight(x, w, dy):
+    return jax.vjp(lambda w: jnp.einsum("btd,dhe->bthe", x, w), w)[1](dy)[0]
+
+
+def batched(x, y):
+    return jnp.swapaxes(lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,)))), 1, 2)
+
+
+def precise(x, y):
+    return lax.dot(x, y, precision=(lax.Precision.HIGHEST, lax.Precision.DEFAULT)).T
+
+
+def read_twice(x, y):
+    z = x @ y
+    return z.T + jnp.sum(z)
+
+
+def other_order(x, y):
+    return jnp.transpose(lax.dot_general(x, y, (((2,), (0,)), ((), ()))), (1, 0, 2))
+
+
+FOLDED = {
+    "gradient of a weight": (gradient_of_weight, (values(2, 3, 4), values(4, 2, 5), values(2, 3, 2, 5))),
+    "batched": (batched, (values(2, 3, 4), values(2, 4, 5))),
+    "precise": (precise, (values(3, 4), values(4, 5))),
+}
+KEPT = {
+    "read twice": (read_twice, (values(3, 4), values(4, 5))),
+    "other order": (other_order, (values(2, 3, 4), values(4, 5))),
+}
+
+
+@pytest.mark.parametrize("case", [*FOLDED, *KEPT])
+def test_the_result_is_the_same_without_the_transposition(case):
+    fn, args = (FOLDED | KEPT)[case]
+    program, _ = placed(on(0, fn), *args)
+    ops = fold_transposes(program.items, program.outputs)
+    assert ("transpose" in names(ops)) == (case in KEPT)
+    results = []
+    for some in (program.items, ops):
+        env = dict(zip(program.inputs, map(jnp.asarray, args), strict=True))
+        evaluate(some, env, MESHES[0])
+        results.append(np.asarray(env[program.outputs[0]]))
+    np.testing.assert_allclose(*results, rtol=1e-6, atol=1e-6)
+
+
+def test_a_product_that_is_a_result_itself_is_kept():
+    def both(x, y):
+        z = x @ y
+        return z, z.T
+
+    program, _ = placed(on(0, both), values(3, 4), values(4, 5))
+    assert names(fold_transposes(program.items, program.outputs)) == names(program.items)
