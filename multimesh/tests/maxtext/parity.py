@@ -38,11 +38,16 @@ GRADIENTLESS = "['self_attention']['key']['bias']"
 
 @dataclass(frozen=True)
 class Result:
-    """A pair of trainings: their metrics and norms of parameters step by step, and the error of whichever failed."""
+    """A pair of trainings.
+
+    The error of whichever failed; metrics and norms of parameters of both, step by step; the devices of the pipeline's
+    arrays, by path, when they were created and after a step; how long both took.
+    """
 
     error: str | None
     steps: list[tuple[dict[str, float], dict[str, float]]]
     parameters: list[tuple[dict[str, float], dict[str, float]]]
+    placement: dict[str, dict[str, list[int]]]
     seconds: float
 
     def gap(self, key: str) -> float:
@@ -124,6 +129,9 @@ def _run(jobs: Mapping[str, Job], folder: Path) -> dict[str, dict[str, Any]]:
     for number, record in enumerate(found):
         metrics = folder / str(number) / "metrics.jsonl"
         record["steps"] = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        placement = folder / str(number) / "placement.json"
+        written = json.loads(placement.read_text()) if placement.exists() else {}
+        record["placement"] = {when: state["arrays"] for when, state in written.items()}
     return {record["name"]: record for record in found}
 
 
@@ -131,6 +139,6 @@ def _result(ours: dict[str, Any], theirs: dict[str, Any]) -> Result:
     seconds = ours["seconds"] + theirs["seconds"]
     error = ours["error"] or (theirs["error"] and f"one program: {theirs['error']}")
     if error:
-        return Result(error, [], [], seconds)
+        return Result(error, [], [], {}, seconds)
     steps, parameters = (list(zip(ours[key], theirs[key], strict=True)) for key in ("steps", "parameters"))
-    return Result(None, steps, parameters, seconds)
+    return Result(None, steps, parameters, ours["placement"], seconds)

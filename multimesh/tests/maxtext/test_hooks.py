@@ -54,7 +54,8 @@ def make_step(layer: Any, accumulate: Any) -> Any:
         # As dropout does: random numbers of a key and a counter, which the next microbatch finds advanced.
         key, count = carry["rest_state"]["key"], carry["rest_state"]["count"]
         rows = rows | {"x": rows["x"] * jax.random.bernoulli(jax.random.fold_in(key, count), shape=(WIDTH,))}
-        carry["rest_state"] = {"key": key, "count": jax.jit(lambda count: count + 2)(count) + 1}
+        used = {"count": carry["rest_state"]["layers_1"]["count"] + 1}
+        carry["rest_state"] = {"key": key, "count": jax.jit(lambda count: count + 2)(count) + 1, "layers_1": used}
         (value, peak), grads = jax.value_and_grad(loss, has_aux=True)(carry["ga_params"], rows)
         carry["loss"] += value
         carry["grad"] = jax.tree.map(jnp.add, grads, carry["grad"])
@@ -74,7 +75,8 @@ def make_step(layer: Any, accumulate: Any) -> Any:
 def init() -> Any:
     keys = jax.random.split(jax.random.key(1), 2)
     params = {f"layers_{n}": jax.random.normal(keys[n], (WIDTH, WIDTH)) / 4 for n in range(2)}
-    return {"params": params, "random": {"key": jax.random.key(3), "count": jnp.zeros((), jnp.uint32)}}
+    count = jnp.zeros((), jnp.uint32)
+    return {"params": params, "random": {"key": jax.random.key(3), "count": count, "layers_1": {"count": count}}}
 
 
 def batch() -> Any:
@@ -112,7 +114,7 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(handoff: Handoff):
     assert jnp.all(jax.random.key_data(found["random"]["key"]) == jax.random.key_data(jax.random.key(3)))
     written = json.loads(Path(handoff.placement).read_text())
     arrays = {key: [0, 1, 2, 3] for key in ("['params']['layers_0']", "['random']['count']", "['random']['key']")}
-    arrays["['params']['layers_1']"] = [4, 5, 6, 7]
+    arrays |= {key: [4, 5, 6, 7] for key in ("['params']['layers_1']", "['random']['layers_1']['count']")}
     assert written["created"]["arrays"] == written["stepped"]["arrays"] == arrays
 
 

@@ -57,6 +57,37 @@ def test_a_mixture_of_experts_has_the_losses_of_one_program(results: dict[str, R
     assert max(map(found.gap, METRICS[:3])) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("name", "stages", "pieces"),
+    [
+        (
+            "llama interleaved sequence-parallel scanned tied",
+            2,
+            ["layers_0_1", "layers_2_3", "layers_4_5", "layers_6_7"],
+        ),
+        ("llama custom four stages dropout", 4, ["layers_0", "layers_1", "layers_2", "layers_3"]),
+        ("mixtral prefetch-wavefront sparse dp scanned", 2, ["layers_0_1", "layers_2_3"]),
+    ],
+)
+def test_every_array_lies_on_its_stage_only(results: dict[str, Result], name: str, stages: int, pieces: list[str]):
+    """Pieces and layers are dealt to the stages in turn; so are their moments and random numbers."""
+    size = 4 // stages
+    devices = [list(range(first, first + size)) for first in range(0, 4, size)]
+    created, stepped = results[name].placement["created"], results[name].placement["stepped"]
+    assert created == stepped
+    for number, piece in enumerate(pieces):
+        mine = {path: on for path, on in created.items() if f"['{piece}']" in path}
+        assert {kind for kind in ("'model'", "'mu'", "'nu'") if any(kind in path for path in mine)} >= {
+            "'model'",
+            "'mu'",
+        }
+        assert [path for path, on in mine.items() if on != devices[number % stages]] == []
+    rest = {path: on for path, on in created.items() if "['layers_" not in path}
+    assert [
+        path for path, on in rest.items() if on != devices[-1 if "decoder_norm" in path or "logits" in path else 0]
+    ] == []
+
+
 @pytest.mark.full
 @pytest.mark.promise("The full grid of models, schedules, parallelism, remat and optimizers agrees with one program")
 @pytest.mark.timeout(6 * 3600)
@@ -72,9 +103,9 @@ def test_the_page_shows_a_table_of_a_section():
     page = "a <!-- grid: x -->old<!-- end: x --> <!-- grid: y -->other<!-- end: y -->"
     steps = [(dict.fromkeys(METRICS, 1.0), dict.fromkeys(METRICS, 1.0))] * 2
     results = {
-        "--pp 2 dtype=float32": Result(None, steps, [({"w": 1.00002}, {"w": 1.0})], 60.0),
-        "--pp 4 dtype=float32": Result(None, steps, [({"w": 1.0}, {"w": 1.0})], 60.0),
-        "--pp 8 dtype=float32": Result("ValueError: no", [], [], 0.0),
+        "--pp 2 dtype=float32": Result(None, steps, [({"w": 1.00002}, {"w": 1.0})], {}, 60.0),
+        "--pp 4 dtype=float32": Result(None, steps, [({"w": 1.0}, {"w": 1.0})], {}, 60.0),
+        "--pp 8 dtype=float32": Result("ValueError: no", [], [], {}, 0.0),
     }
     text = grid.table(results, day="2026-01-01", commit="abc")
     assert "1 of 3 agree (2026-01-01, commit abc, 2 minutes)." in text

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
 
 import multimesh
 from multimesh import _compat
@@ -25,7 +26,13 @@ _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")
 
 
 def accumulate_microbatches(
-    body: Callable[[Any, Any], tuple[Any, Any]], init: dict[str, Any], batch: Any, *, length: int, **loop: Any
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    init: dict[str, Any],
+    batch: Any,
+    *,
+    length: int,
+    home: Callable[[Any], Mesh],
+    **loop: Any,
 ) -> tuple[dict[str, Any], Any]:
     """Run MaxText's accumulation over microbatches as the microbatch loop.
 
@@ -43,6 +50,8 @@ def accumulate_microbatches(
         as in `multimesh.microbatch`.
     length
         Number of microbatches.
+    home
+        Submesh of a leaf of the state, by its path.
     loop
         Further arguments of `multimesh.microbatch`.
 
@@ -56,17 +65,24 @@ def accumulate_microbatches(
     micro = _trace(body, init, jax.tree.map(lambda x: x[: rows // length], batch))
     strides = micro.strides()
 
-    def after(microbatches: jax.Array | int) -> Any:
-        """State after a number of microbatches."""
-        leaves, tree = jax.tree.flatten(init[_STATE])
-        moved = [x + stride * microbatches if stride else x for x, stride in zip(leaves, strides, strict=True)]
+    leaves, tree = jax.tree.flatten(init[_STATE])
+
+    def before(microbatch: jax.Array) -> Any:
+        """State that a microbatch starts with."""
+        moved = [x + stride * microbatch if stride else x for x, stride in zip(leaves, strides, strict=True)]
         return jax.tree.unflatten(tree, moved)
+
+    def final(path: Any, x: Any, stride: int) -> Any:
+        """State after all microbatches, where it was before: no layer says so of what only the next step reads."""
+        if not stride:
+            return x
+        return multimesh.task(lambda x: x + stride * length, "count", mesh=home(path))(x)
 
     def one(rows_and_number: Any) -> tuple[Any, Any]:
         rows, number = rows_and_number
         # Zeros made here are folded by the compiler; those of `init` would be arrays that every microbatch reads.
         zeros = jax.tree.map(jnp.zeros_like, sums)
-        carry, aux = micro({**zeros, _PARAMETERS: init[_PARAMETERS], _STATE: after(number[0])}, rows)
+        carry, aux = micro({**zeros, _PARAMETERS: init[_PARAMETERS], _STATE: before(number[0])}, rows)
         return {key: carry[key] for key in sums}, aux
 
     # Cut as the rows are, this gives each microbatch its number.
@@ -74,7 +90,8 @@ def accumulate_microbatches(
     total, aux = multimesh.microbatch(one, size=rows // length, **loop)((batch, numbers))
     # MaxText sums over the microbatches once more; here they are one row, summed already.
     aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
-    return {**total, _PARAMETERS: init[_PARAMETERS], _STATE: after(length)}, aux
+    state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
+    return {**total, _PARAMETERS: init[_PARAMETERS], _STATE: state}, aux
 
 
 @dataclass(frozen=True)

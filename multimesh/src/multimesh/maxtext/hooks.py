@@ -120,7 +120,12 @@ def accumulate(
     del split
     given = _handoff()
     schedule = find_schedule(given.schedule, given.table)
-    return accumulate_microbatches(body, init, batch, length=length, schedule=schedule, interleave=given.interleave)
+
+    def home(path: Any) -> Mesh:
+        return _current().of_path(path)
+
+    loop = {"schedule": schedule, "interleave": given.interleave}
+    return accumulate_microbatches(body, init, batch, length=length, home=home, **loop)
 
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> Step:
