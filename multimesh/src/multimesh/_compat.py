@@ -220,7 +220,7 @@ def transfer(
         semantics = [_xla_client.ArrayCopySemantics.REUSE_INPUT] * len(layouts)
         copy = _xla_client.batched_copy_array_to_devices_with_sharding
         return lambda *arrays: copy(arrays, devices, layouts, semantics)
-    return lambda *arrays: jax.device_put(arrays, layouts)
+    return lambda *arrays: jax.device_put(list(arrays), layouts)
 
 
 def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding, aval: Any) -> bool:
