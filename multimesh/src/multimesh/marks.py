@@ -125,6 +125,7 @@ class Registration:
         )
 
 
+R = TypeVar("R", bound=Registration)
 _registrations: tuple[Registration, ...] = ()  # the newest first; replaced, never changed
 _registrations_lock = threading.Lock()
 
@@ -132,6 +133,14 @@ _registrations_lock = threading.Lock()
 def registrations() -> tuple[Registration, ...]:
     """Registrations in force, the newest first."""
     return _registrations
+
+
+def add(made: R) -> R:
+    """Put a registration in force, before all others."""
+    global _registrations
+    with _registrations_lock:
+        _registrations = (made, *_registrations)
+    return made
 
 
 def register_task(
@@ -193,7 +202,4 @@ def register_task(
         if logical_axes and axes is None:
             raise UsageError(f"register_task({pattern.pattern!r}): logical_axes= needs device_axes=")
         made = Registration(pattern, None, callback, dims, axes, tuple(dict(logical_axes or {}).items()))
-    global _registrations
-    with _registrations_lock:
-        _registrations = (made, *_registrations)
-    return made
+    return add(made)

@@ -1,0 +1,231 @@
+"""Tasks, registrations and microbatches as calls of the original write them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from multimesh import marks, microbatching
+from multimesh import tasks as here
+from multimesh.errors import UsageError
+from multimesh.original.layouts import with_sharding_constraint
+from multimesh.original.meshes import Entered, Task, TaskMesh, put_in_force, registration
+from multimesh.submesh import make_task
+
+
+def task(
+    fun: Callable[..., Any] | None = None,
+    name: str | None = None,
+    *,
+    task: Task | None = None,
+    mesh: Mesh | TaskMesh | None = None,
+    devices: Any = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: Any = None,
+    **fields: Any,
+) -> Any:
+    """`multimesh.task`; also places by a `TaskMesh` or a `Task`, and on all devices where nothing says where.
+
+    Parameters
+    ----------
+    fun, name, mesh, devices, device_axes, logical_axes
+        As in `multimesh.task`.
+    task
+        Instead of the submesh: a `Task`.
+    fields
+        Further fields of a `Task`: ``mesh_slice``, ``extra_axes``.
+    """
+    if task is None and (fields or isinstance(mesh, TaskMesh)):
+        unknown = set(fields) - set(Task.__dataclass_fields__)
+        if unknown or devices is not None or device_axes is not None:
+            wrong = min(unknown) if unknown else "devices= and device_axes= beside a field of Task"
+            raise UsageError(f"task: {wrong} has no meaning; fields are {', '.join(Task.__dataclass_fields__)}")
+        task = Task(mesh=mesh, logical_axes=logical_axes, **fields)
+    elif task is not None and not (mesh is devices is device_axes is logical_axes is None and not fields):
+        raise UsageError("task: task= says where it runs; drop the other arguments")
+    if task is not None:
+        placed = task.placed(name or str(getattr(fun, "__name__", "task")), jax.devices())
+        return here.task(fun, placed.name, mesh=placed.mesh, logical_axes=dict(placed.logical_axes))
+    if mesh is None and devices is None and fun is not None:
+        devices = np.asarray(jax.devices(), dtype=object)
+    return here.task(fun, name, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
+
+
+def microbatch(
+    fun: Callable[..., Any],
+    dim: int = 0,
+    size: int | None = None,
+    argnum: int = 0,
+    interleave: int | None = None,
+    num_stages: int | None = None,
+    schedule: Any = None,
+    unrolling: int | None = None,
+    arg_shardings: Any = None,
+    custom_schedule: Any = None,
+    *,
+    stack: Any = None,
+) -> Callable[..., Any]:
+    """`multimesh.microbatch` with the original's order of arguments.
+
+    Parameters
+    ----------
+    fun, dim, size, argnum, custom_schedule, stack
+        As in `multimesh.microbatch`.
+    interleave, num_stages, schedule
+        As there; None is the default there.
+    unrolling
+        None only: the plan holds every microbatch, in the order of the schedule.
+    arg_shardings
+        Logical layout of each microbatch of argument ``argnum``: a ``PartitionSpec``, a ``NamedSharding``, or a pytree
+        prefix of them.
+    """
+    if size is None:
+        raise UsageError("microbatch: give size=, the rows of a microbatch")
+    if unrolling is not None:
+        raise UsageError("microbatch: unrolling= is not supported; drop it, or give the order as custom_schedule=")
+    if schedule is None:
+        schedule = "1f1b" if custom_schedule is None else "custom"
+    return microbatching.microbatch(
+        fun if arg_shardings is None else _constrained(fun, argnum, arg_shardings),
+        dim=dim,
+        size=size,
+        argnum=argnum,
+        schedule=schedule,
+        interleave=1 if interleave is None else interleave,
+        num_stages=num_stages,
+        custom_schedule=custom_schedule,
+        stack=stack,
+    )
+
+
+def _constrained(fun: Callable[..., Any], argnum: int, shardings: Any) -> Callable[..., Any]:
+    @functools.wraps(fun)
+    def constrained(*args: Any, **kwargs: Any) -> Any:
+        full = list(args)
+        full[argnum] = with_sharding_constraint(full[argnum], shardings)
+        return fun(*full, **kwargs)
+
+    return constrained
+
+
+def register_task(
+    regex: str,
+    *,
+    name: str | None = None,
+    mesh: Mesh | None = None,
+    dims: Sequence[int] | None = None,
+    callback: Callable[..., Any] | None = None,
+    devices: Any = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: Any = None,
+    task: Task | None = None,
+) -> marks.Registration:
+    """`multimesh.register_task` with the original's arguments.
+
+    Parameters
+    ----------
+    regex
+        As there; a pattern without a group counts as one group.
+    name
+        Name of the task in plans; by default the pattern.
+    mesh, device_axes, logical_axes
+        As there.
+    devices, dims
+        Devices or their ids, in the shape ``dims``.
+    callback
+        As there; may take the name only, and may return a `Task`.
+    task
+        Instead of all: a `Task`.
+
+    Returns
+    -------
+    Registration
+        In force until its ``remove()``, `clear_tasks`, or the end of a ``with`` over it or over the `MultiMesh` around.
+
+    Raises
+    ------
+    UsageError
+        When arguments do not fit together, and for ``mesh`` or ``dims`` that are a part of ``devices``: here a task has
+        one submesh.
+    """
+    if mesh is not None and devices is not None:
+        raise UsageError(
+            f"register_task({regex!r}): a mesh= that rotates over devices= is not supported: a task has one submesh; "
+            "register one task for each submesh, or give callback="
+        )
+    pairs = tuple(dict(logical_axes or {}).items())
+    if callback is not None or task is not None:
+        if name is not None or mesh is not None or devices is not None:
+            raise UsageError(f"register_task({regex!r}): callback= or task= says it all; drop name=, mesh=, devices=")
+        axes = tuple(device_axes) if device_axes else None
+        if pairs and axes is None:
+            raise UsageError(f"register_task({regex!r}): logical_axes= needs device_axes=")
+        answer = _with_backprop(callback) if callback is not None else None
+        shape = tuple(dims) if dims is not None else None
+        made = registration(regex, callback=answer, task=task, dims=shape, device_axes=axes, logical_axes=pairs)
+    else:
+        grid = _shaped(regex, devices, dims) if devices is not None else None
+        fixed = make_task(name or regex, mesh=mesh, devices=grid, device_axes=device_axes, logical_axes=logical_axes)
+        made = registration(regex, fixed=fixed)
+    put_in_force(made)
+    return made
+
+
+def _with_backprop(callback: Callable[..., Any]) -> Callable[[str, bool], Any]:
+    try:
+        inspect.signature(callback).bind("", False)
+    except TypeError:
+        return lambda label, _: callback(label)
+    except ValueError:
+        pass  # a builtin that does not tell
+    return callback
+
+
+def _shaped(regex: str, devices: Any, dims: Sequence[int] | None) -> Any:
+    """Devices (or their ids) as an array of this shape."""
+    grid = np.asarray(devices, dtype=object)
+    known = {device.id: device for device in jax.devices()}
+    unknown = [d for d in grid.flat if not isinstance(d, jax.Device) and d not in known]
+    if unknown:
+        raise UsageError(f"register_task({regex!r}): {unknown[0]!r} is neither a device nor the id of one")
+    chosen = np.empty(grid.shape, dtype=object)
+    for where, device in np.ndenumerate(grid):
+        chosen[where] = device if isinstance(device, jax.Device) else known[device]
+    shape = chosen.shape if dims is None else tuple(dims)
+    if int(np.prod(shape)) != chosen.size:
+        raise UsageError(
+            f"register_task({regex!r}): dims={shape} does not hold the {chosen.size} devices; a submesh that rotates "
+            "over devices= is not supported, register one task for each submesh"
+        )
+    return chosen.reshape(shape)
+
+
+def clear_tasks() -> None:
+    """End every registration; tasks of a `MultiMesh` in force too, until it is entered again."""
+    for made in marks.registrations():
+        if not isinstance(made, Entered):
+            made.remove()
+
+
+@contextlib.contextmanager
+def tasks(configurable: Callable[[], Callable[[], Any]] | None = None) -> Iterator[None]:
+    """Clear all tasks, call ``configurable()()``, which registers others, and clear these at the end.
+
+    With None it does nothing.
+    """
+    if configurable is None:
+        yield
+        return
+    clear_tasks()
+    try:
+        configurable()()
+        yield
+    finally:
+        clear_tasks()
