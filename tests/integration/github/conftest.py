@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,9 @@ def machine(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> jobs.
     git(ROOT, "clone", "-q", str(ROOT), str(clone))
     git(clone, "checkout", "-q", "-B", "main")
     artifacts, home = (tmp_path_factory.mktemp(name) for name in ("artifacts", "home"))
+    (home / ".docker").mkdir()
+    config = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    (home / ".docker" / "cli-plugins").symlink_to(config / "cli-plugins")  # where the engine's fixture puts buildx
     github = {
         "repository": f"{OWNER}/{NAME}", "repository_owner": OWNER, "actor": "somebody", "event_name": "push",
         "ref": "refs/heads/main", "ref_name": "main", "sha": git(clone, "rev-parse", "HEAD"), "run_id": "1",
