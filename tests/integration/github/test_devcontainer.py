@@ -13,7 +13,6 @@ import pytest
 from stand_ins import ROOT, git
 
 CLI = "@devcontainers/cli@0.89.0"
-STAND_IN = "a Debian 12 base in place of the CUDA image"
 USER = 1000  # of the image
 
 
@@ -47,7 +46,9 @@ def test_every_folder_and_command_of_the_workspace_exists() -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.promise("The devcontainer builds, comes up, and runs the unit tests inside", stand_in=STAND_IN)
+@pytest.mark.promise(
+    "The devcontainer builds, comes up, and runs the unit tests inside", stand_in="a Debian 12 base for the CUDA image"
+)
 def test_build_up_and_run_the_unit_tests(bookworm: str, tmp_path: Path) -> None:
     clone, home = tmp_path / "clone", tmp_path / "home"
     git(ROOT, "clone", "-q", str(ROOT), str(clone))

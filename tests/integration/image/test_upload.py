@@ -14,11 +14,10 @@ from tests.integration.image.conftest import NAME, Repository
 from tests.integration.parts import packages
 from workflows.image.reference import make
 
-STAND_IN = "a debootstrapped Debian 12 in place of the CUDA base, and a registry on this machine"
-
 
 @pytest.mark.promise(
-    "An image is built, checked by MaxText's CPU job, pushed, pulled by its digest, and runs.", stand_in=STAND_IN
+    "An image is built, checked by MaxText's CPU job, pushed, pulled by its digest, and runs.",
+    stand_in="a debootstrapped Debian 12 for the CUDA base, and a registry on this machine",
 )
 def test_from_the_build_to_a_pulled_image(
     image: dict[str, Any], repository: Repository, registry: str, docker: Callable[..., str], tmp_path: Path
