@@ -16,7 +16,7 @@ from workflows import cli, errors
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-INSTALLED = {".venv/bin/pytest", ".venv/bin/python", "python", "git", "cd", "pip", "docker", "cosign"}
+INSTALLED = {".venv/bin/pytest", ".venv/bin/python", "python", "git", "cd", "pip", "docker", "cosign", "npx"}
 VIRTUAL_DEVICES = {
     "JAX_PLATFORMS": "cpu",
     "NPROC": "64",
