@@ -218,3 +218,69 @@ def test_what_configured_the_runtime_says_what_to_use():
         mm.set_startup_config(cpus=8)
     with mm.enable_task_fusion(), mm.enable_recomputation(), mm.only_fuse_loop_tasks(), mm.enable_fast_path():
         pass
+
+
+@pytest.fixture
+def linen():
+    pytest.importorskip("flax.linen")
+    pytest.importorskip("optax")
+    import flax.linen
+
+    return flax.linen
+
+
+def block(nn, shard_axes):
+    class Block(nn.Module):
+        features: int = 4
+
+        @nn.compact
+        def __call__(self, x):
+            x = mm.with_sharding_constraint(x, P("batch", None))
+            return nn.relu(nn.Dense(self.features, kernel_init=shard_axes("data", "model"))(x))
+
+    return Block
+
+
+@pytest.mark.flax
+def test_a_class_of_modules_is_a_task(linen):
+    from multimesh.jax.flax import shard_axes, task
+
+    there = Mesh(DEVICES[4:].reshape(2, 2), ("x", "y"))
+    placed_block = task(linen.Dense, mesh=there, logical_axes=AXES)
+    model = placed_block(features=4, kernel_init=shard_axes("batch", "model"))
+    params = linen.unbox(model.init(jax.random.key(0), X))
+    out = mm.jit(model.apply)(params, X)
+    close(out, linen.Dense(4).apply(params, X))
+    assert on(out) == {4, 5, 6, 7}
+    with pytest.raises(mm.UsageError, match="expected a class of linen modules"):
+        task(jnp.sin, mesh=there)
+
+
+@pytest.mark.flax
+def test_parallelize_step_trains_a_model_by_its_names(linen):
+    import optax
+    from multimesh.jax.flax import parallelize_step, shard_axes
+
+    made = block(linen, shard_axes)
+
+    class Pipeline(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for i in range(2):
+                x = made(name=f"layer_{i}")(x)
+            return (x * x).sum()
+
+    axes = [("batch", "x"), ("data", "x"), ("model", "y")]
+    for i in range(2):
+        ids = [4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3]
+        mm.register_task(f"layer_{i}", devices=ids, device_axes=["x", "y"], dims=[4, 1], logical_axes=axes)
+    model, mesh = Pipeline(), Mesh(DEVICES.reshape(8, 1), ("x", "y"))
+    step, state, mesh, prepare = parallelize_step(model, optax.sgd(0.02), mesh, local_batch=X)
+    want = jax.value_and_grad(model.apply)(model.init(jax.random.key(42), X), X)
+    loss, after = step(state, prepare(X))
+    close(loss, want[0])
+    close(jax.tree.map(lambda p, g: p - 0.02 * g, jax.device_get(state.params), jax.device_get(want[1])), after.params)
+    for i in range(2):
+        kernel = linen.unbox(after.params)["params"][f"layer_{i}"]["Dense_0"]["kernel"]
+        assert on(kernel) == {4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3}
+        assert kernel.addressable_shards[0].data.shape == (1, 4)

@@ -28,16 +28,17 @@ def with_call(module: Any, wrap: Wrap) -> Any | None:
     if linen is not None and isinstance(module, linen.Module):
         if module.parent is None:
             return _linen_copy(module, wrap)
-        object.__setattr__(module, "__class__", _subclass(type(module), wrap))
+        object.__setattr__(module, "__class__", subclass(type(module), wrap))
         return module
     if nnx is not None and isinstance(module, nnx.Module):
         twin = copy.copy(module)
-        twin.__class__ = _subclass(type(module), wrap)
+        twin.__class__ = subclass(type(module), wrap)
         return twin
     return None
 
 
-def _subclass(cls: type, wrap: Wrap) -> type:
+def subclass(cls: type, wrap: Wrap) -> type:
+    """A class of the same name whose ``__call__`` is wrapped."""
     body = {"__call__": wrap(cls.__call__), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls)(cls.__name__, (cls,), body)
 
@@ -49,7 +50,7 @@ def _linen_copy(module: Any, wrap: Wrap) -> Any:
         if field.init and name not in ("parent", "name")
     }
     named = {"name": module.name} if module.name is not None else {}
-    return _subclass(type(module), wrap)(**fields, **named)
+    return subclass(type(module), wrap)(**fields, **named)
 
 
 def scope_nnx(module: Any) -> Any:
@@ -81,7 +82,7 @@ def scope_nnx(module: Any) -> Any:
             for name, child in list(vars(value).items()):
                 visit(child, name)
             if callable(value):
-                value.__class__ = _subclass(type(value), lambda call: _named_call(call, label))
+                value.__class__ = subclass(type(value), lambda call: _named_call(call, label))
 
     for name, child in list(vars(module).items()):
         visit(child, name)
