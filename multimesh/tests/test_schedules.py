@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER, squared_error
 from multimesh.schedules import Cell
+from optimizing import OPTIMIZERS
+from optimizing import check as check_training
 from pipelines import Split, assert_placed, assert_same, gradient, reference_gradient, submeshes
-from test_training import OPTIMIZERS
-from test_training import check as check_training
 
 import multimesh as mm
 from multimesh import schedules
