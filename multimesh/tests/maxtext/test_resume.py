@@ -22,9 +22,6 @@ MODEL = ("--num-layers", 4, "--model-dims", 64, "--mlp-dims", 64, "--sequence-le
 # MaxText loads a row per device and microbatch at least, and drops what is over: grids with fewer see other text.
 TRAINING = (*MODEL, "--batch-size", 8, "--microbatch-size", 2, "--num-steps", STEPS, "--seed", 3, "dtype=float32")
 GRID = ("--cpus", 4, "--tp", 2, "--pp", 2)
-KILLED = (
-    "A run killed (-9) at any step, also while it saves, resumes with the losses of an uninterrupted one, bit for bit"
-)
 EVALUATED = ("--eval-every", 3, "--eval-steps", 2)
 
 
@@ -118,7 +115,9 @@ def continues(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], first: i
     assert ours[-1] == theirs[-1]
 
 
-@pytest.mark.promise(KILLED)
+@pytest.mark.promise(
+    "A run killed (-9) at any step, also while it saves, resumes with the losses of an uninterrupted one, bit for bit"
+)
 def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run, root: Path, tmp_path: Path):
     again = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
     killed(root, again, while_saving(tmp_path / "ck"))
@@ -132,7 +131,9 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run,
 
 
 @pytest.mark.full
-@pytest.mark.promise(KILLED)
+@pytest.mark.promise(
+    "A run killed (-9) at any step, also while it saves, resumes with the losses of an uninterrupted one, bit for bit"
+)
 def test_a_run_killed_again_and_again_resumes_bit_for_bit(whole: Whole, run: Run, root: Path, tmp_path: Path):
     every = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
     arguments = (*every, "--checkpoint-every", 2)
