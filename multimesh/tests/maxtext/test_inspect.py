@@ -56,7 +56,7 @@ def test_the_profile_has_timelines(trained: Path):
     for name in ("measured", "forecast"):
         assert ElementTree.parse(timelines / f"{name}.svg").getroot().tag.endswith("svg")
         assert json.loads((timelines / f"{name}.perfetto.json").read_text())["traceEvents"]
-    assert "busy measured" in (timelines / "timeline.txt").read_text()
+    assert "submesh  measured" in (timelines / "timeline.txt").read_text()
 
 
 def test_dump_only_compiles_and_trains_nothing(run: Run, tmp_path: Path):
