@@ -75,7 +75,9 @@ def test_build_up_and_run_the_unit_tests(bookworm: str, tmp_path: Path) -> None:
         up = call("up")
         assert "caches of Bazel, ccache, pip and JAX" in up.stderr
         assert "largest difference" in up.stderr or "ready: .venv/bin/pytest" in up.stderr
-        tests = ["bash", "-c", "git config --global safe.directory '*' && .venv/bin/pytest -q tests/unit"]
+        # What README may claim depends on the outcome of this test among others.
+        unit = ".venv/bin/pytest -q tests/unit -k 'not test_readme_claims_only_what_was_run'"
+        tests = ["bash", "-c", f"git config --global safe.directory '*' && {unit}"]
         assert re.search(r"\d+ passed", call("exec", *tests).stdout)
         again = call("up")  # the second open finds the container
         assert "requirements/run.txt: installing" not in again.stderr
