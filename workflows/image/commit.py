@@ -48,7 +48,7 @@ def commit(engine: Engine, container: Container, labels: Mapping[str, str]) -> s
     image = (engine.inspect(str(found["Image"])) or {}).get("Config") or {}
     own = restored(found["Config"].get("Env") or [], image.get("Env") or [])
     if own:
-        console.note(f"{name}: not in the image: the values of {', '.join(own)}")
+        console.note(f"{name}: not in the image: the values of {', '.join(sorted(own))}")
     if mounts := sorted(str(each["Destination"]) for each in found.get("Mounts") or []):
         console.note(f"{name}: mounted, so not in the image: {', '.join(mounts)}")
     changes = [word for each in own for word in ("--change", _instruction(each, own[each]))]
