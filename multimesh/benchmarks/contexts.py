@@ -40,8 +40,8 @@ def gradient() -> Any:
 
         x = task("embed", 0, lambda e, t: e[t])(params["embed"], b["x"])
         for i, p in enumerate(params["layers"]):
-            x = task(f"layer{i}", SIZE.stage_of(i), block)(p, x)
-            if i + 1 < SIZE.layers and SIZE.stage_of(i) != SIZE.stage_of(i + 1):
+            x = task(f"layer{i}", SIZE.piece_of(i), block)(p, x)
+            if i + 1 < SIZE.layers and SIZE.piece_of(i) != SIZE.piece_of(i + 1):
                 x = gate(x)
         last = SIZE.stages - 1
         return task("head", last, lambda h, x, y: cross_entropy(x @ h, y))(params["head"], x, b["y"])

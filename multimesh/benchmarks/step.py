@@ -6,6 +6,7 @@ so that what else the machine does falls on both.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -15,8 +16,12 @@ import jax
 import report
 from workload import SMALL_2, SMALL_4, TINY, Size, pipeline, spmd
 
-SCHEDULES = ("gpipe", "1f1b")
-CASES = [(TINY, "1f1b"), *((size, s) for size in (SMALL_2, SMALL_4) for s in SCHEDULES)]
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "wavefront")
+CASES = [
+    (TINY, "1f1b"),
+    *((size, schedule) for size in (SMALL_2, SMALL_4) for schedule in SCHEDULES),
+    *((dataclasses.replace(size, chunks=2), "interleaved") for size in (SMALL_2, SMALL_4)),
+]
 LIMITS = {"tiny": 0.5, "small": 0.8}
 FIRST_CALL_LIMIT = 1.3
 

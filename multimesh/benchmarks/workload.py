@@ -41,7 +41,7 @@ Step = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Shapes of one measurement; ``rows`` sequences a microbatch, ``stages`` submeshes."""
+    """Shapes of one measurement; ``rows`` sequences a microbatch, ``stages`` submeshes of ``chunks`` pieces each."""
 
     name: str
     width: int
@@ -52,6 +52,12 @@ class Size:
     rows: int = 4
     tensor: int = 2
     devices: int = 8
+    chunks: int = 1
+
+    @property
+    def pieces(self) -> int:
+        """Stages of the model; submeshes take them in turn."""
+        return self.stages * self.chunks
 
     @property
     def data(self) -> int:
@@ -65,8 +71,8 @@ class Size:
     def submeshes(self) -> list[Mesh]:
         return [Mesh(d, ("data", "model")) for d in self.grid()]
 
-    def stage_of(self, layer: int) -> int:
-        return layer * self.stages // self.layers
+    def piece_of(self, layer: int) -> int:
+        return layer * self.pieces // self.layers
 
 
 TINY = Size("tiny", width=8, sequence=4, stages=4)
@@ -121,9 +127,9 @@ def loss_fn(size: Size, stage: Callable[[int, Step], Step]) -> Step:
 
     def loss(params: Any, b: Any) -> Any:
         x = b["x"]
-        for s in range(size.stages):
-            mine = [p for i, p in enumerate(params["layers"]) if size.stage_of(i) == s]
-            first, last = s == 0, s == size.stages - 1
+        for s in range(size.pieces):
+            mine = [p for i, p in enumerate(params["layers"]) if size.piece_of(i) == s]
+            first, last = s == 0, s == size.pieces - 1
 
             def run(ends: Any, layers: Any, x: Any, y: Any, first: bool = first, last: bool = last) -> Any:
                 x = ends["embed"][x] if first else x
@@ -191,14 +197,14 @@ def pipeline(size: Size, schedule: str) -> tuple[Any, tuple[Any, Any, Any]]:
     params = init(size)
 
     def shard(s: int, spec: P) -> NamedSharding:
-        return NamedSharding(meshes[s], spec)
+        return NamedSharding(meshes[s % size.stages], spec)
 
     where = {
         "embed": shard(0, P()),
-        "layers": [{k: shard(size.stage_of(i), SPECS[k]) for k in p} for i, p in enumerate(params["layers"])],
+        "layers": [{k: shard(size.piece_of(i), SPECS[k]) for k in p} for i, p in enumerate(params["layers"])],
         "head": shard(size.stages - 1, P()),
     }
-    loss = loss_fn(size, lambda s, fn: mm.task(fn, name=f"stage{s}", mesh=meshes[s]))
+    loss = loss_fn(size, lambda s, fn: mm.task(fn, name=f"stage{s}", mesh=meshes[s % size.stages]))
     grads_of = mm.microbatch(jax.value_and_grad(loss), size=size.rows, argnum=1, schedule=schedule)
     placed = jax.device_put(params, where)
     zeros = jax.tree.map(lambda x, w: jax.device_put(np.zeros_like(x), w), params, where)
