@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from stand_ins import ROOT, git
 
+from tests.integration.parts import packages
+
 CLI = "@devcontainers/cli@0.89.0"
 USER = 1000  # of the image
 
@@ -57,7 +59,16 @@ def test_build_up_and_run_the_unit_tests(bookworm: str, tmp_path: Path) -> None:
     config["build"]["options"] = ["--network=host"]
     (clone / ".devcontainer" / "devcontainer.json").write_text(json.dumps(config))
     (home / ".cache" / "multimesh-jax").mkdir(parents=True)
-    npm = ["npm", "install", "--silent", "--no-audit", "--ignore-scripts", "--prefix", str(tmp_path), CLI]
+    npm = [
+        packages.need("npm", "npm"),
+        "install",
+        "--silent",
+        "--no-audit",
+        "--ignore-scripts",
+        "--prefix",
+        str(tmp_path),
+        CLI,
+    ]
     subprocess.run(npm, check=True)
     cli = tmp_path / "node_modules" / ".bin" / "devcontainer"
     env = os.environ | {"HOME": str(home), "DOCKER_CONFIG": os.environ.get("DOCKER_CONFIG") or f"{Path.home()}/.docker"}

