@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from workflows import errors, proc
-from workflows.sources import build, git, manifest
+from workflows.ci import upstream
+from workflows.sources import manifest
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace, write_json
 
@@ -34,9 +34,7 @@ class Outcome:
 
 def head_of(component: Component, mirror: str | None) -> tuple[str, str]:
     """Return the address of a component's upstream and the commit of its default branch."""
-    url = component.url if mirror is None else build.mirrored(component.url, mirror)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = git.ask(git.init(Path(folder, "ask")), url, "HEAD", label=component.name)
+    url, answer = upstream.ask(component, "HEAD", mirror)
     if "HEAD" not in answer:
         raise errors.MissingCommitError(f"{component.name}: {url} has no default branch")
     return url, answer["HEAD"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from workflows import console, errors, proc
+from workflows.ci import upstream
 from workflows.sources import build, bump, git, lock, manifest
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace
@@ -49,10 +50,7 @@ def newest(component: Component, mirror: str | None) -> str:
         The upstream has no release.
     """
     prefix, _, suffix = component.tag.partition(component.version)
-    url = component.url if mirror is None else build.mirrored(component.url, mirror)
-    with tempfile.TemporaryDirectory() as folder:
-        repo = git.init(Path(folder, "ask"))
-        answer = git.ask(repo, url, f"refs/tags/{prefix}*", label=component.name)
+    url, answer = upstream.ask(component, f"refs/tags/{prefix}*", mirror)
     found = []
     for ref in answer:
         name = ref.removeprefix(f"refs/tags/{prefix}").removesuffix("^{}")
@@ -96,10 +94,9 @@ def _move(
 def _xla_of(here: Workspace, mirror: str | None) -> str:
     """Return the revision of xla that the pinned jax names."""
     jax, pin = manifest.load(here.manifest)["jax"], lock.load(here.lock)["jax"]
-    url = jax.url if mirror is None else build.mirrored(jax.url, mirror)
     with tempfile.TemporaryDirectory() as folder:
         repo = git.init(Path(folder, "jax"))
-        git.fetch(repo, url, str(pin.commit), label="jax", on_progress=lambda done, total: None)
+        git.fetch(repo, build.address(jax, mirror), str(pin.commit), label="jax", on_progress=lambda done, total: None)
         text = repo("show", f"{pin.commit}:third_party/xla/revision.bzl", check=False)
     match = _REVISION.search(text.text)
     if match is None:

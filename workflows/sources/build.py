@@ -180,7 +180,7 @@ def _obtain(
 def _fetch(repo: git.Repo, component: Component, pin: Pin, means: Means, reporter: console.Reporter) -> None:
     if pin.commit is None:
         raise errors.PinError(f"{component.name}: sources.lock has no commit; run `python -m workflows bump`")
-    url = component.url if means.mirror is None else mirrored(component.url, means.mirror)
+    url = address(component, means.mirror)
     for attempt in range(1, _ATTEMPTS + 1):
         reporter.phase(component.name, f"fetching {pin.commit[:12]}" + (f", attempt {attempt}" if attempt > 1 else ""))
         try:
@@ -201,9 +201,11 @@ def _fetch(repo: git.Repo, component: Component, pin: Pin, means: Means, reporte
     _expect(f"{component.name}: tree", pin.tree, found)
 
 
-def mirrored(url: str, mirror: str) -> str:
-    """Return where a mirror keeps the repository of ``url``: under its last name."""
-    return f"{mirror.rstrip('/')}/{url.rstrip('/').rpartition('/')[2]}"
+def address(component: Component, mirror: str | None) -> str:
+    """Return where a component is fetched from: its upstream, or a mirror that keeps it under its last name."""
+    if mirror is None:
+        return component.url
+    return f"{mirror.rstrip('/')}/{component.url.rstrip('/').rpartition('/')[2]}"
 
 
 def _commit_of(repo: git.Repo, component: Component, pin: Pin) -> str:

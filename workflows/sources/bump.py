@@ -63,7 +63,7 @@ def _resolve(workspace: Workspace, component: Component, mirror: str | None, rep
     """Find out the pins of a version and what the patches give on it."""
     name = component.name
     patches = patch.load_series(workspace.root, name)
-    url = component.url if mirror is None else build.mirrored(component.url, mirror)
+    url = build.address(component, mirror)
     with workspace.stage() as (stage, _):
         probe = git.init(stage / f"{name}.probe")
         reporter.phase(name, f"asking {url}")
