@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.parts import packages, processes
+from tests.integration.parts import engine, packages, processes
 from workflows import errors
 from workflows.cache import bazel_remote, client, server, usage
 from workflows.cache.settings import Place, Settings
@@ -35,18 +33,9 @@ def pin(docker_engine: None, registry: str) -> Iterator[str]:
         "www/metrics": (METRICS.encode(), 0o644),
         "data/.keep": (b"", 0o644),
     }
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w") as archive:
-        for name, (content, mode) in files.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mode = len(content), mode
-            archive.addfile(info, io.BytesIO(content))
-        info = tarfile.TarInfo("bin/sh")
-        info.type, info.linkname = tarfile.SYMTYPE, "busybox"
-        archive.addfile(info)
     name = f"{registry}/stand-in/bazel-remote:v1"
     argv = ["docker", "import", "--change", 'ENTRYPOINT ["/start"]', "-", name]
-    subprocess.run(argv, input=raw.getvalue(), check=True, capture_output=True)
+    subprocess.run(argv, input=engine.archive(files, {"bin/sh": "busybox"}), check=True, capture_output=True)
     subprocess.run(["docker", "push", name], check=True, capture_output=True)
     argv = ["docker", "image", "inspect", "--format", "{{index .RepoDigests 0}}", name]
     yield subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -98,3 +100,18 @@ def base_image(suite: str, folder: Path) -> str:
     assert tar.wait() == 0
     shutil.rmtree(rootfs)
     return image
+
+
+def archive(files: dict[str, tuple[bytes, int]], links: dict[str, str]) -> bytes:
+    """Return a tar for ``docker import``: files with content and mode, and symbolic links."""
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as made:
+        for name, (content, mode) in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(content), mode
+            made.addfile(info, io.BytesIO(content))
+        for name, target in links.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, target
+            made.addfile(info)
+    return raw.getvalue()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.integration.parts import engine as engine_parts
 from tests.integration.parts import packages, proxy
 from workflows.image import engine as engines
 from workflows.image import reference
@@ -30,20 +29,6 @@ class Tiny:
 
     id: str
     words: str
-
-
-def _archive(files: dict[str, tuple[bytes, int]], links: dict[str, str]) -> bytes:
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w") as archive:
-        for name, (content, mode) in files.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mode = len(content), mode
-            archive.addfile(info, io.BytesIO(content))
-        for name, target in links.items():
-            info = tarfile.TarInfo(name)
-            info.type, info.linkname = tarfile.SYMTYPE, target
-            archive.addfile(info)
-    return raw.getvalue()
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +64,7 @@ def make_tiny(docker_engine: None) -> Iterator[Callable[..., Tiny]]:
         changes += [f"ENV {name}='{value}'" for name, value in (env or {}).items()]
         changes += [f"LABEL {name}={value}" for name, value in (labels or {}).items()]
         argv = ["docker", "import", *(word for each in changes for word in ("--change", each)), "-"]
-        content = _archive(files, {f"bin/{name}": "busybox" for name in applets})
+        content = engine_parts.archive(files, {f"bin/{name}": "busybox" for name in applets})
         done = subprocess.run(argv, input=content, capture_output=True, check=True)
         made.append(done.stdout.decode().strip())
         return Tiny(made[-1], words)
