@@ -51,8 +51,7 @@ def is_tracer(x: Any) -> bool:
 
 def abstractify(x: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an argument, without its sharding."""
-    aval = _core.shaped_abstractify(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    return shape_of(_core.shaped_abstractify(x))
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
