@@ -2,7 +2,8 @@
 # fmt: off
 """:"
 # A shell reads this part and starts the Python of .venv, which takes it for a string and goes on below.
-python=$(dirname "$0")/../.venv/bin/python
+case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
+python=$here/../.venv/bin/python
 [ -x "$python" ] || { echo "error: there is no .venv yet; run ./bootstrap.sh --group run" >&2; exit 11; }
 exec "$python" -I "$0" "$@"
 ":"""

@@ -21,6 +21,8 @@ from workflows.image.spec import Built, ImageSpec, Layer, Means
 
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
+# An image is loaded to be checked, which drops attestations; so buildx need not ask git what they would say.
+_SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool
         for place in todo.access.left_out:
             console.note(f"{place}: pip finds packages there on this machine, but a build cannot see it")
         with Display(plain_output=engine.builder != "buildx") as display:
-            env = os.environ | todo.access.variables | {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+            env = os.environ | todo.access.variables | _SETTINGS
             done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=display.line)
         if done.returncode:
             raise failure.explain(display.steps, done.returncode, todo.base.build.reference)
@@ -95,6 +97,7 @@ def describe(engine: Engine, spec: ImageSpec, image: str, *, seconds: float, cac
         steps=steps,
         bytes=int(found.get("Size") or 0),
         labels=dict((found.get("Config") or {}).get("Labels") or {}),
+        names=tuple(found.get("RepoTags") or ()),
     )
 
 

@@ -148,9 +148,8 @@ def build_argv(
     result
         Where the engine writes what it made; None to build into its cache only.
     """
-    verb = {"buildx": ["buildx", "build"], "buildkit": ["build"], "podman": ["build"]}[engine.builder]
     progress = {"buildx": ["--progress=rawjson"], "buildkit": ["--progress=plain"], "podman": ["--layers"]}
-    argv = [*engine.cli, *verb, *progress[engine.builder], "--file", DOCKERFILE, "--target", spec.target]
+    argv = [*engine.build_cli, *progress[engine.builder], "--file", DOCKERFILE, "--target", spec.target]
     argv += ["--platform", spec.platform] if spec.platform else []
     argv += ["--network", means.network] if means.network != "default" else []
     argv += [] if means.layer_cache else ["--no-cache"]

@@ -81,7 +81,8 @@ def name(where: Engine, built: Built, request: Request) -> list[str]:
     reference = request.spec.reference
     names = [str(reference), *([str(reference.tagged("latest"))] if request.actions.latest else [])]
     for each in names:
-        where.run("tag", built.image_id, each)
+        if each not in built.names:
+            where.run("tag", built.image_id, each)
     return names
 
 

@@ -53,6 +53,9 @@ class Engine:
         ``docker`` or ``podman``.
     builder
         ``buildx``; ``buildkit``: the one inside of an older ``docker build``; ``podman``.
+    plugin
+        The program of the buildx plugin, to be started without docker's client, which first would start it once more
+        to ask what it is; None where there is none, or where only the client knows the way (``--context``).
     """
 
     cli: tuple[str, ...]
@@ -60,6 +63,14 @@ class Engine:
     version: str
     client: str
     builder: str
+    plugin: str | None = None
+
+    @property
+    def build_cli(self) -> tuple[str, ...]:
+        """How every build begins."""
+        if self.builder == "buildx":
+            return (self.plugin, "build") if self.plugin else (*self.cli, "buildx", "build")
+        return (*self.cli, "build")
 
     @property
     def summary(self) -> str:
@@ -116,12 +127,13 @@ def detect(context: str | None = None) -> Engine:
     if _numbers(version) < OLDEST:
         raise errors.EngineError(f"docker engine {version} is too old to build with; install 20.10 or later")
     client_version = str(client.get("Version", "0"))
-    return Engine(cli, "docker", version, client_version, _builder(client_version))
+    plugin = next((str(file) for file in _plugins() if os.access(file, os.X_OK)), None)
+    builder = "buildx" if plugin else _bundled(client_version)
+    return Engine(cli, "docker", version, client_version, builder, None if context else plugin)
 
 
-def _builder(client: str) -> str:
-    if any(os.access(folder / "docker-buildx", os.X_OK) for folder in _plugin_folders()):
-        return "buildx"
+def _bundled(client: str) -> str:
+    """Return the builder of a client without buildx."""
     if _numbers(client) < BUNDLED_BUILDKIT_BEFORE:
         return "buildkit"
     raise errors.EngineError(
@@ -130,15 +142,15 @@ def _builder(client: str) -> str:
     )
 
 
-def _plugin_folders() -> list[Path]:
-    """Return where docker looks for its plugins. (Asking buildx for its version takes as long as a small build.)"""
+def _plugins() -> list[Path]:
+    """Return where docker looks for buildx. (Asking buildx for its version takes as long as a small build.)"""
     config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
     try:
         extra = json.loads((config / "config.json").read_text(encoding="utf-8")).get("cliPluginsExtraDirs", [])
     except (OSError, ValueError):
         extra = []
     system = [f"/usr/{base}/docker/cli-plugins" for base in ("local/lib", "local/libexec", "lib", "libexec")]
-    return [config / "cli-plugins", *map(Path, extra), *map(Path, system)]
+    return [Path(folder) / "docker-buildx" for folder in (config / "cli-plugins", *extra, *system)]
 
 
 def _attests(cli: tuple[str, ...], info: dict[str, Any]) -> bool:

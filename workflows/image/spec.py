@@ -136,6 +136,8 @@ class Built:
         Of the engine; a registry gives a manifest digest when it is pushed.
     cached, steps
         How many steps of the Dockerfile came from the cache, and of how many.
+    names
+        What the engine calls it already.
     """
 
     spec: ImageSpec
@@ -145,3 +147,4 @@ class Built:
     steps: int
     bytes: int
     labels: dict[str, str]
+    names: tuple[str, ...] = ()
