@@ -11,10 +11,11 @@ import pytest
 
 from workflows import errors
 from workflows.image import credentials, reference, release
+from workflows.image.lock import FilePin, ImageLock
 from workflows.image.promote import Moved
 from workflows.image.push import Pushed
 from workflows.image.registry import Manifest
-from workflows.image.release import Published
+from workflows.image.release import Locks, Published
 from workflows.image.spec import Built, ImageSpec
 from workflows.sources.lock import Pin
 
@@ -26,23 +27,26 @@ GOOD = {
     "io.github.multimesh-jax.maxtext.revision": "ef" * 20,
 }
 FULL = Pin("1", "a" * 40, "b" * 40, patched_commit="c" * 40, patched_tree="d" * 40)
+IMAGES = ImageLock({}, {"bazel linux/amd64": FilePin("https://example.org/bazel", None)})
 DIGEST = "sha256:" + "12" * 32
 
 
 def refused(labels: dict[str, str], pins: dict[str, Pin], *unpinned: str, version: str = "v0.3.0") -> list[str]:
     with pytest.raises(errors.SeveralErrors) as caught:
-        release.check(version, labels, pins, unpinned)
+        release.check(version, labels, Locks(pins, IMAGES), unpinned)
     return list(caught.value.messages)
 
 
 @pytest.mark.promise("A release is refused with a pin that is null, a dirty tree, or versions that disagree.")
 def test_what_stands_against_a_release() -> None:
-    release.check("v0.3.0", GOOD, {"maxtext": FULL}, ())
+    release.check("v0.3.0", GOOD, Locks({"maxtext": FULL}, IMAGES), ())
     (said,) = refused(GOOD, {"maxtext": Pin("1", "a" * 40, None, patched_commit="c", patched_tree="d")})
     assert "maxtext: sources.lock has no tree" in said
-    release.check("v0.3.0", GOOD, {"xla": Pin("1", "a" * 40, None)}, ())  # wheels need no sources of jaxlib
-    (said,) = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, {"xla": Pin("1", "a" * 40, None)})
+    xla = {"xla": Pin("1", "a" * 40, None)}
+    release.check("v0.3.0", GOOD, Locks(xla, IMAGES), ())  # wheels need no sources of jaxlib, and no Bazel
+    said, bazel = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, xla)
     assert said.startswith("no release: xla:")
+    assert "bazel linux/amd64: images.lock has no sha256" in bazel
     (said,) = refused(GOOD, {}, "docker.io/nvidia/cuda:12.8.1")
     assert "has no digest; run `python -m workflows bump images`" in said
     (said,) = refused(GOOD | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, {})

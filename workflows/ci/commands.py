@@ -11,7 +11,7 @@ from pathlib import Path
 from workflows import console, errors
 from workflows.ci import actions, nightly, release, upgrade
 from workflows.ci.github import GitHub, where
-from workflows.sources import lock
+from workflows.image import flags
 from workflows.sources.commands import workspace
 
 REGISTRY, IMAGE = "ghcr.io", "multimesh-jax"
@@ -36,10 +36,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part.add_argument(
         "--registry", default=os.environ.get("MULTIMESH_REGISTRY") or REGISTRY, help="default: %(default)s"
     )
-    part = add(
-        "versions", run_versions, "fail unless every file names the version of a tag, and every source is pinned"
-    )
+    part = add("versions", run_versions, "fail unless every file names the version of a tag, and its image is pinned")
     part.add_argument("tag")
+    part.add_argument("options", nargs="*", help="after --: those of docker/build.py that the image gets")
     part = add("wheel", run_wheel, "build multimesh's wheel twice, check it, print its sha256")
     part.add_argument("folder", type=Path, nargs="?", default=Path("dist"))
     part = add("notes", run_notes, "print release notes from the commits since the tag before")
@@ -93,7 +92,9 @@ def run_versions(args: argparse.Namespace) -> int:
     """Print the version of the tag."""
     here = workspace()
     version = release.check_versions(here.root, args.tag)
-    release.check_pins(lock.load(here.lock))
+    parser = argparse.ArgumentParser("docker/build.py", allow_abbrev=False)
+    flags.add(parser)
+    release.check_pins(here.root, flags.request(parser.parse_args(args.options)).spec)
     print(version)
     return 0
 

@@ -9,12 +9,12 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Mapping
 from email.parser import Parser
 from pathlib import Path
 
 from workflows import errors, proc
-from workflows.sources.lock import Pin
+from workflows.image import command, release
+from workflows.image.spec import ImageSpec
 
 _TAG = re.compile(r"v(\d+\.\d+\.\d+)((a|b|rc)\d+)?")
 _DUNDER = re.compile(r"^__version__ = \"([^\"]+)\"$", re.MULTILINE)
@@ -47,21 +47,18 @@ def check_versions(root: Path, tag: str) -> str:
     return tag[1:]
 
 
-def check_pins(pins: Mapping[str, Pin]) -> None:
-    """Refuse a release of sources that are not pinned to the last byte; images are checked where they are promoted.
+def check_pins(root: Path, spec: ImageSpec) -> None:
+    """Refuse a tag early, by the rule that its image would meet once it is built.
 
     Raises
     ------
     SeveralErrors
-        A line for each component that lacks a pin.
+        A line for each pin that is null.
     """
-    said = [
-        f"no release: {name}: sources.lock has no {', '.join(pin.missing)}; `python -m workflows bump` reads it"
-        for name, pin in pins.items()
-        if pin.missing
-    ]
-    if said:
-        raise errors.SeveralErrors(said, errors.PinError.exit_code)
+    locks = release.load_locks(root)
+    base = command.bases(spec, locks.images)
+    if said := release.null_pins(locks, base.unpinned, jaxlib_from_source=spec.jaxlib == "source"):
+        raise errors.SeveralErrors([f"no release: {line}" for line in said], errors.PinError.exit_code)
 
 
 def build_wheel(root: Path, folder: Path) -> tuple[Path, str]:

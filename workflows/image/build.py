@@ -18,6 +18,7 @@ from workflows.image import bazel, command, failure, lock, network
 from workflows.image.engine import Engine
 from workflows.image.progress import Display
 from workflows.image.spec import Built, ImageSpec, Layer, Means
+from workflows.sources import lock as sources
 
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
@@ -165,15 +166,11 @@ def _maxtext(root: Path) -> str:
     if not (place / "src" / "maxtext").is_dir():
         raise errors.PinError("third_party/maxtext is not there; run ./bootstrap.sh --group run")
     held = _revision(place) if (place / ".git").exists() else None
-    lines = iter((root / "sources.lock").read_text(encoding="utf-8").splitlines())
-    within = False
-    for line in lines:
-        within = line == "  maxtext:" if line.startswith("  ") and not line.startswith("   ") else within
-        if within and line.startswith("    patched_commit:"):
-            pinned = line.split(":", 1)[1].strip().strip('"')
-            if held is None or held.removesuffix("-dirty") == pinned:
-                return held or pinned
-            raise errors.PinError(
-                f"third_party/maxtext is at {held[:12]}, the lock says {pinned[:12]}; run ./bootstrap.sh --group run"
-            )
-    raise errors.PinError("sources.lock has no patched commit of maxtext; run `python -m workflows lock maxtext`")
+    pinned = sources.value(root / "sources.lock", "maxtext", "patched_commit")
+    if pinned is None:
+        raise errors.PinError("sources.lock has no patched commit of maxtext; run `python -m workflows lock maxtext`")
+    if held is not None and held.removesuffix("-dirty") != pinned:
+        raise errors.PinError(
+            f"third_party/maxtext is at {held[:12]}, the lock says {pinned[:12]}; run ./bootstrap.sh --group run"
+        )
+    return held or pinned

@@ -13,6 +13,7 @@ from workflows.image.engine import Engine
 from workflows.image.lock import ImageLock, ImagePin
 from workflows.image.network import Access
 from workflows.image.spec import ImageSpec, Means
+from workflows.sources import lock as sources
 
 DOCKERFILE = "docker/Dockerfile"
 LABEL = "io.github.multimesh-jax"
@@ -67,7 +68,7 @@ class Stamp:
 
 def labels(root: Path, spec: ImageSpec, base: Bases, stamp: Stamp) -> dict[str, str]:
     """Return the labels of an image, in a fixed order; none of them changes when nothing else does."""
-    run, lock = _read(root, "requirements/run.txt"), _read(root, "sources.lock")
+    run = _read(root, "requirements/run.txt")
     accelerator = {"cpu": "cpu", "cuda12": f"cuda12 {spec.cuda_version}"}[spec.accelerator]
     found = base.build if spec.target != "runtime" else base.runtime
     return {
@@ -82,7 +83,7 @@ def labels(root: Path, spec: ImageSpec, base: Bases, stamp: Stamp) -> dict[str, 
         f"{LABEL}.accelerator": accelerator,
         f"{LABEL}.jaxlib": f"{spec.jaxlib} {spec.build_type}" if spec.jaxlib == "source" else "wheel",
         f"{LABEL}.jax": _first(r"^jax==(\S+)", run),
-        f"{LABEL}.maxtext": _first(r'^  maxtext:\n    version: "([^"]+)"', lock),
+        f"{LABEL}.maxtext": sources.value(root / "sources.lock", "maxtext", "version") or "unknown",
         f"{LABEL}.maxtext.revision": stamp.maxtext or "unknown",
         f"{LABEL}.lock": lock_digest(root),
     }

@@ -11,7 +11,6 @@ from workflows import errors
 from workflows.image import promote, reference, release
 from workflows.image.registry import Registry
 from workflows.image.retry import Policy
-from workflows.sources import lock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.release:
         with Registry(wanted, Policy()) as registry:
             labels = registry.labels(registry.get(digest))
-        release.check(args.release, labels, lock.load(ROOT / "sources.lock"), release.unpinned(labels))
+        release.check(args.release, labels, release.load_locks(ROOT), release.unpinned(labels))
     moved = promote.promote(wanted, digest, names, Policy(), fixed=args.release)
     if args.json:
         print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))

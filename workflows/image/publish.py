@@ -16,7 +16,6 @@ from workflows.image.release import Published
 from workflows.image.retry import Policy
 from workflows.image.smoke import Check
 from workflows.image.spec import Built
-from workflows.sources import lock
 
 RECORD = Path("build/image/release.json")
 
@@ -39,14 +38,14 @@ def check_before(root: Path, engine: Engine, request: Request) -> None:
 
 def check_release(root: Path, engine: Engine, request: Request) -> None:
     """Raise what stands against a release: of the image that is there, or of the one that would be built."""
-    spec, pins = request.spec, lock.load(root / "sources.lock")
+    spec = request.spec
     if request.actions.build:
         plan = build.plan(root, engine, spec, request.means, None)
         labels, unpinned = plan.labels, plan.base.unpinned
     else:
         labels = build.describe(engine, spec, str(spec.reference), seconds=0.0, cached=0, steps=0).labels
         unpinned = release.unpinned(labels)
-    release.check(str(request.actions.release), labels, pins, unpinned)
+    release.check(str(request.actions.release), labels, release.load_locks(root), unpinned)
 
 
 def publish(root: Path, engine: Engine, built: Built, check: Check, request: Request) -> dict[str, Any]:

@@ -13,16 +13,19 @@ from typing import Any
 import jsonschema
 
 from workflows import errors
+from workflows.image import lock as images_lock
+from workflows.image.lock import ImageLock
 from workflows.image.promote import Moved
 from workflows.image.push import Pushed
 from workflows.image.sign import Signature
 from workflows.image.spec import Built
+from workflows.sources import lock as sources_lock
 from workflows.sources.lock import Pin
 from workflows.sources.workspace import write_json
 
 SCHEMA = Path(__file__).with_name("release.schema.json")
 _LOCKS = ("sources.lock", "images.lock", "requirements/run.txt", "requirements/cuda12.txt")
-_SOURCES_OF_JAXLIB = ("jax", "xla")
+_OF_JAXLIB = ("jax", "xla")
 _OCI = "org.opencontainers.image"
 
 
@@ -38,7 +41,45 @@ class Published:
     attestations: str
 
 
-def check(version: str, labels: Mapping[str, str], pins: Mapping[str, Pin], unpinned: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class Locks:
+    """Both locks of this repository."""
+
+    sources: Mapping[str, Pin]
+    images: ImageLock
+
+
+def load_locks(root: Path) -> Locks:
+    """Read and check ``sources.lock`` and ``images.lock``."""
+    return Locks(sources_lock.load(root / "sources.lock"), images_lock.load(root))
+
+
+def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool) -> list[str]:
+    """Return what keeps an image from being a release, a line for each: all that went into it must be pinned.
+
+    What only a jaxlib from source needs (jax, xla, Bazel) counts where the image has one.
+
+    Parameters
+    ----------
+    unpinned
+        Base images of the image without a digest.
+    """
+    said = [
+        f"{name}: sources.lock has no {', '.join(pin.missing)}; `python -m workflows bump` reads it"
+        for name, pin in locks.sources.items()
+        if pin.missing and (jaxlib_from_source or name not in _OF_JAXLIB)
+    ]
+    remedy = "run `python -m workflows bump images`"
+    said += [f"{name}: has no digest; {remedy}, or give --base-image by digest" for name in unpinned]
+    said += [
+        f"{name}: images.lock has no sha256; {remedy}"
+        for name, file in locks.images.files.items()
+        if name.startswith("bazel ") and file.sha256 is None and jaxlib_from_source
+    ]
+    return said
+
+
+def check(version: str, labels: Mapping[str, str], locks: Locks, unpinned: Sequence[str]) -> None:
     """Refuse a release of what nobody could build again.
 
     Parameters
@@ -53,14 +94,9 @@ def check(version: str, labels: Mapping[str, str], pins: Mapping[str, Pin], unpi
     SeveralErrors
         All that stands against it, a line each.
     """
-    faults: list[tuple[str, int]] = []
     from_source = labels.get("io.github.multimesh-jax.jaxlib", "").startswith("source")
-    for name, pin in pins.items():
-        if pin.missing and (from_source or name not in _SOURCES_OF_JAXLIB):
-            faults.append((f"{name}: sources.lock has no {', '.join(pin.missing)}", errors.PinError.exit_code))
-    for name in unpinned:
-        remedy = "run `python -m workflows bump images`, or give --base-image by digest"
-        faults.append((f"{name}: has no digest; {remedy}", errors.PinError.exit_code))
+    pins = null_pins(locks, unpinned, jaxlib_from_source=from_source)
+    faults = [(said, errors.PinError.exit_code) for said in pins]
     for name, what in (
         (f"{_OCI}.revision", "this repository"),
         ("io.github.multimesh-jax.maxtext.revision", "MaxText"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workflows import errors
-from workflows.sources import document
-from workflows.sources.manifest import Component, Manifest
+
+if TYPE_CHECKING:
+    from workflows.sources.manifest import Component, Manifest
 
 SCHEMA = Path(__file__).with_name("lock.schema.json")
 _HEAD = """\
@@ -57,6 +59,8 @@ class Pin:
 
 def load(path: Path) -> dict[str, Pin]:
     """Read and check ``sources.lock``."""
+    from workflows.sources import document  # a YAML and a schema reader take longer to import than `value` does in all
+
     raw = document.load(path, SCHEMA)
     return {name: _pin(entry) for name, entry in raw["components"].items()}
 
@@ -64,6 +68,16 @@ def load(path: Path) -> dict[str, Pin]:
 def _pin(entry: Mapping[str, Any]) -> Pin:
     digests = {key: tuple(entry[key].items()) for key in ("archives", "patches")}
     return Pin(**{**entry, **digests})
+
+
+def value(path: Path, name: str, field: str) -> str | None:
+    """Return the text of one field of one component, in the form that `save` writes; None where it is null or absent.
+
+    For what must start fast: nothing else of the file is read or checked.
+    """
+    text = path.read_text(encoding="utf-8")
+    found = re.search(rf'^  {re.escape(name)}:\n(?:    .*\n)*?    {re.escape(field)}: "([^"]*)"$', text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def pin_of(component: Component, pins: Mapping[str, Pin]) -> Pin:
