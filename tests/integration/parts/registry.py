@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import requests
 
 from tests.integration.parts import packages, processes
 
@@ -29,3 +32,29 @@ def running(folder: Path) -> Iterator[str]:
     argv = [program, "serve", str(config)]
     with processes.server(argv, folder / "registry.log", healthy=lambda: processes.listens(port)):
         yield f"127.0.0.1:{port}"
+
+
+def push(image: str, name: str) -> str:
+    """Push an image of the engine as ``127.0.0.1:PORT/PATH:TAG`` and return its digest."""
+    subprocess.run(["docker", "tag", image, name], check=True)
+    subprocess.run(["docker", "push", "-q", name], check=True, capture_output=True)
+    return digest(name)
+
+
+def newer(image: str, label: str) -> str:
+    """Return an image with the files of another and a digest of its own."""
+    text = f"FROM {image}\nLABEL newer={label}\n".encode()
+    done = subprocess.run(["docker", "build", "-q", "-"], input=text, check=True, capture_output=True)
+    return done.stdout.decode().strip()
+
+
+def digest(name: str) -> str:
+    """Ask the registry itself for the digest of ``127.0.0.1:PORT/PATH:TAG``."""
+    path, _, tag = name.rpartition(":")
+    host, _, repository = path.partition("/")
+    accept = {
+        "Accept": "application/vnd.docker.distribution.manifest.v2+json, application/vnd.oci.image.manifest.v1+json"
+    }
+    answer = requests.head(f"http://{host}/v2/{repository}/manifests/{tag}", headers=accept, timeout=30)
+    assert answer.ok, f"{name}: {answer.status_code}"
+    return str(answer.headers["Docker-Content-Digest"])

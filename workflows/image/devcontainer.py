@@ -1,0 +1,88 @@
+"""``.devcontainer``: what it is built from follows ``images.lock``; a published image can replace the build."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from workflows import errors
+from workflows.image import reference
+from workflows.image.lock import ImageLock
+from workflows.image.registry import Registry
+
+FILE = ".devcontainer/devcontainer.json"
+PREBUILT = ".devcontainer/prebuilt/devcontainer.json"
+TARGET = "devcontainer"
+_TARGET_LABEL = "io.github.multimesh-jax.target"
+_HEAD = """\
+// Written by `python -m workflows ci devcontainer`: ../devcontainer.json with a published image in place of its build.
+"""
+
+
+def arguments(lock: ImageLock) -> dict[str, str]:
+    """Return the build arguments that the lock gives."""
+    base, python = lock.images["cuda-devel"], lock.files["python linux/amd64"]
+    return {"BASE_IMAGE": base.exact, "PYTHON_URL": python.url, "PYTHON_SHA256": python.sha256 or ""}
+
+
+def follow(root: Path, lock: ImageLock) -> None:
+    """Write the build arguments of ``devcontainer.json``; all else of it, comments too, stays as it is.
+
+    Raises
+    ------
+    ManifestError
+        An argument has no line of its own there.
+    """
+    path = root / FILE
+    text = path.read_text(encoding="utf-8")
+    for name, value in arguments(lock).items():
+        before, *more = re.split(rf'(?m)^(\s*"{name}": )"[^"\n]*"', text)
+        if len(more) != 2:
+            raise errors.ManifestError(f'{FILE}: has {len(more) // 2} lines "{name}": "..."; write one')
+        text = f"{before}{more[0]}{json.dumps(value)}{more[1]}"
+    _write(path, text)
+
+
+def published(image: str) -> str:
+    """Return ``REPO@DIGEST`` if its registry has it and it is a devcontainer of ours.
+
+    Raises
+    ------
+    UsageError
+        It names no digest, or another image.
+    """
+    repository, _, digest = image.partition("@")
+    wanted = reference.make(repository, None, "latest")
+    exact = wanted.at(digest)
+    with Registry(wanted) as registry:
+        target = registry.labels(registry.get(digest)).get(_TARGET_LABEL)
+    if target != TARGET:
+        raise errors.UsageError(f"{exact}: is no devcontainer (target {target}); `docker/build.py --stage {TARGET}`")
+    return exact
+
+
+def prebuilt(text: str, image: str) -> str:
+    """Return the text of ``devcontainer.json`` with an image in place of its build."""
+    named, names = re.subn(r'^  "name": "([^"]*)",$', r'  "name": "\1, prebuilt",', text, flags=re.MULTILINE)
+    changed, builds = re.subn(
+        r'^  "build": \{\n.*?^  \},$', f'  "image": {json.dumps(image)},', named, flags=re.MULTILINE | re.DOTALL
+    )
+    if (names, builds) != (1, 1):
+        raise errors.ManifestError(f'{FILE}: needs a "name" and a "build", each indented by two; restore it with git')
+    return _HEAD + changed[changed.index("{") :]
+
+
+def write_prebuilt(root: Path, image: str) -> Path:
+    """Write the devcontainer that is pulled; return where it lies."""
+    path = root / PREBUILT
+    path.parent.mkdir(exist_ok=True)
+    _write(path, prebuilt((root / FILE).read_text(encoding="utf-8"), image))
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
