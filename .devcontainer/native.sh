@@ -7,8 +7,13 @@ if [[ ! -d third_party/jax || ! -d third_party/xla ]]; then
   printf 'error: third_party/jax, third_party/xla: not here; ./bootstrap.sh --group source brings them\n' >&2
   exit 2
 fi
-readonly xla=$PWD/third_party/xla
-(cd third_party/jax && python3 build/build.py build --wheels=jaxlib --local_xla_path="$xla")
-bazel=$(command -v bazel || find third_party/jax/build -maxdepth 1 -name 'bazel-*' -type f -executable -print -quit)
+readonly jax=$PWD/third_party/jax xla=$PWD/third_party/xla
+(cd "$jax" && python3 build/build.py build --wheels=jaxlib --local_xla_path="$xla")
+# Where there is no bazel, jax's program has brought one.
+bazel=$(command -v bazel || find "$jax" -maxdepth 2 -name 'bazel-*' -type f -executable -print -quit)
+if [[ -z $bazel ]]; then
+  printf 'error: bazel: not on PATH, and none in %s; install bazelisk as bazel, then run this again\n' "$jax" >&2
+  exit 11
+fi
 cd "$xla"
 "$bazel" aquery 'mnemonic(CppCompile, //xla/...)' --output=jsonproto | python3 build_tools/lint/generate_compile_commands.py

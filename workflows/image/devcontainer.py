@@ -53,14 +53,14 @@ def published(image: str) -> str:
     UsageError
         It names no digest, or another image.
     """
-    repository, _, digest = image.partition("@")
-    wanted = reference.make(repository, None, "latest")
-    exact = wanted.at(digest)
+    wanted, digest = reference.pulled(image, "latest")
     with Registry(wanted) as registry:
         target = registry.labels(registry.get(digest)).get(_TARGET_LABEL)
     if target != TARGET:
-        raise errors.UsageError(f"{exact}: is no devcontainer (target {target}); `docker/build.py --stage {TARGET}`")
-    return exact
+        raise errors.UsageError(
+            f"{wanted.at(digest)}: is no devcontainer (target {target}); `docker/build.py --stage {TARGET}`"
+        )
+    return wanted.at(digest)
 
 
 def prebuilt(text: str, image: str) -> str:

@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from workflows import errors
 from workflows.image import promote, reference, release
 from workflows.image.registry import Registry
 from workflows.image.retry import Policy
@@ -28,11 +27,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Move the tags; print what they were."""
-    repository, at, digest = args.image.partition("@")
-    if not at:
-        raise errors.UsageError(f"'{args.image}' names no digest; write REPO@sha256:...")
-    wanted = reference.make(repository, None, args.tag)
-    wanted.at(digest)
+    wanted, digest = reference.pulled(args.image, args.tag)
     names = promote.tags(wanted, latest=args.latest, version=args.release)
     if args.release:
         with Registry(wanted, Policy()) as registry:

@@ -75,6 +75,16 @@ def make(repo: str | None, name: str | None, tag: str) -> Reference:
     return Reference(check_repository(repository), check_tag(tag))
 
 
+def pulled(image: str, tag: str) -> tuple[Reference, str]:
+    """Take ``REPO@DIGEST`` apart: the repository, under a tag, and the digest."""
+    repository, at, digest = image.partition("@")
+    if not at:
+        raise errors.UsageError(f"'{image}' names no digest; write REPO@sha256:...")
+    wanted = make(repository, None, tag)
+    wanted.at(digest)
+    return wanted, digest
+
+
 def check_repository(text: str) -> str:
     """Return a repository in lower case, or raise what is wrong with it."""
     if "://" in text:

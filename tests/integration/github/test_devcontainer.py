@@ -6,6 +6,9 @@ import json
 import os
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 from stand_ins import ROOT, git
 
 from tests.integration.parts import packages
+from tests.integration.parts import registry as registries
+from workflows.image import devcontainer, lock
 
 CLI = "@devcontainers/cli@0.89.0"
 USER = 1000  # of the image
@@ -24,11 +29,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_it_is_built_from_the_pinned_images() -> None:
-    args = read(ROOT / ".devcontainer" / "devcontainer.json")["build"]["args"]
-    lock = json.loads((ROOT / "images.lock").read_text(encoding="utf-8"))
-    base, python = lock["images"]["cuda-devel"], lock["files"]["python linux/amd64"]
-    assert args["BASE_IMAGE"] == base["reference"] + (f"@{base['digest']}" if base["digest"] else "")
-    assert (args["PYTHON_URL"], args["PYTHON_SHA256"]) == (python["url"], python["sha256"])
+    assert read(ROOT / devcontainer.FILE)["build"]["args"] == devcontainer.arguments(lock.load(ROOT))
 
 
 def test_it_asks_for_nothing_that_a_laptop_lacks() -> None:
@@ -47,18 +48,47 @@ def test_every_folder_and_command_of_the_workspace_exists() -> None:
     assert all((ROOT / command).is_file() for command in commands if not command.startswith(".venv/"))
 
 
-@pytest.mark.timeout(1800)
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 @pytest.mark.promise(
-    "The devcontainer builds, comes up, and runs the unit tests inside", stand_in="a Debian 12 base for the CUDA image"
+    "native.sh builds jaxlib by jax's program and tells clangd how xla's files are compiled",
+    stand_in="scripts in place of jax, xla and Bazel",
 )
-def test_build_up_and_run_the_unit_tests(bookworm: str, tmp_path: Path) -> None:
-    clone, home = tmp_path / "clone", tmp_path / "home"
-    git(ROOT, "clone", "-q", str(ROOT), str(clone))
-    config = read(clone / ".devcontainer" / "devcontainer.json")
-    config["build"]["args"]["BASE_IMAGE"] = bookworm
-    config["build"]["options"] = ["--network=host"]
-    (clone / ".devcontainer" / "devcontainer.json").write_text(json.dumps(config))
-    (home / ".cache" / "multimesh-jax").mkdir(parents=True)
+@pytest.mark.parametrize("place", [".", "build"])  # where jax's program leaves the Bazel that it brings
+def test_native(tmp_path: Path, place: str) -> None:
+    script = tmp_path / ".devcontainer" / "native.sh"
+    executable(script, (ROOT / ".devcontainer" / "native.sh").read_text())
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([script], cwd="/", env={"PATH": path}, capture_output=True, text=True)
+
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "./bootstrap.sh --group source brings them" in done.stderr
+
+    jax, xla = tmp_path / "third_party" / "jax", tmp_path / "third_party" / "xla"
+    executable(jax / "build" / "build.py", "import sys\nopen('asked', 'w').write(' '.join(sys.argv[1:]))\n")
+    tool = "import sys\nopen('compile_commands.json', 'w').write(sys.stdin.read())\n"
+    executable(xla / "build_tools" / "lint" / "generate_compile_commands.py", tool)
+    done = run()
+    assert done.returncode == 11
+    assert "error: bazel: not on PATH" in done.stderr
+    assert (jax / "asked").read_text() == f"build --wheels=jaxlib --local_xla_path={xla}"
+
+    executable(jax / place / "bazel-7.7.0-linux-x86_64", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    assert run().returncode == 0
+    asked = (xla / "compile_commands.json").read_text().splitlines()
+    assert asked == ["aquery", "mnemonic(CppCompile, //xla/...)", "--output=jsonproto"]
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
     npm = [
         packages.need("npm", "npm"),
         "install",
@@ -66,33 +96,98 @@ def test_build_up_and_run_the_unit_tests(bookworm: str, tmp_path: Path) -> None:
         "--no-audit",
         "--ignore-scripts",
         "--prefix",
-        str(tmp_path),
+        folder,
         CLI,
     ]
     subprocess.run(npm, check=True)
-    cli = tmp_path / "node_modules" / ".bin" / "devcontainer"
-    env = os.environ | {"HOME": str(home), "DOCKER_CONFIG": os.environ.get("DOCKER_CONFIG") or f"{Path.home()}/.docker"}
+    return folder / "node_modules" / ".bin" / "devcontainer"
 
-    def call(verb: str, *args: str) -> subprocess.CompletedProcess[str]:
-        argv = [str(cli), verb, "--workspace-folder", str(clone), *args]
-        done = subprocess.run(argv, env=env, capture_output=True, text=True)
+
+@dataclass(frozen=True)
+class Laptop:
+    """A clone and an empty home, and the devcontainer's command line in them."""
+
+    cli: Path
+    clone: Path
+    environ: dict[str, str]
+
+    def call(self, verb: str, *args: str) -> subprocess.CompletedProcess[str]:
+        argv = [str(self.cli), verb, "--workspace-folder", str(self.clone), *args]
+        done = subprocess.run(argv, env=self.environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done
 
-    call("build")
-    subprocess.run([str(clone / ".devcontainer" / "initialize.sh")], env=env, check=True)
-    subprocess.run(["chown", "-R", f"{USER}:{USER}", str(clone), str(home)], check=True)  # as a laptop's owner has them
-    try:
-        up = call("up")
-        assert "caches of Bazel, ccache, pip and JAX" in up.stderr
-        assert "largest difference" in up.stderr or "ready: .venv/bin/pytest" in up.stderr
-        # What README may claim depends on the outcome of this test among others.
-        unit = ".venv/bin/pytest -q tests/unit -k 'not test_readme_claims_only_what_was_run'"
-        tests = ["bash", "-c", f"git config --global safe.directory '*' && {unit}"]
-        assert re.search(r"\d+ passed", call("exec", *tests).stdout)
-        again = call("up")  # the second open finds the container
-        assert "requirements/run.txt: installing" not in again.stderr
-    finally:
-        mine = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
-        for container in subprocess.run(mine, capture_output=True, text=True).stdout.split():
-            subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
+
+@pytest.fixture
+def laptop(cli: Path, docker_engine: None, tmp_path: Path) -> Iterator[Laptop]:
+    clone, home = tmp_path / "clone", tmp_path / "home"
+    git(ROOT, "clone", "-q", str(ROOT), str(clone))
+    (home / ".cache" / "multimesh-jax").mkdir(parents=True)
+    config = os.environ.get("DOCKER_CONFIG") or f"{Path.home()}/.docker"
+    yield Laptop(cli, clone, os.environ | {"HOME": str(home), "DOCKER_CONFIG": config})
+    mine = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
+    for container in subprocess.run(mine, capture_output=True, text=True).stdout.split():
+        subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.promise(
+    "The devcontainer can be a published image, by a digest that its registry has",
+    stand_in="a registry on this machine, a bare Debian 12 in place of the image",
+)
+def test_the_published_one_is_pulled_by_digest(laptop: Laptop, bookworm: str, registry: str) -> None:
+    name = f"{registry}/some-lab/multimesh-jax"
+    ours = registries.labelled(bookworm, {"io.github.multimesh-jax.target": "devcontainer"})
+    digest = registries.push(ours, f"{name}:devcontainer-v0.1.0")
+    other = registries.push(bookworm, f"{name}:runtime")
+
+    def write(image: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "workflows", "ci", "devcontainer", image]
+        env = laptop.environ | {"PYTHONPATH": str(laptop.clone)}
+        return subprocess.run(argv, cwd=laptop.clone, env=env, capture_output=True, text=True)
+
+    for image, code, words in (
+        (f"{name}:devcontainer-v0.1.0", 2, "names no digest"),
+        (f"{name}@{other}", 2, "is no devcontainer"),
+        (f"{name}@sha256:{'0' * 64}", 16, "push it first"),
+    ):
+        refused = write(image)
+        assert (refused.returncode, refused.stdout) == (code, ""), refused.stderr
+        assert words in refused.stderr
+    assert not (laptop.clone / devcontainer.PREBUILT).exists()
+
+    done = write(f"{name}@{digest}")
+    assert (done.returncode, done.stdout) == (0, f"{devcontainer.PREBUILT}: {name}@{digest}\n"), done.stderr
+    here, there = (read(laptop.clone / each) for each in (devcontainer.FILE, devcontainer.PREBUILT))
+    assert there.pop("image") == f"{name}@{digest}"
+    assert there.pop("name") == f"{here.pop('name')}, prebuilt"
+    del here["build"]
+    assert here == there
+    config = ("--config", str(laptop.clone / devcontainer.PREBUILT))
+    laptop.call("up", "--skip-post-create", *config)
+    assert laptop.call("exec", *config, "cat", "/etc/debian_version").stdout.startswith("12.")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.promise(
+    "The devcontainer builds, comes up, and runs the unit tests inside", stand_in="a Debian 12 base for the CUDA image"
+)
+def test_build_up_and_run_the_unit_tests(laptop: Laptop, bookworm: str) -> None:
+    clone, home = laptop.clone, laptop.environ["HOME"]
+    config = read(clone / devcontainer.FILE)
+    config["build"]["args"]["BASE_IMAGE"] = bookworm
+    config["build"]["options"] = ["--network=host"]
+    (clone / devcontainer.FILE).write_text(json.dumps(config))
+
+    laptop.call("build")
+    subprocess.run([str(clone / ".devcontainer" / "initialize.sh")], env=laptop.environ, check=True)
+    subprocess.run(["chown", "-R", f"{USER}:{USER}", str(clone), home], check=True)  # as a laptop's owner has them
+    up = laptop.call("up")
+    assert "caches of Bazel, ccache, pip and JAX" in up.stderr
+    assert "largest difference" in up.stderr or "ready: .venv/bin/pytest" in up.stderr
+    # What README may claim depends on the outcome of this test among others.
+    unit = ".venv/bin/pytest -q tests/unit -k 'not test_readme_claims_only_what_was_run'"
+    tests = ["bash", "-c", f"git config --global safe.directory '*' && {unit}"]
+    assert re.search(r"\d+ passed", laptop.call("exec", *tests).stdout)
+    again = laptop.call("up")  # the second open finds the container
+    assert "requirements/run.txt: installing" not in again.stderr

@@ -46,7 +46,7 @@ def test_a_newer_base_image(repository: Path, registry: str, bookworm: str) -> N
     }
     assert NOWHERE in str(answers["cuda-base"].fault)
 
-    second = registries.push(registries.newer(bookworm, "devel"), f"{registry}/cuda-devel:1")
+    second = registries.push(registries.labelled(bookworm, {"built": "later"}), f"{registry}/cuda-devel:1")
     answers = {answer.name: answer for answer in bump.bump(repository)}
     assert (answers["cuda-devel"].verdict, answers["ubuntu"].verdict) == ("changed", "kept")
     assert (answers["cuda-devel"].before, answers["cuda-devel"].after) == (first["cuda-devel"], second)

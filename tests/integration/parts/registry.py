@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,10 +41,10 @@ def push(image: str, name: str) -> str:
     return digest(name)
 
 
-def newer(image: str, label: str) -> str:
-    """Return an image with the files of another and a digest of its own."""
-    text = f"FROM {image}\nLABEL newer={label}\n".encode()
-    done = subprocess.run(["docker", "build", "-q", "-"], input=text, check=True, capture_output=True)
+def labelled(image: str, labels: Mapping[str, str]) -> str:
+    """Return an image with the files of another, labels, and so a digest of its own."""
+    text = f"FROM {image}\nLABEL {' '.join(f'{name}={value}' for name, value in labels.items())}\n"
+    done = subprocess.run(["docker", "build", "-q", "-"], input=text.encode(), check=True, capture_output=True)
     return done.stdout.decode().strip()
 
 
