@@ -54,6 +54,16 @@ def test_lock_of_this_repository_is_as_it_would_be_written(root: Path) -> None:
     assert lock.render(wanted, lock.load(root / "sources.lock")) == (root / "sources.lock").read_text()
 
 
+def test_one_value_is_read_without_the_rest(root: Path, tmp_path: Path) -> None:
+    path = root / "sources.lock"
+    for name, pin in lock.load(path).items():
+        for field in ("version", "commit", "tree", "patched_commit", "patched_tree"):
+            assert lock.value(path, name, field) == getattr(pin, field)
+    assert lock.value(path, "max", "version") is None
+    (tmp_path / "sources.lock").write_text('format: 1\ncomponents:\n  alpha:\n    tree: null\n  beta:\n    tree: "b"\n')
+    assert lock.value(tmp_path / "sources.lock", "alpha", "tree") is None
+
+
 def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
     from workflows.sources import sync
     from workflows.sources.workspace import Workspace

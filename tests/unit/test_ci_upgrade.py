@@ -1,0 +1,54 @@
+"""What is run to show that new pins work, and what a pull request says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workflows import errors
+from workflows.ci import upgrade
+from workflows.ci.upgrade import Move
+from workflows.image import bump, lock
+from workflows.sources.workspace import Workspace
+
+
+def built(*moves: Move) -> list[str]:
+    return [argv[2] for argv in upgrade.checks(moves, None) if argv[0] == "docker/build.py"]
+
+
+def test_an_image_is_built_where_its_base_moved() -> None:
+    assert built(Move("jax", "1", "2"), Move("bazel-remote", "a", "b")) == []
+    assert built(Move("ubuntu", "a", "b")) == ["cpu"]
+    assert built(Move("cuda-base", "a", "b"), Move("cuda-devel", "a", "b")) == ["cuda12"]
+    assert built(Move("ubuntu", "a", "a", "no answer"), Move("cuda-devel", "a", "b")) == ["cuda12"]
+    assert upgrade.checks([Move("ubuntu", "a", "b")], "host")[-1][-2:] == ["--network", "host"]
+
+
+def test_a_fault_stays_in_its_row() -> None:
+    move = Move("ubuntu", "sha256:" + "ab" * 32, "sha256:" + "ab" * 32, "no answer |\nat all")
+    assert move.line == "| ubuntu | abababababab | abababababab | no answer / at all |"
+    assert "nothing was validated" in upgrade.report([move], True, "")
+    assert "The validation **failed** on the new pins:\n\n```text\n$ x\n```" in upgrade.report([move], False, "$ x\n")
+
+
+def test_images_that_cannot_be_asked_for_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_engine(root: Path) -> list[bump.Answer]:
+        raise errors.EngineError("no engine answers")
+
+    monkeypatch.setattr(bump, "bump", no_engine)
+    (tmp_path / "sources.yaml").write_text("format: 1\ncomponents:\n  a: {link: a, groups: [run]}\n")
+    moves = upgrade.upgrade(Workspace(tmp_path), None, upgrade.console.Reporter(quiet=True))
+    assert moves == [Move("images.lock", "", "", "no engine answers")]
+
+
+def test_bazel_is_moved_without_a_checksum_that_nobody_read(root: Path, tmp_path: Path) -> None:
+    (tmp_path / lock.FILE).write_text((root / lock.FILE).read_text(encoding="utf-8"), encoding="utf-8")
+    before = lock.load(tmp_path)
+    assert bump.move_bazel(tmp_path, "99.1.0") == "7.7.0"
+    after = lock.load(tmp_path)
+    changed = {name for name, file in after.files.items() if file != before.files[name]}
+    assert changed == {"bazel linux/amd64", "bazel linux/arm64"}
+    url = "https://github.com/bazelbuild/bazel/releases/download/99.1.0/bazel-99.1.0-linux-arm64"
+    assert after.files["bazel linux/arm64"] == lock.FilePin(url, None)
+    assert bump.move_bazel(tmp_path, "99.1.0") == "99.1.0"

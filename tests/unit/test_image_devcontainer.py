@@ -1,0 +1,46 @@
+"""What ``devcontainer.json`` becomes when a pin moves, or when a published image takes the place of its build."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from workflows import errors
+from workflows.image import devcontainer, lock
+
+IMAGE = "ghcr.io/some-lab/multimesh-jax@sha256:" + "12" * 32
+
+
+@pytest.fixture
+def text(root: Path) -> str:
+    return (root / devcontainer.FILE).read_text(encoding="utf-8")
+
+
+def test_it_follows_the_lock_and_keeps_its_comments(root: Path, text: str, tmp_path: Path) -> None:
+    held = lock.load(root)
+    path = tmp_path / devcontainer.FILE
+    path.parent.mkdir()
+    path.write_text(text, encoding="utf-8")
+    devcontainer.follow(tmp_path, held)
+    assert path.read_text(encoding="utf-8") == text
+
+    base = replace(held.images["cuda-devel"], digest="sha256:" + "34" * 32)
+    devcontainer.follow(tmp_path, replace(held, images=held.images | {"cuda-devel": base}))
+    pairs = zip(text.splitlines(), path.read_text(encoding="utf-8").splitlines(), strict=True)
+    assert [(after.strip()) for before, after in pairs if before != after] == [f'"BASE_IMAGE": "{base.exact}",']
+
+    path.write_text(text.replace('"PYTHON_URL"', '"PYTHON"'), encoding="utf-8")
+    with pytest.raises(errors.ManifestError, match='has 0 lines "PYTHON_URL"'):
+        devcontainer.follow(tmp_path, held)
+
+
+def test_a_published_image_replaces_the_build_alone(text: str) -> None:
+    made = devcontainer.prebuilt(text, IMAGE)
+    assert f'  "image": "{IMAGE}",\n  "hostRequirements"' in made
+    assert '"name": "multimesh-jax, prebuilt"' in made
+    assert '"build"' not in made
+    assert made.partition('"hostRequirements"')[2] == text.partition('"hostRequirements"')[2]
+    with pytest.raises(errors.ManifestError, match="restore it with git"):
+        devcontainer.prebuilt(made, IMAGE)
