@@ -65,9 +65,9 @@ def test_image_tells_whether_its_base_was_pinned() -> None:
 def document(tmp_path: Path) -> dict[str, Any]:
     name = reference.make("r.example/team", "image", "main")
     spec = ImageSpec(name, "runtime", "cpu", "wheel", "12.8.1", None, "Release", None, None, None)
-    built = Built(spec, DIGEST, 61.27, 3, 4, 10, GOOD)
+    built = Built(spec, DIGEST, 61.27, 3, 4, 10, GOOD, DIGEST)
     pushed = Pushed(name.staging, Manifest("application/x", b"{}"), 1, 2.0)
-    published = Published(pushed, 12, (Moved("main", None, pushed.digest),), 0.1, None, "none: because")
+    published = Published(pushed, 12, (Moved("main", None, pushed.digest),), 0.1, None, "none: because", ())
     (tmp_path / "sources.lock").write_text("lock")
     return release.record(tmp_path, published, built, {"job": "small", "seconds": 9.5, "verdict": "ok"}, "v0.3.0")
 
@@ -84,7 +84,7 @@ def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
     assert read["seconds"] == {"build": 61.3, "check": 9.5, "push": 2.0, "promote": 0.1}
 
 
-@pytest.mark.parametrize("wrong", [{"format": 2}, {"extra": 1}, {"version": "newest"}, {"locks": {}}, {"created": 5}])
+@pytest.mark.parametrize("wrong", [{"format": 1}, {"extra": 1}, {"version": "newest"}, {"locks": {}}, {"created": 5}])
 def test_wrong_record_is_not_written(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         release.write(tmp_path / "release.json", document(tmp_path) | wrong)

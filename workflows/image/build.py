@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -12,18 +13,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from workflows import console, errors, proc
 from workflows.image import bazel, command, failure, lock, network
 from workflows.image.engine import Engine
-from workflows.image.progress import Display
+from workflows.image.progress import Display, Steps
 from workflows.image.spec import Built, ImageSpec, Layer, Means
 from workflows.sources import lock as sources
 
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
-# An image is loaded to be checked, which drops attestations; so buildx need not ask git what they would say.
-_SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
+_SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A build that ended: its steps, its exit status, what it wrote about its result, and the base image."""
+
+    steps: Steps
+    returncode: int
+    result: str
+    base: str
 
 
 @dataclass(frozen=True)
@@ -37,9 +48,21 @@ class Plan:
 
 
 def plan(
-    root: Path, engine: Engine, spec: ImageSpec, means: Means, result: Path | None, *, more: tuple[str, ...] = ()
+    root: Path,
+    engine: Engine,
+    spec: ImageSpec,
+    means: Means,
+    result: Path | None,
+    *,
+    more: tuple[str, ...] = (),
+    push: str | None = None,
 ) -> Plan:
     """Return the build of a spec, with ``more`` options; reads files and git, writes nothing.
+
+    Parameters
+    ----------
+    push
+        A name to push it under, in place of loading it into the engine.
 
     Raises
     ------
@@ -54,35 +77,63 @@ def plan(
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
     access = replace(access, options=(*access.options, *more))
-    argv = command.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
+    argv = command.build_argv(
+        engine, spec, means, build_args=build_args, labels=labels, access=access, result=result, push=push
+    )
     return Plan(tuple(argv), access, base, labels)
 
 
-def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool = True) -> Built | None:
-    """Build an image; it has no name yet. None where only the cache was to be filled."""
+def run(
+    root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool = True, attest: tuple[str, ...] = ()
+) -> Built | None:
+    """Build an image; it has no name yet. None where only the cache was to be filled.
+
+    Parameters
+    ----------
+    attest
+        Options that attach attestations, for an engine that keeps them.
+    """
     started = time.monotonic()
+    done = execute(root, engine, spec, means, save=save, attest=attest)
+    if done.returncode:
+        raise failure.explain(done.steps, done.returncode, done.base)
+    if not save:
+        return None
+    cached, steps = done.steps.counted
+    image_id = _image_id(done.result, engine)
+    return describe(engine, spec, image_id, seconds=time.monotonic() - started, cached=cached, steps=steps)
+
+
+def execute(
+    root: Path,
+    engine: Engine,
+    spec: ImageSpec,
+    means: Means,
+    *,
+    save: bool = True,
+    attest: tuple[str, ...] = (),
+    push: str | None = None,
+) -> Done:
+    """Run a build to its end, good or bad, with all that it needs beside it; the parameters are those of ``plan``."""
     cache = bazel.find(spec, means)
     before = cache.hits() if cache else None
     with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder, _archive(root, spec):
         result = Path(folder) / "result"
         secret = bazel.secret(cache, Path(folder), write=means.bazel_cache_write)
-        todo = plan(root, engine, spec, bazel.reach(means, cache), result if save else None, more=secret)
+        where = bazel.reach(means, cache)
+        todo = plan(root, engine, spec, where, result if save else None, more=(*secret, *attest), push=push)
         for reference in todo.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
         for place in todo.access.left_out:
             console.note(f"{place}: pip finds packages there on this machine, but a build cannot see it")
         with Display(plain_output=engine.builder != "buildx") as display:
-            env = os.environ | todo.access.variables | _SETTINGS
+            # Only attestations say what buildx asks git.
+            env = os.environ | todo.access.variables | _SETTINGS | {"BUILDX_GIT_INFO": "true" if attest else "false"}
             done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=display.line)
-        if done.returncode:
-            raise failure.explain(display.steps, done.returncode, todo.base.build.reference)
         if cache and before and (after := cache.hits()):
             console.note(f"Bazel cache {cache.address}: {after - before}")
-        if not save:
-            return None
-        image_id = _image_id(result, engine)
-    cached, steps = display.steps.counted
-    return describe(engine, spec, image_id, seconds=time.monotonic() - started, cached=cached, steps=steps)
+        told = result.read_text(encoding="utf-8").strip() if result.exists() else ""
+    return Done(display.steps, done.returncode, told, todo.base.build.reference)
 
 
 def describe(engine: Engine, spec: ImageSpec, image: str, *, seconds: float, cached: int, steps: int) -> Built:
@@ -96,10 +147,22 @@ def describe(engine: Engine, spec: ImageSpec, image: str, *, seconds: float, cac
         seconds=seconds,
         cached=cached,
         steps=steps,
-        bytes=int(found.get("Size") or 0),
+        bytes=_bytes(engine, image, found),
         labels=dict((found.get("Config") or {}).get("Labels") or {}),
         names=tuple(found.get("RepoTags") or ()),
+        content=_digest([found.get("RootFS"), found.get("Config"), found.get("Architecture")]),
     )
+
+
+def _bytes(engine: Engine, image: str, found: dict[str, Any]) -> int:
+    """Return the size of an image as it lies unpacked; a containerd image store says that of its compressed layers."""
+    if "Descriptor" in found:
+        return sum(layer.bytes for layer in layers(engine, image))
+    return int(found.get("Size") or 0)
+
+
+def _digest(document: object) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def layers(engine: Engine, image: str) -> list[Layer]:
@@ -120,8 +183,7 @@ def _instruction(text: str) -> str:
     return line if len(line) <= 90 else line[:87] + "..."
 
 
-def _image_id(result: Path, engine: Engine) -> str:
-    text = result.read_text(encoding="utf-8").strip()
+def _image_id(text: str, engine: Engine) -> str:
     if engine.builder != "buildx":
         return text
     told = json.loads(text)

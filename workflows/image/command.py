@@ -141,6 +141,7 @@ def build_argv(
     labels: Mapping[str, str],
     access: Access,
     result: Path | None,
+    push: str | None = None,
 ) -> list[str]:
     """Return the command, to be run in the repository.
 
@@ -148,6 +149,8 @@ def build_argv(
     ----------
     result
         Where the engine writes what it made; None to build into its cache only.
+    push
+        The name that a builder of its own pushes the image under, in place of loading it into the engine.
     """
     progress = {"buildx": ["--progress=rawjson"], "buildkit": ["--progress=plain"], "podman": ["--layers"]}
     argv = [*engine.build_cli, *progress[engine.builder], "--file", DOCKERFILE, "--target", spec.target]
@@ -164,6 +167,8 @@ def build_argv(
             raise errors.EngineError("--skip-save needs docker: podman has no build without an image; leave it out")
         argv += ["--output", "type=cacheonly"] if engine.builder == "buildx" else []
     elif engine.builder == "buildx":
+        # A builder of its own keeps what it made, unless it is told to hand it over.
+        argv += ["--output", f"type=image,name={push},push=true"] if push else ["--load"]
         argv += ["--metadata-file", str(result)]
     else:
         argv += ["--iidfile", str(result)]

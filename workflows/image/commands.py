@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console, errors
-from workflows.image import bazel, build, commit, engine, flags, smoke, validate
+from workflows.image import attest, bazel, build, commit, engine, flags, lock, smoke, validate
+from workflows.image.attest import Attesting
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
 from workflows.image.network import PIP_VARIABLE
@@ -49,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
 
         publish.check_options(request)
     where = engine.detect(request.actions.remote)
+    attesting = decide(where, request)
     if request.actions.upload:
-        publish.check_before(ROOT, where, request)
-    built = make(where, request)
+        publish.check_before(ROOT, where, request, attesting)
+    built = make(where, request, attesting)
     if built is None:
         return 0
     check = smoke.check(ROOT, where, built, request.actions.validate)
@@ -59,12 +61,21 @@ def run(args: argparse.Namespace) -> int:
     if request.actions.remote and not request.actions.save_remote:
         bring(where, names)
         where = engine.detect()
-    pushed = publish.publish(ROOT, where, built, check, request) if request.actions.upload else None
+    pushed = publish.publish(ROOT, where, built, check, request, attesting) if request.actions.upload else None
     report(where, built, check, names, pushed, as_json=request.actions.json)
     return 0
 
 
-def make(where: Engine, request: Request) -> Built | None:
+def decide(where: Engine, request: Request) -> Attesting:
+    """Return what is done about attestations, and say so; an image that stays here has none."""
+    if not request.actions.upload:
+        return Attesting(None, "none: nothing is pushed")
+    attesting = attest.decide(where, request, lock.load(ROOT))
+    console.note(f"attestations: {attesting.said}")
+    return attesting
+
+
+def make(where: Engine, request: Request, attesting: Attesting) -> Built | None:
     """Return the image that is asked for: built now, or the one that the engine has."""
     if request.actions.commit is not None:
         started, container = time.monotonic(), commit.find(where, request.actions.commit)
@@ -72,7 +83,8 @@ def make(where: Engine, request: Request) -> Built | None:
         image = commit.commit(where, container, labels)
         return build.describe(where, request.spec, image, seconds=time.monotonic() - started, cached=0, steps=0)
     if request.actions.build:
-        return build.run(ROOT, where, request.spec, request.means, save=not request.actions.skip_save)
+        save, options = not request.actions.skip_save, attesting.options_for("engine")
+        return build.run(ROOT, where, request.spec, request.means, save=save, attest=options)
     return build.describe(where, request.spec, str(request.spec.reference), seconds=0.0, cached=0, steps=0)
 
 
@@ -100,10 +112,11 @@ def dry_run(request: Request) -> int:
     """Print every command that would run; no engine is needed and nothing is touched."""
     try:
         where = engine.detect(request.actions.remote)
+        attesting = decide(where, request)
     except errors.EngineError as error:
         console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
-        where = _UNKNOWN
-    commands = planned(where, request)
+        where, attesting = _UNKNOWN, Attesting(None, "none: no engine to ask")
+    commands = planned(where, request, attesting)
     if request.actions.json:
         print(json.dumps({"commands": commands}))
     else:
@@ -111,7 +124,7 @@ def dry_run(request: Request) -> int:
     return 0
 
 
-def planned(where: Engine, request: Request) -> list[list[str]]:
+def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[str]]:
     """Return the commands of a request in their order; IMAGE stands for the id that the build gives."""
     spec, actions = request.spec, request.actions
     commands = list[list[str]]()
@@ -119,10 +132,7 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
     if actions.commit is not None:
         commands.append([*where.cli, "commit", actions.commit])
     elif actions.build:
-        result = None if actions.skip_save else Path("RESULT")
-        cache = bazel.find(spec, request.means)
-        secret = bazel.secret(cache, None, write=request.means.bazel_cache_write)
-        todo = build.plan(ROOT, where, spec, bazel.reach(request.means, cache), result, more=secret)
+        todo = planned_build(where, request, attesting.options_for("engine"))
         if PIP_VARIABLE in todo.access.variables:
             console.note(f"{PIP_VARIABLE} in the environment holds your pip's package indexes")
         commands.append(list(todo.argv))
@@ -136,8 +146,21 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
     if actions.upload:
         from workflows.image import publish
 
-        commands += publish.planned(where, image, request)
+        if options := attesting.options_for("builder"):
+            commands.append(list(planned_build(where, request, options, push=str(spec.reference.staging)).argv))
+        else:
+            commands += publish.planned_push(where, image, spec.reference.staging)
+        commands += publish.planned_promotion(request)
     return commands
+
+
+def planned_build(where: Engine, request: Request, options: tuple[str, ...], push: str | None = None) -> build.Plan:
+    """Return a build that would run; RESULT stands for a file that the builder writes."""
+    result = None if request.actions.skip_save else Path("RESULT")
+    cache = bazel.find(request.spec, request.means)
+    secret = bazel.secret(cache, None, write=request.means.bazel_cache_write)
+    means = bazel.reach(request.means, cache)
+    return build.plan(ROOT, where, request.spec, means, result, more=(*secret, *options), push=push)
 
 
 def report(

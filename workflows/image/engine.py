@@ -32,13 +32,14 @@ class Facts:
     storage, root
         Its storage driver and where that keeps the images.
     attestations
-        The builder can attach an SBOM and provenance to what it pushes.
+        Who can attach an SBOM and provenance to an image: ``engine``, which keeps them with it (the containerd image
+        store); ``builder``, one of its own beside an engine that keeps none, so only when it pushes; None.
     """
 
     rootless: bool
     storage: str
     root: str
-    attestations: bool
+    attestations: str | None
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Engine:
             rootless=any("rootless" in str(option) for option in info.get("SecurityOptions") or []),
             storage=str(info.get("Driver", "unknown")),
             root=str(info.get("DockerRootDir", "")),
-            attestations=self.builder == "buildx" and _attests(self.cli, info),
+            attestations=_attests(self.cli, info) if self.builder == "buildx" else None,
         )
 
     def run(self, *args: str, check: bool = True, timeout_s: float | None = None) -> proc.Result:
@@ -153,13 +154,13 @@ def _plugins() -> list[Path]:
     return [Path(folder) / "docker-buildx" for folder in (config / "cli-plugins", *extra, *system)]
 
 
-def _attests(cli: tuple[str, ...], info: dict[str, Any]) -> bool:
-    """Attestations need an image index: a builder of its own, or an engine that keeps its images in containerd."""
+def _attests(cli: tuple[str, ...], info: dict[str, Any]) -> str | None:
+    """Attestations need an image index: an engine that keeps its images in containerd, or a builder of its own."""
     if any("containerd.snapshotter" in str(pair) for pair in info.get("DriverStatus") or []):
-        return True
+        return "engine"
     result = proc.run([*cli, "buildx", "inspect"], check=False, timeout_s=_PATIENCE_S)
     driver = re.search(r"^Driver:\s*(\S+)", result.text, re.MULTILINE)
-    return driver is not None and driver.group(1) != "docker"
+    return "builder" if driver is not None and driver.group(1) != "docker" else None
 
 
 def _podman(context: str | None) -> Engine:
@@ -181,7 +182,7 @@ def _podman_facts(info: dict[str, Any]) -> Facts:
         rootless=bool(host.get("security", {}).get("rootless")),
         storage=str(store.get("graphDriverName", "unknown")),
         root=str(store.get("graphRoot", "")),
-        attestations=False,
+        attestations=None,
     )
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from workflows import errors
 from workflows.image import reference, rules
-from workflows.image.spec import ACCELERATORS, BUILD_TYPES, PLATFORMS, TARGETS, VALIDATIONS, Actions, ImageSpec, Means
+from workflows.image.spec import (
+    ACCELERATORS,
+    ATTESTATIONS,
+    BUILD_TYPES,
+    PLATFORMS,
+    TARGETS,
+    VALIDATIONS,
+    Actions,
+    ImageSpec,
+    Means,
+)
 
 CUDA_VERSION = "12.8.1"
 _IMAGES = {"dev": "dev", "opt": "runtime"}
@@ -69,6 +79,8 @@ def request(args: argparse.Namespace) -> Request:
         latest=args.latest,
         promote=args.promote,
         release=args.release,
+        attest=args.attest,
+        scanner=args.sbom_scanner,
         sign_key=args.sign_key,
         release_file=args.release_file,
         remote=args.remote,
@@ -173,6 +185,14 @@ def _doing(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--release", metavar="VERSION", help="also the tags vX.Y.Z and vX.Y; refuses pins that are null and dirty trees"
+    )
+    group.add_argument(
+        "--attest",
+        choices=ATTESTATIONS,
+        help="attach to what is pushed: provenance; sbom: that and an SBOM; default: sbom where the builder can",
+    )
+    group.add_argument(
+        "--sbom-scanner", metavar="IMAGE", help="makes the SBOM for BuildKit; default: the one in images.lock"
     )
     group.add_argument("--sign-key", metavar="KEY", help="sign the digest with cosign: a file, or env://NAME")
     group.add_argument(

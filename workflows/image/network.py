@@ -69,10 +69,14 @@ def access(means: Means, environ: Mapping[str, str]) -> Access:
     bundle = means.ca_bundle or _bundle(settings, environ)
     if bundle is not None:
         options += ["--secret", f"id=ca.pem,src={bundle}"]
-    for name in _PROXIES:
-        if environ.get(name):
-            options += ["--build-arg", name]  # without a value: the engine's client takes it from the environment
+    for name in proxies(environ):
+        options += ["--build-arg", name]  # without a value: the engine's client takes it from the environment
     return Access(tuple(options), variables, left_out)
+
+
+def proxies(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the variables that name the caller's proxies, perhaps with a password in them."""
+    return tuple(name for name in _PROXIES if environ.get(name))
 
 
 def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from workflows import console
-from workflows.image import build, promote, push, release, sign
+from workflows.image import attest, build, promote, push, release, sign
+from workflows.image.attest import Attesting
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
+from workflows.image.reference import Reference
 from workflows.image.registry import Registry
 from workflows.image.release import Published
 from workflows.image.retry import Policy
@@ -28,15 +31,15 @@ def check_options(request: Request) -> None:
         sign.check_key(actions.sign_key)
 
 
-def check_before(root: Path, engine: Engine, request: Request) -> None:
+def check_before(root: Path, engine: Engine, request: Request, attesting: Attesting) -> None:
     """Raise what would stop a push after the build: pins or trees that no release may have, or no right to push."""
     if request.actions.release is not None:
-        check_release(root, engine, request)
+        check_release(root, engine, request, attesting)
     with Registry(request.spec.reference) as registry:
         registry.check_push()
 
 
-def check_release(root: Path, engine: Engine, request: Request) -> None:
+def check_release(root: Path, engine: Engine, request: Request, attesting: Attesting) -> None:
     """Raise what stands against a release: of the image that is there, or of the one that would be built."""
     spec = request.spec
     if request.actions.build:
@@ -45,62 +48,84 @@ def check_release(root: Path, engine: Engine, request: Request) -> None:
     else:
         labels = build.describe(engine, spec, str(spec.reference), seconds=0.0, cached=0, steps=0).labels
         unpinned = release.unpinned(labels)
-    release.check(str(request.actions.release), labels, release.load_locks(root), unpinned)
+    release.check(str(request.actions.release), labels, release.load_locks(root), (*unpinned, *attesting.unpinned))
 
 
-def publish(root: Path, engine: Engine, built: Built, check: Check, request: Request) -> dict[str, Any]:
+def publish(
+    root: Path, engine: Engine, built: Built, check: Check, request: Request, attesting: Attesting
+) -> dict[str, Any]:
     """Push under a staging tag, verify, sign, move the public tags; return what ``release.json`` says.
 
     Until the last step every public tag is where it was.
     """
     reference, actions, policy = request.spec.reference, request.actions, Policy()
-    attestations = explain_attestations(engine)
-    console.note(f"attestations: {attestations}")
-    engine.run("tag", built.image_id, str(reference.staging))
-    try:
-        with console.Reporter(quiet=actions.json) as reporter:
-            pushed = push.push(engine, built.image_id, reference.staging, policy, reporter)
-    finally:
-        engine.run("rmi", "--no-prune", str(reference.staging), check=False)
+    for name in attesting.unpinned:
+        console.note(f"{name}: not pinned by digest; a release refuses that")
+    options = attesting.options_for("builder")
+    # A builder shows its own steps.
+    with console.Reporter(bars=False if options else None, quiet=actions.json) as reporter:
+        if options:
+            pushed = from_builder(root, engine, built, request, options, reporter)
+        else:
+            pushed = from_engine(engine, built, reporter)
     with Registry(reference, policy) as registry:
         size, plain_http = registry.bytes_to_pull(pushed.manifest), registry.plain_http
+        attested = attest.read(registry, pushed.manifest)
+    attest.check(attested, attesting, str(pushed.reference))
     signature = None
     if actions.sign_key is not None:
         signature = sign.sign(reference, pushed.digest, actions.sign_key, plain_http=plain_http)
     started = time.monotonic()
     tags = promote.tags(reference, latest=actions.latest, version=actions.release) if actions.promote else ()
     moved = promote.promote(reference, pushed.digest, tags, policy, fixed=actions.release)
-    published = Published(pushed, size, moved, time.monotonic() - started, signature, attestations)
+    published = Published(pushed, size, moved, time.monotonic() - started, signature, attesting.said, attested)
     document = release.record(root, published, built, asdict(check), actions.release)
     release.write(actions.release_file or root / RECORD, document)
     return document
 
 
-def planned(engine: Engine, image: str, request: Request) -> list[list[str]]:
-    """Return the commands of a push; DIGEST stands for what the registry answers."""
+def from_engine(engine: Engine, built: Built, reporter: console.Reporter) -> push.Pushed:
+    """Let the engine push what was checked, with the attestations that it has of it."""
+    staging = built.spec.reference.staging
+    engine.run("tag", built.image_id, str(staging))
+    try:
+        return push.push(engine, built.image_id, staging, Policy(), reporter)
+    finally:
+        engine.run("rmi", "--no-prune", str(staging), check=False)
+
+
+def from_builder(
+    root: Path, engine: Engine, built: Built, request: Request, options: tuple[str, ...], reporter: console.Reporter
+) -> push.Pushed:
+    """Let a builder of its own push the checked image from its cache, with attestations."""
+    staging = built.spec.reference.staging
+
+    def send() -> str:
+        done = build.execute(root, engine, built.spec, request.means, attest=options, push=str(staging))
+        if done.returncode:
+            failed = done.steps.failed
+            raise push.fault((failed and failed.error) or "\n".join(done.steps.rest), str(staging))
+        return str(json.loads(done.result)["containerimage.digest"])
+
+    return push.deliver(send, built.image_id, staging, Policy(), reporter)
+
+
+def planned_push(engine: Engine, image: str, staging: Reference) -> list[list[str]]:
+    """Return the commands of a push by the engine."""
+    return [[*engine.cli, "tag", image, str(staging)], [*engine.cli, "push", str(staging)]]
+
+
+def planned_promotion(request: Request) -> list[list[str]]:
+    """Return what moves the public tags, as a command; DIGEST stands for what the registry answers."""
     reference, actions = request.spec.reference, request.actions
-    commands = [
-        [*engine.cli, "tag", image, str(reference.staging)],
-        [*engine.cli, "push", str(reference.staging)],
+    if not actions.promote:
+        return []
+    options = [
+        *(["--latest"] if actions.latest else []),
+        *(["--release", actions.release] if actions.release else []),
     ]
-    if actions.promote:
-        options = [
-            *(["--latest"] if actions.latest else []),
-            *(["--release", actions.release] if actions.release else []),
-        ]
-        image = f"{reference.repository}@DIGEST"
-        commands.append(["python", "-m", "workflows", "promote", image, "--tag", reference.tag, *options])
-    return commands
-
-
-def explain_attestations(engine: Engine) -> str:
-    """Say whether the builder attaches an SBOM and provenance to what is pushed, and if not, why."""
-    inside = "the SBOM inside the image (/opt/inventory) is all there is"
-    if engine.kind == "podman":
-        return f"none: podman makes none; {inside}"
-    if engine.facts().attestations:
-        return f"none: the image was loaded into the engine to be checked, which drops them; {inside}"
-    return f"none: this engine keeps no image index ({engine.kind} {engine.version}, {engine.builder}); {inside}"
+    image = f"{reference.repository}@DIGEST"
+    return [["python", "-m", "workflows", "promote", image, "--tag", reference.tag, *options]]
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -117,6 +142,8 @@ def summary(document: dict[str, Any]) -> str:
         f"tags    {', '.join(tags) or 'none moved (--no-promote)'}",
         f"pull    {image['pull']}",
     ]
+    for each in document["attestations"]["manifests"]:
+        lines.append(f"attests {each['digest']}: {', '.join(each['kinds'])}")
     if document["signature"]:
         lines.append(f"signed  {document['signature']['tool']}")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from workflows import console, errors, proc
@@ -54,10 +55,19 @@ class Pushed:
 
 
 def push(engine: Engine, image_id: str, staging: Reference, policy: Policy, reporter: console.Reporter) -> Pushed:
-    """Push a staging tag of the engine and read back what came of it.
+    """Push a staging tag of the engine and read back what came of it; see ``deliver``."""
+    return deliver(lambda: _once(engine, staging, reporter), image_id, staging, policy, reporter)
+
+
+def deliver(
+    send: Callable[[], str], image_id: str, staging: Reference, policy: Policy, reporter: console.Reporter
+) -> Pushed:
+    """Have an image sent to a staging tag, again after faults that pass, and read back what came of it.
 
     Parameters
     ----------
+    send
+        Sends it and returns the digest, or raises what ``fault`` makes of a complaint.
     image_id
         The image that was checked, as the engine names it; the registry must end up with no other.
 
@@ -74,7 +84,7 @@ def push(engine: Engine, image_id: str, staging: Reference, policy: Policy, repo
         nonlocal attempts
         attempts += 1
         try:
-            return _once(engine, staging, reporter)
+            return send()
         except Transient as passing:
             # An engine keeps to itself how long the registry wants to be left alone.
             with Registry(staging) as registry:
@@ -136,7 +146,7 @@ def _same_image(registry: Registry, manifest: Manifest, image_id: str) -> None:
     """Raise unless a manifest is of an image that the engine knows under this id."""
     known = {manifest.digest}
     if manifest.is_index:
-        listed = [each["digest"] for each in manifest.document["manifests"]]
+        listed = [each["digest"] for each in registry.listed(manifest)]
         known |= {*listed, *(registry.get(each).document["config"]["digest"] for each in listed)}
     else:
         known.add(manifest.document["config"]["digest"])

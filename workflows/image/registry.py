@@ -20,6 +20,7 @@ from workflows.image.retry import Policy
 from workflows.image.transport import Transport
 
 T = TypeVar("T")
+_KIND = "vnd.docker.reference.type"
 _MAX_MANIFEST = 4 << 20
 _INDEX_TYPES = (
     "application/vnd.oci.image.index.v1+json",
@@ -141,11 +142,19 @@ class Registry:
             )
         )
 
+    def listed(self, manifest: Manifest, *, attestations: bool = False) -> list[dict[str, Any]]:
+        """Return what an index lists: images, or the attestations about them; nothing of a plain manifest."""
+        return [
+            each
+            for each in (manifest.document["manifests"] if manifest.is_index else [])
+            if ((each.get("annotations") or {}).get(_KIND) == "attestation-manifest") == attestations
+        ]
+
     def labels(self, manifest: Manifest) -> dict[str, str]:
         """Return the labels of an image; of the first platform where there are several."""
         document = manifest.document
         if manifest.is_index:
-            return self.labels(self.get(document["manifests"][0]["digest"]))
+            return self.labels(self.get(self.listed(manifest)[0]["digest"]))
         digest = document["config"]["digest"]
         answer = self._retrying(lambda: self._transport.send("GET", f"blobs/{digest}", scope="pull"))
         if Manifest("", answer.content).digest != digest:
@@ -156,7 +165,7 @@ class Registry:
         """Return what configuration and layers take on the wire, in bytes: of all platforms where there are several."""
         document = manifest.document
         if manifest.is_index:
-            return sum(self.bytes_to_pull(self.get(each["digest"])) for each in document["manifests"])
+            return sum(self.bytes_to_pull(self.get(each["digest"])) for each in self.listed(manifest))
         return int(document["config"]["size"]) + sum(int(layer["size"]) for layer in document["layers"])
 
     def _ask(self, reference: str) -> Manifest | None:

@@ -14,6 +14,7 @@ import jsonschema
 
 from workflows import errors
 from workflows.image import lock as images_lock
+from workflows.image.attest import Attestation
 from workflows.image.lock import ImageLock
 from workflows.image.promote import Moved
 from workflows.image.push import Pushed
@@ -39,6 +40,7 @@ class Published:
     promote_seconds: float
     signature: Signature | None
     attestations: str
+    attested: tuple[Attestation, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool
     Parameters
     ----------
     unpinned
-        Base images of the image without a digest.
+        Base images of the image, and the scanner of its SBOM, without a digest.
     """
     said = [
         f"{name}: sources.lock has no {', '.join(pin.missing)}; `python -m workflows bump` reads it"
@@ -70,7 +72,7 @@ def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool
         if pin.missing and (jaxlib_from_source or name not in _OF_JAXLIB)
     ]
     remedy = "run `python -m workflows bump images`"
-    said += [f"{name}: has no digest; {remedy}, or give --base-image by digest" for name in unpinned]
+    said += [f"{name}: has no digest; {remedy}, or give one by digest" for name in unpinned]
     said += [
         f"{name}: images.lock has no sha256; {remedy}"
         for name, file in locks.images.files.items()
@@ -133,7 +135,7 @@ def record(
     pushed = published.pushed
     reference = built.spec.reference
     return {
-        "format": 1,
+        "format": 2,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": version,
         "image": {
@@ -155,7 +157,10 @@ def record(
             "push": round(pushed.seconds, 1),
             "promote": round(published.promote_seconds, 1),
         },
-        "attestations": published.attestations,
+        "attestations": {
+            "said": published.attestations,
+            "manifests": [asdict(each) | {"kinds": list(each.kinds)} for each in published.attested],
+        },
         "signature": asdict(published.signature) if published.signature else None,
     }
 

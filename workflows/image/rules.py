@@ -42,6 +42,20 @@ def check(args: argparse.Namespace) -> None:
         (args.release and args.commit, "--release: a container is not made from pins alone; leave out --commit"),
         (args.release and not args.upload, "--release releases what is pushed; add --upload"),
         (args.sign_key and not args.upload, "--sign-key signs what is pushed; add --upload"),
+        (
+            args.attest in ("provenance", "sbom") and not args.upload,
+            f"--attest {args.attest} attaches to what is pushed; add --upload",
+        ),
+        (
+            args.attest in ("provenance", "sbom") and (args.commit or args.remote or not args.build),
+            f"--attest {args.attest}: attestations come with a build that is pushed from its own engine; "
+            "leave out --commit, --remote and --no-build",
+        ),
+        (
+            args.sbom_scanner and args.attest in ("none", "provenance"),
+            f"--sbom-scanner makes an SBOM and --attest {args.attest} says not to; give one",
+        ),
+        (args.sbom_scanner and not args.upload, "--sbom-scanner looks at what is pushed; add --upload"),
         (not args.promote and not args.upload, "--no-promote pushes without moving tags; add --upload"),
         (
             not args.promote and (args.latest or args.release),
@@ -66,6 +80,7 @@ def check(args: argparse.Namespace) -> None:
     _check_pattern("--cuda-version", args.cuda_version, _VERSION, "numbers with dots, e.g. 12.8.1")
     _check_pattern("--cudnn-version", args.cudnn_version, _VERSION, "numbers with dots, e.g. 9.8.0")
     _check_pattern("--base-image", args.base_image, _BASE, "the name of an image, e.g. ubuntu:24.04")
+    _check_pattern("--sbom-scanner", args.sbom_scanner, _BASE, "the name of an image")
     _check_pattern("--commit", args.commit, _CONTAINER, "the name or id of a container")
     _check_pattern("--remote", args.remote, _CONTAINER, "the name of a docker context; `docker context ls` shows them")
     _check_pattern("--bazel-cache", args.bazel_cache, _CACHE, "HOST:PORT, e.g. 127.0.0.1:9090")

@@ -45,7 +45,7 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     SmokeError
         What the image lacks or holds, or the last line of the job that failed in it.
     """
-    if (before := _recall(root, built.image_id, job)) is not None:
+    if (before := _recall(root, built.content, job)) is not None:
         return before
     started = time.monotonic()
     contents(root, engine, built)
@@ -53,7 +53,7 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     if built.spec.target != "devcontainer":
         verdict = run_job(engine, built.image_id, job)
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
-    _remember(root, built.image_id, passed)
+    _remember(root, built.content, passed)
     return passed
 
 
@@ -104,17 +104,17 @@ def run_job(engine: Engine, image: str, job: str) -> str:
     return lines[-1] if lines else ""
 
 
-def _recall(root: Path, image_id: str, job: str) -> Check | None:
+def _recall(root: Path, content: str, job: str) -> Check | None:
     """Return the check that these bytes passed before, if any."""
     try:
-        entry = json.loads((root / _CHECKED).read_text(encoding="utf-8"))[image_id]
+        entry = json.loads((root / _CHECKED).read_text(encoding="utf-8"))[content]
         found = Check(**entry)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.job == job else None
 
 
-def _remember(root: Path, image_id: str, passed: Check) -> None:
+def _remember(root: Path, content: str, passed: Check) -> None:
     """Note a passed check; a note that cannot be written costs only time."""
     path = root / _CHECKED
     try:
@@ -122,7 +122,7 @@ def _remember(root: Path, image_id: str, passed: Check) -> None:
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         recent: Sequence[tuple[str, object]] = list(known.items())[-_KEPT:]
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(dict(recent) | {image_id: asdict(passed)}, indent=1), encoding="utf-8")
+        temporary.write_text(json.dumps(dict(recent) | {content: asdict(passed)}, indent=1), encoding="utf-8")
         temporary.replace(path)
     except (OSError, ValueError, AttributeError) as error:
         console.note(f"{_CHECKED}: cannot note that the image passed ({error}); the next run checks it again")

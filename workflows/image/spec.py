@@ -12,6 +12,7 @@ ACCELERATORS = ("cuda12", "cpu")
 BUILD_TYPES = ("Release", "Debug", "RelWithDebInfo")
 PLATFORMS = ("linux/amd64", "linux/arm64")
 VALIDATIONS = ("small", "medium", "large")
+ATTESTATIONS = ("none", "provenance", "sbom")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ class Actions:
         False to push under the staging tag only; ``python -m workflows promote`` moves the public tags later.
     release
         A version to release as, e.g. ``v0.3.0``; None for a push that is no release.
+    attest
+        What is attached to a pushed image, one of ``ATTESTATIONS``; None for all that the builder can.
+    scanner
+        The image that makes an SBOM for BuildKit, in place of the pinned one.
     sign_key
         The private key that cosign signs with, a file or ``env://NAME``.
     release_file
@@ -109,6 +114,8 @@ class Actions:
     latest: bool = False
     promote: bool = True
     release: str | None = None
+    attest: str | None = None
+    scanner: str | None = None
     sign_key: str | None = None
     release_file: Path | None = None
     remote: str | None = None
@@ -136,6 +143,8 @@ class Built:
         Of the engine; a registry gives a manifest digest when it is pushed.
     cached, steps
         How many steps of the Dockerfile came from the cache, and of how many.
+    content
+        A digest of its layers and configuration; attestations, which differ with every build, are no part of that.
     names
         What the engine calls it already.
     """
@@ -147,4 +156,5 @@ class Built:
     steps: int
     bytes: int
     labels: dict[str, str]
+    content: str
     names: tuple[str, ...] = ()

@@ -69,8 +69,9 @@ class FaultyProxy:
         self._running.add(asyncio.current_task())  # the loop itself holds its tasks weakly
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             first = await reader.readexactly(1)
-            if first == b"\x16":  # engines try TLS first, and wait long for an answer to it
-                writer.transport.abort()
+            if first == b"\x16":  # engines try TLS first; this is how a server without it answers
+                writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+                await writer.drain()
             else:
                 await self._answer(first + await reader.readuntil(b"\r\n\r\n"), reader, writer)
         writer.close()
