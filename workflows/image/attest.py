@@ -92,6 +92,9 @@ def decide(engine: Engine, request: Request, pins: ImageLock, environ: Mapping[s
         kinds.append("sbom")
         told += f"; SPDX SBOM by {scanner.exact}"
         unpinned = () if "@sha256:" in scanner.exact else (scanner.reference,)
+    if through == "engine":
+        # Without a name an attestation says of no image that it is about it.
+        options.append(f"--tag={request.spec.reference.staging}")
     return Attesting(through, told, tuple(options), tuple(kinds), unpinned)
 
 

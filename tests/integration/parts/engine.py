@@ -15,6 +15,7 @@ from tests.integration.parts import packages, processes
 
 BASE = "multimesh-test-base"
 _BRIDGE = "mm-test0"
+_CONTAINERD_BRIDGE = "mm-test1"
 
 
 def answers(host: str | None = None) -> bool:
@@ -37,10 +38,52 @@ def running(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def own(folder: Path, *, root: Path, socket: Path) -> Iterator[str]:
-    """Start an engine of our own, with its images under ``root``; gives its DOCKER_HOST."""
-    dockerd = packages.need("dockerd", "docker.io")
-    containerd = packages.need("containerd", "containerd")
+def with_containerd_store(folder: Path) -> Iterator[str]:
+    """Start an engine that keeps its images in containerd: Debian unstable's, with this machine's runc."""
+    packages.need("runc", "runc")
+    programs = packages.from_sid(folder / "unstable", "docker.io", "containerd")
+    path = f"{programs}/usr/bin:{programs}/usr/sbin:{os.environ['PATH']}:/usr/sbin:/sbin"
+    # Its runc is made for a newer C library than that of the release before.
+    for name in ("usr/bin/runc", "usr/sbin/runc"):
+        (programs / name).unlink(missing_ok=True)
+    config = folder / "daemon.json"
+    config.write_text('{"features": {"containerd-snapshotter": true}, "ip6tables": false}')
+    own_engine = own(
+        folder,
+        root=folder / "images",
+        socket=folder / "docker.sock",
+        bridge_name=_CONTAINERD_BRIDGE,
+        path=path,
+        config=config,
+    )
+    with own_engine as host:
+        yield host
+
+
+@contextmanager
+def own(
+    folder: Path,
+    *,
+    root: Path,
+    socket: Path,
+    bridge_name: str = _BRIDGE,
+    path: str | None = None,
+    config: Path | None = None,
+) -> Iterator[str]:
+    """Start an engine of our own, with its images under ``root``; gives its DOCKER_HOST.
+
+    Parameters
+    ----------
+    path
+        Where its programs are, in place of the machine's.
+    config
+        Its ``daemon.json``.
+    """
+    dockerd = shutil.which("dockerd", path=path) if path else packages.need("dockerd", "docker.io")
+    containerd = shutil.which("containerd", path=path) if path else packages.need("containerd", "containerd")
+    assert dockerd is not None
+    assert containerd is not None
+    env = os.environ | ({"PATH": path} if path else {})
     host = f"unix://{socket}"
     state = folder / "engine"
     state.mkdir(parents=True, exist_ok=True)
@@ -51,25 +94,26 @@ def own(folder: Path, *, root: Path, socket: Path) -> Iterator[str]:
     second = root != Path("/var/lib/docker")
     if second:
         # The machine's own engine has the usual ones; --bridge=none would take its bridge away.
-        dockerd_argv += [f"--bridge={_BRIDGE}", "--iptables=false"]
+        dockerd_argv += [f"--bridge={bridge_name}", "--iptables=false"]
+    dockerd_argv += [f"--config-file={config}"] if config else []
     with (
-        bridge() if second else nullcontext(),
-        processes.server(containerd_argv, state / "containerd.log", healthy=pipe.exists),
-        processes.server(dockerd_argv, state / "dockerd.log", healthy=lambda: answers(host)),
+        bridge(bridge_name) if second else nullcontext(),
+        processes.server(containerd_argv, state / "containerd.log", healthy=pipe.exists, env=env),
+        processes.server(dockerd_argv, state / "dockerd.log", healthy=lambda: answers(host), env=env),
     ):
         yield host
 
 
 @contextmanager
-def bridge() -> Iterator[None]:
-    """Have a bridge for a second engine."""
+def bridge(name: str) -> Iterator[None]:
+    """Have a bridge for a second engine; its network follows from its number."""
     ip = packages.need("ip", "iproute2")
-    subprocess.run([ip, "link", "add", _BRIDGE, "type", "bridge"], check=True)
+    subprocess.run([ip, "link", "add", name, "type", "bridge"], check=True)
     try:
-        subprocess.run([ip, "addr", "add", "172.31.255.1/24", "dev", _BRIDGE], check=True)
+        subprocess.run([ip, "addr", "add", f"172.31.{255 - int(name[-1])}.1/24", "dev", name], check=True)
         yield
     finally:
-        subprocess.run([ip, "link", "delete", _BRIDGE], check=True)
+        subprocess.run([ip, "link", "delete", name], check=True)
 
 
 def with_buildx(folder: Path) -> None:
@@ -78,7 +122,7 @@ def with_buildx(folder: Path) -> None:
         return
     place = folder / "buildx"
     place.mkdir(parents=True)
-    packages.from_sid("docker-buildx", place)
+    packages.from_sid(place, "docker-buildx")
     plugins = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker") / "cli-plugins"
     plugins.mkdir(parents=True, exist_ok=True)
     shutil.copy(place / "usr/libexec/docker/cli-plugins/docker-buildx", plugins)
@@ -100,6 +144,25 @@ def base_image(suite: str, folder: Path) -> str:
     assert tar.wait() == 0
     shutil.rmtree(rootfs)
     return image
+
+
+def checkable(verdict: str = "echo ok: stub") -> tuple[dict[str, tuple[bytes, int]], dict[str, str]]:
+    """Return files and links of a busybox with stubs of what the check of a runtime image looks for.
+
+    Parameters
+    ----------
+    verdict
+        What its check job does.
+    """
+    busybox = Path(packages.need("busybox", "busybox-static")).read_bytes()
+    files = {
+        "bin/busybox": (busybox, 0o755),
+        "opt/entrypoint.sh": (b'#!/bin/sh\nexec "$@"\n', 0o755),
+        "opt/maxtext/validate-cpu.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
+    }
+    stubs = ["opt/maxtext/run.py", "opt/inventory/sbom.cdx.json", "opt/inventory/licences.txt", "opt/LICENSE"]
+    files |= dict.fromkeys((*stubs, "opt/sources.lock", "opt/images.lock"), (b"stub\n", 0o644))
+    return files, {f"bin/{name}": "busybox" for name in ("sh", "cat", "find", "head")}
 
 
 def archive(files: dict[str, tuple[bytes, int]], links: dict[str, str]) -> bytes:

@@ -22,8 +22,8 @@ def need(program: str, *packages: str) -> str:
     return found
 
 
-def from_sid(package: str, folder: Path, suite: str = "sid") -> Path:
-    """Unpack a package of another Debian release into ``folder``, leaving the machine's own apt as it is."""
+def from_sid(folder: Path, *packages: str, suite: str = "sid") -> Path:
+    """Unpack packages of another Debian release into ``folder``, leaving the machine's own apt as it is."""
     state = folder / "apt"
     for each in ("lists/partial", "archives/partial"):
         (state / each).mkdir(parents=True)
@@ -39,9 +39,11 @@ def from_sid(package: str, folder: Path, suite: str = "sid") -> Path:
     )
     env = _ENV | {"APT_CONFIG": str(config)}
     _apt("update", "-qq", env=env)
-    _apt("download", package, env=env, cwd=folder)
-    (file,) = folder.glob(f"{package}_*.deb")
-    subprocess.run(["dpkg", "-x", file, folder], check=True)
+    _apt("download", *packages, env=env, cwd=folder)
+    for package in packages:
+        (file,) = folder.glob(f"{package}_*.deb")
+        subprocess.run(["dpkg", "-x", file, folder], check=True)
+        file.unlink()
     return folder
 
 

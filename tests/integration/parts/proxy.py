@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tests.integration.parts import loops
+
 _CHUNK = 65536
 
 
@@ -125,27 +127,10 @@ class FaultyProxy:
 def running(upstream: str) -> Iterator[FaultyProxy]:
     """Have a proxy in front of ``127.0.0.1:PORT`` for the length of a block."""
     proxy = FaultyProxy(int(upstream.rpartition(":")[2]))
-    loop, started = asyncio.new_event_loop(), threading.Event()
 
     async def start() -> None:
         server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
         proxy.port = server.sockets[0].getsockname()[1]
-        started.set()
 
-    def work() -> None:
-        loop.create_task(start())
-        loop.run_forever()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    started.wait(10)
-    try:
+    with loops.serving(start):
         yield proxy
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.set_exception_handler(lambda loop, context: None)  # connections that are open are cut, which is no news
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()

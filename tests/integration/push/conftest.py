@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import engine as engine_parts
-from tests.integration.parts import packages, proxy
+from tests.integration.parts import proxy
 from workflows.image import engine as engines
 from workflows.image import reference
 from workflows.image.reference import Reference
@@ -40,7 +40,6 @@ def engine(docker_engine: None) -> engines.Engine:
 @pytest.fixture
 def make_tiny(docker_engine: None) -> Iterator[Callable[..., Tiny]]:
     """Import tiny images: one layer of three megabytes, no two alike. ``verdict`` is what their check job does."""
-    busybox = Path(packages.need("busybox", "busybox-static")).read_bytes()
     made: list[str] = []
 
     def make(
@@ -50,21 +49,13 @@ def make_tiny(docker_engine: None) -> Iterator[Callable[..., Tiny]]:
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Tiny:
-        files = {
-            "bin/busybox": (busybox, 0o755),
-            "words": (words.encode(), 0o644),
-            "noise": (os.urandom(1 << 20), 0o644),
-            "opt/entrypoint.sh": (b'#!/bin/sh\nexec "$@"\n', 0o755),
-            "opt/maxtext/validate-cpu.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
-        }
-        stubs = ["opt/maxtext/run.py", "opt/inventory/sbom.cdx.json", "opt/inventory/licences.txt", "opt/LICENSE"]
-        files |= dict.fromkeys((*stubs, "opt/sources.lock", "opt/images.lock"), (b"stub\n", 420))
-        applets = ("sh", "cat", "find", "head")
+        files, links = engine_parts.checkable(verdict)
+        files |= {"words": (words.encode(), 0o644), "noise": (os.urandom(1 << 20), 0o644)}
         changes = ["CMD cat /words", f"USER {user}"]
         changes += [f"ENV {name}='{value}'" for name, value in (env or {}).items()]
         changes += [f"LABEL {name}={value}" for name, value in (labels or {}).items()]
         argv = ["docker", "import", *(word for each in changes for word in ("--change", each)), "-"]
-        content = engine_parts.archive(files, {f"bin/{name}": "busybox" for name in applets})
+        content = engine_parts.archive(files, links)
         done = subprocess.run(argv, input=content, capture_output=True, check=True)
         made.append(done.stdout.decode().strip())
         return Tiny(made[-1], words)

@@ -18,7 +18,7 @@ from .conftest import FAST
 def cosign(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Debian 13's cosign, in a folder."""
     folder = tmp_path_factory.mktemp("cosign")
-    return str(packages.from_sid("cosign", folder, suite="trixie") / "usr" / "bin")
+    return str(packages.from_sid(folder, "cosign", suite="trixie") / "usr" / "bin")
 
 
 @pytest.mark.promise(

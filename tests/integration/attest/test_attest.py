@@ -1,0 +1,152 @@
+"""What a push attests: provenance and an SBOM in the registry beside the image, found by its digest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.attest.conftest import SECRET, Bench
+from tests.integration.parts import proxy
+from workflows.image import reference
+from workflows.image.registry import Registry
+
+ROOT = Path(__file__).resolve().parents[3]
+VERSION = tomllib.loads((ROOT / "multimesh" / "pyproject.toml").read_text())["project"]["version"]
+PROVENANCE, SPDX = "https://slsa.dev/provenance/v0.2", "https://spdx.dev/Document"
+
+
+def statements(bench: Bench, repository: str, manifest: str) -> dict[str, dict[str, Any]]:
+    """Return the in-toto statements of an attestation manifest by their type."""
+    inspect = ("buildx", "imagetools", "inspect", "--raw")
+    layers = json.loads(bench.docker(*inspect, f"{repository}@{manifest}"))["layers"]
+    found = {}
+    for layer in layers:
+        blob = ["curl", "-sf", f"http://{repository.replace('/', '/v2/', 1)}/blobs/{layer['digest']}"]
+        said = json.loads(subprocess.run(blob, capture_output=True, check=True).stdout)
+        found[layer["annotations"]["in-toto.io/predicate-type"]] = said
+    return found
+
+
+@pytest.mark.promise(
+    "build.py --upload attaches provenance and an SBOM where engine or builder can; tags move to that index by digest.",
+    stand_in="a small image, a registry on this machine, and a scanner that lists files in place of BuildKit's",
+)
+def test_a_release_with_attestations(attesting: Bench, registry: str, tmp_path: Path) -> None:
+    name, record = f"{registry}/team/{'builder' if 'BUILDX_BUILDER' in attesting.env else 'store'}", tmp_path / "r.json"
+    options = ["--upload", "--latest", "--release", f"v{VERSION}", "--sbom-scanner", attesting.scanner]
+
+    done = attesting.build("--repo", name, "--tag", "main", *options, "--release-file", str(record))
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "attestations: SLSA provenance, mode=max; SPDX SBOM by " in done.stderr
+    document = json.loads(record.read_text())
+    digest, (attested,) = document["image"]["digest"], document["attestations"]["manifests"]
+    assert set(attested["kinds"]) == {"provenance", "sbom"}
+    assert f"attests {attested['digest']}: " in done.stdout
+    with Registry(reference.make(name, None, "main")) as answers:
+        tags = ("main", "latest", f"v{VERSION}", f"v{VERSION.rpartition('.')[0]}")
+        assert {answers.digest(tag) for tag in tags} == {digest}
+    shown = attesting.docker("buildx", "imagetools", "inspect", f"{name}:latest")
+    assert "attestation-manifest" in shown
+    assert {f"@{each}" in shown for each in (attested["digest"], attested["image"])} == {True}
+    attesting.docker("pull", f"{name}@{digest}")
+    assert attesting.docker("run", "--rm", f"{name}@{digest}", "cat", "/made") == "made by a step"
+
+    said = statements(attesting, name, attested["digest"])
+
+    assert {subject["digest"]["sha256"] for each in said.values() for subject in each["subject"]} == {
+        attested["image"].removeprefix("sha256:")
+    }
+    provenance = said[PROVENANCE]["predicate"]
+    assert "id" in provenance["builder"]
+    materials = {each["uri"].partition("?")[0]: each["digest"]["sha256"] for each in provenance["materials"]}
+    assert attesting.base.rpartition(":")[2] in materials.values(), materials
+    assert provenance["invocation"]["parameters"]["args"]["build-arg:ACCELERATOR"] == "cpu"
+    files = {each["fileName"] for each in said[SPDX]["predicate"]["files"]}
+    assert {"made", "opt/maxtext/validate-cpu.sh"} <= files
+    assert SECRET not in json.dumps(said)
+
+
+@pytest.mark.promise(
+    "Provenance names no proxy and no password: neither of the proxies, nor of pip's index, nor of git's remote.",
+    stand_in="a small image and a registry on this machine",
+)
+def test_provenance_keeps_proxies_to_itself(bench: Bench, registry: str, tmp_path: Path) -> None:
+    record, near = tmp_path / "r.json", {"NO_PROXY": "127.0.0.1"}
+    options = ["--upload", "--attest", "provenance", "--release-file", str(record)]
+
+    done = bench.build(
+        "--repo", f"{registry}/team/proxied", *options, HTTP_PROXY=f"http://me:{SECRET}@proxy.example:3128", **near
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "mode=min (max would publish your proxies)" in done.stderr
+    (attested,) = json.loads(record.read_text())["attestations"]["manifests"]
+    said = json.dumps(statements(bench, f"{registry}/team/proxied", attested["digest"]))
+    assert attested["kinds"] == ["provenance"]
+    assert [word for word in (SECRET, "proxy.example") if word in said] == []
+    assert "git.example/team/code.git" in said
+
+
+@pytest.mark.promise(
+    "An image that is uploaded again without a change is not checked again, though its provenance is new."
+)
+def test_the_check_knows_the_image_behind_new_attestations(bench: Bench, registry: str, tmp_path: Path) -> None:
+    options = ["--repo", f"{registry}/team/again", "--upload", "--attest", "provenance", "--json"]
+    first, second = (json.loads(bench.build(*options).stdout) for _ in range(2))
+    assert first["id"] != second["id"]
+    assert second["check"] == first["check"]
+    assert second["check"]["verdict"] == "ok: stub"
+
+
+def test_dry_run_shows_how_attestations_are_made(attesting: Bench) -> None:
+    options = ["--repo", "r.example/team/x", "--upload", "--dry-run", "--json", "--sbom-scanner", "r.example/s:1"]
+    commands = json.loads(attesting.build(*options).stdout)["commands"]
+    builds = [command for command in commands if "--metadata-file" in command]
+    wanted = ["--attest=type=provenance,mode=max", "--attest=type=sbom,generator=r.example/s:1"]
+    assert [word for word in builds[-1] if word.startswith("--attest")] == wanted
+    pushes = [command for command in commands if "push" in command]
+    if "BUILDX_BUILDER" in attesting.env:
+        assert [word for word in builds[0] if word.startswith("--attest")] == []
+        assert "type=image,name=r.example/team/x:staging-local,push=true" in builds[1]
+        assert pushes == []
+    else:
+        assert len(builds) == len(pushes) == 1
+
+
+def test_a_release_wants_a_pinned_scanner(bench: Bench, registry: str) -> None:
+    options = ["--repo", f"{registry}/team/unpinned", "--upload", "--release", f"v{VERSION}"]
+    done = bench.build(*options, "--sbom-scanner", "r.example/scanner:1")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "no release: r.example/scanner:1: has no digest" in done.stderr
+
+
+def test_asking_an_engine_that_cannot(docker_engine: None, bench: Bench) -> None:
+    plain = Bench(bench.repository, bench.base, bench.scanner)
+    done = plain.build("--repo", "r.example/team/x", "--upload", "--attest", "sbom")
+    assert (done.returncode, done.stdout) == (13, "")
+    assert "--attest sbom: this engine keeps no image index" in done.stderr
+
+
+@pytest.mark.promise(
+    "A push by a builder of its own survives 503 and stops at once on 403; then no tag was moved.",
+    stand_in="a small image and a registry on this machine",
+)
+def test_a_builders_push_meets_faults(builder_bench: Bench, registry: str, tmp_path: Path) -> None:
+    options = ["--upload", "--attest", "provenance", "--release-file", str(tmp_path / "r.json")]
+    with proxy.running(registry) as faulty:
+        name = f"{faulty.address}/team/faulty"
+        faulty.faults = [proxy.Fault("PUT .*/manifests/", 100, status=403)]
+        refused = builder_bench.build("--repo", name, "--tag", "main", *options)
+        assert refused.returncode == 16, refused.stderr[-3000:]
+        assert "refused (" in refused.stderr
+        assert faulty.count("PUT .*/manifests/") <= 2
+        faulty.faults = [proxy.Fault("PUT .*/manifests/", 4, status=503)]
+        done = builder_bench.build("--repo", name, "--tag", "main", *options)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert faulty.count("PUT .*/manifests/") >= 5  # BuildKit itself tries again
