@@ -83,6 +83,10 @@ def test_the_options_of_the_original_are_taken(argv: list[str], seen) -> None:
         (["--commit", "box", "--no-build"], "--no-build says not to"),
         (["--image", "dev", "--stage", "runtime"], "give one"),
         (["--python-archive", "/nonexistent.tar.gz"], "there is no such file"),
+        (["--attest", "sbom"], "add --upload"),
+        (["--sbom-scanner", "r.example/s"], "add --upload"),
+        (["--upload", "--repo", "r.example/x", "--attest", "none", "--sbom-scanner", "r.example/s"], "says not to"),
+        (["--upload", "--repo", "r.example/x", "--attest", "sbom", "--no-build"], "leave out --commit"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_a_reason(argv: list[str], reason: str) -> None:

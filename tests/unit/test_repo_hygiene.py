@@ -43,6 +43,7 @@ PUBLIC_HOSTS = {
     "slsa.dev",
     "in-toto.io",
     "index.docker.io",
+    "spdx.dev",
     "spdx.org",
     "storage.googleapis.com",
     "ui.perfetto.dev",

@@ -50,6 +50,9 @@ class Attesting:
         return self.options if self.through == through else ()
 
 
+NOTHING = Attesting(None, "none: nothing is pushed, or there is no engine to ask")
+
+
 @dataclass(frozen=True)
 class Attestation:
     """An attestation manifest in the registry: its digest, that of the image it is about, and what it states."""

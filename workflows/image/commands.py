@@ -15,7 +15,7 @@ from typing import Any
 
 from workflows import console, errors
 from workflows.image import attest, bazel, build, commit, engine, flags, lock, smoke, validate
-from workflows.image.attest import Attesting
+from workflows.image.attest import NOTHING, Attesting
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
 from workflows.image.network import PIP_VARIABLE
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def decide(where: Engine, request: Request) -> Attesting:
     """Return what is done about attestations, and say so; an image that stays here has none."""
     if not request.actions.upload:
-        return Attesting(None, "none: nothing is pushed")
+        return NOTHING
     attesting = attest.decide(where, request, lock.load(ROOT))
     console.note(f"attestations: {attesting.said}")
     return attesting
@@ -112,11 +112,10 @@ def dry_run(request: Request) -> int:
     """Print every command that would run; no engine is needed and nothing is touched."""
     try:
         where = engine.detect(request.actions.remote)
-        attesting = decide(where, request)
     except errors.EngineError as error:
         console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
-        where, attesting = _UNKNOWN, Attesting(None, "none: no engine to ask")
-    commands = planned(where, request, attesting)
+        where = _UNKNOWN
+    commands = planned(where, request, decide(where, request) if where is not _UNKNOWN else NOTHING)
     if request.actions.json:
         print(json.dumps({"commands": commands}))
     else:

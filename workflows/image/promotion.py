@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from workflows.image import promote, reference, release
+from workflows import console, errors
+from workflows.image import attest, promote, reference, release
 from workflows.image.registry import Registry
 from workflows.image.retry import Policy
 
@@ -31,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
     names = promote.tags(wanted, latest=args.latest, version=args.release)
     if args.release:
         with Registry(wanted, Policy()) as registry:
-            labels = registry.labels(registry.get(digest))
+            manifest = registry.get(digest)
+            labels = registry.labels(manifest)
+            console.note(f"attestations: {attest.summary(attest.read(registry, manifest))}")
         release.check(args.release, labels, release.load_locks(ROOT), release.unpinned(labels))
     moved = promote.promote(wanted, digest, names, Policy(), fixed=args.release)
     if args.json:

@@ -63,7 +63,7 @@ class Bench:
 
     def run(self, *argv: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a program; no user may see a traceback."""
-        settings = os.environ | self.env | {"PIP_INDEX_URL": f"https://me:{SECRET}@pypi.example/simple"} | env
+        settings = os.environ | self.env | {"PIP_INDEX_URL": "https://me:hunter2-hunter2@pypi.example/simple"} | env
         done = subprocess.run(argv, cwd=self.repository, capture_output=True, text=True, env=settings, timeout=300)
         assert "Traceback" not in done.stderr + done.stdout, done.stderr
         return done
@@ -94,7 +94,9 @@ def bench(root: Path, store: str, registry: str, tmp_path_factory: pytest.TempPa
     git = ["git", "-C", str(place), "-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
     for argv in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "t"]):
         subprocess.run([*git, *argv], check=True)
-    subprocess.run([*git, "remote", "add", "origin", f"https://me:{SECRET}@git.example/team/code.git"], check=True)
+    subprocess.run(
+        [*git, "remote", "add", "origin", "https://me:hunter2-hunter2@git.example/team/code.git"], check=True
+    )
     bare = Bench(place, "", "", {"DOCKER_HOST": store})
     files, links = engines.checkable()
     base = publish(bare, f"{registry}/base", engines.archive(files, links))

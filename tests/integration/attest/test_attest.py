@@ -81,7 +81,11 @@ def test_provenance_keeps_proxies_to_itself(bench: Bench, registry: str, tmp_pat
     options = ["--upload", "--attest", "provenance", "--release-file", str(record)]
 
     done = bench.build(
-        "--repo", f"{registry}/team/proxied", *options, HTTP_PROXY=f"http://me:{SECRET}@proxy.example:3128", **near
+        "--repo",
+        f"{registry}/team/proxied",
+        *options,
+        HTTP_PROXY="http://me:hunter2-hunter2@proxy.example:3128",
+        **near,
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
