@@ -100,8 +100,9 @@ def run(
     if not save:
         return None
     cached, steps = done.steps.counted
-    image_id = _image_id(done.result, engine)
-    return describe(engine, spec, image_id, seconds=time.monotonic() - started, cached=cached, steps=steps)
+    return describe(
+        engine, spec, *_names(done.result, engine), seconds=time.monotonic() - started, cached=cached, steps=steps
+    )
 
 
 def execute(
@@ -136,28 +137,28 @@ def execute(
     return Done(display.steps, done.returncode, told, todo.base.build.reference)
 
 
-def describe(engine: Engine, spec: ImageSpec, image: str, *, seconds: float, cached: int, steps: int) -> Built:
-    """Ask the engine about an image that it has."""
-    found = engine.inspect(image)
+def describe(engine: Engine, spec: ImageSpec, *names: str, seconds: float, cached: int, steps: int) -> Built:
+    """Ask the engine about an image that it has under one of these names."""
+    found = next((known for known in map(engine.inspect, names) if known is not None), None)
     if found is None:
-        raise errors.EngineError(f"{image}: the engine has no such image; build it first")
+        raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
     return Built(
         spec=spec,
         image_id=str(found["Id"]),
         seconds=seconds,
         cached=cached,
         steps=steps,
-        bytes=_bytes(engine, image, found),
+        bytes=_bytes(engine, found),
         labels=dict((found.get("Config") or {}).get("Labels") or {}),
         names=tuple(found.get("RepoTags") or ()),
         content=_digest([found.get("RootFS"), found.get("Config"), found.get("Architecture")]),
     )
 
 
-def _bytes(engine: Engine, image: str, found: dict[str, Any]) -> int:
+def _bytes(engine: Engine, found: dict[str, Any]) -> int:
     """Return the size of an image as it lies unpacked; a containerd image store says that of its compressed layers."""
     if "Descriptor" in found:
-        return sum(layer.bytes for layer in layers(engine, image))
+        return sum(layer.bytes for layer in layers(engine, str(found["Id"])))
     return int(found.get("Size") or 0)
 
 
@@ -183,12 +184,12 @@ def _instruction(text: str) -> str:
     return line if len(line) <= 90 else line[:87] + "..."
 
 
-def _image_id(text: str, engine: Engine) -> str:
+def _names(result: str, engine: Engine) -> list[str]:
+    """Return what an engine may call its image: by the configuration or, in a containerd store, by the manifest."""
     if engine.builder != "buildx":
-        return text
-    told = json.loads(text)
-    # A builder of its own names the manifest in the first and the image in the second.
-    return str(told.get("containerimage.config.digest") or told["containerimage.digest"])
+        return [result]
+    told = json.loads(result)
+    return [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.attest.conftest import SECRET, Bench
-from tests.integration.parts import proxy
+from tests.integration.parts import packages, proxy
 from workflows.image import reference
 from workflows.image.registry import Registry
 
@@ -106,6 +106,18 @@ def test_the_check_knows_the_image_behind_new_attestations(bench: Bench, registr
     assert first["id"] != second["id"]
     assert second["check"] == first["check"]
     assert second["check"]["verdict"] == "ok: stub"
+
+
+@pytest.mark.promise(
+    "An image that stays here is built, checked and named on an engine that keeps its images in containerd."
+)
+def test_an_image_that_stays_here_has_no_attestations(attesting: Bench) -> None:
+    first, second = (json.loads(attesting.build("--tag", "stays", "--json").stdout) for _ in range(2))
+    assert first["id"] == second["id"] == attesting.docker("inspect", "--format", "{{.Id}}", "multimesh-jax:stays")
+    assert first["check"] == second["check"]
+    assert second["cached"] == second["steps"] > 0
+    busybox = Path(packages.need("busybox", "busybox-static")).stat().st_size
+    assert first["bytes"] >= busybox  # unpacked
 
 
 def test_dry_run_shows_how_attestations_are_made(attesting: Bench) -> None:
