@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from workflows import console, errors
+from workflows import console
 from workflows.image import attest, promote, reference, release
 from workflows.image.registry import Registry
 from workflows.image.retry import Policy

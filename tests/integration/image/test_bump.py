@@ -40,6 +40,7 @@ def test_a_newer_base_image(repository: Path, registry: str, bookworm: str) -> N
         "cuda-devel": "filled",
         "cuda-base": "not reached",
         "ubuntu": "filled",
+        "sbom-scanner": "not reached",
         "bazel-remote": "not reached",
         "bazel linux/amd64": "not reached",
         "bazel linux/arm64": "not reached",
