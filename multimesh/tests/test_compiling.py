@@ -87,3 +87,34 @@ def test_shared_programs_are_analysed_like_others():
     assert flops[1] == flops[2] > 0
     scratch = [memory["scratch"] for memory in compiled.memory_analysis()]
     assert scratch[1] == scratch[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "passed"),
+    [
+        (None, "", {"xla_backend_optimization_level": 2}),
+        (
+            {"xla_embed_ir_in_executable": False},
+            "",
+            {"xla_embed_ir_in_executable": False, "xla_backend_optimization_level": 2},
+        ),
+        ({"xla_backend_optimization_level": 1}, "", {"xla_backend_optimization_level": 1}),
+        (None, "--xla_backend_optimization_level=3", {}),
+    ],
+    ids=["default", "other options", "level given", "level in XLA_FLAGS"],
+)
+def test_plans_on_cpus_compile_at_level_2_unless_told_otherwise(monkeypatch, given, flags, passed):
+    split = Split(submeshes(2, (1,)))
+    lowered = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).lower(*inputs(MLP, split))
+    seen: list[Any] = []
+    compile_program = jax.stages.Lowered.compile
+
+    def noted(self: Any, options: Any = None) -> Any:
+        seen.append(options)
+        return compile_program(self, options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
+    lowered.compile(given)
+    assert all(options == passed for options in seen)
+    assert seen

@@ -261,7 +261,7 @@ def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types
 
 
-def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any] | None = None) -> Any:
+def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Any:
     """The program of ``compiled`` as that of ``lowered`` on the devices of ``mesh``; None where that can't be had.
 
     Both have the same `program_text`, and their submeshes the same axes.
@@ -275,7 +275,7 @@ def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[s
             num_replicas=1,
             num_partitions=len(devices),
             device_assignment=np.array(devices)[None],
-            env_options_overrides=dict(options or {}),
+            env_options_overrides=dict(options),
             backend=unloaded.backend,
         )
         loaded = unloaded.backend.deserialize_executable(code, device_list, for_devices)
