@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
     check = smoke.check(ROOT, where, built, request.actions.validate)
     names = name(where, built, request)
     if request.actions.remote and not request.actions.save_remote:
-        bring(where, names)
-        where = engine.detect()
+        where, built = bring(where, built, names)
     pushed = publish.publish(ROOT, where, built, check, request, attesting) if request.actions.upload else None
     report(where, built, check, names, pushed, as_json=request.actions.json)
     return 0
@@ -98,14 +98,21 @@ def name(where: Engine, built: Built, request: Request) -> list[str]:
     return names
 
 
-def bring(where: Engine, names: Sequence[str]) -> None:
-    """Bring an image from a remote engine to the local one."""
+def bring(where: Engine, built: Built, names: Sequence[str]) -> tuple[Engine, Built]:
+    """Bring an image from a remote engine to the local one; return that, and the image as it knows it.
+
+    Engines that keep their images in different ways give the same image different ids.
+    """
     local = engine.detect()
     with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder:
         archive = str(Path(folder) / "image.tar")
         console.note(f"bringing {names[0]} here")
         where.run("save", "--output", archive, *names)
         local.run("load", "--input", archive)
+    found = local.inspect(names[0])
+    if found is None:
+        raise errors.EngineError(f"{names[0]}: cannot be brought here; run it where it is with --save-remote")
+    return local, replace(built, image_id=str(found["Id"]))
 
 
 def dry_run(request: Request) -> int:

@@ -120,6 +120,28 @@ def test_an_image_that_stays_here_has_no_attestations(attesting: Bench) -> None:
     assert first["bytes"] >= busybox  # unpacked
 
 
+@pytest.mark.promise(
+    "An image of a remote engine is brought here and pushed, also where both keep their images in different ways.",
+    stand_in="a second engine on this machine, a small image and a registry on this machine",
+)
+def test_an_image_is_brought_from_a_remote_engine(
+    docker_engine: None, bench: Bench, registry: str, tmp_path: Path
+) -> None:
+    here, name, record = Bench(bench.repository, bench.base, bench.scanner), f"{registry}/team/brought", tmp_path / "r"
+    here.docker("context", "create", "mm-far", "--docker", f"host={bench.env['DOCKER_HOST']}")
+    try:
+        options = ["--remote", "mm-far", "--upload", "--release-file", str(record)]
+        done = here.build("--repo", name, "--tag", "main", *options)
+    finally:
+        here.docker("context", "rm", "--force", "mm-far")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "attestations: none made" in done.stderr
+    known = here.docker("image", "inspect", "--format", "{{.Id}}", f"{name}:main")
+    image = json.loads(record.read_text())["image"]
+    assert image["id"] == known != bench.docker("image", "inspect", "--format", "{{.Id}}", f"{name}:main")
+    assert here.docker("run", "--rm", f"{name}@{image['digest']}", "cat", "/made") == "made by a step"
+
+
 def test_dry_run_shows_how_attestations_are_made(attesting: Bench) -> None:
     options = ["--repo", "r.example/team/x", "--upload", "--dry-run", "--json", "--sbom-scanner", "r.example/s:1"]
     commands = json.loads(attesting.build(*options).stdout)["commands"]
