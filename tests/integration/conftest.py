@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.parts import engine as engines
 from tests.integration.parts import registry as registries
+from workflows.image import engine as detected
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +24,24 @@ def docker_engine(parts_folder: Path) -> Iterator[None]:
     """A Docker engine with buildx."""
     with engines.running(parts_folder):
         yield
+
+
+@pytest.fixture(scope="session")
+def engine(docker_engine: None) -> detected.Engine:
+    """The engine that runs, as build.py sees it."""
+    return detected.detect()
+
+
+@pytest.fixture(scope="session")
+def docker() -> Callable[..., str]:
+    """Run a docker command that must succeed; returns its output."""
+
+    def run(*argv: str, stdin: str | None = None) -> str:
+        done = subprocess.run(["docker", *argv], input=stdin, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.strip()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,10 @@ def test_every_builder_gets_the_same_build_in_its_own_words() -> None:
     assert argv(plugin) == ["/usr/lib/docker/cli-plugins/docker-buildx", "build", *argv()[3:]]
     assert argv()[-3:] == ["--metadata-file", "r", "."]
     assert argv(buildkit)[:3] == ["docker", "build", "--progress=plain"]
-    assert argv(podman)[:3] == ["podman", "build", "--layers"]
+    assert argv(podman)[:4] == ["podman", "build", "--format", "docker"]
+    assert argv(podman)[4:6] == ["--ignorefile", "docker/Dockerfile.dockerignore"]
+    assert "--no-cache" in argv(podman)
+    assert "--no-cache" not in argv(buildkit)
     for each in (argv(buildkit), argv(podman)):
         assert each[-3:] == ["--iidfile", "r", "."]
     common = ["--file", "docker/Dockerfile", "--target", "runtime", "--build-arg", "A=1", "--label", "l=v"]

@@ -44,6 +44,13 @@ def test_the_builder_of_an_old_client_is_counted_by_its_lines() -> None:
     assert steps.counted == (1, 2)
 
 
+def test_the_steps_of_podman_are_counted() -> None:
+    steps = Steps()
+    for line in ("[1/2] STEP 1/2: FROM a AS b", "--> 1f2e3d4c5b6", "[1/2] STEP 2/2: RUN c", "STEP 1/1: COPY d"):
+        steps.feed(line)
+    assert steps.counted == (0, 3)
+
+
 def broken(*lines: str, error: str = "exit code: 1") -> Steps:
     steps = Steps()
     steps.feed(vertex("d1", "[locked 1/1] RUN pip", started=BEGIN))
@@ -66,6 +73,7 @@ def broken(*lines: str, error: str = "exit code: 1") -> Steps:
         ),
         ("Temporary failure resolving 'archive.example'", errors.NetworkError, "--network"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", errors.NetworkError, "--ca-bundle"),
+        ("exec /bin/sh: exec format error", errors.EngineError, "register QEMU"),
         ("error: this base has no Python >= 3.11", errors.BuildError, "this base has no Python >= 3.11"),
         ("something else", errors.BuildError, "something else"),
     ],

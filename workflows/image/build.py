@@ -56,13 +56,16 @@ def plan(
     *,
     more: tuple[str, ...] = (),
     push: str | None = None,
+    folder: Path | None = None,
 ) -> Plan:
-    """Return the build of a spec, with ``more`` options; reads files and git, writes nothing.
+    """Return the build of a spec, with ``more`` options; reads files and git.
 
     Parameters
     ----------
     push
         A name to push it under, in place of loading it into the engine.
+    folder
+        Where secrets are written that the engine cannot take from the environment; None to write nothing.
 
     Raises
     ------
@@ -76,6 +79,8 @@ def plan(
     labels = command.labels(root, spec, base, stamp)
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
+    if folder is not None and engine.builder == "podman":
+        access = network.in_a_file(access, folder)
     access = replace(access, options=(*access.options, *more))
     argv = command.build_argv(
         engine, spec, means, build_args=build_args, labels=labels, access=access, result=result, push=push
@@ -122,7 +127,8 @@ def execute(
         result = Path(folder) / "result"
         secret = bazel.secret(cache, Path(folder), write=means.bazel_cache_write)
         where = bazel.reach(means, cache)
-        todo = plan(root, engine, spec, where, result if save else None, more=(*secret, *attest), push=push)
+        more = (*secret, *attest)
+        todo = plan(root, engine, spec, where, result if save else None, more=more, push=push, folder=Path(folder))
         for reference in todo.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
         for place in todo.access.left_out:
@@ -144,7 +150,7 @@ def describe(engine: Engine, spec: ImageSpec, *names: str, seconds: float, cache
         raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
     return Built(
         spec=spec,
-        image_id=str(found["Id"]),
+        image_id="sha256:" + str(found["Id"]).removeprefix("sha256:"),  # Podman says the number alone
         seconds=seconds,
         cached=cached,
         steps=steps,
@@ -168,14 +174,22 @@ def _digest(document: object) -> str:
 
 def layers(engine: Engine, image: str) -> list[Layer]:
     """Return the layers of an image that hold anything, from the base up."""
-    told = engine.run("history", "--no-trunc", "--human=false", "--format", "{{json .}}", image).text
     found = []
-    for line in reversed(told.splitlines()):
-        entry = json.loads(line)
-        size = int(entry.get("Size") or 0)
+    for entry in reversed(_history(engine, image)):
+        size = int(entry.get("size") or 0)
         if size:
-            found.append(Layer(_instruction(str(entry.get("CreatedBy") or "base image")), size))
+            found.append(Layer(_instruction(str(entry.get("createdby") or "base image")), size))
     return found
+
+
+def _history(engine: Engine, image: str) -> list[dict[str, Any]]:
+    """Return the steps of an image, the last first; engines write the same names in different cases."""
+    asked = ["history", "--no-trunc", "--human=false", "--format"]
+    if engine.kind == "podman":
+        entries = json.loads(engine.run(*asked, "json", image).text)
+    else:
+        entries = [json.loads(line) for line in engine.run(*asked, "{{json .}}", image).text.splitlines()]
+    return [{key.lower(): value for key, value in entry.items()} for entry in entries]
 
 
 def _instruction(text: str) -> str:

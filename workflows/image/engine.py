@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workflows import errors, proc
+from workflows import console, errors, proc
 
 OLDEST = (20, 10)
+OLDEST_PODMAN = (4, 3)
 BUNDLED_BUILDKIT_BEFORE = (23, 0)
 _PATIENCE_S = 5.0
 _WITHOUT = (
@@ -115,15 +116,23 @@ def detect(context: str | None = None) -> Engine:
     """
     docker = shutil.which("docker")
     if docker is None:
-        return _podman(context)
+        return _local_podman(context)
     cli = (docker, *(("--context", context) if context else ()))
-    answer = _ask(cli, "version", "--format", "{{json .}}")
+    try:
+        answer = _ask(cli, "version", "--format", "{{json .}}")
+    except errors.EngineError as error:
+        if context or os.environ.get("DOCKER_HOST") or shutil.which("podman") is None:
+            raise
+        console.note(f"podman is taken ({error})")
+        return _podman(())
     server, client = answer.get("Server"), answer.get("Client", {})
     if not server:
-        raise errors.EngineError(f"the docker client is here, but no engine answers it; start one. {_WITHOUT}")
+        # Docker's client would have failed: Debian's podman-docker puts Podman's program there under this name.
+        return _local_podman(context)
     if any("podman" in str(part.get("Name", "")).lower() for part in server.get("Components") or []):
-        # Podman's socket speaks Docker's API, but has no BuildKit behind it: its own program builds.
-        return _podman(context)
+        # Its socket speaks Docker's API without BuildKit behind it: only Podman's own client hands over secrets.
+        socket = proc.run([*cli, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]).text
+        return _podman(("--url", socket))
     version = str(server.get("Version", "0"))
     if _numbers(version) < OLDEST:
         raise errors.EngineError(f"docker engine {version} is too old to build with; install 20.10 or later")
@@ -163,17 +172,25 @@ def _attests(cli: tuple[str, ...], info: dict[str, Any]) -> str | None:
     return "builder" if driver is not None and driver.group(1) != "docker" else None
 
 
-def _podman(context: str | None) -> Engine:
-    podman = shutil.which("podman")
-    if podman is None:
+def _local_podman(context: str | None) -> Engine:
+    if shutil.which("podman") is None:
         raise errors.EngineError(f"no container engine is installed; install docker.io or podman. {_WITHOUT}")
     if context:
         raise errors.EngineError(f"--remote {context} names a docker context, and only podman is here; install docker")
-    info = _ask((podman,), "info", "--format", "json")
-    version = str(info.get("version", {}).get("Version", "0"))
-    if _numbers(version) < (4, 0):
-        raise errors.EngineError(f"podman {version} is too old to build with; install 4.0 or later, or docker 20.10")
-    return Engine((podman,), "podman", version, version, "podman")
+    return _podman(())
+
+
+def _podman(options: tuple[str, ...]) -> Engine:
+    podman = shutil.which("podman")
+    if podman is None:
+        raise errors.EngineError(
+            f"Podman answers at {options[-1]}, and docker's client cannot build with it; install podman here too"
+        )
+    cli = (podman, *options)
+    version = str(_ask(cli, "info", "--format", "json").get("version", {}).get("Version", "0"))
+    if _numbers(version) < OLDEST_PODMAN:
+        raise errors.EngineError(f"podman {version} is too old to build with; install 4.3 or later, or docker 20.10")
+    return Engine(cli, "podman", version, version, "podman")
 
 
 def _podman_facts(info: dict[str, Any]) -> Facts:
@@ -188,7 +205,8 @@ def _podman_facts(info: dict[str, Any]) -> Facts:
 
 def _ask(cli: tuple[str, ...], *args: str) -> dict[str, Any]:
     """Ask the engine a question that it answers in JSON."""
-    where = os.environ.get("DOCKER_HOST", "its socket") if "--context" not in cli else f"context {cli[-1]}"
+    chosen = {("--context",): f"context {cli[-1]}", ("--url",): cli[-1]}
+    where = chosen.get(cli[1:2], os.environ.get("DOCKER_HOST", "its socket"))
     try:
         result = proc.run([*cli, *args], check=False, timeout_s=_PATIENCE_S)
     except TimeoutError:

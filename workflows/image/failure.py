@@ -25,9 +25,10 @@ _AWAY = (
     "certificate verify failed",
 )
 _HASHES = "do not match the hashes"
+_FOREIGN = "exec format error"
 _BASE = re.compile(
     r"(failed to resolve source metadata|pull access denied|failed to load cache key|manifest unknown|"
-    r"failed to copy|unable to copy from source|error resolving|load metadata for)",
+    r"failed to copy|unable to copy from source|error resolving|load metadata for|creating build container)",
     re.IGNORECASE,
 )
 
@@ -47,6 +48,11 @@ def explain(steps: Steps, returncode: int, base: str) -> errors.WorkflowsError:
     if _HASHES in text:
         return errors.IntegrityError(
             f"{where}: the package index offers other files than the locked ones; do not use them"
+        )
+    if _FOREIGN in text:
+        return errors.EngineError(
+            f"{where}: the engine's machine cannot run programs of this platform; register QEMU there "
+            "(Debian and Ubuntu: qemu-user-static, binfmt-support), or leave out --platform"
         )
     away = any(phrase in text for phrase in _AWAY)
     if _BASE.search(text) and not said:

@@ -79,6 +79,18 @@ def proxies(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in _PROXIES if environ.get(name))
 
 
+def in_a_file(access: Access, folder: Path) -> Access:
+    """Hand pip's settings over in a file of ours: Podman's server does not see its client's environment."""
+    variables = dict(access.variables)
+    text = variables.pop(PIP_VARIABLE, None)
+    if text is None:
+        return access
+    file = folder / "pip.conf"
+    file.write_text(text, encoding="utf-8")
+    options = tuple(word.replace(f",env={PIP_VARIABLE}", f",src={file}") for word in access.options)
+    return Access(options, variables, access.left_out)
+
+
 def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what pip would be told on this machine: its files in its order, then the environment."""
     home = Path(environ.get("HOME", "/nonexistent"))

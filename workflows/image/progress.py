@@ -23,7 +23,7 @@ _STEP = re.compile(
 _OTHER = re.compile(r"(exporting to|writing image|importing cache|\[internal\] load build context)")
 _KEPT_LINES = 40
 _CACHED_PLAIN = re.compile(r"(#\d+ CACHED|--> Using cache)")
-_STEP_PLAIN = re.compile(r"(#\d+ \[[^\]]+ \d+/\d+\]|STEP \d+/\d+:)")
+_STEP_PLAIN = re.compile(r"(#\d+ \[[^\]]+ \d+/\d+\]|(\[\d+/\d+\] )?STEP \d+/\d+:)")
 
 
 @dataclass

@@ -74,7 +74,9 @@ def contents(root: Path, engine: Engine, built: Built) -> None:
 def job_argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
     """Return the command that runs a validation job in a container, as a user would."""
     means = ["--gpus", "all"] if job == "medium" else ["--network", "none"]
-    options = ["--rm", "--init", "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
+    # Docker brings the program that --init starts; Podman wants a package of its own, and the job reaps what it starts.
+    init = ["--init"] if engine.kind == "docker" else []
+    options = ["--rm", *init, "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
     script = f"/opt/maxtext/{_JOBS[job]}"
     return [*engine.cli, "run", *options, image, script]
 

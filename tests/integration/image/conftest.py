@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from workflows.image import engine as engines
-from workflows.image.engine import Engine
 from workflows.image.reference import make
 from workflows.image.spec import ImageSpec, Means
 
@@ -76,12 +74,6 @@ def changed(root: Path, tmp_path: Path) -> Repository:
 
 
 @pytest.fixture(scope="session")
-def engine(docker_engine: None) -> Engine:
-    """The engine that runs, as build.py sees it."""
-    return engines.detect()
-
-
-@pytest.fixture(scope="session")
 def image(repository: Repository, bookworm: str) -> dict[str, Any]:
     """The CPU image of what runs: built, checked by MaxText's CPU job, named. What build.py --json says of it."""
     options = ["--accelerator", "cpu", "--base-image", bookworm, "--repo", "multimesh-test", "--name", "image"]
@@ -109,15 +101,3 @@ def spec(bookworm: str) -> Callable[..., ImageSpec]:
 def means() -> Means:
     """The build's usual way to its packages."""
     return Means(None, None, "default", True, True, None, False)
-
-
-@pytest.fixture(scope="session")
-def docker() -> Callable[..., str]:
-    """Run a docker command that must succeed; returns its output."""
-
-    def run(*argv: str, stdin: str | None = None) -> str:
-        done = subprocess.run(["docker", *argv], input=stdin, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout.strip()
-
-    return run

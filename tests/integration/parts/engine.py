@@ -9,7 +9,7 @@ import subprocess
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from tests.integration.parts import packages, processes
 
@@ -166,9 +166,14 @@ def checkable(verdict: str = "echo ok: stub") -> tuple[dict[str, tuple[bytes, in
 
 
 def archive(files: dict[str, tuple[bytes, int]], links: dict[str, str]) -> bytes:
-    """Return a tar for ``docker import``: files with content and mode, and symbolic links."""
+    """Return a tar for ``docker import``: files with content and mode, symbolic links, and the folders of both."""
     raw = io.BytesIO()
+    folders = {str(parent) for name in (*files, *links) for parent in PurePosixPath(name).parents} - {"."}
     with tarfile.open(fileobj=raw, mode="w") as made:
+        for name in sorted(folders):
+            info = tarfile.TarInfo(name)
+            info.type, info.mode = tarfile.DIRTYPE, 0o755
+            made.addfile(info)
         for name, (content, mode) in files.items():
             info = tarfile.TarInfo(name)
             info.size, info.mode = len(content), mode

@@ -22,8 +22,8 @@ def need(program: str, *packages: str) -> str:
     return found
 
 
-def from_sid(folder: Path, *packages: str, suite: str = "sid") -> Path:
-    """Unpack packages of another Debian release into ``folder``, leaving the machine's own apt as it is."""
+def from_sid(folder: Path, *packages: str, suite: str = "sid", architecture: str | None = None) -> Path:
+    """Unpack packages of another Debian release or machine in ``folder``, leaving the machine's own apt as it is."""
     state = folder / "apt"
     for each in ("lists/partial", "archives/partial"):
         (state / each).mkdir(parents=True)
@@ -36,6 +36,7 @@ def from_sid(folder: Path, *packages: str, suite: str = "sid") -> Path:
         f'Dir::State "{state}";\nDir::State::status "{state}/status";\nDir::State::lists "{state}/lists";\n'
         f'Dir::Cache "{state}";\nDir::Etc::sourcelist "{state}/sources.list";\nDir::Etc::sourceparts "-";\n'
         'Acquire::Languages "none";\nAPT::Sandbox::User "root";\n'
+        + (f'APT::Architecture "{architecture}";\n' if architecture else "")
     )
     env = _ENV | {"APT_CONFIG": str(config)}
     _apt("update", "-qq", env=env)

@@ -22,6 +22,18 @@ http: {{addr: "127.0.0.1:{port}"}}
 
 
 @contextmanager
+def also_inside(folder: Path, pid: int, log: Path) -> Iterator[None]:
+    """Have a second server of the same registry at the same address of a process's own network."""
+    program = packages.need("docker-registry", "docker-registry")
+    config = folder / "registry.yml"
+    port = int(config.read_text().rpartition(":")[2].strip('"} \n'))
+    connections = Path(f"/proc/{pid}/net/tcp")
+    argv = ["nsenter", "--target", str(pid), "--net", program, "serve", str(config)]
+    with processes.server(argv, log, healthy=lambda: f":{port:04X} 00000000:0000 0A" in connections.read_text()):
+        yield
+
+
+@contextmanager
 def running(folder: Path) -> Iterator[str]:
     """Have a registry for the length of a block; gives ``127.0.0.1:PORT``, which engines speak plain HTTP with."""
     program = packages.need("docker-registry", "docker-registry")

@@ -13,7 +13,6 @@ import pytest
 
 from tests.integration.parts import engine as engine_parts
 from tests.integration.parts import proxy
-from workflows.image import engine as engines
 from workflows.image import reference
 from workflows.image.reference import Reference
 from workflows.image.registry import Registry
@@ -29,12 +28,6 @@ class Tiny:
 
     id: str
     words: str
-
-
-@pytest.fixture(scope="session")
-def engine(docker_engine: None) -> engines.Engine:
-    """The engine as the tooling sees it."""
-    return engines.detect()
 
 
 @pytest.fixture
