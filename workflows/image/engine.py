@@ -120,10 +120,10 @@ def detect(context: str | None = None) -> Engine:
     cli = (docker, *(("--context", context) if context else ()))
     try:
         answer = _ask(cli, "version", "--format", "{{json .}}")
-    except errors.EngineError as error:
+    except errors.EngineError:
         if context or os.environ.get("DOCKER_HOST") or shutil.which("podman") is None:
             raise
-        console.note(f"podman is taken ({error})")
+        console.note("docker's client finds no engine; podman is taken")
         return _podman(())
     server, client = answer.get("Server"), answer.get("Client", {})
     if not server:
@@ -187,10 +187,17 @@ def _podman(options: tuple[str, ...]) -> Engine:
             f"Podman answers at {options[-1]}, and docker's client cannot build with it; install podman here too"
         )
     cli = (podman, *options)
-    version = str(_ask(cli, "info", "--format", "json").get("version", {}).get("Version", "0"))
+    told = _ask(cli, "version", "--format", "json")
+    client = str(told.get("Client", {}).get("Version", "0"))
+    version = str((told.get("Server") or {}).get("Version", client))
     if _numbers(version) < OLDEST_PODMAN:
         raise errors.EngineError(f"podman {version} is too old to build with; install 4.3 or later, or docker 20.10")
-    return Engine(cli, "podman", version, version, "podman")
+    if _numbers(version)[0] != _numbers(client)[0]:
+        raise errors.EngineError(
+            f"podman {version} answers at {options[-1]}, and podman {client} here does not understand all of it; "
+            "install the same here"
+        )
+    return Engine(cli, "podman", version, client, "podman")
 
 
 def _podman_facts(info: dict[str, Any]) -> Facts:
