@@ -23,19 +23,19 @@ ARG BASE_IMAGE
 ARG ACCELERATOR=cuda12
 
 FROM ${BASE_IMAGE} AS tools
-COPY requirements/run.txt /made/run.txt
+COPY requirements/run.txt /opt/made/run.txt
 
 FROM ${BASE_IMAGE} AS never
 RUN echo this stage is not asked for && exit 1
 
 FROM ${BASE_IMAGE} AS accelerator-cpu
 SHELL ["/bin/sh", "-euc"]
-RUN --mount=type=bind,from=tools,source=/made,target=/made \\
-    --mount=type=bind,source=requirements,target=/requirements \\
+RUN --mount=type=bind,from=tools,source=/opt/made,target=/opt/made \\
+    --mount=type=bind,source=requirements,target=/opt/requirements \\
     --mount=type=secret,id=pip.conf \\
     --mount=type=cache,id=multimesh-tiny,target=/cache \\
-    cp /made/run.txt /from-a-stage.txt; \\
-    cp /requirements/run.txt /from-the-sources.txt; \\
+    cp /opt/made/run.txt /from-a-stage.txt; \\
+    cp /opt/requirements/run.txt /from-the-sources.txt; \\
     test -n "$(cat /run/secrets/pip.conf)"; \\
     mkdir -p /opt/inventory /tmp; \\
     chmod 1777 /tmp; \\
