@@ -212,8 +212,9 @@ def _podman_facts(info: dict[str, Any]) -> Facts:
 
 def _ask(cli: tuple[str, ...], *args: str) -> dict[str, Any]:
     """Ask the engine a question that it answers in JSON."""
-    chosen = {("--context",): f"context {cli[-1]}", ("--url",): cli[-1]}
-    where = chosen.get(cli[1:2], os.environ.get("DOCKER_HOST", "its socket"))
+    where = os.environ.get("DOCKER_HOST", "its socket")
+    if cli[1:]:
+        where = cli[-1] if cli[1] == "--url" else f"context {cli[-1]}"
     try:
         result = proc.run([*cli, *args], check=False, timeout_s=_PATIENCE_S)
     except TimeoutError:
