@@ -50,6 +50,11 @@ class Bench:
     scanner: str
     env: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def way(self) -> str:
+        """Who makes attestations: ``engine`` or ``builder``."""
+        return "builder" if "BUILDX_BUILDER" in self.env else "engine"
+
     def build(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run build.py on the base image."""
         given = ["--accelerator", "cpu", "--base-image", self.base, *argv]
