@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration.parts import engine as engines
 from tests.integration.parts import registry as registries
+from tests.integration.parts import slurm
 from workflows.image import engine as detected
 
 
@@ -55,3 +56,10 @@ def registry(parts_folder: Path) -> Iterator[str]:
     """An empty registry, as ``127.0.0.1:PORT``."""
     with registries.running(parts_folder / "registry") as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def cluster(parts_folder: Path) -> Iterator[dict[str, str]]:
+    """A Slurm of two nodes, with nothing to run; the variables that its clients need."""
+    with slurm.running(parts_folder / "slurm") as environment:
+        yield environment

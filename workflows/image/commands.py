@@ -51,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
         publish.check_options(request)
     where = engine.detect(request.actions.remote)
+    if request.actions.validate == "large":
+        from workflows.image import large
+
+        large.check_engine(where)
     attesting = decide(where, request)
     if request.actions.upload:
         publish.check_before(ROOT, where, request, attesting)
@@ -146,7 +150,7 @@ def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[
         image = str(spec.reference)
     if not actions.skip_save:
         if spec.target != "devcontainer":
-            commands.append(smoke.job_argv(where, image, actions.validate, "multimesh-check"))
+            commands += smoke.planned(where, image, actions.validate)
         names = [str(spec.reference), *([str(spec.reference.tagged("latest"))] if actions.latest else [])]
         commands += [[*where.cli, "tag", image, each] for each in names]
     if actions.upload:

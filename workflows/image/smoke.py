@@ -38,20 +38,21 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     Parameters
     ----------
     job
-        ``small``: MaxText on 8 virtual CPU devices, without network or GPU; ``medium``: on the GPUs of this machine.
+        ``small``: MaxText on 8 virtual CPU devices, without network or GPU; ``medium``: on the GPUs of this machine;
+        ``large``: llama3-8b under Slurm, every time it is asked for.
 
     Raises
     ------
     SmokeError
         What the image lacks or holds, or the last line of the job that failed in it.
     """
-    if (before := _recall(root, built.content, job)) is not None:
+    if job != "large" and (before := _recall(root, built.content, job)) is not None:
         return before
     started = time.monotonic()
     contents(root, engine, built)
     verdict = "its tools are there"
     if built.spec.target != "devcontainer":
-        verdict = run_job(engine, built.image_id, job)
+        verdict = run_job(root, engine, built.image_id, job)
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
     _remember(root, built.content, passed)
     return passed
@@ -71,6 +72,15 @@ def contents(root: Path, engine: Engine, built: Built) -> None:
         raise errors.SmokeError(f"{built.image_id}: holds {'; '.join(faults) or result.complaint}")
 
 
+def planned(engine: Engine, image: str, job: str) -> list[list[str]]:
+    """Return the commands of a check's job."""
+    if job == "large":
+        from workflows.image import large
+
+        return large.planned(engine, image)
+    return [job_argv(engine, image, job, "multimesh-check")]
+
+
 def job_argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
     """Return the command that runs a validation job in a container, as a user would."""
     means = ["--gpus", "all"] if job == "medium" else ["--network", "none"]
@@ -81,7 +91,16 @@ def job_argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
     return [*engine.cli, "run", *options, image, script]
 
 
-def run_job(engine: Engine, image: str, job: str) -> str:
+def run_job(root: Path, engine: Engine, image: str, job: str) -> str:
+    """Run a validation job, showing its lines; return its verdict."""
+    if job == "large":
+        from workflows.image import large
+
+        return large.run(root, engine, image)
+    return run_container(engine, image, job)
+
+
+def run_container(engine: Engine, image: str, job: str) -> str:
     """Run a validation job in a container, showing its lines; return the last of them."""
     name = f"multimesh-check-{os.getpid()}-{secrets.token_hex(4)}"
     lines = list[str]()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-
 from workflows import errors, proc
-
-_SLURM_JOB = "maxtext/llama3-8b-16gpus"
 
 
 def check_means(job: str) -> None:
@@ -16,12 +12,9 @@ def check_means(job: str) -> None:
             "--validate medium: nvidia-smi lists no GPU here; run it on a machine with one, or take --validate small"
         )
     if job == "large":
-        missing = [program for program in ("sbatch", "squeue") if shutil.which(program) is None]
-        if missing:
-            raise errors.UsageError(
-                f"--validate large: no {missing[0]} here; run it where Slurm is, or take --validate small"
-            )
-        raise errors.UsageError(f"--validate large: {_SLURM_JOB} has no job for an image; take --validate small")
+        from workflows.image import large
+
+        large.check_means()
 
 
 def _gpus() -> int:

@@ -231,16 +231,15 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
         ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
         ("quantization=int8", r"with quantization=int8 yet"),
         (
-            "--nodes 2 --cpus 4 --dp 8 --spawn",
-            r"one process for now; use --nodes 1 with --cpus 8 in place of --nodes 2",
+            "--nodes 2 --cpus 4 --dp 4",
+            r"is one process for now; use --backend spmd, or --nodes 1 with --cpus 8 in place of --nodes 2",
         ),
     ],
 )
 @pytest.mark.promise("What --backend multimesh cannot place yet is refused before anything is compiled, in one line")
 def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):
-    pipeline = [] if "--nodes" in argv else ["--pp", "2"]
     with pytest.raises(UnsupportedError, match=message) as raised:
-        job([*pipeline, *argv.split()])
+        job(["--pp", "2", *argv.split()])
     assert "\n" not in str(raised.value)
 
 

@@ -152,13 +152,14 @@ def checkable(verdict: str = "echo ok: stub") -> tuple[dict[str, tuple[bytes, in
     Parameters
     ----------
     verdict
-        What its check job does.
+        What its check jobs do.
     """
     busybox = Path(packages.need("busybox", "busybox-static")).read_bytes()
     files = {
         "bin/busybox": (busybox, 0o755),
         "opt/entrypoint.sh": (b'#!/bin/sh\nexec "$@"\n', 0o755),
         "opt/maxtext/validate-cpu.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
+        "opt/maxtext/llama3-8b-16gpus/run-dgx-h100.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
     }
     stubs = ["opt/maxtext/run.py", "opt/inventory/sbom.cdx.json", "opt/inventory/licences.txt", "opt/LICENSE"]
     files |= dict.fromkeys((*stubs, "opt/sources.lock", "opt/images.lock"), (b"stub\n", 0o644))

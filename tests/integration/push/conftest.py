@@ -74,6 +74,19 @@ def target(faulty: proxy.FaultyProxy, request: pytest.FixtureRequest) -> Referen
     return reference.make(f"{faulty.address}/team", name, "v1")
 
 
+@pytest.fixture
+def upload(target: Reference, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Upload an image of the engine with build.py's options; returns the process."""
+
+    def run(image: Tiny, *options: str) -> subprocess.CompletedProcess[str]:
+        subprocess.run(["docker", "tag", image.id, str(target)], check=True)
+        name = ("--repo", target.repository.rpartition("/")[0], "--name", target.repository.rpartition("/")[2])
+        more = ("--tag", "v1", "--release-file", str(tmp_path / "release.json"))
+        return workflows("image", "--no-build", "--upload", *name, *more, *options)
+
+    return run
+
+
 def digest_of(target: Reference, tag: str) -> str | None:
     """What a tag has in the registry now."""
     with Registry(target, FAST) as registry:

@@ -25,19 +25,6 @@ PINNED = {
 }
 
 
-@pytest.fixture
-def upload(target: Reference, tmp_path: Path):
-    """Upload an image of the engine with build.py's options; returns the process."""
-
-    def run(image, *options: str) -> subprocess.CompletedProcess[str]:
-        subprocess.run(["docker", "tag", image.id, str(target)], check=True)
-        name = ("--repo", target.repository.rpartition("/")[0], "--name", target.repository.rpartition("/")[2])
-        more = ("--tag", "v1", "--release-file", str(tmp_path / "release.json"))
-        return workflows("image", "--no-build", "--upload", *name, *more, *options)
-
-    return run
-
-
 @pytest.mark.promise(
     "build.py --upload pushes REPO/NAME:TAG, prints digest, size and the pull command, and writes release.json.",
     stand_in="a registry on this machine",

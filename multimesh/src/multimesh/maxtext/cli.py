@@ -19,6 +19,7 @@ from multimesh.maxtext.checks import Job, check_backend, check_flags, check_job,
 from multimesh.maxtext.flags import parse
 from multimesh.maxtext.gpus import visible_gpu_memory
 from multimesh.maxtext.locate import find_maxtext, has_package
+from multimesh.maxtext.members import member
 from multimesh.maxtext.memory import Need, check_fits, parse_size
 from multimesh.maxtext.model import describe_model
 from multimesh.maxtext.options import Options
@@ -58,6 +59,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
 def _run(options: Options, root: Path | None) -> int:
     check_backend(options)
     check_flags(options)
+    this = member(options, os.environ)
     maxtext = find_maxtext(root)
     job = check_job(options, describe_model(options, maxtext / "maxtext"))
     texts = read_texts(options.text or ())
@@ -68,13 +70,14 @@ def _run(options: Options, root: Path | None) -> int:
             options, visible_gpus=None if gpus is None else len(gpus), has_tfds=has_package("tensorflow_datasets")
         )
     note = warning(options, gpu_memory=gpu_memory)
-    if note:
+    if note and this.rank == 0:
         print(f"warning: {note}", file=sys.stderr)
-    paths = _paths(options, maxtext)
-    start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
+    paths = this.own(_paths(options, maxtext))
+    start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, local_rank=this.local)
     if options.dry_run:
         return _dry_run(start, as_json=options.json)
-    console = Console(soft_wrap=True)
+    # Of several processes the first speaks for all, unless another fails.
+    console = Console(soft_wrap=True, quiet=this.rank > 0)
     _prepare(job, paths, texts)
     _check_memory(job, paths, console, gpu_memory)
     if options.forecast:
@@ -186,7 +189,7 @@ def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, 
 
 def _report(o: Options, console: Console, paths: Paths, outcome: Outcome, pairs: Sequence[Pair]) -> int:
     steps, error = outcome.steps, outcome.error
-    if o.json:
+    if o.json and not console.quiet:
         files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
         print(json.dumps(report.summary(steps, outcome.evaluations, pairs, files, error)))
     else:

@@ -21,6 +21,7 @@ from multimesh.maxtext.text import index_path
 from multimesh.maxtext.xla import xla_flags
 
 TRAINER = "maxtext.trainers.pre_train.train"
+JOINING = "multimesh.maxtext.joining"
 RUN_NAME = "train"
 
 _DEFAULTS = {
@@ -124,7 +125,9 @@ def handoff(job: Job, paths: Paths) -> Handoff:
     )
 
 
-def launch(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
+def launch(
+    job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, local_rank: int = 0
+) -> Launch:
     """Return the process that trains a job.
 
     Parameters
@@ -133,6 +136,8 @@ def launch(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: 
         The environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
     gpu_memory
         Memory of a visible GPU in MiB, ``None`` if unknown.
+    local_rank
+        Of several processes: which of those on this machine it is, and so which GPUs are its own.
     """
     settings = configuration(job, paths)
     extra = dict(setting.split("=", 1) for setting in job.options.settings)
@@ -144,8 +149,13 @@ def launch(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: 
     base = job.options.maxtext_config or paths.package / "configs/base.yml"
     arguments = [argument(key, value) for key, value in settings.items()]
     # -P keeps the working folder off the module path: a folder of the user's must not shadow the trainer's modules.
-    command = (paths.python, "-P", "-m", TRAINER, str(base.resolve()), *arguments, *job.options.settings)
-    return Launch(command, environment(job, paths, inherited=inherited, gpu_memory=gpu_memory), {**settings, **extra})
+    trainer = JOINING if job.options.nodes > 1 else TRAINER
+    command = (paths.python, "-P", "-m", trainer, str(base.resolve()), *arguments, *job.options.settings)
+    variables = environment(job, paths, inherited=inherited, gpu_memory=gpu_memory)
+    if job.options.nodes > 1 and job.options.gpus:
+        first = local_rank * job.options.gpus
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + job.options.gpus)))
+    return Launch(command, variables, {**settings, **extra})
 
 
 def configuration(job: Job, paths: Paths) -> dict[str, Any]:
@@ -201,6 +211,8 @@ def _grid(job: Job) -> dict[str, Any]:
         "ici_tensor_sequence_parallelism": o.tp if o.sequence_parallel else 1,
         "ici_expert_parallelism": o.ep,
         "ici_pipeline_parallelism": 1 if o.staged else o.pp,
+        # One mesh over all processes, in the order of their ranks: the innermost axes stay within a machine.
+        **({"num_slices": 1} if o.nodes > 1 else {}),
     }
     if o.pp == 1 or o.staged:
         return settings | {
@@ -242,8 +254,10 @@ def _dataset(job: Job, paths: Paths) -> dict[str, Any]:
 def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> dict[str, str]:
     """Return the variables that the trainer gets on top of the inherited ones."""
     o = job.options
-    flags = [inherited.get("XLA_FLAGS", ""), *xla_flags(o, devices=job.devices)]
-    library = [str(_LIBRARY)] if o.staged and _LIBRARY.name not in ("site-packages", "dist-packages") else []
+    flags = [inherited.get("XLA_FLAGS", ""), *xla_flags(o, devices=job.devices // o.nodes)]
+    library = (
+        [str(_LIBRARY)] if (o.staged or o.nodes > 1) and _LIBRARY.name not in ("site-packages", "dist-packages") else []
+    )
     search = [str(paths.maxtext), *library, *filter(None, [inherited.get("PYTHONPATH")])]
     variables = {
         "DECOUPLE_GCLOUD": "TRUE",

@@ -1,0 +1,96 @@
+"""A real Slurm on one machine: munge, a controller and two nodes, started for the test run."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import secrets
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.integration.parts import packages, processes
+
+NODES = ("n1", "n2")
+_CONFIG = """\
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={socket}
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/spool-%n
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+{nodes}
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@contextmanager
+def running(place: Path) -> Iterator[dict[str, str]]:
+    """Have a cluster of two nodes with four CPUs each for the length of a block; gives what clients need to find it."""
+    munged = packages.need("munged", "slurm-wlm", "slurm-client", "slurm-wlm-basic-plugins", "munge")
+    for folder in ("state", *(f"spool-{name}" for name in NODES)):
+        (place / folder).mkdir(parents=True)
+    conf, socket = place / "slurm.conf", place / "munge" / "socket"
+    ports = [processes.free_port() for _ in range(3)]
+    nodes = [
+        f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 State=UNKNOWN"
+        for name, port in zip(NODES, ports[1:], strict=True)
+    ]
+    conf.write_text(_CONFIG.format(controller=ports[0], socket=socket, place=place, nodes="\n".join(nodes)))
+    env = {"SLURM_CONF": str(conf)}
+    with ExitStack() as started:
+        started.enter_context(_munge(munged, place / "munge", socket))
+        for argv, name in (
+            (["slurmctld", "-D", "-f", str(conf)], "slurmctld"),
+            *((["slurmd", "-D", "-N", node, "-f", str(conf)], f"slurmd-{node}") for node in NODES),
+        ):
+            program = packages.need(argv[0], "slurm-wlm")
+            port = ports[0] if name == "slurmctld" else ports[1 + NODES.index(argv[3])]
+            server = processes.server(
+                [program, *argv[1:]],
+                place / f"{name}.log",
+                healthy=lambda port=port: processes.listens(port),
+                env=os.environ | env,
+            )
+            started.enter_context(server)
+        processes.wait_for(lambda: _idle(env), "both nodes are idle", log=place / "slurmctld.log")
+        yield env
+
+
+@contextmanager
+def _munge(program: str, folder: Path, socket: Path) -> Iterator[None]:
+    """Run munge with a key of its own, as its own user, who must own all that it reads."""
+    user = pwd.getpwnam("munge")
+    folder.mkdir()
+    (folder / "key").write_bytes(secrets.token_bytes(128))
+    (folder / "key").chmod(0o600)
+    for path in (folder, folder / "key"):
+        os.chown(path, user.pw_uid, user.pw_gid)
+    for above in folder.parents:
+        above.chmod(above.stat().st_mode | 0o111)
+    files = {"socket": socket, "key-file": folder / "key", "pid-file": folder / "pid", "seed-file": folder / "seed"}
+    argv = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", program, "--foreground", "--force"]
+    argv += [f"--{name}={path}" for name, path in files.items()] + [f"--log-file={folder / 'munged.log'}"]
+    with processes.server(argv, folder / "out.log", healthy=socket.exists):
+        yield
+
+
+def _idle(env: dict[str, str]) -> bool:
+    told = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--format=%N %T"], env=os.environ | env, capture_output=True, text=True
+    )
+    return told.stdout.split("\n")[:2] == [f"{name} idle" for name in NODES]
