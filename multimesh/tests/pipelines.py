@@ -61,6 +61,10 @@ class Split:
             lambda x, o: jax.device_put(jnp.array(x), NamedSharding(self.mesh(o[0]), P())), tree, owners
         )
 
+    def lay_out(self, batch: Any) -> Any:
+        """The batch on the first submesh, its rows over the data-parallel devices."""
+        return jax.device_put(batch, NamedSharding(self.mesh(0), P("data")))
+
 
 def register_scopes(split: Split, stages: int) -> list[Any]:
     """Place the scopes that ``form="scope"`` opens; remove them with ``.remove()``."""

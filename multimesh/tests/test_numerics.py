@@ -25,7 +25,7 @@ def check(model, split, stages, *, where, schedule, rows=ROWS, size=SIZE):
     params, batch = model.init(stages), model.batch(rows, 0)
     owners = model.owners(params)
     step = mm.jit(gradient(model, split, size=size, rows=rows, where=where, schedule=schedule))
-    loss, grads = step(split.place(params, owners), batch)
+    loss, grads = step(split.place(params, owners), split.lay_out(batch))
     assert_same((loss, grads), reference_gradient(model, stages, rows, size))
     assert_placed(split, grads, owners)
 

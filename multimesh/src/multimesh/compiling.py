@@ -96,27 +96,23 @@ class _Compiler:
         self._layouts: dict[int, NamedSharding] = {}
         self._pinned: dict[int, NamedSharding] = {}
         for arg, slot in plan.inputs:
-            self._layouts[slot] = self._carried(argument_spec(plan, specs, derived, arg, slot), slot)
+            self._layouts[slot] = plan.layout(slot, argument_spec(plan, specs, derived, arg, slot))
         for _, slot in plan.constants:
-            self._layouts[slot] = self._carried(PartitionSpec(), slot)
+            self._layouts[slot] = plan.layout(slot, PartitionSpec())
         for slot, args in plan.like.items():
-            agreed = {self._carried(argument_spec(plan, specs, derived, a, slot), slot) for a in args}
+            agreed = {plan.layout(slot, argument_spec(plan, specs, derived, a, slot)) for a in args}
             if len(agreed) == 1:
                 self._pinned[slot] = agreed.pop()
         for position, spec in out_specs.items():
             kind, slot = plan.outputs[position]
             if kind == "slot" and slot not in self._layouts:
-                self._pinned[slot] = self._carried(spec, slot)
+                self._pinned[slot] = plan.layout(slot, spec)
         zeros = {k for k, kernel in enumerate(plan.kernels) if kernel.make == "zeros"}
         accumulators = {s for step in plan.instructions if step.kernel in zeros for s in step.outs}
         for slot in {s for step in plan.instructions if step.kind == "RUN" for s in step.outs} - set(self._pinned):
             if plan.submeshes[plan.slots[slot].submesh].size == 1 or slot in accumulators:
-                self._pinned[slot] = self._carried(PartitionSpec(), slot)
+                self._pinned[slot] = plan.layout(slot, PartitionSpec())
         self._received = self._senders()
-
-    def _carried(self, spec: PartitionSpec, slot: int) -> NamedSharding:
-        where = self._plan.slots[slot]
-        return carry_over(spec, where.shape, self._plan.submeshes[where.submesh])
 
     def _senders(self) -> dict[int, int]:
         """Slot that receives to the slot that it is received from."""
@@ -134,7 +130,7 @@ class _Compiler:
         if slot not in self._layouts and slot in self._received:
             sent = self._layout(self._received[slot])
             if sent is not None:
-                self._layouts[slot] = self._carried(sent.spec, slot)
+                self._layouts[slot] = self._plan.layout(slot, sent.spec)
         return self._layouts.get(slot)
 
     def run(self) -> CompiledPlan:
@@ -198,7 +194,7 @@ class _Compiler:
         ]
         pinned = [self._pinned.get(slot) for slot in step.outs]
         if not given:
-            pinned = [p or self._carried(PartitionSpec(), s) for p, s in zip(pinned, step.outs, strict=True)]
+            pinned = [p or self._plan.layout(s, PartitionSpec()) for p, s in zip(pinned, step.outs, strict=True)]
         jitted = jax.jit(
             kernel_function(kernel, self._plan),
             out_shardings=pinned,

@@ -71,11 +71,15 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """A result of a loop: ``init`` plus the sum over microbatches of the body's ``leaf``."""
+    """A result of a loop: ``init`` plus the sum over microbatches of the body's ``leaf``.
+
+    With ``over``, both have a leading dimension more, a term for each device along these axes of the submesh.
+    """
 
     out: Value
     init: Atom | None
     leaf: Atom
+    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from multimesh.passes.inline import inline
 from multimesh.passes.loops import fuse, separate
 from multimesh.passes.place import has_tasks, place
 from multimesh.passes.planning import arrange, build
+from multimesh.passes.reductions import delay_reductions
 from multimesh.plan import Plan
 from multimesh.tracing import partitioning
 
@@ -231,6 +232,8 @@ class Jitted:
                 return self._plain(flat, signature)
             default = signature.home or Mesh(np.array(devices[:1]), ("devices",))
         program, homes = place(separate(fuse(traced)), default)
+        given = {v: spec for v, spec in zip(program.inputs, signature.specs, strict=True) if spec is not None}
+        program = delay_reductions(program, homes, given)
         self._check_devices(program)
         out_tree = jax.tree.structure(shapes)
         donated = self._donated_leaves(signature.tree)

@@ -12,7 +12,6 @@ from multimesh import ir
 from multimesh.arguments import Signature, stripped
 from multimesh.passes.autoshard import autoshard
 from multimesh.plan import Plan
-from multimesh.submesh import carry_over
 
 Derived = Mapping[tuple[int, int], PartitionSpec]  # (argument leaf, submesh) to its spec there
 
@@ -49,8 +48,7 @@ def input_shardings(plan: Plan, specs: Sequence[PartitionSpec], derived: Derived
 def _sharding(plan: Plan, spec: PartitionSpec, derived: Derived, arg: int, slot: int | None) -> NamedSharding | None:
     if slot is None:
         return None
-    where = plan.slots[slot]
-    return carry_over(derived.get((arg, where.submesh), spec), where.shape, plan.submeshes[where.submesh])
+    return plan.layout(slot, derived.get((arg, plan.slots[slot].submesh), spec))
 
 
 def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir, listing
 from multimesh.simulate import UNIT_COSTS, covered
+from multimesh.submesh import carry_over
 
 if TYPE_CHECKING:
     from multimesh.forecast import Costs
@@ -122,6 +123,8 @@ class Plan:
     like
         Slot to the argument leaves whose layout it takes: a new parameter that of the old one, a gradient that of its
         parameter. Of several candidates the layout is taken only when they agree.
+    over
+        Accumulator slot to the axes of its submesh along which its first dimension lies: a term for each device.
     schedules
         Names of the schedules of its microbatch loops.
     """
@@ -135,7 +138,17 @@ class Plan:
     outputs: tuple[tuple[str, Any], ...]
     donations: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     like: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     schedules: tuple[str, ...] = ()
+
+    def layout(self, slot: int, spec: PartitionSpec) -> NamedSharding:
+        """Layout of a slot that takes a partition spec; an accumulator of terms has them in front."""
+        where = self.slots[slot]
+        mesh = self.submeshes[where.submesh]
+        over = self.over.get(slot)
+        if over is None:
+            return carry_over(spec, where.shape, mesh)
+        return NamedSharding(mesh, PartitionSpec(over, *carry_over(spec, where.shape[1:], mesh).spec))
 
     def peak_bytes(self) -> tuple[int, ...]:
         """Most bytes of intermediate values alive at once, per submesh: whole arrays, without arguments."""

@@ -23,9 +23,13 @@ Axes = tuple[tuple[str, ...], ...]
 
 def axes_of(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> Axes:
     """Return how a spec divides an array on a mesh; axes of size one are left out."""
-    entries = (*carry_over(spec, shape, mesh).spec, *[None] * len(shape))[: len(shape)]
-    named = ((e,) if isinstance(e, str) else e if isinstance(e, tuple) else () for e in entries)
-    return tuple(tuple(axis for axis in names if mesh.shape[axis] > 1) for names in named)
+    return _divided(carry_over(spec, shape, mesh), len(shape))
+
+
+def _divided(layout: NamedSharding, rank: int) -> Axes:
+    named = ((e,) if isinstance(e, str) else e if isinstance(e, tuple) else () for e in layout.spec)
+    axes = [tuple(axis for axis in names if layout.mesh.shape[axis] > 1) for names in named]
+    return (*axes, *[()] * (rank - len(axes)))
 
 
 def ways(axes: Axes, mesh: Mesh) -> int:
@@ -64,8 +68,7 @@ def slot_axes(plan: Plan, specs: Sequence[PartitionSpec]) -> tuple[dict[int, Axe
 
 
 def _on(plan: Plan, slot: int, spec: PartitionSpec) -> Axes:
-    where = plan.slots[slot]
-    return axes_of(spec, where.shape, plan.submeshes[where.submesh])
+    return _divided(plan.layout(slot, spec), len(plan.slots[slot].shape))
 
 
 def _whole(shape: Sequence[int]) -> Axes:

@@ -7,7 +7,7 @@ dimension that a constraint replicates stops others, as it does in a compiler.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,12 +18,12 @@ from multimesh.passes.dimensions import links
 from multimesh.submesh import translate
 
 Axes = tuple[str, ...]
-_Node = tuple[ir.Value, Mesh, int]  # a dimension of a value on a submesh
+Node = tuple[ir.Value, Mesh, int]  # a dimension of a value on a submesh
 
 
 def autoshard(program: ir.Program) -> dict[tuple[ir.Value, Mesh], PartitionSpec]:
     """Partition spec of each input on each submesh that reads it; inputs that no constraint reaches are left out."""
-    graph = _Graph(program)
+    graph = Layouts(program)
     axes = graph.spread()
     derived: dict[tuple[ir.Value, Mesh], PartitionSpec] = {}
     for value in program.inputs:
@@ -34,13 +34,17 @@ def autoshard(program: ir.Program) -> dict[tuple[ir.Value, Mesh], PartitionSpec]
     return derived
 
 
-class _Graph:
-    """Dimensions, which of them go together, and where constraints are."""
+class Layouts:
+    """Dimensions of a placed program, which of them go together, and which have a layout: by a constraint, or given.
 
-    def __init__(self, program: ir.Program):
+    ``given`` maps inputs to their partition specs, which hold on each submesh that reads them; unlike a constraint, an
+    input that is replicated stops no other layout.
+    """
+
+    def __init__(self, program: ir.Program, given: Mapping[ir.Value, PartitionSpec] | None = None):
         self.meshes: dict[ir.Value, dict[Mesh, None]] = collections.defaultdict(dict)
-        self._next: dict[_Node, list[_Node]] = collections.defaultdict(list)
-        self._sources: list[tuple[_Node, Axes]] = []
+        self._next: dict[Node, list[Node]] = collections.defaultdict(list)
+        self._sources: list[tuple[Node, Axes]] = []
         for item in program.items:
             for op in item.ops if isinstance(item, ir.Loop) else (item,):
                 self._operation(op)
@@ -52,8 +56,11 @@ class _Graph:
             for other in others:
                 for d in range(len(_shape(value))):
                     self._join([(value, first, d), (value, other, d)])
+        for value, spec in (given or {}).items():
+            entries = [(d, axes) for d, axes in _entries(spec, len(_shape(value))) if axes]
+            self._sources += [((value, mesh, d), axes) for mesh in self.meshes[value] for d, axes in entries]
 
-    def _join(self, nodes: Iterable[_Node]) -> None:
+    def _join(self, nodes: Iterable[Node]) -> None:
         first, *others = nodes
         for other in others:
             self._next[first].append(other)
@@ -95,9 +102,9 @@ class _Graph:
                 for d in range(len(_shape(inner))):
                     self._join([(inner, mesh, d), (outer, mesh, d + shift)])
 
-    def spread(self) -> dict[_Node, Axes]:
-        """Axes of every dimension that a constraint reaches, the nearest first."""
-        found: dict[_Node, Axes] = {}
+    def spread(self) -> dict[Node, Axes]:
+        """Axes of every dimension that a layout reaches, the nearest first."""
+        found: dict[Node, Axes] = {}
         used: dict[tuple[ir.Value, Mesh], set[str]] = collections.defaultdict(set)
         queue = collections.deque(self._sources)
         while queue:

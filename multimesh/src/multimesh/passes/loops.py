@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -193,7 +193,7 @@ def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.L
         by_out[s.out].append(s)
     for out, parts in by_out.items():
         leaves = [leaf for s in parts for leaf in _split_leaf(s.leaf, inner, uses, dropped)]
-        inits = [s.init for s in parts if s.init is not None and not _is_zero(s.init, producer)]
+        inits = [s.init for s in parts if s.init is not None and not is_zero(s.init, producer)]
         made = [ir.Sum(ir.Value(_aval(out, leaf)), None, leaf) for leaf in leaves]
         addends: list[ir.Atom] = [s.out for s in made] + inits
         if len(addends) == 1:
@@ -267,7 +267,8 @@ def _split_leaf(
     return leaves
 
 
-def _is_zero(atom: ir.Atom, producer: dict[ir.Value, ir.Op]) -> bool:
+def is_zero(atom: ir.Atom, producer: Mapping[ir.Value, ir.Op]) -> bool:
+    """Whether a value is zeros, made from a literal."""
     while isinstance(atom, ir.Value):
         op = producer.get(atom)
         if op is None or op.prim.name not in ("broadcast_in_dim", "convert_element_type", "copy"):

@@ -141,6 +141,7 @@ class _Builder:
         self._index: dict[Any, int] = {}
         self._arg = {v: i for i, v in enumerate(self.program.inputs)}
         self._accumulators: list[int] = []
+        self._over: dict[int, tuple[str, ...]] = {}
         for mesh in task_meshes(self.program):
             self._submesh(mesh)
         self._readers: dict[ir.Value, dict[int, None]] = collections.defaultdict(dict)
@@ -232,6 +233,7 @@ class _Builder:
             kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
             outs = tuple(self._slot(s.out, submesh) for s in mine)
             self._accumulators += outs
+            self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
             self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
         kernels = [self._stage_kernel(part.loop, stage.fragment, stage) for stage in part.order.stages]
         waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
@@ -310,6 +312,7 @@ class _Builder:
             tuple(self.constants),
             outputs,
             like=like,
+            over=self._over,
             schedules=tuple(part.loop.mark.schedule.name for part in self.parts if isinstance(part, OrderedLoop)),
         )
         donations = _donations(plan, last, kept, donated)
@@ -342,6 +345,7 @@ class _Builder:
             op = producer.get(v)  # what is constrained has a layout of its own
             return v in label or v in self._arg or (op is not None and op.prim is _compat.sharding_constraint_p)
 
+        terms = {s.out for i in self.program.items if isinstance(i, ir.Loop) for s in i.sums if s.over}
         for position, arg in alike.items():  # all results first: a new moment is also a part of the new parameter
             label.update({v: arg for v in ir.values([self.program.outputs[position]]) if not settled(v)})
         for result, arg in tuple(label.items()):
@@ -350,7 +354,7 @@ class _Builder:
                 v = stack.pop()
                 label[v] = arg
                 reads = producer[v].reads if v in producer else ()
-                stack += [r for r in reads if r.aval.shape == v.aval.shape and not settled(r)]
+                stack += [r for r in reads if (r in terms or r.aval.shape == v.aval.shape) and not settled(r)]
         like: dict[int, tuple[int, ...]] = {}
         for key, slot in self._index.items():
             if len(key) == 3 and key[2] is None and key[0] in label:
@@ -358,13 +362,13 @@ class _Builder:
         for slot in self._accumulators:
             if slot not in like:
                 mine = self.slots[slot]
-                same = [a for a, s in self.inputs if self.slots[s].submesh == mine.submesh and self._same(s, slot)]
+                shape = mine.shape[1:] if slot in self._over else mine.shape
+                kind = (mine.submesh, shape, mine.dtype)
+                of = ((a, self.slots[s]) for a, s in self.inputs)
+                same = tuple(a for a, given in of if (given.submesh, given.shape, given.dtype) == kind)
                 if same:
-                    like[slot] = tuple(same)
+                    like[slot] = same
         return like
-
-    def _same(self, a: int, b: int) -> bool:
-        return (self.slots[a].shape, self.slots[a].dtype) == (self.slots[b].shape, self.slots[b].dtype)
 
 
 def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:

@@ -1,0 +1,204 @@
+"""Delayed reduction of gradients: sum over data-parallel devices once, after the loop, not in every microbatch.
+
+The gradient of a weight sums over the rows of a microbatch, which lie on different devices of a submesh; so each
+backward program would end in an all-reduce of all its gradients. Here it makes one term for each part of the rows
+instead, along a leading dimension that is laid out as the rows are. The accumulators hold such terms, with as many
+bytes on each device as before, and are summed after the loop.
+
+Axes that lay out a weight are left alone: a term would be larger there than the accumulator that it replaces.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from multimesh import _compat, ir
+from multimesh.compiling import evaluate
+from multimesh.errors import internal_error
+from multimesh.passes.autoshard import Axes, Layouts, Node
+from multimesh.passes.inline import flattened
+from multimesh.passes.loops import is_zero
+from multimesh.passes.place import Homes
+
+_LINEAR = frozenset(
+    ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "neg", "div", "reduce_sum")
+)
+_Rows = list[tuple[ir.Value, int]]  # a dimension, of each operand that has it
+
+
+@dataclass(frozen=True, eq=False)
+class _Term:
+    """A leaf that sums over rows: the operations from that reduction to the leaf, and where the rows are."""
+
+    chain: tuple[ir.Op, ...]
+    rows: Mapping[ir.Value, int]  # operand of the reduction to its dimension of rows
+    mesh: Mesh
+    axes: Axes
+
+
+def delay_reductions(program: ir.Program, homes: Homes, specs: Mapping[ir.Value, PartitionSpec]) -> ir.Program:
+    """Let accumulators hold a term for each data-parallel device where their leaves sum over rows.
+
+    Parameters
+    ----------
+    program, homes
+        From `place`; ``homes`` learns where the accumulators are.
+    specs
+        Partition spec of each input that has one.
+    """
+    axes = Layouts(program, specs).spread()
+    linked = [v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()]
+    items: list[ir.Item] = []
+    for item in program.items:
+        items += [item] if isinstance(item, ir.Op) else _delayed(item, axes, linked, homes)
+    return replace(program, items=tuple(items))
+
+
+def _delayed(loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value], homes: Homes) -> list[ir.Item]:
+    """The loop and what sums its accumulators up."""
+    sums: list[ir.Sum] = []
+    totals: list[ir.Op] = []
+    made: dict[ir.Op, tuple[ir.Op, ...]] = {}
+    terms = _terms(loop, axes, linked)
+    for s in loop.sums:
+        term = terms.get(s.out)
+        if term is None:
+            sums.append(s)
+            continue
+        ops, leaf = _cut(term)
+        made.update(dict.fromkeys(term.chain, ()))
+        made[term.chain[-1]] = ops
+        out = ir.Value(leaf.aval)
+        homes[out] = term.mesh
+        sums.append(replace(s, out=out, leaf=leaf, over=term.axes))
+        totals += _total(out, s.out, term, loop)
+    ops = tuple(new for op in loop.ops for new in made.get(op, (op,)))
+    return [replace(loop, ops=ops, sums=tuple(sums)), *totals]
+
+
+def _terms(loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value]) -> dict[ir.Value, _Term]:
+    """Results of the loop whose leaves sum over rows that lie on several devices."""
+    search = _Search(loop, axes, linked)
+    found = ((s.out, search.term(s.leaf)) for s in loop.sums)
+    return {out: term for out, term in found if term is not None}
+
+
+class _Search:
+    """Looks for the reduction that a leaf comes from."""
+
+    def __init__(self, loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value]):
+        self._axes = axes
+        self._maker = {o: op for op in loop.ops for o in op.outs}
+        self._uses = collections.Counter(v for op in loop.ops for v in (*op.reads, *op.after))
+        self._uses.update(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values(), *linked]))
+        self._of_weights: dict[Mesh, set[str]] = collections.defaultdict(set)
+        for (value, mesh, _), names in axes.items():
+            if value in loop.consts:
+                self._of_weights[mesh].update(names)
+
+    def term(self, leaf: ir.Atom) -> _Term | None:
+        """The term of a leaf: back through linear operations, each read by the next alone, to one that sums rows."""
+        op = self._maker.get(leaf) if isinstance(leaf, ir.Value) and self._uses[leaf] == 1 else None
+        if op is None or op.mesh is None or len(op.outs) != 1 or op.effects or op.after:
+            return None
+        for rows in _summed(op, self._maker):
+            names = self._names(rows, op.mesh)
+            if _ways(names, op.mesh) > 1 and all(kind == AxisType.Auto for kind in op.mesh.axis_types):
+                return _Term((op,), dict(rows), op.mesh, names)
+        through = op.ins[:1] if op.prim.name in _LINEAR else op.ins if op.prim.name == "mul" else ()
+        before = next(filter(None, map(self.term, through)), None)
+        if before is None or (op.mesh, op.backward) != (before.mesh, before.chain[0].backward):
+            return None
+        return replace(before, chain=(*before.chain, op))
+
+    def _names(self, rows: _Rows, mesh: Mesh) -> Axes:
+        names = next(filter(None, (self._axes.get((v, mesh, d)) for v, d in rows)), ())
+        return tuple(itertools.takewhile(lambda name: name not in self._of_weights[mesh], names))
+
+
+def _ways(names: Axes, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _summed(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[_Rows]:
+    """Dimensions that a reduction sums over: each as that of every operand which has it, one operand once."""
+    rule = _REDUCTIONS.get(op.prim.name)
+    for group in rule(op, maker) if rule is not None else ():
+        kept = [(atom, d) for atom, d in group if isinstance(atom, ir.Value)]
+        if len({v for v, _ in kept}) == len(group):
+            yield kept
+
+
+def _product(op: ir.Op, _maker: Any) -> Iterator[list[tuple[ir.Atom, int]]]:
+    (left, right), _ = op.params["dimension_numbers"]
+    yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(left, right, strict=True))
+
+
+def _reduce_sum(op: ir.Op, _maker: Any) -> Iterator[list[tuple[ir.Atom, int]]]:
+    yield from ([(op.ins[0], a)] for a in op.params["axes"])
+
+
+def _scatter_add(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[list[tuple[ir.Atom, int]]]:
+    """Into zeros: the gradient of an embedding."""
+    zeros, indices, updates = op.ins
+    numbers = op.params["dimension_numbers"]
+    if not is_zero(zeros, maker):
+        return
+    scattered = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
+    for d, at in enumerate(scattered):
+        if d not in numbers.scatter_indices_batching_dims:
+            yield [(indices, d), (updates, at)]
+
+
+_REDUCTIONS = {"dot_general": _product, "reduce_sum": _reduce_sum, "scatter-add": _scatter_add}
+
+
+def _cut(term: _Term) -> tuple[tuple[ir.Op, ...], ir.Value]:
+    """Operations that make the terms of a leaf, stacked, and their result."""
+    made = {op.outs[0] for op in term.chain}
+    given = list(dict.fromkeys(v for op in term.chain for v in op.reads if v not in made))
+    ways = _ways(term.axes, term.mesh)
+
+    def one(*args: Any) -> Any:
+        env = dict(zip(given, args, strict=True))
+        evaluate(term.chain, env, term.mesh)
+        return env[term.chain[-1].outs[0]]
+
+    def terms(*args: Any) -> Any:
+        parts = [_split(x, term.rows.get(v), ways) for v, x in zip(given, args, strict=True)]
+        return jax.vmap(one, in_axes=[term.rows.get(v) for v in given])(*parts)
+
+    return _traced(terms, given, term, term.chain[0])
+
+
+def _split(x: Any, dim: int | None, ways: int) -> Any:
+    if dim is None:
+        return x
+    return x.reshape(*x.shape[:dim], ways, x.shape[dim] // ways, *x.shape[dim + 1 :])
+
+
+def _total(terms: ir.Value, out: ir.Value, term: _Term, loop: ir.Loop) -> tuple[ir.Op, ...]:
+    """The sum of an accumulator's terms, as the result that the loop had."""
+    like = replace(term.chain[0], task=None, backward=loop.backward)
+    ops, result = _traced(lambda x: jnp.sum(x, 0, dtype=x.dtype), [terms], term, like)
+    return tuple(replace(op, outs=tuple(out if o is result else o for o in op.outs)) for op in ops)
+
+
+def _traced(fn: Any, given: Sequence[ir.Value], term: _Term, like: ir.Op) -> tuple[tuple[ir.Op, ...], ir.Value]:
+    """A function as operations beside ``like``, and its result."""
+    with _compat.abstract_mesh_context(term.mesh):
+        closed = jax.make_jaxpr(fn)(*(_compat.shape_of(v.aval) for v in given))
+    flat = flattened(like, closed, given)
+    if flat is None or not isinstance(flat[1][0], ir.Value):
+        raise internal_error(f"no terms of {like}")
+    ops, (result,) = flat
+    return tuple(replace(op, source=like.source) for op in ops), result

@@ -1,0 +1,180 @@
+"""Gradients are summed over data-parallel devices once, after the loop, wherever that needs no more memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pipelines import assert_same, microbatched, submeshes
+
+import multimesh as mm
+
+MESHES = submeshes(2, (2, 2))
+WIDTH, VOCAB, ROWS, SIZE = 8, 6, 16, 4
+
+
+def front(w, tokens):
+    x = w["table"][tokens]
+    x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * w["gain"]
+    return jnp.tanh(x @ w["up"] + w["bias"])
+
+
+def back(w, h, y):
+    return jnp.mean((jnp.einsum("btd,dhk->bthk", h, w["heads"]).sum((1, 2, 3)) - y) ** 2)
+
+
+def arguments(dtype=np.float32):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) / 3, dtype)
+
+    weights = {"table": normal(VOCAB, WIDTH), "gain": normal(WIDTH), "up": normal(WIDTH, WIDTH), "bias": normal(WIDTH)}
+    batch = {"x": rng.integers(0, VOCAB, (ROWS, 3)).astype(np.int32), "y": normal(ROWS)}
+    return {"front": weights, "back": {"heads": normal(WIDTH, 2, 4)}}, batch
+
+
+def loss(params, batch, task=lambda fn, name, mesh: fn):
+    h = task(front, "front", mesh=MESHES[0])(params["front"], batch["x"])
+    return task(back, "back", mesh=MESHES[1])(params["back"], h, batch["y"])
+
+
+def piped(params, batch):
+    return loss(params, batch, mm.task)
+
+
+def placed(params, batch, *, rows=("data",)):
+    """Parameters, replicated, and batch where they belong."""
+    where = {"front": NamedSharding(MESHES[0], P()), "back": NamedSharding(MESHES[1], P())}
+    data = {"x": NamedSharding(MESHES[0], P(rows)), "y": NamedSharding(MESHES[1], P(rows))}
+    return jax.device_put(params, where), jax.device_put(batch, data)
+
+
+def step(fn=piped, schedule="1f1b"):
+    return mm.jit(mm.microbatch(jax.value_and_grad(fn), argnum=1, size=SIZE, schedule=schedule))
+
+
+def reference(fn=loss):
+    return jax.jit(microbatched(jax.value_and_grad(fn), argnum=1, size=SIZE))(*arguments())
+
+
+def reduces(step, *args):
+    """How many all-reduces the programs of the loop have, and those after it."""
+    compiled = step.prepare(*args)
+    counts = {True: 0, False: 0}
+    for kernel, program in zip(compiled.plan.kernels, compiled.compiled_plan.programs, strict=True):
+        counts[kernel.name[1].isdigit()] += program.as_text().count(" all-reduce(")
+    return counts[True], counts[False]
+
+
+@pytest.mark.promise("Gradients are reduced over data-parallel devices once a step, not once a microbatch")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "wavefront"])
+def test_once_after_the_loop(schedule):
+    """Of a matrix, an embedding, a norm's gain, a bias, heads, and the loss: none is reduced in the loop."""
+    f = step(schedule=schedule)
+    args = placed(*arguments())
+    assert_same(f(*args), reference())
+    assert reduces(f, *args) == (0, 2)
+    assert len(f.plan(*args).over) == 6
+
+
+def test_accumulators_need_no_more_memory():
+    args = placed(*arguments())
+    plan = step().plan(*args)
+    for slot in plan.over:
+        held = plan.layout(slot, P()).shard_shape(plan.slots[slot].shape)
+        assert held == (1, *plan.slots[slot].shape[1:])
+
+
+def test_weights_laid_out_over_the_same_axis_are_left_alone():
+    """Fully sharded: the gradient is scattered as it is made, and a term of its own would be the whole gradient."""
+    args = placed(*arguments())
+    params = jax.device_put(args[0], {k: NamedSharding(m, P("data")) for k, m in zip(args[0], MESHES, strict=True)})
+    f = step()
+    assert not f.plan(params, args[1]).over
+    assert_same(f(params, args[1]), reference())
+
+
+def test_an_axis_of_weights_beside_one_of_rows():
+    """Rows over both axes, weights over one of them: only the other waits for the end of the loop."""
+    params, batch = placed(*arguments(), rows=("data", "model"))
+    params["front"]["up"] = jax.device_put(params["front"]["up"], NamedSharding(MESHES[0], P("model")))
+    f = step()
+    plan = f.plan(params, batch)
+    assert {axes for slot, axes in plan.over.items() if plan.slots[slot].submesh == 0} == {("data",)}
+    assert {axes for slot, axes in plan.over.items() if plan.slots[slot].submesh == 1} == {("data", "model")}
+    assert_same(f(params, batch), reference())
+
+
+def test_replicated_rows_have_nothing_to_reduce():
+    args = placed(*arguments(), rows=())
+    f = step()
+    assert not f.plan(*args).over
+    assert_same(f(*args), reference())
+
+
+def test_a_constraint_lays_rows_out_as_well():
+    """Nothing is said of the arguments; the model constrains its activations."""
+
+    def constrained(params, batch):
+        def first(w, tokens):
+            return front(w, mm.with_sharding_constraint(tokens, P("data")))
+
+        h = mm.task(first, "front", mesh=MESHES[0])(params["front"], batch["x"])
+        return mm.task(back, "back", mesh=MESHES[1])(params["back"], h, batch["y"])
+
+    f = step(constrained)
+    args = arguments()
+    assert {f.plan(*args).slots[slot].submesh for slot in f.plan(*args).over} == {0, 1}
+    assert_same(f(*args), reference())
+
+
+def test_a_gradient_that_something_else_reads_is_reduced_where_it_is_read():
+    """The norm of every microbatch's gradient needs the whole gradient in every microbatch."""
+
+    def with_norm(params, batch, fn):
+        value, grads = jax.value_and_grad(fn)(params, batch)
+        return value, grads, jnp.sum(grads["front"]["up"] ** 2)
+
+    f = mm.jit(mm.microbatch(lambda p, b: with_norm(p, b, piped), argnum=1, size=SIZE))
+    args = placed(*arguments())
+    plan = f.plan(*args)
+    assert (2, WIDTH, WIDTH) not in {plan.slots[slot].shape for slot in plan.over}
+    want = jax.jit(microbatched(lambda p, b: with_norm(p, b, loss), argnum=1, size=SIZE))(*arguments())
+    assert_same(f(*args), want)
+
+
+def test_sums_that_are_no_gradients():
+    """Counts, and a maximum that is summed over microbatches: the one has terms, the other has not."""
+
+    def measured(x):
+        def inside(x):
+            return jnp.sum(x > 0), jnp.max(x), jnp.sum(x.astype(jnp.bfloat16))
+
+        return mm.task(inside, "only", mesh=MESHES[0])(x)
+
+    x = np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 4) - 9
+    f = mm.jit(mm.microbatch(measured, argnum=0, size=SIZE))
+    given = jax.device_put(x, NamedSharding(MESHES[0], P("data")))
+    count, most, total = f(given)
+    parts = [x[k :: ROWS // SIZE] for k in range(ROWS // SIZE)]
+    assert (int(count), float(most)) == (int((x > 0).sum()), sum(float(p.max()) for p in parts))
+    assert (count.dtype, total.dtype) == (jnp.int32, jnp.bfloat16)
+    np.testing.assert_allclose(float(total), x.sum(), rtol=2e-2)
+    assert len(f.plan(given).over) == 2
+
+
+def test_a_weight_of_two_stages():
+    """Tied: each submesh sums its own terms; then both are added."""
+
+    def tied(params, batch, task=lambda fn, name, mesh: fn):
+        h = task(lambda w, x: jnp.tanh(w["table"][x]), "front", mesh=MESHES[0])(params["front"], batch["x"])
+        logits = task(lambda w, h: h @ w["table"].T, "back", mesh=MESHES[1])(params["front"], h)
+        return task(lambda z, y: jnp.mean((z.sum((1, 2)) - y) ** 2), "back", mesh=MESHES[1])(logits, batch["y"])
+
+    f = step(lambda p, b: tied(p, b, mm.task))
+    args = placed(*arguments())
+    plan = f.plan(*args)
+    assert sorted(plan.slots[s].submesh for s in plan.over if plan.slots[s].shape == (2, VOCAB, WIDTH)) == [0, 1]
+    assert_same(f(*args), reference(tied))
