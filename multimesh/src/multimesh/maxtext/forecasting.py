@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from multimesh import _compat, ir
 from multimesh.maxtext.layouts import Axes, evaluate, given, nested, slot_axes, ways
 from multimesh.maxtext.memory import Need
-from multimesh.plan import Kernel, Plan
+from multimesh.plan import Plan
 
 _ARRAYS = frozenset(
     {
@@ -48,7 +48,7 @@ def needs(plan: Plan, specs: Sequence[PartitionSpec], state: Any) -> list[Need]:
     """
     slots, kernels = slot_axes(plan, specs)
     sizes = {slot: _bytes(plan, slot, slots.get(slot)) for slot in range(len(plan.slots))}
-    work = {k: _workspace(plan.kernels[k], v, plan.submeshes[plan.kernels[k].submesh]) for k, v in kernels.items()}
+    work = {k: _workspace(plan, k, known) for k, known in kernels.items()}
     parameters, optimizer = _held(plan, state, ("model",)), _held(plan, state, ("optimizer",))
     static = {slot for _, slot in (*plan.inputs, *plan.constants)}
     result = []
@@ -113,14 +113,22 @@ def _reused(plan: Plan, step: Any, args: Mapping[int, int]) -> set[int]:
     return {slot for slot in step.outs if plan.like.get(slot, (None,))[0] in donated}
 
 
-def _workspace(kernel: Kernel, known: Mapping[ir.Value, Axes], mesh: Mesh) -> int:
+def _workspace(plan: Plan, number: int, known: Mapping[ir.Value, Axes]) -> int:
     """Bytes of the arrays that a program makes for itself, at the moment when most of them are alive."""
+    kernel = plan.kernels[number]
+    mesh = plan.submeshes[kernel.submesh]
     steps = [(op.prim.name, op.params, op.ins, op.outs) for op in kernel.ops]
     # A microbatch's gradients: as products (in the peak), as they are laid out and reduced, and as they are added.
-    gradients = 2 * sum(_size(v, known, mesh) for v in kernel.sums)
+    gradients = 2 * sum(_size(v, known, mesh) for v in _reduced(plan, number))
     return gradients + _peak(
         steps, known, {*kernel.ins, *kernel.rows, *kernel.outs}, (*kernel.outs, *kernel.sums), mesh
     )
+
+
+def _reduced(plan: Plan, number: int) -> list[ir.Value]:
+    """Gradients that a program reduces over devices; those that wait for the end of the loop it only adds."""
+    run = next(step for step in plan.instructions if step.kernel == number)
+    return [v for v, slot in zip(plan.kernels[number].sums, run.outs, strict=False) if slot not in plan.over]
 
 
 def _peak(
