@@ -44,6 +44,11 @@ class _Term:
     mesh: Mesh
     axes: Axes
 
+    @property
+    def ways(self) -> int:
+        """Number of terms."""
+        return _ways(self.axes, self.mesh)
+
 
 def delay_reductions(program: ir.Program, homes: Homes, specs: Mapping[ir.Value, PartitionSpec]) -> ir.Program:
     """Let accumulators hold a term for each data-parallel device where their leaves sum over rows.
@@ -58,12 +63,18 @@ def delay_reductions(program: ir.Program, homes: Homes, specs: Mapping[ir.Value,
     axes = Layouts(program, specs).spread()
     linked = [v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()]
     items: list[ir.Item] = []
+    traces: _Traces = {}
     for item in program.items:
-        items += [item] if isinstance(item, ir.Op) else _delayed(item, axes, linked, homes)
+        items += [item] if isinstance(item, ir.Op) else _delayed(item, axes, linked, homes, traces)
     return replace(program, items=tuple(items))
 
 
-def _delayed(loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value], homes: Homes) -> list[ir.Item]:
+_Traces = dict[tuple[Any, ...], Any]  # layers repeat themselves: what was traced once is not traced again
+
+
+def _delayed(
+    loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value], homes: Homes, traces: _Traces
+) -> list[ir.Item]:
     """The loop and what sums its accumulators up."""
     sums: list[ir.Sum] = []
     totals: list[ir.Op] = []
@@ -74,13 +85,13 @@ def _delayed(loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value
         if term is None:
             sums.append(s)
             continue
-        ops, leaf = _cut(term)
+        ops, leaf = _cut(term, traces)
         made.update(dict.fromkeys(term.chain, ()))
         made[term.chain[-1]] = ops
         out = ir.Value(leaf.aval)
         homes[out] = term.mesh
         sums.append(replace(s, out=out, leaf=leaf, over=term.axes))
-        totals += _total(out, s.out, term, loop)
+        totals += _total(out, s.out, term, loop, traces)
     ops = tuple(new for op in loop.ops for new in made.get(op, (op,)))
     return [replace(loop, ops=ops, sums=tuple(sums)), *totals]
 
@@ -162,11 +173,11 @@ def _scatter_add(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[list[tu
 _REDUCTIONS = {"dot_general": _product, "reduce_sum": _reduce_sum, "scatter-add": _scatter_add}
 
 
-def _cut(term: _Term) -> tuple[tuple[ir.Op, ...], ir.Value]:
+def _cut(term: _Term, traces: _Traces) -> tuple[tuple[ir.Op, ...], ir.Value]:
     """Operations that make the terms of a leaf, stacked, and their result."""
     made = {op.outs[0] for op in term.chain}
     given = list(dict.fromkeys(v for op in term.chain for v in op.reads if v not in made))
-    ways = _ways(term.axes, term.mesh)
+    dims = [term.rows.get(v) for v in given]
 
     def one(*args: Any) -> Any:
         env = dict(zip(given, args, strict=True))
@@ -174,30 +185,37 @@ def _cut(term: _Term) -> tuple[tuple[ir.Op, ...], ir.Value]:
         return env[term.chain[-1].outs[0]]
 
     def terms(*args: Any) -> Any:
-        parts = [_split(x, term.rows.get(v), ways) for v, x in zip(given, args, strict=True)]
-        return jax.vmap(one, in_axes=[term.rows.get(v) for v in given])(*parts)
+        parts = [x if d is None else _split(x, d, term.ways) for x, d in zip(args, dims, strict=True)]
+        return jax.vmap(one, in_axes=dims)(*parts)
 
-    return _traced(terms, given, term, term.chain[0])
+    numbers = {v: n for n, v in enumerate((*given, *(op.outs[0] for op in term.chain)))}
+    wiring = [
+        (op.prim.name, str(op.params), [numbers[i] if isinstance(i, ir.Value) else i.val for i in op.ins])
+        for op in term.chain
+    ]
+    return _traced(terms, given, term.chain[0], term.mesh, traces, f"{term.ways} {dims} {wiring}")
 
 
-def _split(x: Any, dim: int | None, ways: int) -> Any:
-    if dim is None:
-        return x
+def _split(x: Any, dim: int, ways: int) -> Any:
     return x.reshape(*x.shape[:dim], ways, x.shape[dim] // ways, *x.shape[dim + 1 :])
 
 
-def _total(terms: ir.Value, out: ir.Value, term: _Term, loop: ir.Loop) -> tuple[ir.Op, ...]:
+def _total(terms: ir.Value, out: ir.Value, term: _Term, loop: ir.Loop, traces: _Traces) -> tuple[ir.Op, ...]:
     """The sum of an accumulator's terms, as the result that the loop had."""
     like = replace(term.chain[0], task=None, backward=loop.backward)
-    ops, result = _traced(lambda x: jnp.sum(x, 0, dtype=x.dtype), [terms], term, like)
+    ops, result = _traced(lambda x: jnp.sum(x, 0, dtype=x.dtype), [terms], like, term.mesh, traces, "total")
     return tuple(replace(op, outs=tuple(out if o is result else o for o in op.outs)) for op in ops)
 
 
-def _traced(fn: Any, given: Sequence[ir.Value], term: _Term, like: ir.Op) -> tuple[tuple[ir.Op, ...], ir.Value]:
-    """A function as operations beside ``like``, and its result."""
-    with _compat.abstract_mesh_context(term.mesh):
-        closed = jax.make_jaxpr(fn)(*(_compat.shape_of(v.aval) for v in given))
-    flat = flattened(like, closed, given)
+def _traced(
+    fn: Any, given: Sequence[ir.Value], like: ir.Op, mesh: Mesh, traces: _Traces, text: str
+) -> tuple[tuple[ir.Op, ...], ir.Value]:
+    """A function, all of which ``text`` says, as operations beside ``like``, and its result."""
+    key = (mesh, text, *((v.aval.shape, v.aval.dtype) for v in given))
+    if key not in traces:
+        with _compat.abstract_mesh_context(mesh):
+            traces[key] = jax.make_jaxpr(fn)(*(_compat.shape_of(v.aval) for v in given))
+    flat = flattened(like, traces[key], given)
     if flat is None or not isinstance(flat[1][0], ir.Value):
         raise internal_error(f"no terms of {like}")
     ops, (result,) = flat
