@@ -174,20 +174,23 @@ def test_the_published_one_is_pulled_by_digest(laptop: Laptop, bookworm: str, re
 )
 def test_build_up_and_run_the_unit_tests(laptop: Laptop, bookworm: str) -> None:
     clone, home = laptop.clone, laptop.environ["HOME"]
-    config = read(clone / devcontainer.FILE)
-    config["build"]["args"]["BASE_IMAGE"] = bookworm
-    config["build"]["options"] = ["--network=host"]
-    (clone / devcontainer.FILE).write_text(json.dumps(config))
+    changed = read(clone / devcontainer.FILE)
+    changed["build"]["args"]["BASE_IMAGE"] = bookworm
+    changed["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
+    path = clone / ".devcontainer" / "bookworm" / "devcontainer.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(changed))
+    config = ("--config", str(path))
 
-    laptop.call("build")
+    laptop.call("build", *config)
     subprocess.run([str(clone / ".devcontainer" / "initialize.sh")], env=laptop.environ, check=True)
     subprocess.run(["chown", "-R", f"{USER}:{USER}", str(clone), home], check=True)  # as a laptop's owner has them
-    up = laptop.call("up")
+    up = laptop.call("up", *config)
     assert "caches of Bazel, ccache, pip and JAX" in up.stderr
     assert "largest difference" in up.stderr or "ready: .venv/bin/pytest" in up.stderr
     # What README may claim depends on the outcome of this test among others.
     unit = ".venv/bin/pytest -q tests/unit -k 'not test_readme_claims_only_what_was_run'"
     tests = ["bash", "-c", f"git config --global safe.directory '*' && {unit}"]
-    assert re.search(r"\d+ passed", laptop.call("exec", *tests).stdout)
-    again = laptop.call("up")  # the second open finds the container
+    assert re.search(r"\d+ passed", laptop.call("exec", *config, *tests).stdout)
+    again = laptop.call("up", *config)  # the second open finds the container
     assert "requirements/run.txt: installing" not in again.stderr
