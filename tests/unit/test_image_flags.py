@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shlex
 import shutil
 import subprocess
@@ -123,11 +124,24 @@ def test_dry_run_speaks_json(root: Path) -> None:
 
 @pytest.mark.promise("No engine at all: says so in a second, and what can be done without one")
 def test_without_an_engine_it_says_so_and_what_to_do(root: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     told = build(root, "--accelerator", "cpu")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of a processor, not of the clock: this machine may have more to do.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
     assert told.returncode == errors.EngineError.exit_code
     here = "no engine answers at unix:///nonexistent/docker.sock"
     assert told.stderr.startswith(f"error: {here if shutil.which('docker') else 'no container engine is installed'}")
     assert "maxtext/validate-cpu.sh" in told.stderr
+    assert told.stderr.count("\n") == 1
+
+
+def test_without_any_program_it_says_what_to_install(root: Path, tmp_path: Path) -> None:
+    for name in ("sh", "dirname", "git"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    told = build(root, "--accelerator", "cpu", PATH=str(tmp_path))
+    assert told.returncode == errors.EngineError.exit_code
+    assert told.stderr.startswith("error: no container engine is installed; install docker.io or podman")
     assert told.stderr.count("\n") == 1
 
 

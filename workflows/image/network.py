@@ -79,6 +79,11 @@ def proxies(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in _PROXIES if environ.get(name))
 
 
+def fits_an_option(path: Path) -> bool:
+    """Say whether a path can be part of ``--secret``, whose fields engines read as those of a CSV file."""
+    return not {",", '"', "\n"} & set(str(path))
+
+
 def in_a_file(access: Access, folder: Path) -> Access:
     """Hand pip's settings over in a file of ours: Podman's server does not see its client's environment."""
     variables = dict(access.variables)
@@ -146,4 +151,4 @@ def _render(settings: Mapping[str, str]) -> str:
 def _bundle(settings: Mapping[str, str], environ: Mapping[str, str]) -> Path | None:
     named = [settings.get("cert", ""), *(environ.get(name, "") for name in _CA_VARIABLES)]
     found = next((Path(name) for name in named if name), None)
-    return found if found is not None and found.is_file() and "," not in str(found) else None
+    return found if found is not None and found.is_file() and fits_an_option(found) else None

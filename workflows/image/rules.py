@@ -6,6 +6,7 @@ import argparse
 import re
 
 from workflows import errors
+from workflows.image import network
 
 _VERSION = re.compile(r"\d{1,3}(\.\d{1,3}){1,3}")
 _BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}")
@@ -91,8 +92,8 @@ def check(args: argparse.Namespace) -> None:
     ):
         if path is not None and not path.is_file():
             raise errors.UsageError(f"{flag} {path}: there is no such file")
-        if path is not None and "," in str(path):
-            raise errors.UsageError(f"{flag} {path}: the engine cannot take a path with a comma; rename it")
+        if path is not None and not network.fits_an_option(path):
+            raise errors.UsageError(f"{flag} {path}: the engine cannot take a path with a comma or a quote; rename it")
 
 
 def _check_pattern(flag: str, value: str | None, pattern: re.Pattern[str], wanted: str) -> None:

@@ -73,10 +73,15 @@ def whole_way(podman: Podman, tiny: Repository, options: list[str], **env: str) 
     "Podman's program builds, checks, pushes and promotes an image, which is pulled by its digest and runs",
     stand_in="a Dockerfile of the same features, and a registry on this machine",
 )
+@pytest.mark.promise("A build with Podman takes no step from its cache, which misses changes in mounted files")
 @pytest.mark.usefixtures("no_docker", "company")
 def test_its_program(environment: Podman, tiny: Repository, upload: Upload) -> None:
     assert engine.detect().cli == (shutil.which("podman"),)
     whole_way(environment, tiny, upload())
+    (tiny.path / "requirements" / "run.txt").write_text("# changed\n")
+    told = json.loads(tiny.build("--accelerator", "cpu", "--base-image", BASE, "--tag", "changed", "--json").stdout)
+    for place in ("/from-a-stage.txt", "/from-the-sources.txt"):
+        assert environment("run", "--rm", "--entrypoint", "/bin/cat", told["id"], place) == "# changed"
 
 
 @pytest.mark.promise(
@@ -98,18 +103,6 @@ def test_its_socket(
     assert not list(tmp_path.glob("g/vfs/dir/*"))
 
 
-@pytest.mark.promise("A build with Podman takes no step from its cache, which misses changes in mounted files")
-@pytest.mark.usefixtures("no_docker", "company")
-def test_a_changed_file_is_in_the_next_image(environment: Podman, tiny: Repository) -> None:
-    file = tiny.path / "requirements" / "run.txt"
-    options = ["--accelerator", "cpu", "--base-image", BASE, "--tag", "changed", "--json"]
-    for line in ("one", "two"):
-        file.write_text(f"# {line}\n")
-        told = json.loads(tiny.build(*options).stdout)
-        for place in ("/from-a-stage.txt", "/from-the-sources.txt"):
-            assert environment("run", "--rm", "--entrypoint", "/bin/cat", told["id"], place) == f"# {line}"
-
-
 @pytest.mark.promise("Where docker's client finds no engine and Podman is there, Podman is taken, and it is said")
 @pytest.mark.usefixtures("docker_engine", "environment")
 def test_a_docker_client_without_an_engine(
@@ -122,6 +115,7 @@ def test_a_docker_client_without_an_engine(
     assert "podman is taken" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_program_under_dockers_name(environment: Podman, no_docker: Path, tmp_path: Path) -> None:
     place = tmp_path / "package"
     place.mkdir()

@@ -198,6 +198,24 @@ def test_an_old_client_without_buildx_builds_the_same(
     assert built.cached > 10
 
 
+@pytest.mark.promise("Poisoned tags, repositories and build arguments are refused in one line or stay data")
+def test_evil_names_stay_data(
+    changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means, tmp_path: Path
+) -> None:
+    config = tmp_path / "$(touch evil) ; touch evil `touch evil` 'a' --privileged"
+    config.write_text("[global]\n")
+    evil = changed.path.rename(tmp_path / "$(touch evil) --output=type=local ;")
+    (evil / "docs" / "--privileged $(touch evil)").write_text("data\n")
+    built = build.run(evil, engine, spec("sources"), dataclasses.replace(means, pip_config=config))
+    assert built is not None
+    assert not [*tmp_path.rglob("evil"), *Path.cwd().glob("evil")]
+    poisoned = ("--tag=$(touch evil)", "--repo=--privileged", "--base-image=a\nRUN touch evil", "--cuda-version=a b")
+    for option in poisoned:
+        done = Repository(evil).build(option, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (errors.UsageError.exit_code, 1), done.stderr
+    assert not [*tmp_path.rglob("evil"), *Path.cwd().glob("evil")]
+
+
 @pytest.mark.promise("A base image that cannot be fetched is named, with what to do")
 def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: None) -> None:
     options = ["--accelerator", "cpu", "--base-image", "127.0.0.1:9/nobody/has:this", "--tag", "nobase"]
