@@ -59,6 +59,13 @@ def test_proxies_are_not_published(decide, proxy: str) -> None:
     assert decide("engine", {proxy: "http://me:word@proxy.example"}).options[0] == "--attest=type=provenance,mode=min"
 
 
+def test_a_run_on_github_is_the_builder(decide) -> None:
+    names = {"SERVER_URL": "https://github.com", "REPOSITORY": "o/r", "RUN_ID": "7", "RUN_ATTEMPT": "2"}
+    environ = {"GITHUB_ACTIONS": "true"} | {f"GITHUB_{name}": value for name, value in names.items()}
+    wanted = "mode=max,builder-id=https://github.com/o/r/actions/runs/7/attempts/2"
+    assert decide("engine", environ).options[0] == f"--attest=type=provenance,{wanted}"
+
+
 @pytest.mark.promise(
     "Where no attestations can be made, one line says so and why; asking for them is refused before the build."
 )

@@ -86,7 +86,7 @@ def decide(engine: Engine, request: Request, pins: ImageLock, environ: Mapping[s
         return Attesting(None, f"none: {why}; {_INSIDE}")
     # The long form holds the values of build arguments: the addresses of proxies, and passwords in them.
     mode = "min" if network.proxies(environ) else "max"
-    options, kinds = [f"--attest=type=provenance,mode={mode}"], ["provenance"]
+    options, kinds = [f"--attest=type=provenance,mode={mode}{_builder_id(environ)}"], ["provenance"]
     told = f"SLSA provenance, mode={mode}" + (" (max would publish your proxies)" if mode == "min" else "")
     scanner = ImagePin(actions.scanner, None) if actions.scanner else pins.images["sbom-scanner"]
     unpinned: tuple[str, ...] = ()
@@ -99,6 +99,14 @@ def decide(engine: Engine, request: Request, pins: ImageLock, environ: Mapping[s
         # Without a name an attestation says of no image that it is about it.
         options.append(f"--tag={request.spec.reference.staging}")
     return Attesting(through, told, tuple(options), tuple(kinds), unpinned)
+
+
+def _builder_id(environ: Mapping[str, str]) -> str:
+    """Return the option that says who builds: the run of a GitHub workflow. A person's machine has no such address."""
+    if environ.get("GITHUB_ACTIONS") != "true":
+        return ""
+    run = "/".join(environ[name] for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"))
+    return f",builder-id={run}/actions/runs/{environ['GITHUB_RUN_ID']}/attempts/{environ['GITHUB_RUN_ATTEMPT']}"
 
 
 def read(registry: Registry, manifest: Manifest) -> tuple[Attestation, ...]:
