@@ -9,8 +9,9 @@ if [[ ! -d third_party/jax || ! -d third_party/xla ]]; then
 fi
 readonly jax=$PWD/third_party/jax xla=$PWD/third_party/xla
 (cd "$jax" && python3 build/build.py build --wheels=jaxlib --local_xla_path="$xla")
-# Where there is no bazel, jax's program has brought one.
-bazel=$(command -v bazel || find "$jax" -maxdepth 2 -name 'bazel-*' -type f -executable -print -quit)
+# Where there is no bazel of the right version, jax's program has brought one.
+bazel=$(find "$jax" -maxdepth 2 -name 'bazel-*' -type f -executable -print -quit)
+bazel=${bazel:-$(command -v bazel || true)}
 if [[ -z $bazel ]]; then
   printf 'error: bazel: not on PATH, and none in %s; install bazelisk as bazel, then run this again\n' "$jax" >&2
   exit 11

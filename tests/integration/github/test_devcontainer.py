@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,10 +63,16 @@ def executable(path: Path, text: str) -> None:
 def test_native(tmp_path: Path, place: str) -> None:
     script = tmp_path / ".devcontainer" / "native.sh"
     executable(script, (ROOT / ".devcontainer" / "native.sh").read_text())
-    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    tools = tmp_path / "bin"  # and no bazel, which this machine may have
+    tools.mkdir()
+    for name, program in (
+        ("python3", sys.executable),
+        *((name, shutil.which(name)) for name in ("bash", "dirname", "find")),
+    ):
+        (tools / name).symlink_to(Path(program or name).resolve())
 
     def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run([script], cwd="/", env={"PATH": path}, capture_output=True, text=True)
+        return subprocess.run([script], cwd="/", env={"PATH": str(tools)}, capture_output=True, text=True)
 
     done = run()
     assert (done.returncode, done.stdout) == (2, "")
