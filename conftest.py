@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import signal
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background, as the programs that tests interrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if (path := config.getoption("--ledger")) is not None:
         config.pluginmanager.register(Recorder(path.resolve()), "promise-recorder")
 

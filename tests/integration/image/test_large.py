@@ -17,6 +17,7 @@ SMALL = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.promise(
     "--validate large trains llama3-8b in containers of the image on two Slurm nodes, one program over all processes",
     stand_in="two Slurm nodes on one machine with Docker; a small llama3 on 4 CPU devices of 2 processes for 16 GPUs",
