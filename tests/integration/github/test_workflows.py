@@ -46,6 +46,7 @@ def test_ci_runs_the_parts_of_ci_run(machine: Machine) -> None:
     assert "tests/integration" in text
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.promise(
     "Every run block of every workflow does what it says, in a clean clone",
@@ -100,6 +101,7 @@ def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypat
     assert "another" not in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.promise(
     "New pins are proposed as one pull request with the validation result",
