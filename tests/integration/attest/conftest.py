@@ -123,6 +123,7 @@ def builder_bench(bench: Bench, docker_engine: None, store: str, parts_folder: P
     env = {name: os.environ[name] for name in ("DOCKER_HOST",) if name in os.environ} | {"BUILDX_BUILDER": "mm-test"}
     with builder.running(store, parts_folder / "buildkit.sock") as place:
         create = ["docker", "buildx", "create", "--name", "mm-test", "--driver", "remote", place]
+        subprocess.run(["docker", "buildx", "rm", "mm-test"], capture_output=True)  # a run that was killed left it
         subprocess.run(create, check=True, capture_output=True)
         try:
             yield Bench(bench.repository, bench.base, bench.scanner, env)

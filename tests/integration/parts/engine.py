@@ -108,6 +108,7 @@ def own(
 def bridge(name: str) -> Iterator[None]:
     """Have a bridge for a second engine; its network follows from its number."""
     ip = packages.need("ip", "iproute2")
+    subprocess.run([ip, "link", "delete", name], capture_output=True)  # a run that was killed left it
     subprocess.run([ip, "link", "add", name, "type", "bridge"], check=True)
     try:
         subprocess.run([ip, "addr", "add", f"172.31.{255 - int(name[-1])}.1/24", "dev", name], check=True)
