@@ -89,22 +89,22 @@ def test_shared_programs_are_analysed_like_others():
     assert scratch[1] == scratch[2]
 
 
+LEVEL, THREADS = "xla_backend_optimization_level", "xla_cpu_multi_thread_eigen"
+
+
 @pytest.mark.parametrize(
-    ("given", "flags", "passed"),
+    ("given", "flags", "cores", "passed"),
     [
-        (None, "", {"xla_backend_optimization_level": 2}),
-        (
-            {"xla_embed_ir_in_executable": False},
-            "",
-            {"xla_embed_ir_in_executable": False, "xla_backend_optimization_level": 2},
-        ),
-        ({"xla_backend_optimization_level": 1}, "", {"xla_backend_optimization_level": 1}),
-        (None, "--xla_backend_optimization_level=3", {}),
+        (None, "", 4, {LEVEL: 2}),
+        (None, "", 2, {LEVEL: 2, THREADS: False}),
+        ({"xla_embed_ir_in_executable": False}, "", 4, {"xla_embed_ir_in_executable": False, LEVEL: 2}),
+        ({LEVEL: 1, THREADS: True}, "", 2, {LEVEL: 1, THREADS: True}),
+        (None, f"--{LEVEL}=3 --{THREADS}=true", 2, {}),
     ],
-    ids=["default", "other options", "level given", "level in XLA_FLAGS"],
+    ids=["default", "a device a core", "other options", "given", "in XLA_FLAGS"],
 )
-def test_plans_on_cpus_compile_at_level_2_unless_told_otherwise(monkeypatch, given, flags, passed):
-    split = Split(submeshes(2, (1,)))
+def test_what_plans_on_cpus_are_compiled_with_unless_told_otherwise(monkeypatch, given, flags, cores, passed):
+    split = Split(submeshes(2, (2,)))
     lowered = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).lower(*inputs(MLP, split))
     seen: list[Any] = []
     compile_program = jax.stages.Lowered.compile
@@ -114,6 +114,7 @@ def test_plans_on_cpus_compile_at_level_2_unless_told_otherwise(monkeypatch, giv
         return compile_program(self, options)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
     lowered.compile(given)
     assert all(options == passed for options in seen)

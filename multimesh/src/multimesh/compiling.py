@@ -21,8 +21,6 @@ from multimesh.passes.transposes import fold_transposes
 from multimesh.plan import Instruction, Kernel, Plan
 from multimesh.submesh import carry_over, translate
 
-_LEVEL = "xla_backend_optimization_level"
-
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
@@ -59,16 +57,22 @@ def compile_plan(
 
 
 def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Compiler options with what a plan on CPUs gets unless they or ``XLA_FLAGS`` say otherwise: LLVM's level 2.
+    """Compiler options with what a plan on CPUs gets unless they or ``XLA_FLAGS`` say otherwise.
 
-    Level 3 unrolls loops of up to 32 iterations whole, before it looks for dependences between all pairs of their
-    accesses. That is a quarter of the compile time of a plan, and the code is no faster.
+    LLVM's level 2: level 3 unrolls loops of up to 32 iterations whole, before it looks for dependences between all
+    pairs of their accesses. That is a quarter of the compile time of a plan, and the code is no faster.
+
+    No threads within a device's program where each submesh alone has a device for every core: there is no core left
+    that they could use, and handing them work costs more than it takes.
     """
     chosen = dict(options or {})
-    on_cpus = all(d.platform == "cpu" for mesh in plan.submeshes for d in mesh.devices.flat)
-    if on_cpus and _LEVEL not in os.environ.get("XLA_FLAGS", ""):
-        chosen.setdefault(_LEVEL, 2)
-    return chosen
+    if any(d.platform != "cpu" for mesh in plan.submeshes for d in mesh.devices.flat):
+        return chosen
+    defaults: dict[str, Any] = {"xla_backend_optimization_level": 2}
+    if all(mesh.size >= (os.cpu_count() or 1) for mesh in plan.submeshes):
+        defaults["xla_cpu_multi_thread_eigen"] = False
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in defaults.items() if name not in flags} | chosen
 
 
 def argument_spec(

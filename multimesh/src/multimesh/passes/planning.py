@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from multimesh import _compat, ir
 from multimesh.contexts import Options
+from multimesh.passes.common import cut_common, in_two
 from multimesh.passes.fragment import Fragment, fragment
 from multimesh.passes.order import LoopOrder, order
 from multimesh.passes.place import Homes, task_meshes
@@ -55,7 +56,7 @@ def arrange(program: ir.Program, options: Options | None = None) -> tuple[Segmen
         ops = [i for i, e in zip(program.items, epochs, strict=True) if e == epoch and isinstance(i, ir.Op)]
         results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
         straight = fragment(ops, results, phased=False)
-        parts.append(Segment(straight if options.fuse_segments else unfused(straight)))
+        parts.append(Segment(cut_common(straight, results) if options.fuse_segments else unfused(straight)))
         if epoch < len(loops):
             parts.append(_ordered(loops[epoch], rows, options))
     return tuple(parts)
@@ -229,12 +230,14 @@ class _Builder:
         sums: dict[int, list[ir.Sum]] = collections.defaultdict(list)
         for s in part.loop.sums:
             sums[self._submesh(self.homes[s.out])].append(s)
-        for submesh, mine in sorted(sums.items()):
-            kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
-            outs = tuple(self._slot(s.out, submesh) for s in mine)
-            self._accumulators += outs
-            self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
-            self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
+        kinds = [[(_compat.shape_of(s.out.aval), s.over) for s in mine] for mine in sums.values()]
+        for submesh, pieces in sorted(zip(sums, in_two(list(sums.values()), kinds), strict=True)):
+            for mine in pieces:
+                kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
+                outs = tuple(self._slot(s.out, submesh) for s in mine)
+                self._accumulators += outs
+                self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
+                self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
         kernels = [self._stage_kernel(part.loop, stage.fragment, stage) for stage in part.order.stages]
         waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
         for n, (index, microbatch) in enumerate(part.order.cells):
