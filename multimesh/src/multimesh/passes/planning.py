@@ -56,7 +56,7 @@ def arrange(program: ir.Program, options: Options | None = None) -> tuple[Segmen
         ops = [i for i, e in zip(program.items, epochs, strict=True) if e == epoch and isinstance(i, ir.Op)]
         results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
         straight = fragment(ops, results, phased=False)
-        parts.append(Segment(cut_common(straight, results) if options.fuse_segments else unfused(straight)))
+        parts.append(Segment(cut_common(straight if options.fuse_segments else unfused(straight), results)))
         if epoch < len(loops):
             parts.append(_ordered(loops[epoch], rows, options))
     return tuple(parts)
