@@ -54,7 +54,9 @@ class Recorder:
         elif report.when == "call":
             self.outcomes.setdefault(test, "passed")
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):
+            return  # a worker of a parallel run, whose reports reach the process that started it
         try:
             jax = importlib.metadata.version("jax")
         except importlib.metadata.PackageNotFoundError:

@@ -85,8 +85,9 @@ def test_a_promise_must_be_a_literal_sentence(tmp_path: Path) -> None:
         ledger.declared_promises(tmp_path)
 
 
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
 def test_the_recorder_writes_each_outcome(
-    pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(root))
     pytester.makeconftest((root / "conftest.py").read_text(encoding="utf-8"))
@@ -115,7 +116,7 @@ def test_the_recorder_writes_each_outcome(
         def test_without_promise(): ...
         """)
     )
-    pytester.runpytest_subprocess("--ledger", "results.json")
+    pytester.runpytest_subprocess("--ledger", "results.json", *options)
     records = ledger.read_results(pytester.path / "results.json")
     assert {r.promise.text: r.outcome for r in records} == {
         "kept": "passed",
