@@ -13,6 +13,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:  # most of the time goes into compilation
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "benchmarks")]  # pytest's importlib mode adds no folder
