@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,28 @@ def test_a_state_that_does_more_than_count_is_refused(handoff: Handoff, advance:
     ) as raised:
         hooks.accumulate(body, init, jnp.zeros((ROWS,), jnp.uint32), split=split, length=MICROBATCHES)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("written", ["dump", "profile"])
+def test_a_step_that_was_dumped_or_profiled_compiles_again_for_other_types(
+    handoff: Handoff, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+):
+    monkeypatch.setenv(VARIABLE, replace(handoff, **{written: str(tmp_path / "out")}).variables()[VARIABLE])
+    hooks._handoff.cache_clear()
+    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), Mesh(np.array(hooks.stage_devices()), ("data",)))
+    traced = []
+
+    def train(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        traced.append(x.shape)
+        return w + 1, hooks.layer(1, lambda w, x: jnp.sum(x @ w))(w, x)
+
+    step = hooks.jit(train, donate_argnums=0)
+    weights = jax.device_put(jnp.eye(WIDTH), NamedSharding(hooks._current().of_layer(1), P()))
+    for number, rows in enumerate((4, 6, 4)):
+        weights, total = step(weights, jnp.ones((rows, WIDTH)))
+        assert total == jnp.sum(jnp.ones((rows, WIDTH)) @ (jnp.eye(WIDTH) + number))
+    assert traced == [(4, WIDTH), (6, WIDTH)]
+    assert list((tmp_path / "out").iterdir())
 
 
 def test_an_evaluation_gives_nothing_up_and_writes_no_placement(handoff: Handoff):

@@ -139,15 +139,14 @@ class Step:
     def __init__(self, fn: Callable[..., Any], donate_argnums: Any) -> None:
         self.__wrapped__ = fn
         self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
-        self._run: Callable[..., Any] = self._jitted
         self._trains = donate_argnums != ()
         self._first = True
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """Run; the first call compiles."""
+        """Run; the first call compiles, and writes what was asked for about the step."""
         if self._first and self._trains:
-            self._run = inspecting.inspected(self._jitted, _handoff(), state, batch)
-        result = self._run(state, batch)
+            inspecting.inspect(self._jitted, _handoff(), state, batch)
+        result = self._jitted(state, batch)
         if self._first and self._trains:
             write_placement(Path(_handoff().placement), stepped=result[0])
         self._first = False

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from multimesh.jitted import Jitted, Lowered
+from multimesh.errors import MultiMeshError
+from multimesh.jitted import Jitted
+from multimesh.lowered import Lowered, Plain
 from multimesh.maxtext import memory
 from multimesh.maxtext.forecasting import needs
 from multimesh.maxtext.handoff import Handoff
@@ -41,17 +43,17 @@ def end_before_training(jitted: Jitted, handoff: Handoff, state: Any, batch: Any
         sys.exit()
 
 
-def inspected(jitted: Jitted, handoff: Handoff, state: Any, batch: Any) -> Callable[..., Any]:
-    """Write what is asked for about a step, and return the function that runs it."""
+def inspect(jitted: Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
+    """Write what is asked for about a step; the program that is compiled for it is that of the next call."""
     if not (handoff.dump or handoff.profile):
-        return jitted
-    lowered = jitted.lower(state, batch)
+        return
+    compiled = jitted.prepare(state, batch)
+    if isinstance(compiled, Plain):
+        raise MultiMeshError("--dump and --profile: nothing in this step is a task, so there is no plan to write")
     if handoff.dump:
-        _dump(lowered, handoff)
-    compiled = lowered.compile()
+        _dump(compiled.lowered, handoff)
     if handoff.profile:
         _profile(compiled, Path(handoff.profile), state, batch)
-    return compiled
 
 
 def _dump(lowered: Lowered, handoff: Handoff) -> None:
