@@ -61,7 +61,7 @@ def measure(options: dict[str, bool], count: int) -> dict[str, Any]:
         run()
         peak = peak_bytes(run)
         times = [seconds(run) for _ in range(count)]
-    arrays, size = plan.transfers()
+    arrays, size = plan.traffic()
     row = {
         "without": ", ".join(name.removeprefix("enable_") for name in options) or "-",
         "programs": len(plan.kernels),

@@ -199,7 +199,7 @@ def test_recomputation_keeps_less():
     with mm.enable_recomputation(False):
         kept, plain = step.plan(params, batch), step(params, batch)
     assert less.peak_bytes()[0] < kept.peak_bytes()[0]
-    assert less.transfers() == kept.transfers()
+    assert less.traffic() == kept.traffic()
     assert_same(got, plain)
 
 
@@ -217,8 +217,8 @@ def test_recomputation_sends_less():
     less, got = step.plan(*args), step(*args)
     with mm.enable_recomputation(False):
         more, plain = step.plan(*args), step(*args)
-    assert less.transfers()[0] < more.transfers()[0]
-    assert less.transfers()[1] < more.transfers()[1]
+    assert less.traffic()[0] < more.traffic()[0]
+    assert less.traffic()[1] < more.traffic()[1]
     assert_same(got, plain)
 
 

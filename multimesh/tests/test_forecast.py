@@ -71,7 +71,7 @@ def test_transfers_take_their_time():
     plan = plan_of("gpipe", 2, 3)
     free, slow = plan.forecast(), plan.forecast({"F": 1, "B": 2, "transfer": 0.5})
     assert slow.makespan == free.makespan + 2 * 0.5
-    count, size = plan.transfers()
+    count, size = plan.traffic()
     assert sum(t.nbytes for t in slow.transfers) == size
     for t in slow.transfers:
         assert t.end - t.start == 0.5

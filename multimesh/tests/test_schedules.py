@@ -236,7 +236,7 @@ def fronts_of_transfers(schedule, model=MLP):
         if at[n] is not None:
             made |= dict.fromkeys(step.outs, at[n])
         if step.kind == "SEND":
-            received = steps[n + 1].outs
+            received = plan.transfers[step.transfer].outs
             readers = [a for a, s in zip(at, steps, strict=True) if a is not None and set(s.ins) & set(received)]
             if readers and step.microbatch is not None:
                 following = next(a for a in at[n:] if a is not None)

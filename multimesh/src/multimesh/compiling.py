@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -116,16 +115,7 @@ class _Compiler:
         for slot in {s for step in plan.instructions if step.kind == "RUN" for s in step.outs} - set(self._pinned):
             if plan.submeshes[plan.slots[slot].submesh].size == 1 or slot in accumulators:
                 self._pinned[slot] = plan.layout(slot, PartitionSpec())
-        self._received = self._senders()
-
-    def _senders(self) -> dict[int, int]:
-        """Slot that receives to the slot that it is received from."""
-        source: dict[int, int] = {}
-        steps = self._plan.instructions
-        for send, recv in itertools.pairwise(steps):
-            if send.kind == "SEND" and recv.kind == "RECV":
-                source.update(zip(recv.outs, send.ins, strict=True))
-        return source
+        self._received = {to: of for t in plan.transfers for of, to in zip(t.ins, t.outs, strict=True)}
 
     def _layout(self, slot: int) -> NamedSharding | None:
         """Layout of a slot, as far as it is known yet."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from multimesh.errors import UsageError
 from multimesh.simulate import PHASES, UNIT_COSTS, cost
-from multimesh.timeline import Span, Steps, Timeline, Transfer, live_steps
+from multimesh.timeline import Hop, Span, Steps, Timeline, live_steps
 
 if TYPE_CHECKING:
-    from multimesh.plan import Instruction, Plan
+    from multimesh.plan import Instruction, Plan, Transfer
 
 Key = str | tuple[str | int, str]
 
@@ -138,52 +138,48 @@ def _times(plan: Plan, costs: Costs) -> Times:
     links: dict[tuple[int, int], float] = collections.defaultdict(float)
     there: dict[int, float] = collections.defaultdict(float)  # slot to when its array is complete
     times: dict[int, tuple[float, float]] = {}
-    for number, sent, step in timed(plan):
-        start = max((there[slot] for slot in sent or step.ins), default=0.0)
-        if sent:
-            link = (step.peer or 0, step.submesh)
-            nbytes = sum(plan.slots[slot].nbytes for slot in sent)
+    for number, step, transfer in timed(plan):
+        start = max((there[slot] for slot in step.ins), default=0.0)
+        if transfer is not None:
+            link = (transfer.source, transfer.target)
             start = max(start, links[link])
-            end = links[link] = start + costs.transfers.get((*link, nbytes), costs.transfer)
+            end = links[link] = start + costs.transfers.get((*link, plan.bytes_of(transfer)), costs.transfer)
         else:
             start = max(start, clock[step.submesh])
             end = clock[step.submesh] = start + costs.programs[step.kernel or 0]
         times[number] = (start, end)
-        there.update(dict.fromkeys(step.outs, end))
+        there.update(dict.fromkeys(step.outs if transfer is None else transfer.outs, end))
     return times
 
 
-def timed(plan: Plan) -> Iterator[tuple[int, tuple[int, ...], Instruction]]:
-    """Yield what takes time: (number, nothing, RUN) and (number, slots that were sent, RECV)."""
-    sent: dict[tuple[int, int | None], collections.deque[tuple[int, ...]]] = collections.defaultdict(collections.deque)
+def timed(plan: Plan) -> Iterator[tuple[int, Instruction, Transfer | None]]:
+    """Yield what takes time, with its number: each RUN, and each SEND with its transfer."""
     for number, step in enumerate(plan.instructions):
-        if step.kind == "SEND":
-            sent[step.submesh, step.peer].append(step.ins)
-        elif step.kind == "RECV":
-            yield number, sent[step.peer or 0, step.submesh].popleft(), step
-        elif step.kind == "RUN":
-            yield number, (), step
+        if step.kind == "RUN":
+            yield number, step, None
+        elif step.kind == "SEND":
+            yield number, step, plan.transfers[step.transfer or 0]
 
 
 def assembled(plan: Plan, times: Times, note: str, unit: str) -> Timeline:
-    """Timeline of a plan from the start and end of each RUN and RECV, by number of the instruction.
+    """Timeline of a plan from the start and end of each RUN and SEND, by number of the instruction.
 
     An array is alive from the start of what makes or receives it to the end of the last that reads it.
     """
     spans: list[Span] = []
-    transfers: list[Transfer] = []
+    transfers: list[Hop] = []
     maker: dict[int, int] = {}  # slot to the span that makes it
     carrier: dict[int, int] = {}  # slot to the transfer that brings it
     readers: dict[int, list[int]] = collections.defaultdict(list)
-    for number, sent, step in timed(plan):
-        if sent:
-            made = max((maker[slot] for slot in sent if slot in maker), default=None)
-            nbytes = sum(plan.slots[slot].nbytes for slot in sent)
-            carrier.update(dict.fromkeys(step.outs, len(transfers)))
-            transfers.append(Transfer(step.peer or 0, step.submesh, *times[number], nbytes, made))
+    for number, step, transfer in timed(plan):
+        if transfer is not None:
+            made = max((maker[slot] for slot in transfer.ins if slot in maker), default=None)
+            carrier.update(dict.fromkeys(transfer.outs, len(transfers)))
+            ends = (transfer.source, transfer.target)
+            transfers.append(Hop(*ends, *times[number], plan.bytes_of(transfer), made))
         else:
-            for transfer in dict.fromkeys(carrier[slot] for slot in step.ins if slot in carrier):
-                readers[transfer].append(len(spans))
+            for hop in dict.fromkeys(carrier[slot] for slot in step.ins if slot in carrier):
+                readers[hop].append(len(spans))
             maker.update(dict.fromkeys(step.outs, len(spans)))
             spans.append(_span(plan, step, *times[number]))
     sends = tuple(replace(t, consumers=tuple(readers[n])) for n, t in enumerate(transfers))
@@ -196,17 +192,15 @@ def _live(plan: Plan, times: Times) -> tuple[Steps, ...]:
     until: dict[int, tuple[float, int]] = {}  # slot to the end of its last use, and the number of that
     alive: set[int] = set()
     changes: list[list[tuple[float, int, float]]] = [[] for _ in plan.submeshes]
-    slots_of = {number: sent for number, sent, _ in timed(plan)}
-    for number, step in enumerate(plan.instructions):
-        if number in slots_of:
-            start, end = times[number]
-            for slot in (*slots_of[number], *step.ins, *step.outs):
-                until[slot] = max(until.get(slot, (0.0, 0)), (end, 2 * number + 1))
-            for slot in set(step.outs) - alive - given:
-                alive.add(slot)
-                changes[step.submesh].append((start, 2 * number, plan.slots[slot].nbytes))
-        elif step.kind == "FREE":
-            for slot in alive.intersection(step.ins):
-                changes[plan.slots[slot].submesh].append((*until[slot], -plan.slots[slot].nbytes))
-            alive.difference_update(step.ins)
+    for number, step, transfer in timed(plan):
+        start, end = times[number]
+        made = step.outs if transfer is None else transfer.outs
+        for slot in (*step.ins, *made):
+            until[slot] = max(until.get(slot, (0.0, 0)), (end, 2 * number + 1))
+        for slot in set(made) - alive - given:
+            alive.add(slot)
+            changes[plan.slots[slot].submesh].append((start, 2 * number, plan.slots[slot].nbytes))
+    for step in plan.instructions:
+        for slot in alive.intersection(step.ins) if step.kind == "FREE" else ():
+            changes[step.submesh].append((*until[slot], -plan.slots[slot].nbytes))
     return tuple(live_steps(part) for part in changes)

@@ -26,7 +26,7 @@ def text(plan: Plan, width: int | None = None) -> str:
     A line that is too long shows its first and last programs, and how many there are between.
     """
     width = max(_NARROWEST, width or shutil.get_terminal_size().columns)
-    count, size = plan.transfers()
+    count, size = plan.traffic()
     kinds = collections.Counter(step.kind for step in plan.instructions)
     peaks = plan.peak_bytes()
     meshes = [

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from multimesh.timeline import Span, Timeline, Transfer
+from multimesh.timeline import Hop, Span, Timeline
 
 _PID = 1
 _FIRST = 2  # thread of the first submesh: in Perfetto 0 is the idle thread, and 1 that of the process
@@ -80,7 +80,7 @@ def _transfers(timeline: Timeline, tids: dict[tuple[int, int], int], scale: floa
             yield _event("f", name, "flow", _FIRST + read.row, read.start * scale) | flow | {"bp": "e"}
 
 
-def _ends(timeline: Timeline, transfer: Transfer) -> list[tuple[Span, Span]]:
+def _ends(timeline: Timeline, transfer: Hop) -> list[tuple[Span, Span]]:
     """Program that made what is sent, and each that reads it; those that take no time are not shown."""
     if transfer.producer is None or not timeline.spans[transfer.producer].duration:
         return []

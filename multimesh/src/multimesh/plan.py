@@ -21,13 +21,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Arrays on their way from one submesh to another: ``ins`` there become ``outs`` here, one for one.
+
+    Its ``id`` is its index in ``Plan.transfers``, the same in every process.
+    """
+
+    id: int
+    source: int
+    target: int
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Instruction:
     """One step of a plan.
 
     Attributes
     ----------
     kind
-        ``RUN`` a kernel, ``SEND`` and ``RECV`` an array between submeshes, ``FREE`` slots after their last use.
+        ``RUN`` a kernel, ``SEND`` and ``RECV`` the arrays of a transfer, ``FREE`` slots of the submesh after their last
+        use. A transfer reads its slots at its SEND and fills others by its RECV.
     submesh
         Index into ``Plan.submeshes``: where it happens.
     task
@@ -40,6 +55,8 @@ class Instruction:
         Slots read and written; of a FREE, the slots it empties.
     peer
         The other submesh of a transfer.
+    transfer
+        Index into ``Plan.transfers`` of a SEND or RECV.
     """
 
     kind: str
@@ -52,6 +69,7 @@ class Instruction:
     ins: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
     peer: int | None = None
+    transfer: int | None = None
 
     def __str__(self) -> str:
         label = f"{self.phase or ''}{'' if self.stage is None else self.stage}"
@@ -112,6 +130,8 @@ class Plan:
         Where arrays live while the plan runs.
     instructions
         The global order. Every process runs its own part of it.
+    transfers
+        What SEND and RECV name.
     inputs
         (argument leaf, slot): an argument that several submeshes read has a slot on each.
     constants
@@ -133,6 +153,7 @@ class Plan:
     kernels: tuple[Kernel, ...]
     slots: tuple[Slot, ...]
     instructions: tuple[Instruction, ...]
+    transfers: tuple[Transfer, ...]
     inputs: tuple[tuple[int, int], ...]
     constants: tuple[tuple[Any, int], ...]
     outputs: tuple[tuple[str, Any], ...]
@@ -158,21 +179,22 @@ class Plan:
         alive: set[int] = set()
         for step in self.instructions:
             if step.kind == "FREE":
-                for slot in alive.intersection(step.ins):
-                    live[self.slots[slot].submesh] -= self.slots[slot].nbytes
+                live[step.submesh] -= sum(self.slots[slot].nbytes for slot in alive.intersection(step.ins))
                 alive -= set(step.ins)
                 continue
-            for slot in step.outs:
-                if slot not in alive and slot not in given:
-                    alive.add(slot)
-                    live[self.slots[slot].submesh] += self.slots[slot].nbytes
-                    peak[self.slots[slot].submesh] = max(peak[self.slots[slot].submesh], live[self.slots[slot].submesh])
+            made = set(step.outs) - alive - given
+            alive |= made
+            live[step.submesh] += sum(self.slots[slot].nbytes for slot in made)
+            peak[step.submesh] = max(peak[step.submesh], live[step.submesh])
         return tuple(peak)
 
-    def transfers(self) -> tuple[int, int]:
+    def traffic(self) -> tuple[int, int]:
         """Number of arrays sent between submeshes in one run, and their bytes."""
-        sends = [step for step in self.instructions if step.kind == "SEND"]
-        return sum(len(s.ins) for s in sends), sum(self.slots[i].nbytes for s in sends for i in s.ins)
+        return sum(len(t.ins) for t in self.transfers), sum(map(self.bytes_of, self.transfers))
+
+    def bytes_of(self, transfer: Transfer) -> int:
+        """Bytes of the whole arrays of a transfer."""
+        return sum(self.slots[slot].nbytes for slot in transfer.ins)
 
     @functools.cached_property
     def covers(self) -> Mapping[tuple[int, str], str]:
@@ -236,6 +258,7 @@ class Plan:
                 "instructions": [
                     {k: v for k, v in vars(step).items() if v not in (None, (), "")} for step in self.instructions
                 ],
+                "transfers": [vars(transfer) for transfer in self.transfers],
                 "inputs": self.inputs,
                 "outputs": [[kind, value if kind != "literal" else None] for kind, value in self.outputs],
             }

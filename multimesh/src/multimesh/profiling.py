@@ -102,23 +102,26 @@ def profile(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: 
 
 
 def _run(compiled: CompiledPlan, args: Sequence[Any]) -> Times:
-    """Start and end of each RUN and RECV, in seconds from the first."""
+    """Start and end of each RUN and SEND, in seconds from the first."""
     plan, layouts = compiled.plan, compiled.layouts
     env = _staged(compiled, args)
-    waited = {number: sent for number, sent, _ in timed(plan)}
+    waited = {number: transfer for number, _, transfer in timed(plan)}
     times: dict[int, tuple[float, float]] = {}
     origin = time.perf_counter()
     for number, step in enumerate(plan.instructions):
         if number in waited:
             start = time.perf_counter()
+            given = [env[slot] for slot in step.ins]
+            transfer = waited[number]
+            made = step.outs if transfer is None else transfer.outs
             if step.kernel is not None:
-                results = compiled.programs[step.kernel](*[env[slot] for slot in step.ins])
+                results = compiled.programs[step.kernel](*given)
             else:
-                sent = [env[slot] for slot in waited[number]]
-                results = jax.device_put(sent, [layouts[slot] for slot in step.outs])
+                results = jax.device_put(given, [layouts[slot] for slot in made])
+            del given
             jax.block_until_ready(results)
             times[number] = (start - origin, time.perf_counter() - origin)
-            env.update(zip(step.outs, results, strict=True))
+            env.update(zip(made, results, strict=True))
         elif step.kind == "FREE":
             for slot in step.ins:
                 del env[slot]
@@ -149,13 +152,12 @@ def _call(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: Se
 def _medians(plan: Plan, runs: Sequence[Times]) -> Costs:
     programs: dict[int, list[float]] = collections.defaultdict(list)
     transfers: dict[tuple[int, int, int], list[float]] = collections.defaultdict(list)
-    for number, sent, step in timed(plan):
+    for number, step, transfer in timed(plan):
         lengths = [times[number][1] - times[number][0] for times in runs]
-        if step.kernel is not None:
-            programs[step.kernel] += lengths
+        if transfer is not None:
+            transfers[transfer.source, transfer.target, plan.bytes_of(transfer)] += lengths
         else:
-            nbytes = sum(plan.slots[slot].nbytes for slot in sent)
-            transfers[step.peer or 0, step.submesh, nbytes] += lengths
+            programs[step.kernel or 0] += lengths
     return Costs(
         tuple(statistics.median(programs.get(k, [0.0])) for k in range(len(plan.kernels))),
         {key: statistics.median(lengths) for key, lengths in transfers.items()},

@@ -75,7 +75,10 @@ _Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tu
 
 
 def _steps(compiled: CompiledPlan) -> list[_Step]:
-    """(call, inputs, outputs, frees) of programs and transfers in order; adjacent transfers are one call."""
+    """(call, inputs, outputs, frees) of programs and transfers in order; transfers between two programs are one call.
+
+    Within a process a SEND does all of a transfer.
+    """
     plan = compiled.plan
     made: dict[int, Any] = {}  # slot to the sharding that its program gives it
     steps: list[list[Any]] = []
@@ -85,13 +88,12 @@ def _steps(compiled: CompiledPlan) -> list[_Step]:
             made.update(zip(step.outs, program.output_shardings, strict=True))
             steps.append([program, step.ins, step.outs, ()])
         elif step.kind == "SEND":
-            if steps and steps[-1][0] is None and not steps[-1][3]:
-                steps[-1][1] += step.ins
-            else:
-                steps.append([None, step.ins, (), ()])
-        elif step.kind == "RECV":
-            steps[-1][2] += step.outs
-        else:
+            transfer = plan.transfers[step.transfer or 0]
+            if not steps or steps[-1][0] is not None:
+                steps.append([None, (), (), ()])
+            steps[-1][1] += transfer.ins
+            steps[-1][2] += transfer.outs
+        elif step.kind == "FREE":
             steps[-1][3] += step.ins
     return [(call or _transfer(compiled, made, ins, outs), ins, outs, frees) for call, ins, outs, frees in steps]
 

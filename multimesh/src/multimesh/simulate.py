@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from multimesh.errors import UsageError
 from multimesh.schedules import Cell, Table, needs
-from multimesh.timeline import Span, Steps, Timeline, Transfer, live_steps
+from multimesh.timeline import Hop, Span, Steps, Timeline, live_steps
 
 PHASES = ("F", "B", "W")
 UNIT_COSTS: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
@@ -97,7 +97,7 @@ def simulate(
     queues = [collections.deque(row) for row in table]
     clock = [0.0] * len(table)
     spans: list[Span] = []
-    transfers: list[Transfer] = []
+    transfers: list[Hop] = []
     done: dict[Cell, int] = {}
     while any(queues):
         starts: list[tuple[float, int]] = []
@@ -114,7 +114,7 @@ def simulate(
         for source in reads[cell]:
             if place[source] != row:
                 sent = spans[done[source]].end
-                transfers.append(Transfer(place[source], row, sent, sent + transfer, None, done[source], (len(spans),)))
+                transfers.append(Hop(place[source], row, sent, sent + transfer, None, done[source], (len(spans),)))
         done[cell] = len(spans)
         spans.append(Span(row, start, clock[row], cell.phase, "", cell.stage, cell.microbatch))
     rows = tuple(f"submesh {row}" for row in range(len(table)))

@@ -48,7 +48,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Hop:
     """Arrays on their way from a submesh to another; ``producer`` and ``consumers`` are indices of spans."""
 
     source: int
@@ -90,7 +90,7 @@ class Timeline:
     unit: str
     rows: tuple[str, ...]
     spans: tuple[Span, ...]
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[Hop, ...] = ()
     live: tuple[Steps, ...] = ()
     live_unit: str = "bytes"
 

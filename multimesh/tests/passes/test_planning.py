@@ -68,12 +68,15 @@ def test_a_slot_is_freed_directly_after_its_last_use(plan):
 
 
 def test_every_send_has_its_receive(plan):
-    steps = [s for s in plan.instructions if s.kind in ("SEND", "RECV")]
-    sends, receives = steps[::2], steps[1::2]
+    steps = [[(n, s) for n, s in enumerate(plan.instructions) if s.kind == kind] for kind in ("SEND", "RECV")]
+    sends, receives = ({s.transfer: (n, s) for n, s in part} for part in steps)
     assert sends
-    for send, receive in zip(sends, receives, strict=True):
-        assert (send.kind, receive.kind) == ("SEND", "RECV")
-        assert (send.submesh, send.peer) == (receive.peer, receive.submesh)
+    assert len(plan.transfers) == len(sends) == len(receives) == len(steps[0]) == len(steps[1])
+    for transfer in plan.transfers:
+        (issued, send), (arrived, receive) = sends[transfer.id], receives[transfer.id]
+        assert issued < arrived
+        assert (transfer.source, transfer.target) == (send.submesh, send.peer) == (receive.peer, receive.submesh)
+        assert (transfer.ins, transfer.outs) == (send.ins, receive.outs)
         assert (send.task, send.microbatch) == (receive.task, receive.microbatch)
         assert [plan.slots[s].shape for s in send.ins] == [plan.slots[s].shape for s in receive.outs]
 

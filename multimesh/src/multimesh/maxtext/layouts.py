@@ -51,12 +51,10 @@ def slot_axes(plan: Plan, specs: Sequence[PartitionSpec]) -> tuple[dict[int, Axe
     for slot, args in plan.like.items():
         slots[slot] = _on(plan, slot, specs[args[0]])
     kernels: dict[int, dict[ir.Value, Axes]] = {}
-    sent: tuple[int, ...] = ()
     for step in plan.instructions:
         if step.kind == "SEND":
-            sent = step.ins
-        elif step.kind == "RECV":
-            slots |= {to: slots[of] for of, to in zip(sent, step.outs, strict=True) if of in slots}
+            transfer = plan.transfers[step.transfer or 0]
+            slots |= {to: slots[of] for of, to in zip(transfer.ins, transfer.outs, strict=True) if of in slots}
         elif step.kind == "RUN" and step.kernel is not None:
             kernel = plan.kernels[step.kernel]
             if step.kernel not in kernels:

@@ -19,7 +19,7 @@ from multimesh.passes.place import Homes, task_meshes
 from multimesh.passes.recompute import send_less
 from multimesh.passes.stages import stages
 from multimesh.passes.unfuse import unfused, unfused_order
-from multimesh.plan import Instruction, Kernel, Plan, Slot
+from multimesh.plan import Instruction, Kernel, Plan, Slot, Transfer
 
 _Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
 
@@ -135,6 +135,7 @@ class _Builder:
     slots: list[Slot] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     steps: list[Instruction] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     inputs: dict[tuple[int, int], None] = field(default_factory=dict)
     constants: list[tuple[Any, int]] = field(default_factory=list)
 
@@ -208,9 +209,10 @@ class _Builder:
         for v, route in sent:
             routes[route].append(v)
         for (submesh, other, task, microbatch), values in routes.items():
-            common: dict[str, Any] = {"task": task, "microbatch": microbatch}
             ins = tuple(self._slot(v, submesh, microbatch) for v in values)
             outs = tuple(self._slot(v, other, microbatch) for v in values)
+            common: dict[str, Any] = {"task": task, "microbatch": microbatch, "transfer": len(self.transfers)}
+            self.transfers.append(Transfer(len(self.transfers), submesh, other, ins, outs))
             self.steps.append(Instruction("SEND", submesh, ins=ins, peer=other, **common))
             self.steps.append(Instruction("RECV", other, outs=outs, peer=submesh, **common))
 
@@ -311,6 +313,7 @@ class _Builder:
             tuple(self.kernels),
             tuple(self.slots),
             tuple(self.steps),
+            tuple(self.transfers),
             tuple(self.inputs),
             tuple(self.constants),
             outputs,
@@ -336,7 +339,7 @@ class _Builder:
         last: dict[int, int] = {}
         for n, step in enumerate(self.steps):
             for slot in (*step.ins, *step.outs):
-                last[slot] = n + (step.kind == "SEND")  # a RECV follows every SEND
+                last[slot] = n
         return last
 
     def _layouts(self, outputs: Sequence[tuple[str, Any]], alike: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
@@ -425,5 +428,4 @@ def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[In
     for n, step in enumerate(plan.instructions):
         yield step
         if ends[n]:
-            on = step.submesh if step.peer is None else step.peer
-            yield Instruction("FREE", on, ins=tuple(ends[n]))
+            yield Instruction("FREE", step.submesh, ins=tuple(ends[n]))
