@@ -1,4 +1,4 @@
-"""``bench``: runs a benchmark of ``benchmarks/``; the rest of the command line is the benchmark's."""
+"""``bench``: runs a benchmark of ``tests/benchmarks/``; the rest of the command line is the benchmark's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from workflows import errors
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "benchmarks"
 BENCHMARKS = ("sources",)
 
 

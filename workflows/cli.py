@@ -27,7 +27,6 @@ COMMANDS = {
     "bump": "workflows.sources.maintain",
     "gc": "workflows.sources.maintain",
     "bench": "workflows.bench",
-    "ledger": "workflows.ledger",
     "promote": "workflows.image.promotion",
     "cache": "workflows.cache.commands",
     "image": "workflows.image.commands",

@@ -83,8 +83,8 @@ class SeveralErrors(WorkflowsError):
         self.exit_code = exit_code
 
 
-class LedgerError(WorkflowsError):
-    """The results of test runs, or the promises that they are held against, cannot be read."""
+class ReportError(WorkflowsError):
+    """The report of a test run cannot be read."""
 
     exit_code = 12
 

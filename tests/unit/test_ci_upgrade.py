@@ -39,11 +39,12 @@ def test_images_that_cannot_be_asked_for_stop_nothing(tmp_path: Path, monkeypatc
     monkeypatch.setattr(bump, "bump", no_engine)
     (tmp_path / "sources.yaml").write_text("format: 1\ncomponents:\n  a: {link: a, groups: [run]}\n")
     moves = upgrade.upgrade(Workspace(tmp_path), None, upgrade.console.Reporter(quiet=True))
-    assert moves == [Move("images.lock", "", "", "no engine answers")]
+    assert moves == [Move("docker/images.lock", "", "", "no engine answers")]
 
 
 def test_bazel_is_moved_without_a_checksum_that_nobody_read(root: Path, tmp_path: Path) -> None:
     text = (root / lock.FILE).read_text(encoding="utf-8")
+    (tmp_path / lock.FILE).parent.mkdir()
     (tmp_path / lock.FILE).write_text(text, encoding="utf-8")
     before = lock.load(tmp_path)
     assert f"/bazel-{bump.move_bazel(tmp_path, '99.1.0')}-linux-arm64" in text

@@ -66,9 +66,6 @@ def test_a_run_on_github_is_the_builder(decide) -> None:
     assert decide("engine", environ).options[0] == f"--attest=type=provenance,{wanted}"
 
 
-@pytest.mark.promise(
-    "Where no attestations can be made, one line says so and why; asking for them is refused before the build."
-)
 def test_where_there_are_none(decide) -> None:
     none = decide(None)
     assert (none.through, none.options, none.kinds) == (None, (), ())

@@ -137,6 +137,7 @@ def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_pa
 
 def test_the_lock_is_written_as_it_is_read(root: Path, tmp_path: Path) -> None:
     text = (root / lock.FILE).read_text(encoding="utf-8")
+    (tmp_path / lock.FILE).parent.mkdir()
     (tmp_path / lock.FILE).write_text(text, encoding="utf-8")
     lock.save(tmp_path, lock.load(tmp_path))
     assert (tmp_path / lock.FILE).read_text(encoding="utf-8") == text
@@ -147,6 +148,7 @@ def test_the_lock_is_written_as_it_is_read(root: Path, tmp_path: Path) -> None:
     [{"reference": "a"}, {"reference": "a", "digest": "latest"}, {"reference": "a", "digest": 1}, "text"],
 )
 def test_a_malformed_lock_is_named(tmp_path: Path, fault: object) -> None:
+    (tmp_path / lock.FILE).parent.mkdir()
     (tmp_path / lock.FILE).write_text(json.dumps({"images": {"x": fault}, "files": {}}), encoding="utf-8")
     with pytest.raises(errors.ManifestError, match=r"images\.lock: is malformed"):
         lock.load(tmp_path)

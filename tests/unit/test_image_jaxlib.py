@@ -36,7 +36,6 @@ def test_debug_builds_keep_their_symbols() -> None:
     assert {"--bazel_options=--compilation_mode=dbg", "--bazel_options=--strip=never"} <= set(got)
 
 
-@pytest.mark.promise("Poisoned tags, repositories and build arguments are refused in one line or stay data")
 @pytest.mark.parametrize("field", ["accelerator", "cuda_version", "cudnn_version", "build_type"])
 @pytest.mark.parametrize("poison", ["12.8; id", "$(id)", "`id`", "12.8.1 --config=x", "12\n"])
 def test_nothing_but_plain_values_reach_the_shell_of_jaxs_program(field: str, poison: str) -> None:
@@ -44,7 +43,6 @@ def test_nothing_but_plain_values_reach_the_shell_of_jaxs_program(field: str, po
         arguments(dataclasses.replace(RECIPE, **{field: poison}))
 
 
-@pytest.mark.promise("The arguments for a jaxlib from source are those that the locked jax's build/build.py takes")
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda12"])
 @pytest.mark.parametrize("build_type", ["Release", "RelWithDebInfo", "Debug"])
 def test_the_locked_jax_takes_these_arguments(root: Path, tmp_path: Path, accelerator: str, build_type: str) -> None:

@@ -30,9 +30,6 @@ def configure(home: dict[str, str], text: str) -> None:
     Path(home["PIP_CONFIG_FILE"]).write_text(text, encoding="utf-8")
 
 
-@pytest.mark.promise(
-    "The caller's pip configuration and certificates reach the build as secrets, never in argv or a layer"
-)
 def test_an_index_with_a_password_travels_in_the_environment_only(home: dict[str, str]) -> None:
     configure(home, f"[global]\nindex-url = {SECRET}\n")
     got = network.access(means(), home)

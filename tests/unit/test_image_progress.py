@@ -61,7 +61,6 @@ def broken(*lines: str, error: str = "exit code: 1") -> Steps:
     return steps
 
 
-@pytest.mark.promise("A build that fails names the step, the reason and the remedy, with an exit code for its kind")
 @pytest.mark.parametrize(
     ("line", "kind", "words"),
     [

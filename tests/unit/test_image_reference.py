@@ -6,7 +6,6 @@ from workflows import errors
 from workflows.image import reference
 
 
-@pytest.mark.promise("build.py --repo R --tag T names R:T, and R/NAME:T with --name")
 @pytest.mark.parametrize(
     ("repo", "name", "tag", "expected"),
     [
@@ -42,7 +41,6 @@ def test_the_host_is_told_from_the_path(repo: str, host: str | None, path: str) 
     assert (made.host, made.path) == (host, path)
 
 
-@pytest.mark.promise("Poisoned tags, repositories and build arguments are refused in one line or stay data")
 @pytest.mark.parametrize(
     "tag",
     [
@@ -67,7 +65,6 @@ def test_poisoned_tags_are_refused(tag: str) -> None:
         reference.make("ghcr.io/o/i", None, tag)
 
 
-@pytest.mark.promise("Poisoned tags, repositories and build arguments are refused in one line or stay data")
 @pytest.mark.parametrize(
     "repo",
     [

@@ -37,7 +37,6 @@ def refused(labels: dict[str, str], pins: dict[str, Pin], *unpinned: str, versio
     return list(caught.value.messages)
 
 
-@pytest.mark.promise("A release is refused with a pin that is null, a dirty tree, or versions that disagree.")
 def test_what_stands_against_a_release() -> None:
     release.check("v0.3.0", GOOD, Locks({"maxtext": FULL}, IMAGES), ())
     (said,) = refused(GOOD, {"maxtext": Pin("1", "a" * 40, None, patched_commit="c", patched_tree="d")})
@@ -72,7 +71,6 @@ def document(tmp_path: Path) -> dict[str, Any]:
     return release.record(tmp_path, published, built, {"job": "small", "seconds": 9.5, "verdict": "ok"}, "v0.3.0")
 
 
-@pytest.mark.promise("release.json holds digests, locks, labels, check and timings, as its schema says.")
 def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
     said = document(tmp_path)
     release.write(tmp_path / "build" / "release.json", said)

@@ -122,7 +122,6 @@ def test_nobody_gets_a_token_without_a_password(server: Server, tmp_path) -> Non
     assert [authorization for _, path, authorization, _ in server.seen if path == "/token"] == [None]
 
 
-@pytest.mark.promise("A login is never sent in the open.")
 def test_login_is_not_sent_in_the_open(server: Server, tmp_path) -> None:
     server.realm = "http://token.example/token"
     with (

@@ -70,7 +70,6 @@ def test_every_command_is_there_with_its_flags(name: str) -> None:
             assert [flag for flag in flags if flag not in done.stdout] == []
 
 
-@pytest.mark.promise("Every Python example in README and docs runs as it is printed, on 8 virtual CPU devices")
 @pytest.mark.parametrize("name", [name for name in markdown_files() if blocks(ROOT / name, "python")])
 def test_python_examples_run(name: str, tmp_path: Path) -> None:
     done = python("-c", "\n".join(blocks(ROOT / name, "python")), cwd=tmp_path)

@@ -141,7 +141,6 @@ def test_shell_scripts_are_clean(root: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.promise("The folders docker/, maxtext/ and multimesh/ do not shadow the packages of the same names")
 def test_the_three_names_import_from_where_they_should(root: Path) -> None:
     assert not [p for name in ("docker", "maxtext", "multimesh") for p in [root / name / "__init__.py"] if p.exists()]
     code = (

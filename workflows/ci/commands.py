@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from workflows import console, errors
-from workflows.ci import actions, nightly, release, upgrade
+from workflows.ci import actions, evidence, nightly, release, upgrade
 from workflows.ci.github import GitHub, where
 from workflows.image import devcontainer, flags
 from workflows.sources.commands import workspace
@@ -57,6 +57,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part = add("propose", run_propose, "push the moved pins to a branch and open or update its pull request")
     part.add_argument("--report", type=Path, required=True, help="what `upgrade` wrote")
     part.add_argument("--base", default=os.environ.get("GITHUB_REF_NAME", "main"), help="default: %(default)s")
+    part = add("evidence", run_evidence, "print a table of what tests ran, on what stand-in, from pytest's reports")
+    part.add_argument("reports", type=Path, nargs="+", help="what `pytest --junitxml FILE` wrote")
     part = add("nightly", run_nightly, "run our tests against the head of jax or MaxText")
     part.add_argument("component", choices=("jax", "maxtext"))
     part.add_argument("--report", type=Path, required=True, help="where the outcome goes")
@@ -170,6 +172,12 @@ def run_propose(args: argparse.Namespace) -> int:
     github = GitHub(where())
     upgrade.push(workspace().root)
     print(github.upsert_pull(upgrade.BRANCH, args.base, upgrade.TITLE, text))
+    return 0
+
+
+def run_evidence(args: argparse.Namespace) -> int:
+    """Print Markdown."""
+    print(evidence.render(each for path in args.reports for each in evidence.read(path)))
     return 0
 
 

@@ -23,7 +23,7 @@ from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace
 
 BRANCH, TITLE = "bump/pins", "Move pins to the newest releases"
-PINNED = ("sources.yaml", "sources.lock", "images.lock", devcontainer.FILE, "requirements", "patches")
+PINNED = ("sources.yaml", "sources.lock", "docker/images.lock", devcontainer.FILE, "requirements", "patches")
 _ACCELERATORS = {"cuda-devel": "cuda12", "cuda-base": "cuda12", "ubuntu": "cpu"}
 _SAID_LINES = 25
 _XLA = ("third_party/xla/revision.bzl", re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE))
@@ -104,7 +104,7 @@ def _images(root: Path) -> list[Move]:
     try:
         answers = images.bump(root)
     except errors.WorkflowsError as error:  # no engine to ask with
-        return [Move("images.lock", "", "", str(error))]
+        return [Move("docker/images.lock", "", "", str(error))]
     return [Move(each.name, each.before or "null", each.after or "null", each.fault or "") for each in answers]
 
 

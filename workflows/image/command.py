@@ -94,7 +94,7 @@ def labels(root: Path, spec: ImageSpec, base: Bases, stamp: Stamp) -> dict[str, 
 
 def lock_digest(root: Path) -> str:
     """Return one sha256 over every lock that decides what is in an image."""
-    names = ("sources.lock", "images.lock", "requirements/run.txt", "requirements/cuda12.txt")
+    names = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
     digest = hashlib.sha256()
     for name in names:
         digest.update(hashlib.sha256((root / name).read_bytes()).digest())

@@ -1,4 +1,4 @@
-"""``images.lock``: the base images by digest, and the files that a build downloads by checksum."""
+"""``docker/images.lock``: the base images by digest, and the files that a build downloads by checksum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from workflows import errors
 
-FILE = "images.lock"
+FILE = "docker/images.lock"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -63,7 +63,7 @@ def save(root: Path, lock: ImageLock) -> None:
     raw = json.loads(path.read_text(encoding="utf-8"))
     raw["images"] = {name: {"reference": pin.reference, "digest": pin.digest} for name, pin in lock.images.items()}
     raw["files"] = {name: {"url": pin.url, "sha256": pin.sha256} for name, pin in lock.files.items()}
-    temporary = path.with_name(f".{FILE}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(_compact(json.dumps(raw, indent=2)) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 

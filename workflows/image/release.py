@@ -25,7 +25,7 @@ from workflows.sources.lock import Pin
 from workflows.sources.workspace import write_json
 
 SCHEMA = Path(__file__).with_name("release.schema.json")
-_LOCKS = ("sources.lock", "images.lock", "requirements/run.txt", "requirements/cuda12.txt")
+_LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
 _OF_JAXLIB = ("jax", "xla")
 _OCI = "org.opencontainers.image"
 

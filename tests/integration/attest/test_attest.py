@@ -32,10 +32,7 @@ def statements(bench: Bench, repository: str, manifest: str) -> dict[str, dict[s
     return found
 
 
-@pytest.mark.promise(
-    "build.py --upload attaches provenance and an SBOM where engine or builder can; tags move to that index by digest.",
-    stand_in="a small image, a registry on this machine, and a scanner that lists files in place of BuildKit's",
-)
+@pytest.mark.stand_in("a small image, a registry on this machine, a scanner that lists files")
 def test_a_release_with_attestations(attesting: Bench, registry: str, tmp_path: Path) -> None:
     name, record = f"{registry}/team/{attesting.way}", tmp_path / "r.json"
     options = ["--upload", "--latest", "--release", f"v{VERSION}", "--sbom-scanner", attesting.scanner]
@@ -72,10 +69,7 @@ def test_a_release_with_attestations(attesting: Bench, registry: str, tmp_path: 
     assert SECRET not in json.dumps(said)
 
 
-@pytest.mark.promise(
-    "Provenance names no proxy and no password: neither of the proxies, nor of pip's index, nor of git's remote.",
-    stand_in="a small image and a registry on this machine",
-)
+@pytest.mark.stand_in("a small image and a registry on this machine")
 def test_provenance_keeps_proxies_to_itself(bench: Bench, registry: str, tmp_path: Path) -> None:
     record, near = tmp_path / "r.json", {"NO_PROXY": "127.0.0.1"}
     options = ["--upload", "--attest", "provenance", "--release-file", str(record)]
@@ -97,9 +91,6 @@ def test_provenance_keeps_proxies_to_itself(bench: Bench, registry: str, tmp_pat
     assert "git.example/team/code.git" in said
 
 
-@pytest.mark.promise(
-    "An image that is uploaded again without a change is not checked again, though its provenance is new."
-)
 def test_the_check_knows_the_image_behind_new_attestations(bench: Bench, registry: str, tmp_path: Path) -> None:
     options = ["--repo", f"{registry}/team/again", "--upload", "--attest", "provenance", "--json"]
     first, second = (json.loads(bench.build(*options).stdout) for _ in range(2))
@@ -108,9 +99,6 @@ def test_the_check_knows_the_image_behind_new_attestations(bench: Bench, registr
     assert second["check"]["verdict"] == "ok: stub"
 
 
-@pytest.mark.promise(
-    "An image that stays here is built, checked and named on an engine that keeps its images in containerd."
-)
 def test_an_image_that_stays_here_has_no_attestations(attesting: Bench) -> None:
     first, second = (json.loads(attesting.build("--tag", "stays", "--json").stdout) for _ in range(2))
     assert first["id"] == second["id"] == attesting.docker("inspect", "--format", "{{.Id}}", "multimesh-jax:stays")
@@ -120,10 +108,7 @@ def test_an_image_that_stays_here_has_no_attestations(attesting: Bench) -> None:
     assert first["bytes"] >= busybox  # unpacked
 
 
-@pytest.mark.promise(
-    "An image of a remote engine is brought here and pushed, also where both keep their images in different ways.",
-    stand_in="a second engine on this machine, a small image and a registry on this machine",
-)
+@pytest.mark.stand_in("a second engine on this machine, a small image and a registry on this machine")
 def test_an_image_is_brought_from_a_remote_engine(
     docker_engine: None, bench: Bench, registry: str, tmp_path: Path
 ) -> None:
@@ -171,10 +156,7 @@ def test_asking_an_engine_that_cannot(docker_engine: None, bench: Bench) -> None
     assert "--attest sbom: this engine keeps no image index" in done.stderr
 
 
-@pytest.mark.promise(
-    "A push with attestations survives 503 and stops at once on 403; then no tag was moved.",
-    stand_in="a small image and a registry on this machine",
-)
+@pytest.mark.stand_in("a small image and a registry on this machine")
 def test_a_push_with_attestations_meets_faults(attesting: Bench, registry: str, tmp_path: Path) -> None:
     options = ["--upload", "--attest", "provenance", "--release-file", str(tmp_path / "r.json")]
     with proxy.running(registry) as faulty:

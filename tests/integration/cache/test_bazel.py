@@ -16,8 +16,6 @@ from workflows.cache.settings import Place
 from .conftest import ACTIONS, Bazel, Cache, gone
 
 
-@pytest.mark.promise("A second clean build through the Bazel cache finds every action.")
-@pytest.mark.promise("The Bazel cache survives a restart with its content.")
 def test_second_clean_build_finds_everything(cache: Cache, bazel: Bazel) -> None:
     rc = cache.folder / "bazelrc"
     first = bazel.build(rc)
@@ -39,7 +37,6 @@ def test_second_clean_build_finds_everything(cache: Cache, bazel: Bazel) -> None
     assert (after_restart.code, after_restart.ran, after_restart.found) == (0, 0, ACTIONS), after_restart.said
 
 
-@pytest.mark.promise("A Bazel cache that is dead slows a build and never breaks it.")
 def test_a_cache_that_dies_breaks_no_build(cache: Cache, bazel: Bazel) -> None:
     rc = cache.folder / "bazelrc"
     bazel.build(rc)
@@ -55,7 +52,6 @@ def test_a_cache_that_dies_breaks_no_build(cache: Cache, bazel: Bazel) -> None:
     assert (again.code, again.ran, again.found) == (0, 0, ACTIONS), again.said
 
 
-@pytest.mark.promise("A build may be allowed to read the cache and not to write it.")
 def test_read_only_build_writes_nothing(cache: Cache, bazel: Bazel, tmp_path: Path) -> None:
     found = client.find(f"127.0.0.1:{cache.port}", Place(cache.folder))
     assert found is not None
@@ -67,9 +63,6 @@ def test_read_only_build_writes_nothing(cache: Cache, bazel: Bazel, tmp_path: Pa
     assert cache.status["used_bytes"] == 0
 
 
-@pytest.mark.promise(
-    "The Bazel cache asks for a password where one was set; the password is in no command line and no log."
-)
 def test_password(make_cache: Callable[..., Cache], bazel: Bazel, tmp_path: Path) -> None:
     secret = "correct-horse-battery"
     file = tmp_path / "password"
@@ -107,7 +100,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", mount], check=True)
 
 
-@pytest.mark.promise("A cache whose disk is full goes on serving what it has, and breaks no build.")
 def test_full_disk_breaks_no_build(make_cache: Callable[..., Cache], bazel: Bazel, small_disk: Path) -> None:
     cache = make_cache(small_disk / "cache")
     cache.start()

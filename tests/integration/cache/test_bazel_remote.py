@@ -54,10 +54,7 @@ def settings(**changes: object) -> Settings:
     return Settings(**(plain | changes))
 
 
-@pytest.mark.promise(
-    "start-cache.sh runs bazel-remote in a confined container of a pinned image.",
-    stand_in="an image that answers as bazel-remote does",
-)
+@pytest.mark.stand_in("an image that answers as bazel-remote does")
 def test_container_starts_once_and_stops(pin: str, place: Place) -> None:
     wanted = settings()
 

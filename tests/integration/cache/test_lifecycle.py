@@ -25,7 +25,6 @@ USAGE, CACHE = 2, 17
 KEY = "/cas/" + "ab" * 32
 
 
-@pytest.mark.promise("start-cache.sh is idempotent: a second start or stop changes nothing.")
 def test_start_and_stop_twice(cache: Cache) -> None:
     keeper = cache.keeper
     assert cache.request("PUT", KEY, b"entry") == 201
@@ -75,7 +74,6 @@ def test_other_settings_need_a_stop_first(cache: Cache) -> None:
     assert cache.status["state"] == "running"
 
 
-@pytest.mark.promise("The Bazel cache listens on loopback; on another address only with a password.")
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -101,7 +99,6 @@ def test_password_file_that_others_may_read_is_refused(make_cache: Callable[...,
     assert "horse" not in said
 
 
-@pytest.mark.promise("A killed cache server leaves nothing that keeps the next from starting.")
 def test_killed_server_starts_again(cache: Cache) -> None:
     keeper = cache.keeper
     cache.request("PUT", KEY, b"entry")
@@ -136,7 +133,6 @@ def test_stop_does_not_touch_a_stranger(make_cache: Callable[..., Cache]) -> Non
     assert stranger.returncode == 0
 
 
-@pytest.mark.promise("An upload that is cut leaves no half entry.")
 def test_cut_upload_leaves_nothing(cache: Cache) -> None:
     with socket.create_connection(("127.0.0.1", cache.port)) as upload:
         upload.sendall(f"PUT {KEY} HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n".encode() + b"x" * 1_000_000)
@@ -156,7 +152,6 @@ def test_only_entries_can_be_written(cache: Cache) -> None:
     assert sorted(path.name for path in cache.folder.rglob("*") if "escape" in path.name) == []
 
 
-@pytest.mark.promise("The Bazel cache stays within its bound; what was used last stays.")
 def test_bound_by_size(cache: Cache) -> None:
     cache.run("stop")
     cache.start("--max-size", "4M")

@@ -35,10 +35,7 @@ def arm64(docker_engine: None, parts_folder: Path) -> Iterator[None]:
     subprocess.run(["docker", "rmi", "--force", BASE], capture_output=True)
 
 
-@pytest.mark.promise(
-    "--platform linux/arm64 builds, checks and pushes an image that a registry has as one for arm64",
-    stand_in="QEMU for an arm64 machine, a Dockerfile of the same features, and a registry on this machine",
-)
+@pytest.mark.stand_in("QEMU for an arm64 machine, a Dockerfile of the same features, and a registry on this machine")
 @pytest.mark.usefixtures("arm64", "company")
 def test_the_whole_way(engine: Engine, tiny: Repository, upload: Callable[..., list[str]], docker: Docker) -> None:
     told = json.loads(tiny.build(*upload("--platform", PLATFORM)).stdout)
@@ -52,7 +49,6 @@ def test_the_whole_way(engine: Engine, tiny: Repository, upload: Callable[..., l
     assert docker("run", "--rm", "--network", "none", pull, "/bin/uname", "-m") == "aarch64"
 
 
-@pytest.mark.promise("An image for a machine that the engine cannot run is refused with what to install")
 @pytest.mark.usefixtures("arm64", "company")
 def test_without_emulation(tiny: Repository) -> None:
     options = ["--accelerator", "cpu", "--base-image", BASE, "--platform", PLATFORM, "--no-docker-build-cache"]

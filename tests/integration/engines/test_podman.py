@@ -69,11 +69,7 @@ def whole_way(podman: Podman, tiny: Repository, options: list[str], **env: str) 
     assert not [each for each in held if "secret" in each]
 
 
-@pytest.mark.promise(
-    "Podman's program builds, checks, pushes and promotes an image, which is pulled by its digest and runs",
-    stand_in="a Dockerfile of the same features, and a registry on this machine",
-)
-@pytest.mark.promise("A build with Podman takes no step from its cache, which misses changes in mounted files")
+@pytest.mark.stand_in("a Dockerfile of the same features, and a registry on this machine")
 @pytest.mark.usefixtures("no_docker", "company")
 def test_its_program(environment: Podman, tiny: Repository, upload: Upload) -> None:
     assert engine.detect().cli == (shutil.which("podman"),)
@@ -84,10 +80,7 @@ def test_its_program(environment: Podman, tiny: Repository, upload: Upload) -> N
         assert environment("run", "--rm", "--entrypoint", "/bin/cat", told["id"], place) == "# changed"
 
 
-@pytest.mark.promise(
-    "At Podman's socket Podman's own client builds, checks, pushes and promotes an image",
-    stand_in="a Dockerfile of the same features, and a registry on this machine",
-)
+@pytest.mark.stand_in("a Dockerfile of the same features, and a registry on this machine")
 @pytest.mark.usefixtures("docker_engine", "company")
 def test_its_socket(
     environment: Podman, tiny: Repository, upload: Upload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +96,6 @@ def test_its_socket(
     assert not list(tmp_path.glob("g/vfs/dir/*"))
 
 
-@pytest.mark.promise("Where docker's client finds no engine and Podman is there, Podman is taken, and it is said")
 @pytest.mark.usefixtures("docker_engine", "environment")
 def test_a_docker_client_without_an_engine(
     docker: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -124,7 +116,6 @@ def test_the_program_under_dockers_name(environment: Podman, no_docker: Path, tm
     assert (engine.detect().kind, engine.detect().cli) == ("podman", (shutil.which("podman"),))
 
 
-@pytest.mark.promise("At Podman's socket without Podman's client the error says what to install")
 @pytest.mark.usefixtures("docker_engine")
 def test_its_socket_without_its_client(environment: Podman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docker").symlink_to(str(shutil.which("docker")))

@@ -32,10 +32,7 @@ def rootless(
         yield
 
 
-@pytest.mark.promise(
-    "A rootless Docker engine builds, checks, pushes and promotes an image, which is pulled by its digest and runs",
-    stand_in="a Dockerfile of the same features, and a registry on this machine",
-)
+@pytest.mark.stand_in("a Dockerfile of the same features, and a registry on this machine")
 @pytest.mark.usefixtures("rootless", "company")
 def test_the_whole_way(tiny: Repository, upload: Callable[..., list[str]], docker: Docker) -> None:
     assert engine.detect().facts().rootless

@@ -19,7 +19,7 @@ from stand_ins import NAME, OWNER, ROOT, Servers, bare, git
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    spec = importlib.util.spec_from_file_location("git_server", ROOT / "benchmarks" / "git_server.py")
+    spec = importlib.util.spec_from_file_location("git_server", ROOT / "tests" / "benchmarks" / "git_server.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)

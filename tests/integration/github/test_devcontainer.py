@@ -55,10 +55,7 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.promise(
-    "native.sh builds jaxlib by jax's program and tells clangd how xla's files are compiled",
-    stand_in="scripts in place of jax, xla and Bazel",
-)
+@pytest.mark.stand_in("scripts in place of jax, xla and Bazel")
 @pytest.mark.parametrize("place", [".", "build"])  # where jax's program leaves the Bazel that it brings
 def test_native(tmp_path: Path, place: str) -> None:
     script = tmp_path / ".devcontainer" / "native.sh"
@@ -138,10 +135,7 @@ def laptop(cli: Path, docker_engine: None, tmp_path: Path) -> Iterator[Laptop]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.promise(
-    "The devcontainer can be a published image, by a digest that its registry has",
-    stand_in="a registry on this machine, a bare Debian 12 in place of the image",
-)
+@pytest.mark.stand_in("a registry on this machine, a bare Debian 12 in place of the image")
 def test_the_published_one_is_pulled_by_digest(laptop: Laptop, bookworm: str, registry: str) -> None:
     name = f"{registry}/some-lab/multimesh-jax"
     ours = registries.labelled(bookworm, {"io.github.multimesh-jax.target": "devcontainer"})
@@ -176,9 +170,7 @@ def test_the_published_one_is_pulled_by_digest(laptop: Laptop, bookworm: str, re
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.promise(
-    "The devcontainer builds, comes up, and runs the unit tests inside", stand_in="a Debian 12 base for the CUDA image"
-)
+@pytest.mark.stand_in("a Debian 12 base for the CUDA image")
 def test_build_up_and_run_the_unit_tests(laptop: Laptop, bookworm: str) -> None:
     clone, home = laptop.clone, laptop.environ["HOME"]
     changed = read(clone / devcontainer.FILE)

@@ -31,10 +31,7 @@ def said(machine: Machine, job: str, command: str = "") -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.promise(
-    "Every run block of every workflow does what it says, in a clean clone",
-    stand_in="servers and a runner on this machine",
-)
+@pytest.mark.stand_in("servers and a runner on this machine")
 def test_ci_runs_the_parts_of_ci_run(machine: Machine) -> None:
     machine.environ |= COLLECT
     machine.workflow("ci.yml")
@@ -48,10 +45,7 @@ def test_ci_runs_the_parts_of_ci_run(machine: Machine) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.promise(
-    "Every run block of every workflow does what it says, in a clean clone",
-    stand_in="servers and a runner on this machine",
-)
+@pytest.mark.stand_in("servers and a runner on this machine")
 def test_nightly_tests_both_heads_and_keeps_no_issue_when_they_pass(
     machine: Machine, servers: Servers, tmp_path: Path
 ) -> None:
@@ -71,10 +65,7 @@ def test_nightly_tests_both_heads_and_keeps_no_issue_when_they_pass(
     assert servers.api.issues == []
 
 
-@pytest.mark.promise(
-    "A head that breaks our tests is reported in one issue, which closes when it passes",
-    stand_in="servers and a runner on this machine",
-)
+@pytest.mark.stand_in("servers and a runner on this machine")
 def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = {"component": "jax", "commit": "c" * 40, "passed": True, "seconds": 1.0, "command": "pytest", "said": ""}
     broken = outcome | {"component": "maxtext", "passed": False, "said": "error: patch 0007 does not apply"}
@@ -103,10 +94,7 @@ def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypat
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.promise(
-    "New pins are proposed as one pull request with the validation result",
-    stand_in="servers and a runner on this machine",
-)
+@pytest.mark.stand_in("servers and a runner on this machine")
 def test_bump_proposes_what_moved(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
     if not (servers.folder / "jax.git").exists():
         upstream(servers.folder / "jax.git", {"README.md": "jax\n"}, "jax-v0.10.2")
@@ -147,18 +135,18 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers, bookworm: 
 
     proposed = {
         name: git(servers.repository, "show", f"bump/pins:{name}")
-        for name in ("sources.lock", "images.lock", "requirements/run.in")
+        for name in ("sources.lock", "docker/images.lock", "requirements/run.in")
     }
     assert git(jax, "rev-parse", "HEAD") in proposed["sources.lock"]
-    assert json.loads(proposed["images.lock"])["images"]["ubuntu"]["digest"] == newer
-    assert "/bazel-99.1.0-linux-x86_64" in proposed["images.lock"]
+    assert json.loads(proposed["docker/images.lock"])["images"]["ubuntu"]["digest"] == newer
+    assert "/bazel-99.1.0-linux-x86_64" in proposed["docker/images.lock"]
     assert "jax==99.0.0" not in proposed["requirements/run.in"]  # no index has it
     assert TOKEN not in "".join(step.output for step in machine.steps)
 
 
 def lock_images(clone: Path, known: Mapping[str, tuple[str, str]]) -> None:
     """Commit base images of registries on this machine; nothing listens where the others are."""
-    path = clone / "images.lock"
+    path = clone / "docker" / "images.lock"
     raw = json.loads(path.read_text().replace("https://github.com/bazelbuild", f"https://{NOWHERE}"))
     for name in raw["images"]:
         reference, digest = known.get(name, (f"{NOWHERE}/{name}:1", None))
@@ -170,10 +158,7 @@ def lock_images(clone: Path, known: Mapping[str, tuple[str, str]]) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.promise(
-    "A tag publishes a checked wheel and checked images, whose public tags move last",
-    stand_in="servers and a runner on this machine",
-)
+@pytest.mark.stand_in("servers and a runner on this machine")
 def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
     git(machine.clone, "tag", "--force", "v0.1.0")
     machine.github |= {"ref": "refs/tags/v0.1.0", "ref_name": "v0.1.0"}

@@ -23,10 +23,7 @@ def layers(docker: Docker, image: str) -> list[str]:
     return list(json.loads(docker("image", "inspect", "--format", "{{json .RootFS.Layers}}", image)))
 
 
-@pytest.mark.promise(
-    "build.py builds an image, trains MaxText in a container of it, and names it only then",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_an_image_is_built_checked_and_named(image: dict[str, Any], docker: Docker) -> None:
     assert image["image"] == f"{NAME}:T"
     assert docker("image", "inspect", "--format", "{{.Id}}", f"{NAME}:T") == image["id"]
@@ -35,10 +32,7 @@ def test_an_image_is_built_checked_and_named(image: dict[str, Any], docker: Dock
     assert image["bytes"] == sum(layer["bytes"] for layer in image["layers"])
 
 
-@pytest.mark.promise(
-    "The runtime image runs as another user than root and holds no compilers, caches or secrets",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_it_runs_as_a_user_and_holds_only_what_runs(image: dict[str, Any], docker: Docker) -> None:
     assert docker("run", "--rm", image["id"], "id", "-u") == "1000"
     held = docker(
@@ -49,10 +43,7 @@ def test_it_runs_as_a_user_and_holds_only_what_runs(image: dict[str, Any], docke
     assert not [path for path in held if "/.cache/" in path or path.startswith(("/var/lib/apt/lists", "/run/secrets"))]
 
 
-@pytest.mark.promise(
-    "An image names its revision, lock and versions in labels",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_labels_say_where_it_comes_from(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", image["id"]))
     head = build._revision(repository.path)
@@ -62,9 +53,7 @@ def test_labels_say_where_it_comes_from(image: dict[str, Any], docker: Docker, r
     assert labels["io.github.multimesh-jax.jax"] == inside
 
 
-@pytest.mark.promise(
-    "An image holds an SBOM and a list of licences", stand_in="a debootstrapped Debian 12 in place of the CUDA base"
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker) -> None:
     sbom = json.loads(docker("run", "--rm", image["id"], "cat", "/opt/inventory/sbom.cdx.json"))
     ask = "import importlib.metadata as m, json; d = m.distributions(); "
@@ -77,10 +66,7 @@ def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker
     assert len(licences) == len(sbom["components"])
 
 
-@pytest.mark.promise(
-    "The documented docker run line trains MaxText on the CPU with mounted scripts of another user",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_the_documented_docker_run_line_trains(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     scripts = repository.path / "docker" / "workspace" / "maxtext-scripts"
     mount = f"type=bind,source={scripts},target=/workspace,readonly"
@@ -99,10 +85,7 @@ def test_the_documented_docker_run_line_trains(image: dict[str, Any], docker: Do
     assert said[-1].startswith("ok: 3 steps")
 
 
-@pytest.mark.promise(
-    "A rebuild without changes takes every step from the cache and checks nothing twice",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repository: Repository, bookworm: str) -> None:
     options = ["--accelerator", "cpu", "--base-image", bookworm, "--repo", NAME, "--tag", "T", "--json"]
     again = json.loads(repository.build(*options).stdout)
@@ -110,10 +93,7 @@ def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repositor
     assert again["check"] == image["check"]
 
 
-@pytest.mark.promise(
-    "A one-line change in multimesh/ rebuilds one layer and installs nothing",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_a_change_of_the_library_rebuilds_one_layer(
     image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means
 ) -> None:
@@ -127,9 +107,7 @@ def test_a_change_of_the_library_rebuilds_one_layer(
     assert docker(*ask) == "1"
 
 
-@pytest.mark.promise(
-    "A changed patch rebuilds from MaxText on only", stand_in="a debootstrapped Debian 12 in place of the CUDA base"
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_a_change_of_maxtext_rebuilds_from_there_on(
     image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means
 ) -> None:
@@ -144,10 +122,7 @@ def test_a_change_of_maxtext_rebuilds_from_there_on(
     assert built.labels["io.github.multimesh-jax.maxtext.revision"].endswith("-dirty")
 
 
-@pytest.mark.promise(
-    "An image that fails its check keeps every name where it was",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_an_image_that_breaks_its_promise_gets_no_name(
     image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, spec: Specs
 ) -> None:

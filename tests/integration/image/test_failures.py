@@ -44,10 +44,7 @@ def running(words: str) -> list[int]:
     return found
 
 
-@pytest.mark.promise(
-    "A build can be interrupted at any point: nothing gets a name, nothing goes on running",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_killed_build_leaves_nothing_behind(
     repository: Repository, bookworm: str, docker: Docker, signum: signal.Signals, tmp_path: Path
@@ -81,7 +78,6 @@ def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-@pytest.mark.promise("A full disk ends a build with one line that says so and what to do")
 def test_a_full_disk_is_named(
     repository: Repository,
     docker_engine: None,
@@ -150,9 +146,6 @@ def index(root: Path, tmp_path: Path) -> Iterator[str]:
     thread.join()
 
 
-@pytest.mark.promise(
-    "The caller's pip configuration and certificates reach the build as secrets, never in argv or a layer"
-)
 def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     changed: Repository,
     index: str,
@@ -176,10 +169,7 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     docker("run", "--rm", "--user", "0", "--entrypoint", "/bin/sh", built.image_id, "-c", find)
 
 
-@pytest.mark.promise(
-    "A docker client without buildx builds with the BuildKit inside it where it has one (20.10)",
-    stand_in="a debootstrapped Debian 12 in place of the CUDA base",
-)
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_an_old_client_without_buildx_builds_the_same(
     image: dict[str, Any], repository: Repository, spec: Specs, means: Means, tmp_path: Path, monkeypatch
 ) -> None:
@@ -198,7 +188,6 @@ def test_an_old_client_without_buildx_builds_the_same(
     assert built.cached > 10
 
 
-@pytest.mark.promise("Poisoned tags, repositories and build arguments are refused in one line or stay data")
 def test_evil_names_stay_data(
     changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means, tmp_path: Path
 ) -> None:
@@ -216,7 +205,6 @@ def test_evil_names_stay_data(
     assert not [*tmp_path.rglob("evil"), *Path.cwd().glob("evil")]
 
 
-@pytest.mark.promise("A base image that cannot be fetched is named, with what to do")
 def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: None) -> None:
     options = ["--accelerator", "cpu", "--base-image", "127.0.0.1:9/nobody/has:this", "--tag", "nobase"]
     done = repository.build(*options, check=False)

@@ -70,7 +70,6 @@ def light(pictures: list[str], tmp_path_factory: pytest.TempPathFactory) -> list
     return laid_out(pictures, tmp_path_factory.mktemp("light"))
 
 
-@pytest.mark.promise("Pictures of schedules and runs are laid out right in a real browser")
 def test_rows_from_the_top_and_a_box_for_each_program(light: list[dict[str, Any]]) -> None:
     assert len(light) == len(SHAPES) + 1
     for (name, submeshes, _, programs), found in zip(SHAPES, light, strict=False):

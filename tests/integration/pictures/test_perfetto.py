@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.integration.parts import packages
 from tests.integration.pictures.browser import FLAGS
 
@@ -68,7 +66,6 @@ def serving(trace: bytes) -> Iterator[tuple[str, queue.Queue[Any]]]:
         server.server_close()
 
 
-@pytest.mark.promise("Traces open in Perfetto: threads, programs, arrows along transfers, live amounts")
 def test_perfetto_opens_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     options = ["--schedule", "zb-h1", "--stages", "4", "--microbatches", "8", "--transfer", "0.257"]

@@ -34,7 +34,6 @@ def container(make_tiny, tmp_path):
     subprocess.run(["docker", "rm", "--force", name], capture_output=True)
 
 
-@pytest.mark.promise("--commit makes an image of a running devcontainer, without the values of its environment.")
 def test_commit_keeps_files_and_drops_secrets(engine, container: str, capsys) -> None:
     made = commit.commit(engine, commit.find(engine, container), {"org.example.made": "here"})
     try:

@@ -36,10 +36,7 @@ def send(engine: Engine) -> Callable[[Tiny, Reference], Pushed]:
     return send
 
 
-@pytest.mark.promise(
-    "Pushed images are pulled by digest and run; skopeo sees the same digest.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 def test_push_promote_pull_run(make_tiny, send, target: Reference) -> None:
     image = make_tiny("first words")
 
@@ -58,10 +55,7 @@ def test_push_promote_pull_run(make_tiny, send, target: Reference) -> None:
         assert json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)["Digest"] == pushed.digest
 
 
-@pytest.mark.promise(
-    "A push survives network faults, 429 and 5xx, and sends no finished layer again.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 @pytest.mark.parametrize(
     ("faults", "attempts", "told"),
     [
@@ -88,10 +82,7 @@ def test_registry_says_how_long_to_wait(make_tiny, send, target, faulty: FaultyP
     assert "attempt 2 of 6 in 1.0 s" in capsys.readouterr().err
 
 
-@pytest.mark.promise(
-    "A connection that is reset in the middle of a layer costs time and nothing else.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 def test_reset_within_a_layer(make_tiny, send, target, faulty: FaultyProxy) -> None:
     faulty.faults = [Fault("PATCH ", cut_after=100_000)]
     pushed = send(make_tiny(), target)
@@ -99,10 +90,7 @@ def test_reset_within_a_layer(make_tiny, send, target, faulty: FaultyProxy) -> N
     assert pushed.attempts == 1  # the engine itself tries a layer again
 
 
-@pytest.mark.promise(
-    "A push that a registry refuses (401, 403, 404) stops at once.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 @pytest.mark.parametrize("status", [401, 403, 404])
 @pytest.mark.parametrize("request_", [MANIFEST, "POST "])
 def test_refusals_are_final(make_tiny, send, target, faulty: FaultyProxy, status: int, request_: str) -> None:
@@ -120,10 +108,7 @@ def test_the_last_attempt_says_so(make_tiny, send, target, faulty: FaultyProxy) 
         send(make_tiny(), target)
 
 
-@pytest.mark.promise(
-    "The registry ends up with the very image that was checked, or the push fails.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 def test_another_image_under_the_staging_tag_is_noticed(make_tiny, engine: Engine, target: Reference) -> None:
     checked, other = make_tiny("checked"), make_tiny("other")
     engine.run("tag", other.id, str(target.staging))
@@ -131,10 +116,7 @@ def test_another_image_under_the_staging_tag_is_noticed(make_tiny, engine: Engin
         push.push(engine, checked.id, target.staging, FAST, console.Reporter(quiet=True))
 
 
-@pytest.mark.promise(
-    "Tags that cannot all be moved: the error says which were, and which are as they were.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 def test_promotion_that_stops_half_way(make_tiny, send, target: Reference, faulty: FaultyProxy) -> None:
     first = send(make_tiny("old"), target)
     promote.promote(target, first.digest, ("v1", "latest"), FAST)
@@ -157,10 +139,7 @@ def test_promotion_survives_passing_faults(make_tiny, send, target: Reference, f
     assert digest_of(target, "v1") == pushed.digest
 
 
-@pytest.mark.promise(
-    "The tag of a release never moves.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 def test_release_tag_never_moves(make_tiny, send, target: Reference) -> None:
     first, second = send(make_tiny("old"), target), send(make_tiny("new"), target)
     names = promote.tags(target, latest=False, version="v1.0.0")
@@ -178,10 +157,7 @@ def test_promoting_what_is_not_there(target: Reference) -> None:
     assert "push it first" in done.stderr
 
 
-@pytest.mark.promise(
-    "A failed check leaves every public tag where it was.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 def test_failed_check_moves_nothing(make_tiny, send, target: Reference, tmp_path) -> None:
     before = send(make_tiny("good"), target)
     promote.promote(target, before.digest, ("v1", "latest"), FAST)
@@ -198,10 +174,7 @@ def test_failed_check_moves_nothing(make_tiny, send, target: Reference, tmp_path
     assert not (tmp_path / "release.json").exists()
 
 
-@pytest.mark.promise(
-    "An interrupted push leaves every tag whole, as it was or moved; the same command again goes on.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 @pytest.mark.parametrize("step", ["PATCH ", "PUT .*/manifests/staging", "PUT .*/manifests/latest"])
 def test_interrupted_push(make_tiny, target: Reference, faulty: FaultyProxy, tmp_path, step: str) -> None:
     image = make_tiny("good")

@@ -26,10 +26,7 @@ def _slurm(cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.promise(
-    "--validate large runs the image in a Slurm job of four tasks on two nodes",
-    stand_in="two Slurm nodes on this machine, Docker on them, and tiny images whose job trains nothing",
-)
+@pytest.mark.stand_in("two Slurm nodes on this machine, Docker on them, and tiny images whose job trains nothing")
 def test_a_job_that_passes_moves_the_tags(make_tiny, upload, target, tmp_path: Path) -> None:
     image = make_tiny(
         verdict="echo task $SLURM_PROCID of $SLURM_NTASKS, first at $JAX_COORDINATOR_ADDRESS\n"
@@ -50,10 +47,7 @@ def test_a_job_that_passes_moves_the_tags(make_tiny, upload, target, tmp_path: P
     assert digest_of(target, "v1") is not None
 
 
-@pytest.mark.promise(
-    "A large job that fails, or says nothing of its loss, leaves every public tag where it was",
-    stand_in="two Slurm nodes on this machine, Docker on them, and tiny images whose job trains nothing",
-)
+@pytest.mark.stand_in("two Slurm nodes on this machine, Docker on them, and tiny images whose job trains nothing")
 @pytest.mark.parametrize(
     ("verdict", "said"),
     [
@@ -91,10 +85,7 @@ def test_a_slurm_that_does_not_answer_is_found_before_anything_is_done(
     assert done.stderr.startswith("error: --validate large: Slurm does not answer")
 
 
-@pytest.mark.promise(
-    "A large job is cancelled when build.py is interrupted, and its containers end",
-    stand_in="two Slurm nodes on this machine, Docker on them, and tiny images whose job trains nothing",
-)
+@pytest.mark.stand_in("two Slurm nodes on this machine, Docker on them, and tiny images whose job trains nothing")
 def test_an_interrupt_cancels_the_job(make_tiny, tmp_path: Path) -> None:
     image, said = make_tiny(verdict="echo here; sleep 300"), tmp_path / "stderr"
     subprocess.run(["docker", "tag", image.id, "multimesh-test-large:T"], check=True)

@@ -65,10 +65,7 @@ def auth(secret: str) -> dict[str, str]:
     return {"auth": base64.b64encode(f"{USER}:{secret}".encode()).decode()}
 
 
-@pytest.mark.promise(
-    "A push that may not be is refused before anything is built.",
-    stand_in="a registry on this machine",
-)
+@pytest.mark.stand_in("a registry on this machine")
 def test_nobody_and_somebody_else_are_refused(docker_engine, target: Reference, config) -> None:
     options = ("--upload", "--repo", target.repository, "--tag", "v1", "--accelerator", "cpu")
     for document, said in (
@@ -82,7 +79,6 @@ def test_nobody_and_somebody_else_are_refused(docker_engine, target: Reference, 
         assert "a-wrong-password" not in done.stderr
 
 
-@pytest.mark.promise("Logins come from Docker's configuration or a credential helper, and are never shown.")
 @pytest.mark.parametrize("way", ["file", "helper", "store"])
 def test_push_with_a_login(
     make_tiny, engine, target: Reference, config, tmp_path, monkeypatch, capfd, way: str

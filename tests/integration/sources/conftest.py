@@ -31,7 +31,7 @@ def _load(path: Path) -> Any:
     return module
 
 
-GitServer = _load(ROOT / "benchmarks" / "git_server.py").GitServer
+GitServer = _load(ROOT / "tests" / "benchmarks" / "git_server.py").GitServer
 
 
 def git(cwd: Path, *args: str, stdin: bytes | None = None, env: dict[str, str] | None = None) -> str:

@@ -9,10 +9,7 @@ import pytest
 from .conftest import ROOT, run_workflows
 
 
-@pytest.mark.promise(
-    "A bootstrap fetches at most 1.05 times the pack of the pinned trees.",
-    stand_in="repositories of like shape, made here",
-)
+@pytest.mark.stand_in("repositories of like shape, made here")
 def test_sync_fetches_little_more_than_the_pinned_trees() -> None:
     done = run_workflows(ROOT, "bench", "sources", "--scale", "0.02", "--json")
 

@@ -61,7 +61,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     return clone
 
 
-@pytest.mark.promise("Two bootstraps at once on a bare clone both succeed.")
 def test_what_a_bootstrap_leaves(done: Clone) -> None:
     program = "import multimesh, workflows, humanize; print(multimesh.__file__); print(workflows.__file__)"
     python = done.root / ".venv" / "bin" / "python"
@@ -91,7 +90,6 @@ def test_maxtext_is_found_where_sync_puts_it(done: Clone) -> None:
     assert found.stdout.strip() == str(package / "__init__.py")
 
 
-@pytest.mark.promise("A second bootstrap with nothing to do installs nothing and asks nobody.")
 def test_second_bootstrap_needs_no_index(done: Clone, tmp_path: Path) -> None:
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/", "PIP_FIND_LINKS": "", "PIP_NO_CACHE_DIR": "1"}
 

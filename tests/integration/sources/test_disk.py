@@ -39,7 +39,6 @@ def there(small_disk: Path, clone: Clone, alpha: Upstream) -> Clone:
     return other
 
 
-@pytest.mark.promise("A full disk is an error that says so; the old tree stays.")
 def test_disk_full(there: Clone, alpha: Upstream) -> None:
     before = there.head("alpha")
     alpha.commit({"blob.bin": os.urandom(4 << 20).hex()}, "large")
@@ -68,7 +67,6 @@ def test_disk_full_to_the_last_byte(there: Clone, alpha: Upstream) -> None:
     assert there.head("alpha") == alpha.head
 
 
-@pytest.mark.promise("A read-only disk is an error that says so.")
 def test_read_only(there: Clone, small_disk: Path, alpha: Upstream) -> None:
     there.add("alpha", there.components["alpha"]["url"], alpha.head, alpha.tree())
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

@@ -64,7 +64,6 @@ def large(clone: Clone, alpha: Upstream) -> Clone:
     return clone
 
 
-@pytest.mark.promise("Killed while fetching, the next run succeeds.")
 def test_kill_while_fetching(large: Clone, server: Any) -> None:
     server.stall_after = 100_000
     process = start(large)
@@ -82,7 +81,6 @@ def test_kill_while_fetching(large: Clone, server: Any) -> None:
     assert large.leftovers == []
 
 
-@pytest.mark.promise("Killed while checking out, the next run succeeds without fetching again.")
 @pytest.mark.parametrize("step", ["checkout", "commit-tree", "read-tree"])
 def test_kill_after_fetching(large: Clone, server: Any, tmp_path: Path, step: str) -> None:
     large.patch("alpha", only="diff --git a/README b/README\n--- a/README\n+++ b/README\n@@ -1 +1 @@\n-later\n+mine\n")
@@ -143,7 +141,6 @@ def test_stale_locks_of_git_in_a_tree_do_not_last(clone: Clone, alpha: Upstream)
     assert clone.head("alpha") == alpha.head
 
 
-@pytest.mark.promise("Interrupting leaves the old tree and no leftovers, and exits with 130.")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt(large: Clone, server: Any, signum: signal.Signals) -> None:
     server.stall_after = 100_000
@@ -157,7 +154,6 @@ def test_interrupt(large: Clone, server: Any, signum: signal.Signals) -> None:
     assert large.leftovers == []
 
 
-@pytest.mark.promise("A connection that breaks is tried again.")
 def test_broken_connection_is_tried_again(large: Clone, server: Any) -> None:
     server.cut_after, server.cuts = 100_000, 2
 

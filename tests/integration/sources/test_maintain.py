@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from .conftest import Clone, Upstream, git, make_clone, new_file, patch_text
 
 
@@ -29,7 +27,6 @@ def pin(clone: Clone) -> dict[str, Any]:
     return yaml.safe_load((clone.root / "sources.lock").read_text())["components"]["alpha"]
 
 
-@pytest.mark.promise("Commits made in third_party become patches by one command, and a fresh clone gets the same tree.")
 def test_refresh_turns_commits_into_patches(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
     clone.patch("alpha", first=patch_text("README", "hello", "patched"))
     before = (clone.root / "patches" / "alpha" / "first.patch").read_bytes()
@@ -103,7 +100,6 @@ def test_refresh_of_what_is_not_there(clone: Clone, alpha: Upstream) -> None:
     assert "no such component" in clone.refused(2, "refresh", "omega")
 
 
-@pytest.mark.promise("A bump moves version, commit, tree and patches together, or changes nothing.")
 def test_bump_moves_everything(clone: Clone, alpha: Upstream) -> None:
     clone.patch("alpha", only=patch_text("src/a.txt", "one", "two"))
     clone.ok("lock")

@@ -30,9 +30,6 @@ def lock_by_hand(clone: Clone) -> None:
     clone.write()
 
 
-@pytest.mark.promise(
-    "A patch that conflicts, touches .git, leaves the tree or links out of it is refused; the old tree stays."
-)
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -20,7 +20,6 @@ import pytest
 from .conftest import Clone, Upstream, git, make_clone, new_file, patch_text
 
 
-@pytest.mark.promise("A sync fetches the pinned commit and nothing of its history.")
 def test_pinned_commit_arrives_without_history(clone: Clone, alpha: Upstream) -> None:
     clone.ok("sync")
 
@@ -33,7 +32,6 @@ def test_pinned_commit_arrives_without_history(clone: Clone, alpha: Upstream) ->
     assert clone.leftovers == []
 
 
-@pytest.mark.promise("A second sync with nothing to do needs no network and changes nothing.")
 def test_second_sync_asks_nobody_and_touches_nothing(clone: Clone, alpha: Upstream, server: Any) -> None:
     clone.ok("sync")
     asked, times = len(server.requests), {path: path.stat().st_mtime_ns for path in clone.place("alpha").glob("[!.]*")}
@@ -45,7 +43,6 @@ def test_second_sync_asks_nobody_and_touches_nothing(clone: Clone, alpha: Upstre
     assert {path: path.stat().st_mtime_ns for path in clone.place("alpha").glob("[!.]*")} == times
 
 
-@pytest.mark.promise("Patches become commits with the same SHA on every machine.")
 def test_patched_commit_is_the_same_everywhere(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
     clone.patch("alpha", first=patch_text("README", "hello", "patched"), second=new_file("src/b.txt", "two"))
     clone.ok("lock", "alpha")
@@ -160,7 +157,6 @@ def add_beta(clone: Clone, beta: Upstream, server: Any, *ways: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.promise("Git, a wheel and an archive of one version give the same tree and the same patched commit.")
 def test_every_transport_gives_the_same_commit(clone: Clone, beta: Upstream, server: Any, tmp_path: Path) -> None:
     heads = {}
     env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(beta.bare.parent)}
@@ -189,7 +185,6 @@ def test_next_transport_is_tried_when_one_is_out_of_reach(clone: Clone, beta: Up
     assert report["components"][0]["source"] == "git"
 
 
-@pytest.mark.promise("The MaxText wheel holds the tree that sources.lock pins for its git commit.")
 def test_maxtext_wheel_holds_the_pinned_tree(clone: Clone, root: Path) -> None:
     for name in ("sources.yaml", "sources.lock"):
         (clone.root / name).write_bytes((root / name).read_bytes())
@@ -297,7 +292,6 @@ def test_override_links_a_folder_and_a_plain_sync_returns_to_the_lock(
     assert (tmp_path / "mine").is_dir()
 
 
-@pytest.mark.promise("Two bootstraps at once both succeed.")
 def test_two_syncs_at_once_both_succeed(clone: Clone, alpha: Upstream, server: Any) -> None:
     env = os.environ | {"PYTHONPATH": str(clone.root)}
     command = [sys.executable, "-m", "workflows", "sync"]

@@ -107,7 +107,6 @@ def listing(place: Path) -> dict[str, str]:
     return {str(path.relative_to(place)): path.read_text() for path in files}
 
 
-@pytest.mark.promise("A dirty or unknown tree is an error that offers choices; its work is never lost silently.")
 def test_refused_then_put_aside(spoiled: Clone) -> None:
     place = spoiled.place("alpha")
     before = listing(place)

@@ -19,7 +19,6 @@ from .conftest import Clone, Upstream, git
 PIN_ERROR, NETWORK, MISSING, INTEGRITY = 4, 6, 7, 8
 
 
-@pytest.mark.promise("A pin that the upstream does not have is an error and leaves no half of a tree.")
 def test_commit_that_the_server_lacks(clone: Clone, alpha: Upstream) -> None:
     clone.add("alpha", clone.components["alpha"]["url"], "1" * 40, None)
 
@@ -41,7 +40,6 @@ def test_moved_pin_that_the_server_lacks_leaves_the_old_tree(clone: Clone, alpha
     assert clone.head("alpha") == before
 
 
-@pytest.mark.promise("Bytes whose tree or archive hash is not the pinned one never reach third_party.")
 def test_tree_that_is_not_the_pinned_one(clone: Clone, alpha: Upstream) -> None:
     clone.add("alpha", clone.components["alpha"]["url"], alpha.head, "2" * 40)
 
@@ -206,7 +204,6 @@ def test_wheel_that_the_index_offers_with_another_hash(clone: Clone, tmp_path: P
     assert "the package index has no" in clone.refused(MISSING, "sync", env=env)
 
 
-@pytest.mark.promise("Without a network a sync says so in one line and the old tree stays.")
 def test_no_network(clone: Clone, alpha: Upstream) -> None:
     clone.ok("sync")
     before = clone.head("alpha")

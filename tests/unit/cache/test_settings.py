@@ -42,7 +42,6 @@ def test_bazel_remote_runs_confined_on_loopback_and_sees_no_secret(tmp_path: Pat
 
 
 @pytest.mark.parametrize("pin", [None, "buchgr/bazel-remote-cache:latest", PIN[:-1]])
-@pytest.mark.promise("bazel-remote starts by a locked digest only.")
 def test_bazel_remote_without_a_digest_is_refused(tmp_path: Path, pin: str | None) -> None:
     with pytest.raises(errors.PinError, match="use --backend nginx"):
         bazel_remote.start(Place(tmp_path), wanted(), None, pin)

@@ -29,7 +29,7 @@ from git_server import GitServer
 
 from workflows.sources import quick
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 AGAIN_RUNS = 11
 JOBS = 4
 COMMITS = 12

@@ -2,7 +2,7 @@
 
 Needs the cache of an image that was built:
 
-    .venv/bin/python benchmarks/images.py --base-image IMAGE [--network host] [--rounds N]
+    .venv/bin/python tests/benchmarks/images.py --base-image IMAGE [--network host] [--rounds N]
 
 Prints medians over rounds in turns, and what each change rebuilt. Processor time is that of the programs that were
 started, not of the engine, which works the same for both.
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "multimesh" / "src" / "multimesh" / "__init__.py"
 MAXTEXT = ROOT / "third_party" / "maxtext" / "src" / "maxtext" / "__init__.py"
 
