@@ -48,7 +48,7 @@ def partition(layers: int, repeats: int) -> report.Row:
             own.append(time.process_time() - start - traces[-1])
     finally:
         jax.make_jaxpr = original
-    count = equations(lowered.closed.jaxpr)
+    count = equations(lowered.traced.closed.jaxpr)
     seconds = statistics.median(own[1:])
     return {
         "layers": layers,

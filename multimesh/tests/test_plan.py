@@ -154,3 +154,13 @@ def test_a_plan_needs_shapes_only():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     f = mm.jit(gradient(MLP, split, size=2, rows=8))
     assert f.plan(*shapes).instructions == f.plan(*args).instructions
+
+
+def test_the_passes_of_a_lowered_function_end_in_its_plan():
+    split = Split(submeshes(2, (2,)))
+    lowered = mm.jit(gradient(MLP, split, size=2, rows=8)).lower(MLP.init(2), split.lay_out(MLP.batch(8, 0)))
+    done = lowered.passes()
+    assert [p.name for p in done][:5] == ["inline", "fuse", "separate", "place", "reductions"]
+    assert done[-1].made.instructions == lowered.plan.instructions
+    assert done[-1].made.over == lowered.plan.over != {}  # what delayed reductions leave: it was no other program
+    assert all(str(p) for p in done)

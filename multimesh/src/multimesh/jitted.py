@@ -20,11 +20,8 @@ from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.layouts import derive, matching
 from multimesh.lowered import Compiled, Lowered, Plain
-from multimesh.passes.inline import inline
-from multimesh.passes.loops import fuse, separate
-from multimesh.passes.place import has_tasks, place
-from multimesh.passes.planning import arrange, build
-from multimesh.passes.reductions import delay_reductions
+from multimesh.passes.pipeline import Traced, passes
+from multimesh.passes.place import has_tasks
 from multimesh.plan import Plan
 from multimesh.tracing import partitioning
 
@@ -225,25 +222,22 @@ class Jitted:
             return Plain(self._one_program(flat, signature), devices[0])
         with _compat.devices_free():
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
-        traced = inline(closed, devices)
-        default = None
-        if not has_tasks(traced):
-            if options.enable_fast_path:
-                return self._plain(flat, signature)
-            default = signature.home or Mesh(np.array(devices[:1]), ("devices",))
-        program, homes = place(separate(fuse(traced)), default)
-        given = {v: spec for v, spec in zip(program.inputs, signature.specs, strict=True) if spec is not None}
-        program = delay_reductions(program, homes, given)
-        self._check_devices(program)
         out_tree = jax.tree.structure(shapes)
         donated = self._donated_leaves(signature.tree)
         alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated)
-        plan = build(program, homes, arrange(program, options), donated, alike)
+        home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
+        traced = Traced(closed, devices, options, home, signature.specs, donated, alike)
+        stages = passes(traced)
+        if not has_tasks(next(stages).made) and options.enable_fast_path:
+            return self._plain(flat, signature)
+        made = {stage.name: stage.made for stage in stages}
+        program, plan = made["reductions"], made["planning"]
+        self._check_devices(program)
         out_specs = self._result_specs(out_tree)
         self._check_axes(plan, signature.tree, out_specs.values())
         return Lowered(
             plan,
-            closed,
+            traced,
             tuple(PartitionSpec() if spec is None else spec for spec in signature.specs),
             out_tree,
             out_specs,

@@ -14,6 +14,7 @@ from multimesh import _compat
 from multimesh.compiling import CompiledPlan, compile_plan
 from multimesh.errors import UsageError
 from multimesh.layouts import input_shardings
+from multimesh.passes.pipeline import Pass, Traced, passes
 from multimesh.plan import Plan
 from multimesh.runtime import Runner
 
@@ -26,7 +27,7 @@ class Lowered:
     """A partitioned function, before compilation."""
 
     plan: Plan
-    closed: Any
+    traced: Traced
     specs: tuple[PartitionSpec, ...]
     out_tree: Any
     out_specs: dict[int, PartitionSpec]
@@ -37,6 +38,16 @@ class Lowered:
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
         """Submesh and layout of each argument leaf; None for one that no operation reads."""
         return input_shardings(self.plan, self.specs, self.derived)
+
+    def passes(self) -> tuple[Pass, ...]:
+        """Run the passes again: what each made, with its ``name``, in order; ``str`` of one is its dump.
+
+        Returns
+        -------
+        tuple[Pass, ...]
+            Programs, then parts of them, at last the plan.
+        """
+        return tuple(passes(self.traced))
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile every program; in parallel where their layouts allow. Options go to XLA as they are."""

@@ -18,35 +18,21 @@ _DUMP = re.compile(r"(?P<mark><!-- dump: (?P<name>\w+) -->)\n(\n```text\n.*?\n``
 
 def dumps(step: Any, *args: Any) -> dict[str, str]:
     """Name of each pass to the dump of what it makes of ``step(*args)``."""
-    from multimesh.passes.fragment import fragment
-    from multimesh.passes.loops import fuse, separate
-    from multimesh.passes.place import place
-    from multimesh.passes.planning import OrderedLoop, arrange, build
+    from multimesh.passes.arrange import CutLoop, OrderedLoop
     from multimesh.passes.recompute import keep_less
-    from multimesh.passes.stages import stages
-    from programs import inlined, text
+    from programs import text
 
-    from multimesh import ir
+    import multimesh as mm
 
-    traced = inlined(step, *args)
-    fused = fuse(traced)
-    separated = separate(fused)
-    placed, homes = place(separated)
-    loop = next(item for item in placed.items if isinstance(item, ir.Loop))
-    results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
-    fragments = fragment(loop.ops, results, phased=True)
-    parts = arrange(placed)
-    ordered = next(part.order for part in parts if isinstance(part, OrderedLoop))
-    rows = [" ".join(f"{ordered.stages[s].phase}{ordered.stages[s].number}.{k}" for s, k in ordered.cells)]
-    plan = build(placed, homes, parts)
-    return {
-        "inline": text(traced),
-        "fuse": text(fused),
-        "separate": text(separated),
-        "place": text(placed),
+    made = {done.name: done.made for done in mm.jit(step).lower(*args).passes()}
+    found = {name: text(made[name]) for name in ("inline", "fuse", "separate", "place")}
+    loop = next(part for part in made["fragment"] if isinstance(part, CutLoop))
+    fragments = loop.pipeline.fragments
+    plan = made["planning"]
+    return found | {
         "fragment": text(*fragments),
-        "recompute": text(*keep_less(stages(fragments, results).fragments, results)),
-        "order": text(*rows, *(s.fragment for s in ordered.stages)),
+        "recompute": text(*keep_less(fragments, set(loop.results))),
+        "order": text(next(part for part in made["order"] if isinstance(part, OrderedLoop))),
         "planning": text(plan, *plan.instructions),
     }
 

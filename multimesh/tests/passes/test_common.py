@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax import numpy as jnp
+from multimesh.passes.arrange import arrange, cut
 from multimesh.passes.common import components, cut_common, in_two, signature
 from multimesh.passes.fragment import Fragment, fragment
-from multimesh.passes.planning import arrange
 from programs import MESHES, inlined, names, on, ones, placed
 
 import multimesh as mm
@@ -37,7 +37,7 @@ def arguments(make):
 
 def optimizers():
     program, _ = placed(train, *arguments(ones))
-    return [part for part in arrange(program)[-1].fragments if part.outs]
+    return [part for part in arrange(cut(program))[-1].fragments if part.outs]
 
 
 @pytest.mark.promise("Optimizers of stages that also hold an embedding or the loss share what all stages have")

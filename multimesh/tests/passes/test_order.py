@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from multimesh.passes.planning import OrderedLoop, arrange
+from multimesh.passes.arrange import OrderedLoop, arrange, cut
 from programs import on, ones, placed
 
 import multimesh as mm
@@ -17,7 +17,7 @@ from multimesh import schedules
 def ordered(fn, rows=8, argnum=1, **options):
     """Order of the loop over microbatches of 2 rows; gradients with respect to the first argument."""
     f = mm.microbatch(jax.value_and_grad(fn), argnum=argnum, size=2, **options)
-    (part,) = [p for p in arrange(placed(f, ones(3, 3), ones(rows, 3))[0]) if isinstance(p, OrderedLoop)]
+    (part,) = [p for p in arrange(cut(placed(f, ones(3, 3), ones(rows, 3))[0])) if isinstance(p, OrderedLoop)]
     return part.order
 
 
@@ -141,7 +141,7 @@ def balanced(w, x):
 @pytest.mark.parametrize("fn", [linear, balanced], ids=lambda f: f.__name__)
 def test_loops_that_are_almost_pipelines_follow_the_table(fn):
     f = mm.microbatch(jax.grad(fn), argnum=1, size=2, schedule="1f1b", num_stages=3)
-    (part,) = [p for p in arrange(placed(f, ones(3, 3), ones(8, 3))[0]) if isinstance(p, OrderedLoop)]
+    (part,) = [p for p in arrange(cut(placed(f, ones(3, 3), ones(8, 3))[0])) if isinstance(p, OrderedLoop)]
     assert list(rows_of(part.order).values()) == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "B0 B1 B2 B3"]
 
 

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from multimesh.passes.planning import arrange, build
+from multimesh.passes.arrange import arrange, cut
+from multimesh.passes.planning import build
 from programs import on, ones, placed
 
 import multimesh as mm
@@ -22,7 +23,7 @@ def train(params, x):
 
 def planned(fn=train, args=ARGS, **options):
     program, homes = placed(lambda a, b, x: fn((a, b), x), *jax.tree.leaves(args))
-    return build(program, homes, arrange(program), **options)
+    return build(program, homes, arrange(cut(program)), **options)
 
 
 PLANS = {

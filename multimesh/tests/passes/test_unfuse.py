@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 from multimesh.contexts import Options
+from multimesh.passes.arrange import OrderedLoop, arrange, cut
 from multimesh.passes.fragment import fragment
-from multimesh.passes.planning import OrderedLoop, arrange
 from multimesh.passes.unfuse import pieces
 from programs import names, on, ones, placed
 
@@ -17,7 +17,7 @@ def only_fragment(fn, *args):
     return only
 
 
-def cut(fn, *args):
+def cut_in(fn, *args):
     return [(piece.task, names(piece.ops)) for piece in pieces(only_fragment(fn, *args))]
 
 
@@ -31,7 +31,7 @@ def test_one_piece_a_task_in_order_of_dataflow():
 
 def test_a_task_called_again_after_another_is_a_piece_again():
     s, t = on(0, jnp.sin, "s"), on(0, jnp.tan, "t")
-    assert cut(lambda x: s(t(s(s(x)))), ones(2)) == [("s", ["sin", "sin"]), ("t", ["tan"]), ("s", ["sin"])]
+    assert cut_in(lambda x: s(t(s(s(x)))), ones(2)) == [("s", ["sin", "sin"]), ("t", ["tan"]), ("s", ["sin"])]
 
 
 def test_unmarked_operations_go_with_what_they_read_or_else_with_their_first_reader():
@@ -39,7 +39,7 @@ def test_unmarked_operations_go_with_what_they_read_or_else_with_their_first_rea
         h = jnp.exp(on(0, jnp.sin, "s")(x))
         return on(0, lambda a, b: a * b, "t")(h, jnp.cos(y))
 
-    assert cut(f, ones(2), ones(2)) == [("s", ["sin", "exp"]), ("t", ["cos", "mul"])]
+    assert cut_in(f, ones(2), ones(2)) == [("s", ["sin", "exp"]), ("t", ["cos", "mul"])]
 
 
 def test_unmarked_code_stays_whole():
@@ -56,7 +56,7 @@ def test_what_a_turn_joined_comes_apart():
     program, _ = placed(mm.microbatch(jax.value_and_grad(loss), argnum=1, size=2), ones(3, 3), ones(6, 3))
 
     def order(options):
-        return next(part.order for part in arrange(program, options) if isinstance(part, OrderedLoop))
+        return next(part.order for part in arrange(cut(program, options), options) if isinstance(part, OrderedLoop))
 
     joined, single = order(Options()), order(Options(enable_task_fusion=False))
     assert [(s.phase, s.fragment.task) for s in joined.stages] == [("F", "a1"), ("B", "b+c"), ("B", "a1")]

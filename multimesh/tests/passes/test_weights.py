@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from multimesh.passes.planning import OrderedLoop, arrange
+from multimesh.passes.arrange import OrderedLoop, arrange, cut
 from pipelines import assert_same
 from programs import names, on, placed
 
@@ -84,7 +84,7 @@ def step(stack, schedule, placed_on=on):
 def fragments(stack, schedule="zb-h1"):
     """Phase to fragment of the middle stage."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments(3))
-    (part,) = [p for p in arrange(placed(step(stack, schedule), *shapes)[0]) if isinstance(p, OrderedLoop)]
+    (part,) = [p for p in arrange(cut(placed(step(stack, schedule), *shapes)[0])) if isinstance(p, OrderedLoop)]
     return {s.phase: s.fragment for s in part.order.stages if s.number == 1}
 
 

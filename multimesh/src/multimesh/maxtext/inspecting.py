@@ -16,7 +16,6 @@ from multimesh.lowered import Lowered, Plain
 from multimesh.maxtext import memory
 from multimesh.maxtext.forecasting import needs
 from multimesh.maxtext.handoff import Handoff
-from multimesh.maxtext.passes import passes
 
 
 def unallocated(fn: Callable[[], Any], shardings: Any) -> Any:
@@ -65,7 +64,8 @@ def _dump(lowered: Lowered, handoff: Handoff) -> None:
     plan.to_svg(folder / "plan.svg")
     plan.to_perfetto(folder / "plan.perfetto.json")
     if handoff.dump_passes:
-        for number, (name, text) in enumerate(passes(lowered)):
+        dumps = {done.name: str(done) for done in lowered.passes()} | {"kernels": lowered.as_text()}
+        for number, (name, text) in enumerate(dumps.items()):
             (folder / f"{number}-{name}.txt").write_text(text)
 
 

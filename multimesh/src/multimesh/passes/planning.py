@@ -11,88 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from multimesh import _compat, ir
-from multimesh.contexts import Options
-from multimesh.passes.common import cut_common, in_two
-from multimesh.passes.fragment import Fragment, fragment
-from multimesh.passes.order import LoopOrder, order
+from multimesh.passes.arrange import OrderedLoop, Segment
+from multimesh.passes.common import in_two
+from multimesh.passes.fragment import Fragment
 from multimesh.passes.place import Homes, task_meshes
-from multimesh.passes.recompute import send_less
-from multimesh.passes.stages import stages
-from multimesh.passes.unfuse import unfused, unfused_order
 from multimesh.plan import Instruction, Kernel, Plan, Slot, Transfer
 
 _Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Straight code between loops."""
-
-    fragments: tuple[Fragment, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class OrderedLoop:
-    """A loop with its fragments in the order of its schedule."""
-
-    loop: ir.Loop
-    order: LoopOrder
-
-
-def arrange(program: ir.Program, options: Options | None = None) -> tuple[Segment | OrderedLoop, ...]:
-    """Cut a placed program into straight segments and ordered loops."""
-    options = options or Options()
-    loops = [item for item in program.items if isinstance(item, ir.Loop)]
-    epochs = _epochs(program)
-    rows = {v for loop in loops for v in loop.linked.values()}
-    read_at: dict[ir.Value, set[int]] = collections.defaultdict(set)
-    for item, epoch in zip(program.items, epochs, strict=True):
-        if isinstance(item, ir.Op):
-            for v in (*item.reads, *item.after):
-                read_at[v].add(epoch)
-    outside = {v for loop in loops for v in loop.reads} | set(ir.values(program.outputs))
-    parts: list[Segment | OrderedLoop] = []
-    for epoch in range(len(loops) + 1):
-        ops = [i for i, e in zip(program.items, epochs, strict=True) if e == epoch and isinstance(i, ir.Op)]
-        results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
-        straight = fragment(ops, results, phased=False)
-        parts.append(Segment(cut_common(straight if options.fuse_segments else unfused(straight), results)))
-        if epoch < len(loops):
-            parts.append(_ordered(loops[epoch], rows, options))
-    return tuple(parts)
-
-
-def _epochs(program: ir.Program) -> list[int]:
-    """For each item the number of loops it must come after; what needs none waits for its first reader."""
-    epoch_of: dict[ir.Value, int] = {}
-    epochs: list[int] = []
-    loops = 0
-    for item in program.items:
-        epoch = max((epoch_of.get(v, 0) for v in item.reads), default=0)
-        if isinstance(item, ir.Loop):
-            loops += 1
-            epoch = loops
-        epochs.append(epoch)
-        epoch_of.update(dict.fromkeys(item.outs, epoch))
-    first_read: dict[ir.Value, int] = {}
-    for i in reversed(range(len(program.items))):
-        item = program.items[i]
-        late = min((first_read[o] for o in item.outs if o in first_read), default=None)
-        if isinstance(item, ir.Op) and epochs[i] == 0 and late is not None and not item.effects:
-            epochs[i] = late
-        at = epochs[i] - 1 if isinstance(item, ir.Loop) else epochs[i]
-        for v in (*item.reads, *(item.after if isinstance(item, ir.Op) else ())):
-            first_read[v] = min(first_read.get(v, at), at)
-    return epochs
-
-
-def _ordered(loop: ir.Loop, rows: set[ir.Value], options: Options) -> OrderedLoop:
-    results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
-    results |= {o for op in loop.ops for o in op.outs if o in rows}
-    ops = send_less(loop.ops) if options.enable_recomputation else loop.ops
-    pipeline = stages(fragment(ops, results, phased=True), results)
-    ordered = order(pipeline, loop.mark, results, recompute=options.enable_recomputation)
-    return OrderedLoop(loop, ordered if options.fuse_loops else unfused_order(ordered))
 
 
 def build(

@@ -1,0 +1,121 @@
+"""From a placed program to parts in order: straight segments, and loops with their fragments as a schedule has them."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multimesh import ir
+from multimesh.contexts import Options
+from multimesh.passes.common import cut_common
+from multimesh.passes.fragment import Fragment, fragment
+from multimesh.passes.order import LoopOrder, order
+from multimesh.passes.recompute import send_less
+from multimesh.passes.stages import Pipeline, stages
+from multimesh.passes.unfuse import unfused, unfused_order
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Straight code between loops; ``results`` are read outside of it."""
+
+    fragments: tuple[Fragment, ...]
+    results: frozenset[ir.Value]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.fragments))
+
+
+@dataclass(frozen=True, eq=False)
+class CutLoop:
+    """A loop cut into the stages of a pipeline; ``results`` are read outside of its body."""
+
+    loop: ir.Loop
+    pipeline: Pipeline
+    results: frozenset[ir.Value]
+
+    def __str__(self) -> str:
+        return "\n".join([f"loop x{self.loop.mark.count}:", *map(str, self.pipeline.fragments)])
+
+
+@dataclass(frozen=True, eq=False)
+class OrderedLoop:
+    """A loop with its fragments in the order of its schedule."""
+
+    loop: ir.Loop
+    order: LoopOrder
+
+    def __str__(self) -> str:
+        stages = self.order.stages
+        cells = " ".join(f"{stages[s].phase}{stages[s].number}.{k}" for s, k in self.order.cells)
+        return "\n".join([cells, *(str(s.fragment) for s in stages)])
+
+
+def cut(program: ir.Program, options: Options | None = None) -> tuple[Segment | CutLoop, ...]:
+    """Cut a placed program into straight segments and loops, and these into fragments."""
+    options = options or Options()
+    loops = [item for item in program.items if isinstance(item, ir.Loop)]
+    epochs = _epochs(program)
+    rows = {v for loop in loops for v in loop.linked.values()}
+    read_at: dict[ir.Value, set[int]] = collections.defaultdict(set)
+    for item, epoch in zip(program.items, epochs, strict=True):
+        if isinstance(item, ir.Op):
+            for v in (*item.reads, *item.after):
+                read_at[v].add(epoch)
+    outside = {v for loop in loops for v in loop.reads} | set(ir.values(program.outputs))
+    parts: list[Segment | CutLoop] = []
+    for epoch in range(len(loops) + 1):
+        ops = [i for i, e in zip(program.items, epochs, strict=True) if e == epoch and isinstance(i, ir.Op)]
+        results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
+        parts.append(Segment(fragment(ops, results, phased=False), frozenset(results)))
+        if epoch < len(loops):
+            parts.append(_cut(loops[epoch], rows, options))
+    return tuple(parts)
+
+
+def _cut(loop: ir.Loop, rows: set[ir.Value], options: Options) -> CutLoop:
+    results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
+    results |= {o for op in loop.ops for o in op.outs if o in rows}
+    ops = send_less(loop.ops) if options.enable_recomputation else loop.ops
+    return CutLoop(loop, stages(fragment(ops, results, phased=True), results), frozenset(results))
+
+
+def arrange(parts: Sequence[Segment | CutLoop], options: Options | None = None) -> tuple[Segment | OrderedLoop, ...]:
+    """Order each loop by its schedule, and cut what is straight so that submeshes share programs."""
+    options = options or Options()
+    return tuple(_segment(part, options) if isinstance(part, Segment) else _ordered(part, options) for part in parts)
+
+
+def _segment(part: Segment, options: Options) -> Segment:
+    straight = part.fragments if options.fuse_segments else unfused(part.fragments)
+    return Segment(cut_common(straight, set(part.results)), part.results)
+
+
+def _ordered(part: CutLoop, options: Options) -> OrderedLoop:
+    ordered = order(part.pipeline, part.loop.mark, set(part.results), recompute=options.enable_recomputation)
+    return OrderedLoop(part.loop, ordered if options.fuse_loops else unfused_order(ordered))
+
+
+def _epochs(program: ir.Program) -> list[int]:
+    """For each item the number of loops it must come after; what needs none waits for its first reader."""
+    epoch_of: dict[ir.Value, int] = {}
+    epochs: list[int] = []
+    loops = 0
+    for item in program.items:
+        epoch = max((epoch_of.get(v, 0) for v in item.reads), default=0)
+        if isinstance(item, ir.Loop):
+            loops += 1
+            epoch = loops
+        epochs.append(epoch)
+        epoch_of.update(dict.fromkeys(item.outs, epoch))
+    first_read: dict[ir.Value, int] = {}
+    for i in reversed(range(len(program.items))):
+        item = program.items[i]
+        late = min((first_read[o] for o in item.outs if o in first_read), default=None)
+        if isinstance(item, ir.Op) and epochs[i] == 0 and late is not None and not item.effects:
+            epochs[i] = late
+        at = epochs[i] - 1 if isinstance(item, ir.Loop) else epochs[i]
+        for v in (*item.reads, *(item.after if isinstance(item, ir.Op) else ())):
+            first_read[v] = min(first_read.get(v, at), at)
+    return epochs

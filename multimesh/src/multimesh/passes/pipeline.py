@@ -1,0 +1,84 @@
+"""The passes in order: what `multimesh.jit` runs, and what dumps, documentation and tests show.
+
+Each is a pure function from one frozen value that prints to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from multimesh.contexts import Options
+from multimesh.passes.arrange import arrange, cut
+from multimesh.passes.inline import inline
+from multimesh.passes.loops import fuse, separate
+from multimesh.passes.place import has_tasks, place
+from multimesh.passes.planning import build
+from multimesh.passes.reductions import delay_reductions
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced function and all that its partition depends on.
+
+    Attributes
+    ----------
+    closed
+        Its jaxpr.
+    devices
+        Those that callbacks of `register_task` choose from.
+    options
+        Of the compiler contexts.
+    home
+        Submesh of a function without tasks.
+    specs
+        Partition spec of each argument leaf; None for one that may be derived.
+    donated
+        Argument leaves whose buffers may be reused.
+    alike
+        Result leaf to the argument leaf that it replaces.
+    """
+
+    closed: Any
+    devices: tuple[jax.Device, ...]
+    options: Options
+    home: Mesh | None
+    specs: tuple[PartitionSpec | None, ...]
+    donated: frozenset[int]
+    alike: Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What a pass made: an `ir.Program`, parts of it, or the `Plan`. ``str`` of it is a dump."""
+
+    name: str
+    made: Any
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, map(str, self.made))) if isinstance(self.made, Sequence) else str(self.made)
+
+
+def passes(traced: Traced) -> Iterator[Pass]:
+    """Run every pass, one at each step of the iterator."""
+    program = inline(traced.closed, traced.devices)
+    yield Pass("inline", program)
+    home = None if has_tasks(program) else traced.home
+    program = fuse(program)
+    yield Pass("fuse", program)
+    program = separate(program)
+    yield Pass("separate", program)
+    program, homes = place(program, home)
+    yield Pass("place", program)
+    given = {v: spec for v, spec in zip(program.inputs, traced.specs, strict=True) if spec is not None}
+    program = delay_reductions(program, homes, given)
+    yield Pass("reductions", program)
+    fragments = cut(program, traced.options)
+    yield Pass("fragment", fragments)
+    parts = arrange(fragments, traced.options)
+    yield Pass("order", parts)
+    yield Pass("planning", build(program, homes, parts, traced.donated, traced.alike))
