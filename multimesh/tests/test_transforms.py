@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -289,3 +290,102 @@ def test_shard_map_inside_a_task(loop):
         return microbatch(jax.value_and_grad(loss), size=4, argnum=1)
 
     both(make, MLP.init(2), MLP.batch(ROWS, 0), split=split)
+
+
+def energy(stage):
+    """Two submeshes with a loop over microbatches on them, and a result without derivative."""
+
+    loop = microbatched if stage is plain else functools.partial(mm.microbatch, schedule="1f1b")
+
+    def f(params, x):
+        def one(p, x):
+            h = stage(0, mlp_block)(p["stages"][0], x)
+            return jnp.sum(stage(1, lambda p, h: jnp.square(mlp_block(p, h)))(p["stages"][1], h))
+
+        return loop(one, size=SIZE, argnum=1)(params, x), jnp.argmax(params["stages"][0]["bias"])
+
+    return f
+
+
+def slope(grads, tangent):
+    """Of the first stage only: what lies on several submeshes is not added outside of a jitted function."""
+    return jnp.vdot(grads["stages"][0]["up"], tangent["stages"][0]["up"])
+
+
+OUTSIDE = {  # a function of (f, params, tangent, x), where f is jitted
+    "grad": lambda f, p, t, x: jax.grad(lambda p, x: f(p, x)[0], argnums=(0, 1))(p, x),
+    "value_and_grad": lambda f, p, t, x: jax.value_and_grad(f, has_aux=True)(p, x),
+    "vjp": lambda f, p, t, x: jax.vjp(lambda p: f(p, x)[0], p)[1](jnp.float32(2)),
+    "jvp": lambda f, p, t, x: jax.jvp(lambda p: f(p, x)[0], (p,), (t,)),
+    "linearize": lambda f, p, t, x: jax.linearize(lambda p: f(p, x)[0], p)[1](t),
+    "forward over reverse": lambda f, p, t, x: jax.jvp(jax.grad(lambda p: f(p, x)[0]), (p,), (t,))[1],
+    "reverse over reverse": lambda f, p, t, x: jax.grad(lambda p: slope(jax.grad(lambda p: f(p, x)[0])(p), t))(p),
+    "vmap": lambda f, p, t, x: jax.vmap(f, in_axes=(None, 1))(p, jnp.stack([x, 2 * x], 1)),
+    "vmap of grad": lambda f, p, t, x: jax.vmap(jax.grad(f, has_aux=True), in_axes=(None, 0))(p, jnp.stack([x, x])),
+    "grad of vmap": lambda f, p, t, x: jax.grad(
+        lambda p: jax.vmap(f, in_axes=(None, 0))(p, jnp.stack([x, x]))[0].sum()
+    )(p),
+    "concrete under grad": lambda f, p, t, x: jax.grad(lambda s: s * f(p, x)[0])(2.0),
+    "concrete under vmap": lambda f, p, t, x: jax.vmap(lambda s: s * f(p, x)[0])(jnp.arange(3.0)),
+}
+
+
+@pytest.mark.parametrize("transform", OUTSIDE)
+def test_outside(transform, compilations):
+    """Of a jitted function whose arguments lie on their submeshes; once compiled it stays so."""
+    split = split_two()
+    params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
+    placed = {"stages": [jax.device_put(p, split.mesh(s).devices.flat[0]) for s, p in enumerate(params["stages"])]}
+    tangent = jax.tree.map(np.cos, params)
+    f = mm.jit(energy(split))
+    got = OUTSIDE[transform](f, placed, tangent, x)
+    assert_same(got, OUTSIDE[transform](jax.jit(energy(plain)), params, tangent, x))
+    before = len(compilations)
+    OUTSIDE[transform](f, placed, tangent, x)
+    assert len(compilations) == before
+
+
+def test_gradients_from_outside_lie_with_their_stage():
+    split = split_two()
+    grads = jax.grad(lambda p, x: mm.jit(energy(split))(p, x)[0])(MLP.init(2), MLP.batch(ROWS, 0)["x"])
+    for s, stage in enumerate(grads["stages"]):
+        assert all(g.devices() == set(split.mesh(s).devices.flat) for g in jax.tree.leaves(stage))
+
+
+def custom(f):
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda *args: (f(*args), args), lambda args, _: jax.tree.map(jnp.cos, args))
+    return jax.grad(g)
+
+
+INSIDE = {  # f() has no arguments of the trace
+    "jit": lambda f: jax.jit(lambda s: s * f())(2.0),
+    "scan": lambda f: lax.scan(lambda c, _: (c + f(), c), jnp.float32(0), None, length=2),
+    "cond": lambda f: lax.cond(jnp.array(True), f, lambda: jnp.float32(1)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(lambda s: s * f()))(2.0),
+    "custom_vjp": lambda f: custom(lambda s: s * f())(2.0),
+    "eval_shape": lambda f: jax.tree.map(np.zeros_like, jax.eval_shape(f)),
+    "make_jaxpr": lambda f: jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(f)())()[0],
+}
+
+
+@pytest.mark.parametrize("trace", INSIDE)
+def test_concrete_arguments_inside_another_trace(trace):
+    split = split_two()
+    args = MLP.init(2), MLP.batch(ROWS, 0)["x"]
+    jitted, want = mm.jit(energy(split)), jax.jit(energy(plain))
+    assert_same(INSIDE[trace](lambda: jitted(*args)[0]), INSIDE[trace](lambda: want(*args)[0]))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_closure_over_a_value_of_the_transformation(transform):
+    split = split_two()
+    params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
+
+    def of(jit, stage):
+        def f(scale):
+            return jit(lambda p: energy(stage)(p, x)[0] * scale)(params)
+
+        return jax.grad(f)(2.0) if transform == "grad" else jax.vmap(f)(jnp.arange(3.0))
+
+    assert_same(of(mm.jit, split), of(jax.jit, plain))

@@ -49,6 +49,27 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
 
 
+def jaxpr_as_fun(closed: Any) -> Callable[..., Any]:
+    """A traced function as a function of flat arrays."""
+    fun: Callable[..., Any] = _extend.jaxpr_as_fun(closed)
+    return fun
+
+
+def staged() -> bool:
+    """Whether operations are being recorded (``jax.jit``, ``scan``, ``make_jaxpr``), not run, whatever they read."""
+    if eager():
+        return False
+    return is_tracer(jax.lax.neg(np.float32(0)))
+
+
+def eager() -> bool:
+    """Whether no transformation is in force; without JAX's own answer, whether operations run."""
+    trace = getattr(getattr(_core, "trace_ctx", None), "trace", None)
+    if trace is None:
+        return not is_tracer(jax.lax.neg(np.float32(0)))
+    return isinstance(trace, _core.EvalTrace)
+
+
 def abstractify(x: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an argument, without its sharding."""
     return shape_of(_core.shaped_abstractify(x))
@@ -144,6 +165,21 @@ def part(closed: Any, positions: Sequence[int]) -> Callable[[], list[Any]]:
     )
 
 
+def hoisted(closed: Any) -> tuple[Any, list[Any]]:
+    """A traced function that takes the tracers it captured as its first arguments, and these."""
+    tracers = [c for c in closed.consts if is_tracer(c)]
+    if not tracers:
+        return closed, []
+
+    def fn(given: Sequence[Any], *args: Any) -> Any:
+        left = iter(given)
+        consts = [next(left) if is_tracer(c) else c for c in closed.consts]
+        return jaxpr_as_fun(_extend.ClosedJaxpr(closed.jaxpr, consts))(*args)
+
+    shapes = [shape_of(jax.typeof(c)) for c in tracers]
+    return jax.make_jaxpr(fn)(shapes, *map(shape_of, closed.in_avals)), tracers
+
+
 def caller_line() -> str:
     """``file:line`` of the innermost caller that is neither this package nor JAX."""
     frame = sys._getframe(1)
@@ -179,6 +215,47 @@ def leave_mesh(x: Any) -> Any:
     if not is_tracer(x) or jax.typeof(x).sharding.mesh.empty:
         return x
     return _leave_p.bind(x)
+
+
+def call_primitive(
+    name: str,
+    *,
+    run: Callable[..., Sequence[Any]],
+    inlined: Callable[..., Sequence[Any]],
+    jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
+    transpose: Callable[..., Sequence[Any]],
+    batch: Callable[..., Sequence[Any]],
+) -> Any:
+    """A primitive that calls the traced function in its parameter ``jaxpr``.
+
+    ``run`` is what it does on arrays, ``inlined`` inside a program. Rules get None for a tangent that is zero, for an
+    argument to transpose, and for an argument without rows, and give None for what has no tangent or cotangent.
+    """
+    prim = _extend.Primitive(name)
+    prim.multiple_results = True
+    prim.def_impl(run)
+    prim.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
+    _mlir.register_lowering(prim, _mlir.lower_fun(inlined, multiple_results=True))
+
+    def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        given = [None if type(t) is _ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
+        results, pushed = jvp(primals, given, **params)
+        zeros = [_ad.Zero(aval.to_tangent_aval()) for aval in params["jaxpr"].out_avals]
+        return results, [z if t is None else t for t, z in zip(pushed, zeros, strict=True)]
+
+    def transpose_rule(cotangents: Sequence[Any], *args: Any, **params: Any) -> Any:
+        known = [None if _ad.is_undefined_primal(x) else x for x in args]
+        return transpose([_ad.instantiate_zeros(c) for c in cotangents], known, **params)
+
+    def batch_rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        results = batch(size, args, dims, **params)
+        return results, [0] * len(results)
+
+    _ad.primitive_jvps[prim] = jvp_rule
+    _ad.primitive_transposes[prim] = transpose_rule
+    _batching.primitive_batchers[prim] = batch_rule
+    return prim
 
 
 def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh) -> Sequence[Any]:

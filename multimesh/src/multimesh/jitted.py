@@ -7,10 +7,11 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -24,6 +25,7 @@ from multimesh.passes.pipeline import Traced, passes
 from multimesh.passes.place import has_tasks
 from multimesh.plan import Plan
 from multimesh.tracing import partitioning
+from multimesh.transforms import Call
 
 if TYPE_CHECKING:
     from multimesh.profiling import Profile
@@ -95,6 +97,7 @@ class Jitted:
         self._devices = tuple(devices) if devices is not None else None
         self._compiled: dict[Signature, Compiled | Plain] = {}
         self._recent: _Recent | None = None
+        self._calls: dict[Signature, tuple[Call, list[Any], Any]] = {}
         self._lock = threading.Lock()
         functools.update_wrapper(self, fn, updated=())
 
@@ -102,16 +105,39 @@ class Jitted:
         """Run; traces and compiles when the types, layouts or static arguments are new."""
         positional = self._positional(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic(positional, self._static))
+        if not _compat.eager() or any(map(_compat.is_tracer, leaves)):
+            return self._transformed(positional, leaves, tree)
         recent = self._recent
         static, context = self._static_values(positional), self._context()
         if recent is not None and recent.fits(leaves, tree, static, context):
             return recent.compiled.run_flat(leaves)
-        if any(_compat.is_tracer(leaf) for leaf in leaves):
-            return self._fn(*positional)
         signature = self._signature(leaves, tree, positional)
         compiled = self._compiled.get(signature) or self._compile(positional, signature)
         self._recent = _Recent(tree, static, context, tuple(map(_traits, leaves)), compiled)
         return compiled.run_flat(leaves)
+
+    def _transformed(self, positional: tuple[Any, ...], leaves: Sequence[Any], tree: Any) -> Any:
+        """A call under a transformation: part of the program that is traced, else a primitive that runs as a plan."""
+        if _compat.staged():
+            return self._fn(*positional)
+        key = replace(self._signature(leaves, tree, positional), specs=())
+        call, captured, out_tree = self._calls.get(key) or self._traced(positional, key)
+        if not captured:
+            self._calls[key] = call, captured, out_tree
+        arrays = [x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x) for x in (*captured, *leaves)]
+        return jax.tree.unflatten(out_tree, call(*arrays))
+
+    def _traced(self, positional: tuple[Any, ...], signature: Signature) -> tuple[Call, list[Any], Any]:
+        """The traced function, the values of the enclosing transformation that it captures, and its result's tree."""
+        flat, structs = self._flat(positional, signature)
+        with _compat.devices_free():
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+            closed, captured = _compat.hoisted(closed)
+        return Call(closed, self._alike), captured, jax.tree.structure(shapes)
+
+    def _alike(self, fn: Callable[..., Any]) -> Jitted:
+        """`jit` of another function as this one was jitted."""
+        return Jitted(fn, (), (), None, None, self._devices, autoshard=self._autoshard)
 
     def _compile(self, positional: tuple[Any, ...], signature: Signature) -> Compiled | Plain:
         with self._lock:
@@ -205,9 +231,9 @@ class Jitted:
             raise UsageError("static_argnums: static arguments must be hashable") from None
         return static
 
-    def _lower(self, positional: tuple[Any, ...], signature: Signature) -> Lowered | Plain:
+    def _flat(self, positional: tuple[Any, ...], signature: Signature) -> tuple[Callable[..., Any], list[Any]]:
+        """The function of flat leaves, and their types."""
         structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals]
-
         count, fixed = len(positional), {i: positional[i] for i in self._static if i < len(positional)}
 
         def flat(*leaves: Any) -> Any:
@@ -216,6 +242,10 @@ class Jitted:
             with partitioning():
                 return self._fn(*full)
 
+        return flat, structs
+
+    def _lower(self, positional: tuple[Any, ...], signature: Signature) -> Lowered | Plain:
+        flat, structs = self._flat(positional, signature)
         options: Options = signature.context.options
         devices = self._devices or tuple(jax.devices())
         if options.ignore_transforms:
@@ -330,7 +360,8 @@ def jit(
     -------
     Jitted
         Called like ``fn``; has ``lower(*args).compile()``, ``plan(*args)``, ``memory_analysis(*args)`` and
-        ``cost_analysis(*args)``. Under another trace (``jax.grad``, ``jax.jit``) it is ``fn`` itself.
+        ``cost_analysis(*args)``. Under ``jax.grad``, ``jax.vmap``, ``jax.jvp`` and ``jax.linearize`` it runs as plans
+        too; inside what ``jax.jit`` or ``lax.scan`` traces it is ``fn`` itself.
 
     Raises
     ------

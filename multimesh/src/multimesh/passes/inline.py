@@ -15,6 +15,7 @@ from multimesh.submesh import Task
 
 _CALLS = {  # primitive name -> parameter that holds the called jaxpr
     "jit": "jaxpr",
+    "multimesh_call": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
