@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The door to `multimesh.maxtext`: train MaxText. `maxtext/run.py --help` teaches the flags."""
+"""The door to `multimesh_maxtext`: train MaxText. `maxtext/run.py --help` teaches the flags."""
 
 import os
 import sys
@@ -7,12 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-sys.path[:1] = [str(ROOT / "multimesh" / "src")]  # in place of this folder, whose name is MaxText's
+sys.path[:1] = [str(ROOT / name / "src") for name in ("maxtext", "multimesh")]  # not this folder: its name is MaxText's
 
 if Path(sys.prefix) != VENV and (VENV / "bin" / "python").exists():
     os.execv(VENV / "bin" / "python", [str(VENV / "bin" / "python"), *sys.argv])  # noqa: S606
 try:
-    from multimesh.maxtext.cli import main
+    from multimesh_maxtext.cli import main
 except ImportError as missing:
     sys.exit(f"{missing.name} is not installed here; run: {ROOT / 'bootstrap.sh'} --group run")
 sys.exit(main(sys.argv[1:], root=ROOT))

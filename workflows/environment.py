@@ -16,6 +16,7 @@ from workflows.sources.workspace import Workspace, write_json
 STAMP = ".multimesh-packages.json"
 REQUIREMENTS = {"run": "run.txt", "dev": "dev.txt"}
 PATH_FILE = "multimesh-third-party.pth"
+PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
 
 
 def install(root: Path, groups: Iterable[str], *, offline: bool, quiet: bool) -> None:
@@ -62,7 +63,7 @@ def _wanted(root: Path, groups: Iterable[str]) -> dict[str, str]:
     for group, file in REQUIREMENTS.items():
         if group in chosen:
             wanted[group] = _digest(root / "requirements" / file)
-    wanted["editable"] = _digest(root / "pyproject.toml", root / "multimesh" / "pyproject.toml")
+    wanted["editable"] = _digest(*(root / project / "pyproject.toml" for project in PROJECTS))
     return wanted
 
 
@@ -103,7 +104,8 @@ def _counter(label: str, total: int, reporter: console.Reporter) -> Callable[[st
 def _install_editable(root: Path, reporter: console.Reporter) -> None:
     label = "this repository"
     reporter.phase(label, "installing editable")
-    _pip("--no-deps", "--no-build-isolation", "--no-index", "-e", str(root), "-e", str(root / "multimesh"), label=label)
+    projects = [word for project in PROJECTS for word in ("-e", str(root / project))]
+    _pip("--no-deps", "--no-build-isolation", "--no-index", *projects, label=label)
     # MaxText is not installed, only found: its own requirements ask for more than running it needs.
     path_file = Path(sysconfig.get_path("purelib")) / PATH_FILE
     path_file.write_text(f"{root / 'third_party' / 'maxtext' / 'src'}\n", encoding="utf-8")

@@ -172,7 +172,7 @@ def prepare_ours(folder: Path, repositories: Sequence[Repository], url: str) -> 
 
 def prepare_bootstrap(folder: Path) -> list[str]:
     """Give the clone a ``.venv`` that counts as complete, since this is not about packages; return the command."""
-    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/pyproject.toml"):
+    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/pyproject.toml", "maxtext/pyproject.toml"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=folder, check=True)

@@ -39,7 +39,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part = add("versions", run_versions, "fail unless every file names the version of a tag, and its image is pinned")
     part.add_argument("tag")
     part.add_argument("options", nargs="*", help="after --: those of docker/build.py that the image gets")
-    part = add("wheel", run_wheel, "build multimesh's wheel twice, check it, print its sha256")
+    part = add("wheel", run_wheel, "build every wheel twice, check it, print its sha256")
     part.add_argument("folder", type=Path, nargs="?", default=Path("dist"))
     part = add("notes", run_notes, "print release notes from the commits since the tag before")
     part.add_argument("tag")
@@ -105,9 +105,9 @@ def run_versions(args: argparse.Namespace) -> int:
 
 
 def run_wheel(args: argparse.Namespace) -> int:
-    """Print sha256 and path, as sha256sum does."""
-    path, digest = release.build_wheel(workspace().root, args.folder.resolve())
-    print(f"{digest}  {path.name}")
+    """Print sha256 and name of each, as sha256sum does."""
+    for path, digest in release.build_wheels(workspace().root, args.folder.resolve()):
+        print(f"{digest}  {path.name}")
     return 0
 
 

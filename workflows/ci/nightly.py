@@ -69,7 +69,7 @@ def _maxtext(root: Path, url: str, commit: str) -> list[list[str]]:
     return [
         ["./bootstrap.sh", "--group", "run", "--group", "dev", "--override", f"maxtext={url}@{commit}"],
         ["maxtext/validate-cpu.sh"],
-        [".venv/bin/pytest", "-q", "multimesh/tests/maxtext"],
+        [".venv/bin/pytest", "-q", "maxtext/tests"],
     ]
 
 
@@ -81,17 +81,7 @@ def _jax(root: Path, url: str, commit: str) -> list[list[str]]:
         [sys.executable, "-m", "venv", "--clear", str(folder)],
         [python, "-m", "pip", "install", "--quiet", "--pre", "jaxlib", f"jax @ git+{url}@{commit}"],
         [python, "-m", "pip", "install", "--quiet", "optax", "hypothesis", "pytest", "pytest-timeout"],
-        [
-            python,
-            "-m",
-            "pytest",
-            "-q",
-            "multimesh/tests",
-            "--ignore",
-            "multimesh/tests/maxtext",
-            "-m",
-            "not full and not flax",
-        ],
+        [python, "-m", "pytest", "-q", "multimesh/tests", "-m", "not full and not flax"],
     ]
 
 

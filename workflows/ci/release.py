@@ -9,6 +9,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from workflows.image.spec import ImageSpec
 
 _TAG = re.compile(r"v\d+\.\d+\.\d+")
 _DUNDER = re.compile(r"^__version__ = \"([^\"]+)\"$", re.MULTILINE)
-PROJECTS = ("pyproject.toml", "multimesh/pyproject.toml")
+PROJECTS = ("pyproject.toml", "multimesh/pyproject.toml", "maxtext/pyproject.toml")
+WHEELS = {"multimesh": ("multimesh-jax", "multimesh.jax"), "maxtext": ("multimesh-maxtext", "multimesh_maxtext.cli")}
+"""The folder of each published distribution, its name, and a module of it that imports most others."""
 PACKAGE = "multimesh/src/multimesh/__init__.py"
 
 
@@ -61,50 +64,58 @@ def check_pins(root: Path, spec: ImageSpec) -> None:
         raise errors.SeveralErrors([f"no release: {line}" for line in said], errors.PinError.exit_code)
 
 
-def build_wheel(root: Path, folder: Path) -> tuple[Path, str]:
-    """Build multimesh's wheel twice, check it, and return it with its sha256.
+def build_wheels(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Build each wheel twice, check it, and yield it with its sha256.
 
     Raises
     ------
     IntegrityError
-        Two builds differ, or the wheel is not what it should be.
+        Two builds differ, or a wheel is not what it should be.
     """
     date = proc.run(["git", "-C", root, "log", "-1", "--format=%ct"]).text
+    version = versions(root)["multimesh/pyproject.toml"]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        first, second = (_build(root, Path(scratch, name), date) for name in ("one", "two"))
-        digest = hashlib.sha256(first.read_bytes()).hexdigest()
-        if digest != hashlib.sha256(second.read_bytes()).hexdigest():
-            raise errors.IntegrityError(
-                f"{first.name}: two builds of one commit differ; find out why before publishing"
-            )
-        _check_wheel(first, versions(root)["multimesh/pyproject.toml"], Path(scratch, "unpacked"))
-        return first.replace(folder / first.name), digest
+        for project, (name, module) in WHEELS.items():
+            first, second = (_build(root / project, Path(scratch, project, each), date) for each in ("one", "two"))
+            digest = hashlib.sha256(first.read_bytes()).hexdigest()
+            if digest != hashlib.sha256(second.read_bytes()).hexdigest():
+                raise errors.IntegrityError(
+                    f"{first.name}: two builds of one commit differ; find out why before publishing"
+                )
+            _check_wheel(first, name, version, module, root / project / "src", Path(scratch, "unpacked"))
+            yield first.replace(folder / first.name), digest
 
 
-def _build(root: Path, folder: Path, date: str) -> Path:
+def _build(project: Path, folder: Path, date: str) -> Path:
     argv = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    proc.run(argv, cwd=root / "multimesh", env=os.environ | {"SOURCE_DATE_EPOCH": date})
+    proc.run(argv, cwd=project, env=os.environ | {"SOURCE_DATE_EPOCH": date})
     return next(folder.glob("*.whl"))
 
 
-def _check_wheel(wheel: Path, version: str, unpacked: Path) -> None:
-    """See that it holds the package and nothing else, names its version, and imports away from the clone."""
+def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path, unpacked: Path) -> None:
+    """See that it holds the package and nothing else, names its version, and imports away from the clone.
+
+    It is unpacked beside those that were checked before, which it may need.
+    """
+    described = f"{name.replace('-', '_')}-{version}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        held = {entry for entry in archive.namelist() if not entry.startswith(f"{described}/")}
         archive.extractall(unpacked)
-    strange = [name for name in names if name.split("/")[0] not in ("multimesh", f"multimesh_jax-{version}.dist-info")]
-    if strange:
-        raise errors.IntegrityError(f"{wheel.name}: holds {strange[0]}; a wheel holds the package only")
-    metadata = Parser().parsestr((unpacked / f"multimesh_jax-{version}.dist-info" / "METADATA").read_text())
-    for field, wanted in (("Name", "multimesh-jax"), ("Version", version), ("License-Expression", "Apache-2.0")):
-        if metadata[field] != wanted:
-            raise errors.IntegrityError(f"{wheel.name}: {field} is {metadata[field]}, not {wanted}")
-    code = "import multimesh, multimesh.jax; print(multimesh.__version__, multimesh.__file__)"
+    wanted = {str(path.relative_to(source)) for path in source.rglob("*") if path.suffix in (".py", ".typed")}
+    if odd := sorted(held ^ wanted):
+        holds = "holds" if odd[0] in held else "does not hold"
+        raise errors.IntegrityError(f"{wheel.name}: {holds} {odd[0]}; a wheel holds the package and nothing else")
+    metadata = Parser().parsestr((unpacked / described / "METADATA").read_text())
+    for field, value in (("Name", name), ("Version", version), ("License-Expression", "Apache-2.0")):
+        if metadata[field] != value:
+            raise errors.IntegrityError(f"{wheel.name}: {field} is {metadata[field]}, not {value}")
+    package = module.partition(".")[0]
+    code = f"import {module}; print({package}.__file__)"
     said = proc.run(
         [sys.executable, "-P", "-c", code], cwd=unpacked, env=os.environ | {"PYTHONPATH": str(unpacked)}
     ).text
-    if said != f"{version} {unpacked / 'multimesh' / '__init__.py'}":
+    if said != str(unpacked / package / "__init__.py"):
         raise errors.IntegrityError(f"{wheel.name}: what it imports is {said}")
 
 

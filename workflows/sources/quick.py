@@ -20,6 +20,7 @@ PACKAGES = (
     (
         "pyproject.toml",
         "multimesh/pyproject.toml",
+        "maxtext/pyproject.toml",
         ".venv/bin/python",
         ".venv/.multimesh-workflows.json",
         ".venv/.multimesh-packages.json",

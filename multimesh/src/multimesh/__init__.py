@@ -1,6 +1,6 @@
 """MultiMesh for JAX: parts of one jitted function on different submeshes, on the JAX that everyone has.
 
-Names are loaded on first use, so that ``multimesh.maxtext`` can check its flags before JAX is imported.
+Names are loaded on first use, so that ``maxtext/run.py`` can check its flags before JAX is imported.
 """
 
 from __future__ import annotations

@@ -36,8 +36,11 @@ def furnish(root: Path) -> Clone:
     locked = (ROOT / "requirements" / "run.txt").read_text().replace("\\\n", "\\")
     small = next(line for line in locked.splitlines() if line.startswith("humanize==")).replace("\\", "\\\n")
     (root / "requirements" / "run.txt").write_text(small + "\n")
-    shutil.copytree(ROOT / "multimesh" / "src", root / "multimesh" / "src")
-    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/pyproject.toml", "multimesh/README.md"):
+    for project in ("multimesh", "maxtext"):
+        shutil.copytree(ROOT / project / "src", root / project / "src")
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy2(ROOT / project / name, root / project / name)
+    for name in ("bootstrap.sh", "pyproject.toml"):
         shutil.copy2(ROOT / name, root / name)
     clone.components["multimesh"] = {"link": "multimesh", "groups": ["run", "dev"]}
     clone.write()

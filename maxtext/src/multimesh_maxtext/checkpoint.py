@@ -1,0 +1,244 @@
+"""Checkpoints of a run: what a folder of them holds, who may write to it, and where MaxText finds it.
+
+Orbax writes checkpoint N, the state after step N counted from 0, to ``N.orbax-checkpoint-tmp`` and renames it to ``N``
+when it is complete: whatever happens while it is written, the checkpoints before it stay as they are.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from multimesh.errors import CheckpointError, UsageError
+from multimesh_maxtext.checks import Job
+
+_HALF = ".orbax-checkpoint-tmp"
+_COMPLETE = "commit_success.txt"
+_LOCK = ".writing"
+_LAYER = re.compile(r"layers(?:_(\d+))?(?:_(\d+))?")
+_FAILED = re.compile(
+    r"^.*(?:Training stopped: Checkpointing failed\. |_SignalingThread\.run\(\) raised an exception: )(.*)$",
+    re.MULTILINE,
+)
+_UNLIKE = re.compile(r"Checkpoint does not match the model:\n((?:  - .*\n)+)")
+_REASON = re.compile(r": ([^:\n]+) \[os_error_code='\d+'\]")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What a folder holds.
+
+    Attributes
+    ----------
+    folder
+        Where they lie; it need not exist.
+    steps
+        Numbers of the complete ones, in order.
+    half_written
+        What was being written when a run was ended.
+    """
+
+    folder: Path
+    steps: tuple[int, ...]
+    half_written: tuple[Path, ...]
+
+    @property
+    def next_step(self) -> int:
+        """The step that training goes on with: 0 without a checkpoint."""
+        return self.steps[-1] + 1 if self.steps else 0
+
+    def layers(self) -> frozenset[str]:
+        """Names of the decoder's layers in the newest checkpoint: ``layers_0``, ...; ``layers`` for a stack of all."""
+        params = [path[3] for path in self.paths() if path[:3] == ("params", "params", "decoder")]
+        return frozenset(name for name in params if _LAYER.fullmatch(name))
+
+    def paths(self) -> frozenset[tuple[str, ...]]:
+        """Paths of the leaves of the newest checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            Where Orbax's description of the checkpoint cannot be read.
+        """
+        file = self.folder / str(self.steps[-1]) / "items" / "_METADATA"
+        try:
+            leaves = json.loads(file.read_text(encoding="utf-8"))["tree_metadata"].values()
+            return frozenset(tuple(str(part["key"]) for part in leaf["key_metadata"]) for leaf in leaves)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{file}: cannot be read as a checkpoint of MaxText ({error}); remove {file.parent.parent}"
+            ) from error
+
+
+def look(folder: Path) -> Checkpoints:
+    """Return what a folder holds.
+
+    Raises
+    ------
+    CheckpointError
+        For a folder that cannot be read, or one with a checkpoint that was copied in part.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"--checkpoint {folder}: {error.strerror}; choose another folder") from error
+    steps = sorted(int(name) for name in names if name.isdigit())
+    for step in steps:
+        if not (folder / str(step) / _COMPLETE).exists():
+            raise CheckpointError(
+                f"{folder / str(step)} is no complete checkpoint (it has no {_COMPLETE}); copy it again or remove it"
+            )
+    return Checkpoints(folder, tuple(steps), tuple(folder / name for name in names if _HALF in name))
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[int]:
+    """Reserve a folder for one run; yields a file descriptor that the trainer must inherit.
+
+    The reservation ends when both this process and the trainer have ended, however they ended.
+
+    Raises
+    ------
+    CheckpointError
+        Where another run writes to the folder, or nobody can.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / _LOCK).open("ab")
+    except OSError as error:
+        raise CheckpointError(f"--checkpoint {folder}: {error.strerror}; choose another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"--checkpoint {folder}: another run writes its checkpoints here; wait for it, stop it, or choose "
+                "another folder"
+            ) from None
+        yield lock.fileno()
+
+
+def clear_half_written(found: Checkpoints) -> list[str]:
+    """Remove what can never be used; return a line for each that says so. Call it while `writing`."""
+    lines = []
+    for path in found.half_written:
+        shutil.rmtree(path, ignore_errors=True)
+        step = path.name.split(_HALF)[0]
+        lines.append(f"checkpoint {step} was half-written when its run ended; ignored and removed")
+    return lines
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins: its first step, and file descriptors that the trainer must inherit."""
+
+    step: int = 0
+    inherited: tuple[int, ...] = ()
+
+
+@contextmanager
+def beginning(job: Job, checkpoints: Path) -> Iterator[Beginning]:
+    """Reserve ``--checkpoint`` for this run and find out where it begins; say what was found on stderr.
+
+    Parameters
+    ----------
+    checkpoints
+        Where MaxText keeps its checkpoints.
+
+    Raises
+    ------
+    UsageError
+        For checkpoints that nobody asked to go on from, or that have all the steps.
+    CheckpointError
+        For a folder that cannot be used, or a checkpoint that this run cannot go on from.
+    """
+    o = job.options
+    if o.checkpoint is None:
+        yield Beginning()
+        return
+    with writing(o.checkpoint) as descriptor:
+        found = look(o.checkpoint)
+        for line in clear_half_written(found):
+            print(line, file=sys.stderr)
+        if found.steps:
+            _check_continues(job, found)
+        if o.resume:
+            where = f"from checkpoint {found.steps[-1]}" if found.steps else "from step 0: there is no checkpoint yet"
+            print(f"resuming {where}", file=sys.stderr)
+        link(checkpoints, o.checkpoint)
+        yield Beginning(found.next_step, (descriptor,))
+
+
+def _check_continues(job: Job, found: Checkpoints) -> None:
+    o, newest = job.options, found.steps[-1]
+    if not o.resume:
+        raise UsageError(
+            f"--checkpoint {found.folder} has checkpoints up to {newest}; add --resume to go on from it, or choose "
+            "another folder"
+        )
+    if found.next_step >= o.num_steps:
+        raise UsageError(
+            f"--resume: checkpoint {newest} has all of --num-steps {o.num_steps} behind it; use --num-steps "
+            f"{found.next_step + 1} or more"
+        )
+    kept, wanted = layout(found.layers()), "scanned" if job.scans_layers else "unrolled"
+    if o.staged or kept == wanted:  # a pipeline takes layers in any layout
+        return
+    remedy = {
+        "scanned": "use --scan-layers",
+        "unrolled": "use --no-scan-layers",
+        "in stacks": "go on with --backend multimesh --no-scan-layers once, which writes them unrolled",
+    }
+    raise CheckpointError(f"checkpoint {newest} has its layers {kept}, but this run has them {wanted}; {remedy[kept]}")
+
+
+def layout(layers: frozenset[str]) -> str:
+    """Return how a checkpoint holds its layers: ``scanned``, ``unrolled``, or ``in stacks``."""
+    if layers == {"layers"}:
+        return "scanned"
+    return "unrolled" if all(name.count("_") == 1 for name in layers) else "in stacks"
+
+
+def link(checkpoints: Path, folder: Path) -> None:
+    """Make the folder appear where MaxText keeps its checkpoints.
+
+    Raises
+    ------
+    UsageError
+        Where something else is there already.
+    """
+    checkpoints.parent.mkdir(parents=True, exist_ok=True)
+    if checkpoints.is_symlink():
+        checkpoints.unlink()
+    if checkpoints.exists():
+        raise UsageError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
+    checkpoints.symlink_to(folder.resolve())
+
+
+def explained(log: str, folder: Path) -> CheckpointError | None:
+    """Return what MaxText's log says went wrong with a checkpoint; ``None`` if that was not the matter."""
+    unlike = _UNLIKE.search(log)
+    if unlike:
+        first, *more = unlike[1].splitlines()
+        rest = f" and {len(more)} more" if more else ""
+        return CheckpointError(
+            f"--checkpoint {folder} is of another model: {first.removeprefix('  - ')}{rest}; use the flags that it was "
+            "written with, but for the parallelism"
+        )
+    failed = _FAILED.findall(log)
+    if not failed:
+        return None
+    reason = _REASON.search(failed[-1])
+    steps = look(folder).steps
+    why = reason[1] if reason else failed[-1][:200]
+    usable = f"checkpoint {steps[-1]} there is complete" if steps else "no checkpoint is complete"
+    return CheckpointError(
+        f"--checkpoint {folder}: a checkpoint cannot be written ({why}); {usable}; put it right and add --resume"
+    )

@@ -1,0 +1,211 @@
+"""The command behind ``maxtext/run.py``: parse, check, translate, train, judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from multimesh.errors import MultiMeshError, TrainerFailedError, UsageError
+from multimesh_maxtext import memory, report
+from multimesh_maxtext.checkpoint import Beginning, beginning
+from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job, check_machine
+from multimesh_maxtext.flags import parse
+from multimesh_maxtext.gpus import visible_gpu_memory
+from multimesh_maxtext.locate import find_maxtext, has_package
+from multimesh_maxtext.members import member
+from multimesh_maxtext.memory import Need, check_fits, parse_size
+from multimesh_maxtext.model import describe_model
+from multimesh_maxtext.options import Options
+from multimesh_maxtext.process import terminate_as_interrupt
+from multimesh_maxtext.realm import JAX_FRACTION, memory_fraction, warning
+from multimesh_maxtext.text import read_texts, write_corpus
+from multimesh_maxtext.training import Outcome, forecast, inspect, tail, train
+from multimesh_maxtext.translate import Launch, Paths, forecasting, launch
+from multimesh_maxtext.verify import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str], *, root: Path | None = None) -> int:
+    """Run the command line and return its exit code; nothing but ``--help`` leaves by an exception.
+
+    Parameters
+    ----------
+    argv
+        The arguments, without the program's name.
+    root
+        The repository, if this runs from one: where ``third_party/maxtext`` is looked for.
+    """
+    try:
+        with terminate_as_interrupt():
+            return _run(parse(argv), root)
+    except MultiMeshError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if "--json" in argv:
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the trainer was stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(options: Options, root: Path | None) -> int:
+    check_backend(options)
+    check_flags(options)
+    this = member(options, os.environ)
+    maxtext = find_maxtext(root)
+    job = check_job(options, describe_model(options, maxtext / "maxtext"))
+    texts = read_texts(options.text or ())
+    gpus = visible_gpu_memory() if options.gpus else None
+    gpu_memory = min(gpus) if gpus else None
+    if not options.dry_run:
+        check_machine(
+            options, visible_gpus=None if gpus is None else len(gpus), has_tfds=has_package("tensorflow_datasets")
+        )
+    note = warning(options, gpu_memory=gpu_memory)
+    if note and this.rank == 0:
+        print(f"warning: {note}", file=sys.stderr)
+    paths = this.own(_paths(options, maxtext))
+    start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, local_rank=this.local)
+    if options.dry_run:
+        return _dry_run(start, as_json=options.json)
+    # Of several processes the first speaks for all, unless another fails.
+    console = Console(soft_wrap=True, quiet=this.rank > 0)
+    _prepare(job, paths, texts)
+    _check_memory(job, paths, console, gpu_memory)
+    if options.forecast:
+        return 0
+    if options.dump_only:
+        inspect(start, paths)
+        return _say_dumped(options)
+    with beginning(job, paths.checkpoints) as begin:
+        outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
+    if options.verify and not outcome.error:
+        other, beside = reference_job(job), replace(paths, output=paths.output / "spmd")
+        beside = replace(beside, metrics=beside.output / "metrics.jsonl")
+        _prepare(other, beside, texts)
+        start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
+        outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))
+    return _report(options, console, paths, outcome, pairs)
+
+
+def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
+    """Show the memory that a pipeline will need, where somebody asks or a limit is known; refuse what does not fit."""
+    o, limit = job.options, _limit(job, gpu_memory)
+    if not (o.forecast or limit):
+        return
+    try:
+        needs = forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)
+    except TrainerFailedError as error:
+        if o.forecast or o.device_memory:
+            raise
+        print(f"warning: memory was not checked: {error}", file=sys.stderr)
+        return
+    _show_needs(o, console, needs)
+    if limit:
+        check_fits(needs, limit)
+
+
+def _limit(job: Job, gpu_memory: int | None) -> int | None:
+    """Memory of a device in bytes: what the user says, or what JAX will take of the smallest GPU."""
+    o = job.options
+    if o.device_memory:
+        return parse_size(o.device_memory)
+    if not o.staged or gpu_memory is None:
+        return None
+    fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem else JAX_FRACTION
+    return int(gpu_memory * 2**20 * fraction)
+
+
+def _say_dumped(o: Options) -> int:
+    print(json.dumps({"dump": str(o.dump)}) if o.json else f"compiled; the plan is in {o.dump}")
+    return 0
+
+
+def _show_needs(o: Options, console: Console, needs: Sequence[Need]) -> None:
+    if not o.json:
+        console.print("memory on each device of a stage at the peak of a step (forecast)", highlight=False)
+        console.print(memory.table(needs))
+    elif o.forecast:
+        print(json.dumps({"forecast": [{**asdict(need), "total": need.total} for need in needs]}))
+
+
+def _paths(options: Options, maxtext: Path) -> Paths:
+    if options.output:
+        output = options.output.resolve()
+    elif options.dry_run:
+        output = Path(tempfile.gettempdir()) / "multimesh-maxtext-XXXXXXXX"
+    else:
+        output = Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
+    metrics = options.metrics_file.resolve() if options.metrics_file else output / "metrics.jsonl"
+    return Paths(python=sys.executable, maxtext=maxtext.resolve(), output=output, metrics=metrics)
+
+
+def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
+    """Make the folders and the corpus, and remove what an older run left that could pass for this run's."""
+    o = job.options
+    try:
+        for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump else [])):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not o.resume:
+            paths.metrics.unlink(missing_ok=True)
+        paths.placement.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename}: {error.strerror}; choose another --output, --metrics-file or --dump"
+        ) from error
+    if texts:
+        write_corpus(texts, paths.text, sequence_length=o.sequence_length)
+
+
+def _dry_run(start: Launch, *, as_json: bool) -> int:
+    if as_json:
+        print(
+            json.dumps({name: getattr(start, name) for name in ("command", "environment", "configuration")}, indent=1)
+        )
+    else:
+        print(report.plan_text(start.command, start.environment, start.configuration))
+    return 0
+
+
+def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, list[Pair]]:
+    """Compare a pipeline with its reference; an error of either, or that they differ, becomes the outcome's."""
+    if reference.error:
+        return replace(outcome, error=reference.error, log=reference.log), []
+    pairs = compare(outcome.steps, reference.steps)
+    try:
+        check_agreement(pairs, dtype=str(job.model.resolved.get("dtype")))
+    except MultiMeshError as error:
+        return replace(outcome, error=error), pairs
+    return outcome, pairs
+
+
+def _report(o: Options, console: Console, paths: Paths, outcome: Outcome, pairs: Sequence[Pair]) -> int:
+    steps, error = outcome.steps, outcome.error
+    if o.json and not console.quiet:
+        files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
+        print(json.dumps(report.summary(steps, outcome.evaluations, pairs, files, error)))
+    else:
+        console.print(report.comparison(pairs) if pairs else report.table(steps))
+        for evaluation in outcome.evaluations:
+            console.print(f"evaluated after step {evaluation.step + 1}: loss {evaluation.loss:.4f}", highlight=False)
+        if pairs:
+            console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed", highlight=False)
+        console.print(f"metrics {paths.metrics}", highlight=False)
+    if isinstance(error, TrainerFailedError):
+        print(tail(outcome.log), file=sys.stderr)
+    if error:
+        print(f"error: {error}", file=sys.stderr)
+    elif not o.json:
+        agree = "; the same without the pipeline" if pairs else ""
+        console.print(
+            f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}", highlight=False
+        )
+    return error.exit_code if error else 0

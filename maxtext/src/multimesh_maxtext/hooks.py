@@ -1,0 +1,170 @@
+"""What the hooks in the patched MaxText call, in the trainer's process, where ``run.py`` asked for MultiMesh.
+
+MaxText builds its model for the mesh of one stage, without devices. The hooks place the layers, parameters and
+optimizer state on the submeshes of their stages, make the gradient accumulation the microbatch loop, and
+compile the step with `multimesh.jit`. MaxText's data, metrics and checkpoints work with the first stage's mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+import multimesh
+from multimesh.errors import MultiMeshError
+from multimesh_maxtext import inspecting, restoring
+from multimesh_maxtext.accumulation import accumulate_microbatches
+from multimesh_maxtext.handoff import Handoff, received
+from multimesh_maxtext.ordering import find_schedule
+from multimesh_maxtext.placement import write_placement
+from multimesh_maxtext.stacks import apply_stack, list_stacks
+from multimesh_maxtext.stages import Stages, deal
+
+_stages: Stages | None = None
+
+
+@functools.cache
+def _handoff() -> Handoff:
+    return received(os.environ)
+
+
+def _current() -> Stages:
+    if _stages is None:
+        raise MultiMeshError(
+            "MaxText built a model before its mesh; is third_party/maxtext patched? run ./bootstrap.sh"
+        )
+    return _stages
+
+
+def stage_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
+    """Return the devices of the first stage: MaxText sizes its mesh and its batches by them."""
+    every = list(jax.devices() if devices is None else devices)
+    return every[: len(every) // _handoff().stages]
+
+
+def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
+    """Return the mesh that the model is built with: its sharding constraints fit any stage."""
+    global _stages
+    given = _handoff()
+    _stages = deal(
+        mesh,
+        stages=given.stages,
+        layers=config.num_decoder_layers,
+        devices=jax.devices(),
+        interleave=given.interleave,
+    )
+    return mesh.abstract_mesh
+
+
+def platform(_mesh: AbstractMesh) -> str:
+    """Return the platform of the devices that a model will run on."""
+    return jax.devices()[0].platform
+
+
+def place_state(abstract_state: Any, shardings: Any) -> tuple[Any, Any]:
+    """Place the types and the shardings of the train state by stage."""
+    stages = _current()
+    return stages.structs(abstract_state), stages.shardings(shardings)
+
+
+def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any]) -> Any:
+    """Restore a checkpoint, in whatever layout its layers are."""
+    return restoring.restore(manager, step, items, composite, layers=_current().layers)
+
+
+def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
+    """Return a function that creates the train state, each leaf on its stage."""
+    del in_shardings
+
+    def create() -> Any:
+        if _handoff().forecast:
+            return inspecting.unallocated(fn, out_shardings)
+        state = _current().create(fn, out_shardings)
+        write_placement(Path(_handoff().placement), created=state)
+        return state
+
+    return create
+
+
+def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a layer a task on the submesh of its stage."""
+    return multimesh.task(fn, f"layer{number}", mesh=_current().of_layer(number))
+
+
+def stacks(length: int, rngs: Any = None) -> list[tuple[str, int, Any]]:
+    """Return the stacks of scanned layers: one per piece of a stage, where MaxText alone has one of all layers."""
+    del length
+    return list_stacks(_current().pieces, rngs)
+
+
+def stack(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the scan over a stack of layers a task on the submesh of its stage."""
+    return apply_stack(_current(), name, fn)
+
+
+def accumulate(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    init: dict[str, Any],
+    batch: Any,
+    *,
+    split: Callable[[Any], Any],
+    length: int,
+) -> tuple[dict[str, Any], Any]:
+    """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
+    del split
+    given = _handoff()
+    schedule = find_schedule(given.schedule, given.table)
+
+    def home(path: Any) -> Mesh:
+        return _current().of_path(path)
+
+    loop = {"schedule": schedule, "interleave": given.interleave}
+    return accumulate_microbatches(body, init, batch, length=length, home=home, **loop)
+
+
+def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> Step:
+    """Compile a step; arguments keep their layouts, and the new state takes that of the old."""
+    return Step(fn, donate_argnums)
+
+
+class Step:
+    """A train or evaluation step, with what MaxText uses of a jitted function."""
+
+    def __init__(self, fn: Callable[..., Any], donate_argnums: Any) -> None:
+        self.__wrapped__ = fn
+        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
+        self._trains = donate_argnums != ()
+        self._first = True
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        """Run; the first call compiles, and writes what was asked for about the step."""
+        if self._first and self._trains:
+            inspecting.inspect(self._jitted, _handoff(), state, batch)
+        result = self._jitted(state, batch)
+        if self._first and self._trains:
+            write_placement(Path(_handoff().placement), stepped=result[0])
+        self._first = False
+        return result
+
+    def lower(self, state: Any, batch: Any) -> Ahead:
+        """Stand in for a compilation that MaxText makes only to print its memory; where nothing trains, end here."""
+        inspecting.end_before_training(self._jitted, _handoff(), state, batch)
+        return Ahead()
+
+
+class Ahead:
+    """A compilation that is left to the first call."""
+
+    def compile(self, compiler_options: Any = None) -> Ahead:
+        """Do nothing."""
+        del compiler_options
+        return self
+
+    def memory_analysis(self) -> None:
+        """Know nothing: MaxText prints nothing then."""

@@ -1,0 +1,129 @@
+"""Sizes of the model that a command line describes: flags over MaxText's model file over its base configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multimesh.errors import UsageError
+from multimesh_maxtext.options import Options
+from multimesh_maxtext.text import BYTE_VOCABULARY
+
+SMALL = {
+    "base_emb_dim": 256,
+    "base_mlp_dim": 256,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "learning_rate": 1e-3,
+}
+"""What replaces base.yml's 1.1 billion parameters where no model is named."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes that the parallelism must divide.
+
+    ``settings`` are what MaxText needs to be told to get them, ``resolved`` are all settings from files and flags.
+    """
+
+    layers: int
+    embedding: int
+    mlp: int
+    query_heads: int
+    kv_heads: int
+    experts: int
+    vocabulary: int
+    settings: Mapping[str, Any]
+    resolved: Mapping[str, Any]
+
+
+def describe_model(options: Options, package: Path) -> Model:
+    """Return the model's sizes.
+
+    Parameters
+    ----------
+    options
+        The parsed flags.
+    package
+        MaxText's package folder; its ``configs`` are read.
+
+    Raises
+    ------
+    UsageError
+        For a model that MaxText does not know or a configuration file that cannot be read.
+    """
+    base_file = options.maxtext_config or package / "configs/base.yml"
+    base = _read(base_file, package)
+    named = _named(options.model_name, package) if options.model_name else {}
+    settings = _settings(options, plain=not named and options.maxtext_config is None)
+    sizes = {**base, **named, **settings, **_overrides(options.settings)}
+    return Model(
+        layers=int(sizes["base_num_decoder_layers"]),
+        embedding=int(sizes["base_emb_dim"]),
+        mlp=int(sizes["base_mlp_dim"]),
+        query_heads=int(sizes["base_num_query_heads"]),
+        kv_heads=int(sizes["base_num_kv_heads"]),
+        experts=int(sizes.get("num_experts", 1)),
+        vocabulary=int(sizes["vocab_size"]),
+        settings=settings,
+        resolved=sizes,
+    )
+
+
+def _settings(options: Options, *, plain: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = dict(SMALL) if plain else {}
+    if plain:
+        settings["base_num_decoder_layers"] = 2 * options.pp * options.interleave
+        if options.text:
+            settings["vocab_size"] = BYTE_VOCABULARY
+    for key, value in (
+        ("base_num_decoder_layers", options.num_layers),
+        ("base_emb_dim", options.model_dims),
+        ("base_mlp_dim", options.mlp_dims),
+        ("base_num_query_heads", options.num_heads),
+        ("base_num_kv_heads", options.num_heads),
+        ("attention_type", options.attention_type),
+    ):
+        if value is not None:
+            settings[key] = value
+    if plain or (options.model_dims and options.num_heads):
+        width = settings["base_emb_dim"], settings["base_num_query_heads"]
+        if width[0] % width[1]:
+            raise UsageError(
+                f"{width[1]} heads do not divide {width[0]} model dims; change --num-heads or --model-dims"
+            )
+        settings["head_dim"] = width[0] // width[1]
+    return settings
+
+
+def _overrides(settings: list[str]) -> dict[str, Any]:
+    return {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
+
+
+def _named(name: str, package: Path) -> dict[str, Any]:
+    models = package / "configs/models"
+    file = models / f"{name}.yml"
+    if not file.is_file():
+        known = sorted(path.stem for path in models.glob("*.yml"))
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
+        raise UsageError(f"--model-name {name}: MaxText has no such model; near it are {', '.join(near)}")
+    return _read(file, package)
+
+
+def _read(file: Path, package: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        above = loaded.get("base_config")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
+        raise UsageError(f"--maxtext-config {file}: cannot be read as a MaxText configuration ({error})") from error
+    if not above:
+        return dict(loaded)
+    beside = file.parent / above
+    return {**_read(beside if beside.is_file() else package / "configs" / above, package), **loaded}

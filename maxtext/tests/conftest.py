@@ -1,0 +1,88 @@
+"""The repository's door and its patched MaxText, as a user has them after a bootstrap."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimesh.errors import MissingPartError
+from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job
+from multimesh_maxtext.flags import parse
+from multimesh_maxtext.locate import find_maxtext
+from multimesh_maxtext.model import describe_model
+from multimesh_maxtext.translate import Paths
+
+# As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.
+os.environ |= {"NPROC": "64", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **os.environ}
+for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+    if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.stdout)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def maxtext() -> Path:
+    """The folder on PYTHONPATH with the patched MaxText; without it these tests fail rather than pass by skipping."""
+    try:
+        return find_maxtext(ROOT)
+    except MissingPartError as missing:
+        pytest.fail(str(missing))
+
+
+@pytest.fixture(scope="session")
+def run(maxtext: Path) -> Callable[..., Finished]:
+    """Run a script of ``maxtext/`` to its end."""
+
+    def command(*arguments: str | Path, script: str = "run.py", env: dict[str, str] | None = None) -> Finished:
+        line = [str(ROOT / "maxtext" / script), *map(str, arguments)]
+        line = line if script.endswith(".sh") else [sys.executable, *line]
+        done = subprocess.run(line, capture_output=True, text=True, env=env, check=False)
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def job(maxtext: Path) -> Callable[[Sequence[str]], Job]:
+    """Check a command line and return the job it describes."""
+
+    def checked(argv: Sequence[str]) -> Job:
+        options = parse(argv)
+        check_backend(options)
+        check_flags(options)
+        return check_job(options, describe_model(options, maxtext / "maxtext"))
+
+    return checked
+
+
+@pytest.fixture
+def paths(maxtext: Path, tmp_path: Path) -> Paths:
+    return Paths(python="python", maxtext=maxtext, output=tmp_path, metrics=tmp_path / "metrics.jsonl")

@@ -1,0 +1,170 @@
+"""The full grid of pipelines that are compared with one program, and docs/maxtext-parity.md, which shows the result.
+
+``python maxtext/tests/grid.py SECTION ...`` trains the cases of some sections (default: all) and renews their
+tables on the page.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from parity import METRICS, ROOT, Result, compare
+
+from multimesh import schedules
+
+PAGE = ROOT / "docs" / "maxtext-parity.md"
+TOLERANCE = 1e-5
+ROUNDED = 1e-2  # bfloat16 has 8 bits of precision
+
+_LLAMA, _GPT3 = "", "decoder_block=gpt3"
+_EXPERTS = "decoder_block=mixtral num_experts=4 base_moe_mlp_dim=32"
+_DENSE, _SPARSE = f"{_EXPERTS} sparse_matmul=false", f"{_EXPERTS} megablox=false"
+_FOUR = "--cpus 4 --dp 2 --pp 2"
+
+
+def _schedules(model: str) -> list[str]:
+    """Every schedule with one piece a stage and with two; unrolled and scanned, two stages and four in turn."""
+    cases = []
+    for name in dict.fromkeys([*schedules.names(), "custom"]):
+        for pieces in (1, 2):
+            if name == "fill-drain" or (name, pieces) in {("interleaved", 1), ("zb-h1", 2)}:
+                continue
+            number = len(cases)
+            stages = 4 if number % 3 == 2 and pieces == 1 else 2
+            grid = "--pp 4" if stages == 4 else "--dp 2 --pp 2"
+            layers, scan = (2, "--scan-layers") if number % 2 else (1, "")
+            table = "--custom-schedule-path TABLE" if name == "custom" else ""
+            shape = f"--interleave {pieces} --num-layers {layers * stages * pieces} {scan}"
+            cases.append(f"--cpus 4 {grid} --schedule {name} {table} {shape} {model}")
+    return cases
+
+
+def _remat() -> list[str]:
+    from multimesh_maxtext.groups import REMAT
+
+    return [
+        f"{_FOUR} --remat {policy} {shape}"
+        for policy in REMAT
+        for shape in ("--num-layers 2", "--num-layers 4 --scan-layers decoder_block=gpt3")
+    ]
+
+
+SECTIONS = {
+    "schedules-llama": _schedules(_LLAMA),
+    "schedules-gpt3": _schedules(_GPT3),
+    "schedules-mixtral": _schedules(_DENSE),
+    "devices": [
+        f"--cpus 8 {grid} --num-layers {layers} {model}"
+        for grid, layers, models in (
+            ("--dp 2 --tp 2 --pp 2", 2, (_LLAMA, _GPT3, _SPARSE)),
+            ("--fsdp 4 --pp 2", "4 --scan-layers", (_LLAMA, _DENSE)),
+            ("--dp 2 --fsdp 2 --pp 2", 2, (_GPT3,)),
+            ("--fsdp 2 --tp 2 --pp 2 --sequence-parallel", 2, (_LLAMA, _GPT3)),
+            ("--tp 4 --pp 2 --sequence-parallel", "4 --scan-layers", (_LLAMA,)),
+            ("--ep 4 --pp 2", 2, (_DENSE,)),
+            ("--ep 2 --tp 2 --pp 2", "4 --interleave 2", (_DENSE,)),
+            ("--ep 2 --fsdp 2 --pp 2", "4 --scan-layers", (_DENSE,)),
+            ("--dp 2 --pp 4", "8 --interleave 2", (_LLAMA,)),
+            ("--tp 2 --pp 4 --sequence-parallel", "8 --interleave 2 --scan-layers", (_GPT3,)),
+            ("--ep 2 --pp 4", "8 --interleave 2 --scan-layers", (_DENSE,)),
+        )
+        for model in models
+    ],
+    "remat": _remat(),
+    "training": [
+        f"{_FOUR} {case}"
+        for case in (
+            "--num-layers 2 opt_type=adam_pax",
+            "--num-layers 2 opt_type=sgd logits_via_embedding=true",
+            "--num-layers 2 opt_type=muon",
+            "--num-layers 4 --scan-layers opt_type=muon logits_via_embedding=true",
+            "--num-layers 2 skip_step_on_spikes=true",
+            "--num-layers 2 gradient_clipping_threshold=0",
+            f"--num-layers 2 logits_via_embedding=true {_GPT3}",
+            "--model-name gpt3-52k --num-layers 2",
+            "--num-layers 2 dropout_rate=0.1",
+            f"--num-layers 4 --interleave 2 dropout_rate=0.1 {_GPT3}",
+            "--num-layers 4 --scan-layers dropout_rate=0.1 logits_via_embedding=true",
+            f"--num-layers 2 load_balance_loss_weight=0.01 {_DENSE}",
+            f"--num-layers 4 --scan-layers dropout_rate=0.1 {_SPARSE}",
+            "--num-layers 2 --microbatch-size 4",
+            "--num-layers 2 dtype=bfloat16",
+            f"--num-layers 4 --scan-layers --remat full dtype=bfloat16 {_GPT3}",
+            f"--num-layers 2 dtype=bfloat16 {_DENSE}",
+        )
+    ],
+    "blocks": [
+        f"{_FOUR} {layers} decoder_block={block}"
+        for block in ("default", "mistral", "gemma", "gemma2", "qwen2", "qwen3")
+        for layers in ("--num-layers 2", "--num-layers 4 --scan-layers")
+    ]
+    + [f"{_FOUR} --num-layers 2 num_experts_per_tok=2 {_SPARSE.replace('mixtral', 'qwen3_moe')}"],
+}
+"""What is compared: flags beside `parity.SMALL`, by section of the page."""
+
+
+def train(section: str, folder: Path, *, steps: int = 20) -> dict[str, Result]:
+    """Train all cases of a section, in float32 unless a case says otherwise."""
+    flags = [case if "dtype=" in case else f"{case} dtype=float32" for case in SECTIONS[section]]
+    return compare({" ".join(case.split()): case for case in flags}, folder, steps=steps)
+
+
+def agrees(case: str, result: Result) -> bool:
+    """Whether a pipeline trained as one program does.
+
+    Routing is discontinuous: of a mixture of experts only losses and gradient norms must agree.
+    """
+    if result.error:
+        return False
+    tolerance = ROUNDED if "bfloat16" in case else TOLERANCE
+    gaps = [result.gap(key) for key in METRICS[:3]]
+    if "num_experts" not in case and "bfloat16" not in case:
+        gaps += [result.gap(METRICS[3]), result.parameter_gap]
+    return max(gaps) <= tolerance
+
+
+def table(results: dict[str, Result], *, day: str, commit: str) -> str:
+    """Return the table of a section."""
+    good = sum(agrees(case, result) for case, result in results.items())
+    seconds = sum(result.seconds for result in results.values())
+    lines = [
+        f"{good} of {len(results)} agree ({day}, commit {commit}, {seconds / 60:.0f} minutes).",
+        "",
+        "| flags | loss | gradient norm | all parameters | each parameter |",
+        "|---|---|---|---|---|",
+    ]
+    for case, result in results.items():
+        shown = f"`{case.removesuffix(' dtype=float32')}`"
+        if result.error:
+            lines.append(f"| {shown} | {result.error} | | | |")
+            continue
+        gaps = [result.gap(METRICS[0]), max(map(result.gap, METRICS[1:3])), result.gap(METRICS[3])]
+        cells = [*(f"{gap:.0e}" for gap in gaps), f"{result.parameter_gap:.0e}"]
+        lines.append(f"| {shown} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def renewed(page: str, section: str, text: str) -> str:
+    """Return the page with a new table in a section."""
+    start, end = f"<!-- grid: {section} -->", f"<!-- end: {section} -->"
+    return re.sub(f"{start}.*?{end}", lambda _: f"{start}\n{text}\n{end}", page, flags=re.DOTALL)
+
+
+def main(sections: list[str]) -> None:
+    """Train and renew the page, section by section."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for section in sections or SECTIONS:
+        with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+            results = train(section, Path(folder))
+        day = datetime.datetime.now(datetime.UTC).date().isoformat()
+        text = table(results, day=day, commit=head.stdout.strip())
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), section, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,143 @@
+"""Pipelines of MultiMesh against one program of MaxText, many small trainings at a time.
+
+A case is a command line of ``maxtext/run.py``, checked and translated as that does; only the trainer's process is
+shared: one for all pipelines, one for all single programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multimesh import schedules
+from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job
+from multimesh_maxtext.flags import parse
+from multimesh_maxtext.handoff import VARIABLE
+from multimesh_maxtext.locate import find_maxtext
+from multimesh_maxtext.model import describe_model
+from multimesh_maxtext.text import read_texts, write_corpus
+from multimesh_maxtext.translate import TRAINER, Paths, launch
+from multimesh_maxtext.verify import reference_job
+
+ROOT = Path(__file__).resolve().parents[2]
+METRICS = ("learning/loss", "learning/raw_grad_norm", "learning/grad_norm", "learning/param_norm")
+SMALL = "--model-dims 32 --mlp-dims 32 --sequence-length 32 --attention dot_product --batch-size 8"
+CORPUS = ROOT / "LICENSE"  # text, so that every step and every microbatch has tokens of its own
+# Half the time to compile; both trainings are compiled alike.
+XLA = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count="
+GRADIENTLESS = "['self_attention']['key']['bias']"
+"""Softmax does not see a bias of the keys: its gradient is the rounding of a zero, which Adam makes steps of."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A pair of trainings.
+
+    The error of whichever failed; metrics and norms of parameters of both, step by step; the devices of the pipeline's
+    arrays, by path, when they were created and after a step; how long both took.
+    """
+
+    error: str | None
+    steps: list[tuple[dict[str, float], dict[str, float]]]
+    parameters: list[tuple[dict[str, float], dict[str, float]]]
+    placement: dict[str, dict[str, list[int]]]
+    seconds: float
+
+    def gap(self, key: str) -> float:
+        """Largest relative difference of a metric over all steps."""
+        return max(_relative(ours[key], theirs[key]) for ours, theirs in self.steps)
+
+    @property
+    def parameter_gap(self) -> float:
+        """Largest relative difference of the norm of any parameter after any step."""
+        assert all(ours.keys() == theirs.keys() for ours, theirs in self.parameters)
+        return max(
+            _relative(norm, theirs[name])
+            for ours, theirs in self.parameters
+            for name, norm in ours.items()
+            if GRADIENTLESS not in name
+        )
+
+
+def _relative(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference) if reference else abs(value)
+
+
+def compare(cases: Mapping[str, str], folder: Path, *, steps: int = 20) -> dict[str, Result]:
+    """Train every case (a name and its flags; ``TABLE`` is a custom schedule) as a pipeline and as one program."""
+    jobs = {name: _job(flags.split(), steps, folder) for name, flags in cases.items()}
+    assert len({job.devices for job in jobs.values()}) == 1, "one process has one number of devices"
+    pipelines = _run(jobs, folder / "pipelines")
+    programs = _run({name: reference_job(job) for name, job in jobs.items()}, folder / "programs")
+    return {name: _result(pipelines[name], programs[name]) for name in cases}
+
+
+def _job(flags: Sequence[str], steps: int, folder: Path) -> Job:
+    argv = [*SMALL.split(), *flags, "--num-steps", str(steps), "--text", str(CORPUS)]
+    if "TABLE" in argv:
+        here = argv.index("TABLE")
+        plain = _checked([*argv[: here - 1], *argv[here + 1 :], "--schedule", "wavefront"])
+        argv[here] = str(_write_table(plain, folder))
+    return _checked(argv)
+
+
+def _checked(argv: Sequence[str]) -> Job:
+    options = parse(argv)
+    check_backend(options)
+    check_flags(options)
+    return check_job(options, describe_model(options, find_maxtext(ROOT) / "maxtext"))
+
+
+def _write_table(job: Job, folder: Path) -> Path:
+    """Write the table of a schedule that is there already as a user would write one of their own."""
+    o = job.options
+    rows = schedules.get("wavefront").table(o.pp, o.interleave, job.microbatches, backward=True)
+    file = folder / f"table-{o.pp}-{o.interleave}-{job.microbatches}.json"
+    file.write_text(json.dumps([[[c.microbatch, f"{c.phase}{c.stage}"] for c in row] for row in rows]))
+    return file
+
+
+def _run(jobs: Mapping[str, Job], folder: Path) -> dict[str, dict[str, Any]]:
+    folder.mkdir(parents=True)
+    maxtext, (text,) = find_maxtext(ROOT), read_texts([CORPUS])
+    cases, environment = [], dict[str, str]()
+    for number, (name, job) in enumerate(jobs.items()):
+        output = folder / str(number)
+        output.mkdir()
+        paths = Paths(python=sys.executable, maxtext=maxtext, output=output, metrics=output / "metrics.jsonl")
+        write_corpus([text], paths.text, sequence_length=job.options.sequence_length)
+        start = launch(job, paths, inherited={}, gpu_memory=None)
+        argv = start.command[start.command.index(TRAINER) + 1 :]
+        handoff = start.environment.get(VARIABLE)
+        cases.append({"name": name, "argv": argv, "handoff": handoff, "devices": job.mesh_devices})
+        environment |= start.environment
+    # One program gets a process with as many devices as it needs at most, and MaxText a mesh of those that it needs.
+    environment["XLA_FLAGS"] = f"{XLA}{max(job.devices for job in jobs.values())}"
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = Path(__file__).with_name("trainings.py")
+    line = [sys.executable, "-P", str(script), str(folder / "cases.json"), str(folder / "results")]
+    with (folder / "log").open("w") as log:
+        subprocess.run(line, env={**os.environ, **environment}, stdout=log, stderr=log, check=True)
+    found = [json.loads(line) for line in (folder / "results").read_text().splitlines()]
+    for number, record in enumerate(found):
+        metrics = folder / str(number) / "metrics.jsonl"
+        record["steps"] = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        placement = folder / str(number) / "placement.json"
+        written = json.loads(placement.read_text()) if placement.exists() else {}
+        record["placement"] = {when: state["arrays"] for when, state in written.items()}
+    return {record["name"]: record for record in found}
+
+
+def _result(ours: dict[str, Any], theirs: dict[str, Any]) -> Result:
+    seconds = ours["seconds"] + theirs["seconds"]
+    error = ours["error"] or (theirs["error"] and f"one program: {theirs['error']}")
+    if error:
+        return Result(error, [], [], {}, seconds)
+    steps, parameters = (list(zip(ours[key], theirs[key], strict=True)) for key in ("steps", "parameters"))
+    return Result(None, steps, parameters, ours["placement"], seconds)

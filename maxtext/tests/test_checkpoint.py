@@ -1,0 +1,234 @@
+"""What a folder of checkpoints holds, and which runs may go on from it; no trainer is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multimesh.errors import CheckpointError, UsageError
+from multimesh_maxtext.checkpoint import Beginning, beginning, explained, look, writing
+from multimesh_maxtext.checks import Job
+from multimesh_maxtext.metrics import keep_before
+from multimesh_maxtext.relayout import Relayout, held, is_stack
+
+Check = Callable[[Sequence[str]], Job]
+STACKS = ["layers_0_3", "layers_4_7"]
+UNROLLED = [f"layers_{n}" for n in range(4)]
+
+
+def write(folder: Path, step: int, layers: Sequence[str] = UNROLLED) -> Path:
+    """A complete checkpoint as far as we read one."""
+    items = folder / str(step) / "items"
+    items.mkdir(parents=True)
+    paths = [["params", "params", "decoder", name, "mlp", "kernel"] for name in layers]
+    paths += [["params", "params", "token_embedder", "embedding"], ["opt_state", "mu", "decoder", "layers_9"]]
+    leaves = {str(path): {"key_metadata": [{"key": key} for key in path]} for path in paths}
+    (items / "_METADATA").write_text(json.dumps({"tree_metadata": leaves}))
+    (folder / str(step) / "commit_success.txt").write_text("")
+    return folder / str(step)
+
+
+@pytest.fixture
+def begin(job: Check, tmp_path: Path) -> Callable[[str], Beginning]:
+    """Begin a run of twelve steps whose checkpoints lie in ``ck``, and return where it begins."""
+
+    def started(argv: str) -> Beginning:
+        given = job(["--checkpoint", str(tmp_path / "ck"), "--num-steps", "12", *argv.split()])
+        with beginning(given, tmp_path / "out" / "train" / "checkpoints") as found:
+            return found
+
+    return started
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path):
+    assert look(tmp_path / "nowhere").steps == ()
+    for step in (9, 0, 10):
+        write(tmp_path, step)
+    half = tmp_path / "11.orbax-checkpoint-tmp"
+    half.mkdir()
+    found = look(tmp_path)
+    assert (found.steps, found.half_written, found.next_step) == ((0, 9, 10), (half,), 11)
+    assert found.layers() == frozenset(UNROLLED)
+
+
+def test_a_checkpoint_that_was_copied_in_part_is_refused(tmp_path: Path):
+    (write(tmp_path, 3) / "commit_success.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"3 is no complete checkpoint \(it has no commit_success.txt\); copy it"):
+        look(tmp_path)
+    shutil.rmtree(tmp_path / "3")
+    write(tmp_path, 4).joinpath("items/_METADATA").write_text("{")
+    with pytest.raises(CheckpointError, match=r"_METADATA: cannot be read as a checkpoint of MaxText .*; remove .*4$"):
+        look(tmp_path).layers()
+
+
+def test_a_run_goes_on_after_the_newest_checkpoint(
+    begin: Callable[[str], Beginning], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert begin("--pp 2 --resume").step == 0
+    assert "resuming from step 0: there is no checkpoint yet" in capsys.readouterr().err
+    write(tmp_path / "ck", 6)
+    (tmp_path / "ck/9.orbax-checkpoint-tmp").mkdir()
+    assert begin("--pp 2 --resume").step == 7
+    said = ["checkpoint 9 was half-written when its run ended; ignored and removed", "resuming from checkpoint 6"]
+    assert capsys.readouterr().err.splitlines() == said
+    assert not (tmp_path / "ck/9.orbax-checkpoint-tmp").exists()
+    assert (tmp_path / "out/train/checkpoints").resolve() == tmp_path / "ck"
+
+
+@pytest.mark.parametrize(
+    ("argv", "layers", "error", "message"),
+    [
+        ("--pp 2", UNROLLED, UsageError, r"has checkpoints up to 6; add --resume to go on from it, or choose another"),
+        ("--pp 2 --resume --num-steps 7", UNROLLED, UsageError, r"has all of --num-steps 7 .*; use --num-steps 8 or"),
+        ("--backend spmd --resume", STACKS, CheckpointError, r"in stacks, .* scanned; go on with --backend multimesh"),
+        (
+            "--backend spmd --no-scan-layers --resume",
+            ["layers"],
+            CheckpointError,
+            r"has its layers scanned, but this run has them unrolled; use --scan-layers",
+        ),
+        ("--backend spmd --resume", UNROLLED, CheckpointError, r"layers unrolled, .* scanned; use --no-scan-layers"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(
+    begin: Callable[[str], Beginning],
+    tmp_path: Path,
+    argv: str,
+    layers: list[str],
+    error: type[Exception],
+    message: str,
+):
+    write(tmp_path / "ck", 6, layers)
+    with pytest.raises(error, match=message):
+        begin(argv)
+
+
+@pytest.mark.parametrize("layers", [UNROLLED, STACKS, ["layers"]])
+@pytest.mark.parametrize("argv", ["--pp 2", "--pp 4", "--pp 2 --scan-layers", "--pp 2 --scan-layers --interleave 2"])
+def test_a_pipeline_goes_on_from_any_layout(
+    begin: Callable[[str], Beginning], tmp_path: Path, argv: str, layers: list[str]
+):
+    write(tmp_path / "ck", 6, layers)
+    assert begin(f"{argv} --resume --num-layers 4").step == 7
+
+
+LAYOUTS = [("layers_0", "layers_1", "layers_2", "layers_3"), ("layers_0_1", "layers_2_3"), ("layers",)]
+KERNEL = np.arange(4 * 3 * 2).reshape(4, 3, 2)  # of four layers, three by two each
+COUNT = np.arange(4)
+
+
+def state(names: Sequence[str]) -> dict[tuple[str, ...], np.ndarray]:
+    """Parameters are stacked along their second dimension, counters along the first."""
+    found: dict[tuple[str, ...], np.ndarray] = {("params", "embedding"): np.zeros(5)}
+    for name in names:
+        mine = list(held(name, 4))
+        kernel = np.stack(KERNEL[mine], 1) if is_stack(name) else KERNEL[mine[0]]
+        found["params", "decoder", name, "kernel"] = kernel
+        found["nnx_aux", "decoder", name, "count"] = COUNT[mine] if is_stack(name) else COUNT[mine[0]]
+    return found
+
+
+@pytest.mark.parametrize("wanted", LAYOUTS, ids=len)
+@pytest.mark.parametrize("kept", LAYOUTS, ids=len)
+def test_layers_are_cut_from_and_joined_of_any_layout(kept: Sequence[str], wanted: Sequence[str]):
+    ours, theirs = state(wanted), state(kept)
+    relayout = Relayout(ours, theirs, 4)
+    assert len(relayout.sources) == 2 * len(wanted)
+    for path in relayout.sources:
+        assert set(relayout.sources[path]) <= theirs.keys()
+        np.testing.assert_array_equal(relayout.leaf(path, ours[path].shape, theirs), ours[path])
+
+
+def test_a_model_of_another_width_is_named():
+    relayout = Relayout(state(LAYOUTS[0]), state(["layers"]), 4)
+    with pytest.raises(CheckpointError, match=r"decoder/layers_1/kernel gives \(3, 2\), but the model has \(9, 2\)"):
+        relayout.leaf(("params", "decoder", "layers_1", "kernel"), (9, 2), state(["layers"]))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--resume", r"--resume needs --checkpoint; add it"),
+        ("--checkpoint-every 3", r"--checkpoint-every needs --checkpoint; add it"),
+        ("--eval-steps 3", r"--eval-steps needs --eval-every; add it"),
+        (
+            "--pp 2 --verify --checkpoint ck",
+            r"--verify trains twice from step 0 .*; leave out --checkpoint or --verify",
+        ),
+    ],
+)
+def test_flags_that_need_others(job: Check, argv: str, message: str):
+    with pytest.raises(UsageError, match=message):
+        job(argv.split())
+
+
+def test_a_folder_that_cannot_be_used_is_named(job: Check, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(CheckpointError, match=r"--checkpoint .*file: .*; choose another folder"),
+        writing(tmp_path / "file"),
+    ):
+        pass
+    with pytest.raises(CheckpointError, match=r"--checkpoint .*file: Not a directory; choose another folder"):
+        look(tmp_path / "file")
+    blocked = tmp_path / "out/train/checkpoints"
+    blocked.mkdir(parents=True)
+    given = job(["--checkpoint", str(tmp_path / "ck")])
+    with (
+        pytest.raises(UsageError, match=r"checkpoints is in the way .*; choose another --output"),
+        beginning(given, blocked),
+    ):
+        pass
+
+
+@pytest.mark.promise("Two runs cannot write checkpoints to one folder; a trainer that outlives run.py counts as one")
+def test_a_folder_belongs_to_one_run_until_its_trainer_has_ended(tmp_path: Path):
+    with writing(tmp_path) as descriptor:
+        trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[descriptor])
+        with (
+            pytest.raises(CheckpointError, match=r"another run writes its checkpoints here; wait for it"),
+            writing(tmp_path),
+        ):
+            pass
+    with pytest.raises(CheckpointError), writing(tmp_path):
+        pass
+    trainer.communicate(b"\n")
+    with writing(tmp_path):
+        pass
+
+
+def test_what_the_log_says_about_a_checkpoint(tmp_path: Path):
+    assert explained("completed step: 3\n", tmp_path) is None
+    write(tmp_path, 3)
+    full = "RESOURCE_EXHAUSTED: Failed to write 105752 bytes to file 4: No space left on device [os_error_code='28']"
+    for line in (
+        f"train.py:1] Training stopped: Checkpointing failed. {full}",
+        f"_SignalingThread.run() raised an exception: {full}",
+    ):
+        error = explained(f"more\n{line}\nmore", tmp_path)
+        assert str(error) == (
+            f"--checkpoint {tmp_path}: a checkpoint cannot be written (No space left on device); checkpoint 3 there is "
+            "complete; put it right and add --resume"
+        )
+    unlike = "ValueError: Checkpoint does not match the model:\n  - 'a/b': shape (1,)\n  - 'c': missing\nVerify it"
+    assert "is of another model: 'a/b': shape (1,) and 1 more; use the flags" in str(explained(unlike, tmp_path))
+
+
+def test_metrics_of_steps_that_will_be_repeated_are_cut_off(tmp_path: Path):
+    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "log"
+    assert keep_before(metrics, log, 3) == []
+    lines = []
+    for step in range(4):
+        lines.append(json.dumps({"eval/avg_loss": 1.0, "step": 0.0}))
+        values = {"learning/loss": 1.0, "learning/raw_grad_norm": 1.0, "learning/total_weights": 1.0}
+        lines.append(json.dumps({**values, "perf/step_time_seconds": 1.0, "step": float(step)}))
+    metrics.write_text("\n".join([*lines, '{"learning/loss": 1.']))
+    assert [step.number for step in keep_before(metrics, log, 2)] == [0, 1]
+    assert metrics.read_text() == "\n".join(lines[:4]) + "\n"

@@ -1,0 +1,397 @@
+"""Flags, and the one line that answers those that are wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from multimesh import schedules
+from multimesh.errors import (
+    CheckpointError,
+    DisagreementError,
+    DoesNotFitError,
+    LossNotFallingError,
+    LossNotFiniteError,
+    MissingPartError,
+    MultiMeshError,
+    StoppedEarlyError,
+    TrainerFailedError,
+    UnsupportedError,
+    UsageError,
+)
+from multimesh_maxtext.checks import MULTIMESH_ONLY, Job, check_machine
+from multimesh_maxtext.flags import parse, parser
+from multimesh_maxtext.locate import find_maxtext
+from multimesh_maxtext.realm import warning
+
+ORIGINAL = [
+    "--nodes",
+    "--gpus",
+    "--cpus",
+    "--dp",
+    "--fsdp",
+    "--tp",
+    "--pp",
+    "--ep",
+    "--interleave",
+    "--sequence-parallel",
+    "--batch-size",
+    "--microbatch-size",
+    "--schedule",
+    "--custom-schedule-path",
+    "--backend",
+    "--maxtext-config",
+    "--model-name",
+    "--num-layers",
+    "--model-dims",
+    "--mlp-dims",
+    "--num-heads",
+    "--sequence-length",
+    "--num-steps",
+    "--attention",
+    "--attention-type",
+    "--remat",
+    "--scan-layers",
+    "--use-iota-embed",
+    "--logits-dot-in-fp32",
+    "--load-balance-decoder-norm",
+    "--use-tfds-dataset",
+    "--dataset-path",
+    "--dataset-name",
+    "--tokenizer-path",
+    "--fbmem",
+    "--zcmem",
+    "--sysmem",
+    "--eager-*",
+    "--network",
+    "--profile",
+    "--collective-matmul",
+    "--latency-hiding-scheduler",
+    "--xla-pipelining",
+    "--xla-loop-buffering",
+    "--xla-ar-threshold",
+    "--xla-ag-threshold",
+    "--xla-rs-threshold",
+    "--hoist-loop-convert",
+    "--use-nccl-comm-split",
+    "--debug-nccl",
+    "--dump",
+    "--dump-only",
+    "--dump-mpmd-passes",
+    "--dump-all-passes",
+    "--hlo",
+    "--autoshard",
+    "--replicate-small-params",
+    "--fuse-tasks",
+    "--only-fuse-loop-tasks",
+    "--host-offload-min-reuse-distance",
+    "--debug",
+]
+OURS = [
+    "--text",
+    "--metrics-file",
+    "--seed",
+    "--spawn",
+    "--forecast",
+    "--dry-run",
+    "--json",
+    "--device-memory",
+    "--output",
+    "--checkpoint",
+    "--checkpoint-every",
+    "--resume",
+    "--eval-every",
+    "--eval-steps",
+]
+
+
+@pytest.mark.promise("run.py has every flag of the original, each with help")
+def test_every_flag_is_declared_with_help():
+    helps = {flag: action.help for action in parser()._actions for flag in action.option_strings}
+    assert [flag for flag in ORIGINAL + OURS if not helps.get(flag)] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--microbatchsize 4", r"--microbatchsize: no such flag; did you mean --microbatch-size\?"),
+        ("--frobnicate", r"--frobnicate: no such flag; .*--help lists every flag"),
+        ("--pp two", r"--pp: 'two' is not a whole number of at least 1"),
+        ("--dp 0", r"--dp: '0' is not a whole number of at least 1"),
+        ("--schedule 2f2b", r"--schedule: invalid choice: '2f2b' \(choose from .*1f1b"),
+        ("learning_rate", r"'learning_rate' is neither a flag nor a KEY=VALUE"),
+        ("--cpus 8 --dp 3", r"dp x fsdp x tp x pp x ep = 3 x 1 x 1 x 1 x 1 = 3, but there are 8 devices; use --dp 8"),
+        ("--cpus 6 --tp 4", r"but there are 6 devices; use --cpus 4"),
+        ("--gpus 6 --tp 4", r"but there are 6 devices; use --gpus 4"),
+        ("--dp 8 --batch-size 12", r"a batch of 12 is no multiple of .* = 8 x 1 x 1 x 1 = 8; use --batch-size 16"),
+        ("--dp 2 --fsdp 2 --microbatch-size 3 --batch-size 8", r"2 x 2 x 1 x 3 = 12; use --batch-size 12"),
+        ("--backend spmd --pp 2 --batch-size 3", r"needs a multiple of pp = 2 microbatches, not 3; use --batch-size 4"),
+        (
+            "--pp 2 --num-layers 3",
+            r"3 layers cannot be dealt to pp x interleave = 2 x 1 = 2 pieces; use --num-layers 4",
+        ),
+        (
+            "--pp 4 --num-layers 2",
+            r"2 layers cannot be dealt to pp x interleave = 4 x 1 = 4 pieces; use --num-layers 4",
+        ),
+        ("--pp 2 --dp 2 --batch-size 5", r"a batch of 5 is no multiple of .* = 2 x 1 x 1 x 1 = 2; use --batch-size 4"),
+        ("--verify", r"--verify is about pipeline stages; add --pp"),
+        ("--schedule gpipe", r"--schedule is about pipeline stages; add --pp"),
+        ("--pp 2 --interleave 3 --num-layers 4", r"= 2 x 3 = 6 pieces; use --num-layers 6"),
+        ("--tp 3", r"--tp 3 does not divide the attention heads \(4\); change --tp or --num-heads"),
+        ("--fsdp 3", r"--fsdp 3 does not divide the model dims \(256\); change --fsdp or --model-dims"),
+        ("--ep 2", r"--ep 2 does not divide the experts \(1\); change --ep or num_experts="),
+        ("--tp 4 vocab_size=254", r"--tp 4 does not divide the vocabulary \(254\); change --tp or vocab_size="),
+        (
+            "--tp 2 --sequence-parallel --sequence-length 127",
+            r"does not divide the sequence \(127\); .*--sequence-length",
+        ),
+        ("--num-heads 3", r"3 heads do not divide 256 model dims; change --num-heads or --model-dims"),
+        ("--interleave 2", r"--interleave 2 cuts pipeline stages into pieces; add --pp"),
+        ("--sequence-parallel", r"--sequence-parallel .*; add --tp"),
+        ("--backend spmd --pp 2 --no-scan-layers", r"remove --no-scan-layers or --pp"),
+        ("--attention flash", r"--attention flash is a GPU kernel; on CPU devices use --attention dot_product"),
+        ("--backend cuda", r"--backend cuda needs GPUs; add --gpus N"),
+        ("--backend cpu --gpus 2", r"--backend cpu trains on CPU devices; remove --gpus 2"),
+        ("--hlo", r"--hlo says how to dump; add --dump DIR"),
+        ("--dump-all-passes", r"--dump-all-passes says how to dump; add --dump DIR"),
+        ("--pp 2 --dump-mpmd-passes", r"--dump-mpmd-passes says how to dump; add --dump DIR"),
+        ("--pp 2 --device-memory much", r"--device-memory: 'much' is no size; write e.g. 80GiB or 24GB"),
+        ("--pp 2 --dump-only", r"--dump-only says how to dump; add --dump DIR"),
+        ("--dataset-name c4", r"--dataset-name is for TensorFlow datasets; add --use-tfds-dataset, or remove it"),
+        ("--use-tfds-dataset", r"add --dataset-path and --dataset-name"),
+        ("--text nowhere.txt", r"--text nowhere.txt: no such file"),
+        ("--model-name lama3-8b", r"MaxText has no such model; near it are llama3-8b"),
+        ("--maxtext-config nowhere.yml", r"--maxtext-config nowhere.yml: cannot be read as a MaxText configuration"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_with_a_remedy(job: Callable[[Sequence[str]], Job], argv: str, message: str):
+    with pytest.raises(UsageError, match=message) as raised:
+        job(argv.split())
+    assert raised.value.exit_code == 2
+    assert "\n" not in str(raised.value)
+
+
+def test_real_data_needs_equal_shares_per_device(job: Callable[[Sequence[str]], Job], root: Path):
+    argv = ["--backend", "spmd", "--dp", "2", "--tp", "2", "--pp", "2", "--batch-size", "12", "--microbatch-size", "3"]
+    assert job(argv).microbatches == 2
+    with pytest.raises(UsageError, match=r"8 devices do not divide a batch of 12; use --batch-size 24"):
+        job([*argv, "--text", str(root / "LICENSE")])
+    # The mesh of MultiMesh's stages is 4 devices, which is what divides the batch.
+    assert job([*argv[2:], "--text", str(root / "LICENSE")]).microbatches == 2
+    with pytest.raises(UsageError, match=r"4 devices do not divide a batch of 18; use --batch-size 12"):
+        job([*argv[2:], "--batch-size", "18", "--text", str(root / "LICENSE")])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--schedule 1f1b",
+        "--verify",
+        "--custom-schedule-path table.json",
+        "--load-balance-decoder-norm",
+        "--forecast",
+        "--device-memory 80GiB",
+        "--dump x --dump-mpmd-passes",
+        "--dump x --dump-only",
+        "--autoshard",
+        "--replicate-small-params",
+        "--fuse-tasks",
+        "--only-fuse-loop-tasks",
+        "--host-offload-min-reuse-distance 2",
+    ],
+)
+def test_spmd_refuses_what_only_multimesh_can_do(job: Callable[[Sequence[str]], Job], argv: str):
+    with pytest.raises(UnsupportedError, match=r"--backend spmd has no use for --.*; leave it out") as raised:
+        job(["--backend", "spmd", "--pp", "2", *argv.split()])
+    assert raised.value.exit_code == 3
+
+
+def test_every_flag_that_spmd_refuses_is_a_flag():
+    assert MULTIMESH_ONLY.keys() <= vars(parse([])).keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--fuse-tasks", r"--backend multimesh has no --fuse-tasks yet"),
+        (
+            "pure_nnx=false",
+            r"with pure_nnx=False yet: only NNX models have the hooks; use pure_nnx=True or --backend spmd",
+        ),
+        ("--model-name gemma3-4b", r"with decoder_block=gemma3 yet: .*; use decoder_block=llama2 or --backend spmd"),
+        ("--model-name deepseek2-16b --num-layers 2", r"with decoder_block=deepseek yet"),
+        ("inhomogeneous_layer_cycle_interval=2", r"with inhomogeneous_layer_cycle_interval=2 yet: .* come in groups"),
+        ("--model-name mixtral-8x7b --ep 2", r"--ep 2: with sparse_matmul=True .* add sparse_matmul=false"),
+        ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
+        ("quantization=int8", r"with quantization=int8 yet"),
+        (
+            "--nodes 2 --cpus 4 --dp 4",
+            r"is one process for now; use --backend spmd, or --nodes 1 with --cpus 8 in place of --nodes 2",
+        ),
+    ],
+)
+@pytest.mark.promise("What --backend multimesh cannot place yet is refused before anything is compiled, in one line")
+def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):
+    with pytest.raises(UnsupportedError, match=message) as raised:
+        job(["--pp", "2", *argv.split()])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "argv", ["dropout_rate=0.1", "--model-name gemma3-4b", "--scan-layers", "--backend spmd --pp 2 dropout_rate=0.1"]
+)
+def test_what_is_no_pipeline_of_multimesh_is_left_to_maxtext(job: Callable[[Sequence[str]], Job], argv: str):
+    job(argv.split())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(f"--schedule {name}" for name in schedules.names() if name != "interleaved"),
+        *(f"--schedule {name} --interleave 2" for name in schedules.names() if name != "zb-h1"),
+        "logits_via_embedding=true",
+        "--batch-size 3",
+        "--scan-layers --interleave 2",
+        "dropout_rate=0.1",
+        "--model-name llama3-8b opt_type=muon",
+        "--model-name gpt3-6b",
+        "--model-name mixtral-8x7b",
+        "--model-name mixtral-8x7b --ep 2 sparse_matmul=false",
+    ],
+)
+def test_what_can_be_placed_is_accepted(job: Callable[[Sequence[str]], Job], argv: str):
+    assert job(["--pp", "2", *argv.split()]).options.staged
+
+
+def test_a_table_of_ones_own_is_accepted_where_it_runs_every_cell(job: Callable[[Sequence[str]], Job], tmp_path: Path):
+    file = tmp_path / "table.json"
+    file.write_text('[["F0", "F0", "B0", "B0"], ["F1", "B1", "F1", "B1"]]')
+    argv = ["--pp", "2", "--batch-size", "2", "--schedule", "custom", "--custom-schedule-path", str(file)]
+    assert job(argv).microbatches == 2
+    for table, message in (
+        ('[["F0", "F0", "B0", "B0"], ["F1", "B1", "F1"]]', r"B1 of microbatch 1 is missing; it belongs in the row of"),
+        ('[["F0", "B0", "F0", "B0"], ["F1", "F1", "B1", "B1"]]', r"deadlock: .* waits for"),
+        ('[["F0", "F1"], []]', r"stage 1 runs on submesh 1; move it there"),
+        ('{"F0": 1}', r"'F'|not a cell|expected a list"),
+        ("[[", r"not JSON"),
+    ):
+        file.write_text(table)
+        with pytest.raises(UsageError, match=message) as raised:
+            job(argv)
+        assert str(file) in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.promise("A schedule that does not fit the stages is refused in one line before anything is compiled")
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--schedule zb-h1 --interleave 2", r"--interleave 2, .* zb-h1 has one stage a submesh, .*; use interleaved"),
+        ("--schedule interleaved", r"for stages of several pieces; add --interleave 2 or use 1f1b"),
+        ("--schedule custom", r"needs a table; add --custom-schedule-path FILE"),
+        ("--schedule custom --custom-schedule-path none.json", r"none.json: No such file"),
+        ("--custom-schedule-path t.json", r"is for --schedule custom; add that or leave it out"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):
+    with pytest.raises(UsageError, match=message) as raised:
+        job(["--pp", "2", *argv.split()])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "visible", "message"),
+    [
+        ("--gpus 2", None, r"--gpus 2, but no GPU can be seen here; check nvidia-smi, or use --cpus"),
+        ("--gpus 2", 1, r"--gpus 2, but 1 GPUs can be seen here"),
+        ("--use-tfds-dataset", None, r"pip install tensorflow-datasets, or use --text"),
+    ],
+)
+def test_what_the_machine_lacks_is_named(argv: str, visible: int | None, message: str):
+    with pytest.raises(MissingPartError, match=message) as raised:
+        check_machine(parse(argv.split()), visible_gpus=visible, has_tfds=False)
+    assert raised.value.exit_code == 4
+
+
+def test_missing_sources_name_the_bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "maxtext").mkdir()  # the folder of scripts, not the trainer
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(MissingPartError, match=r"MaxText is not here .*; run ./bootstrap.sh --group run"):
+        find_maxtext(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("--zcmem 1024 --sysmem 4 --network ucx", "--zcmem, --sysmem, --network (for the Realm runtime)"),
+        ("--eager-fbmem 10 --eager-x=3 learning_rate=1", "--eager-fbmem, --eager-x (for the Realm runtime)"),
+        ("--fbmem 1000 --gpus 1", "--fbmem (for the Realm runtime)"),
+        ("--fbmem 1000", "--fbmem (for GPUs)"),
+        ("--xla-ar-threshold 0 --debug-nccl", "--xla-ar-threshold, --debug-nccl (for GPUs)"),
+        ("--gpus 1 --hoist-loop-convert", "--hoist-loop-convert (XLA has no such switch any more)"),
+    ],
+)
+def test_a_flag_without_effect_is_named_in_one_line(argv: str, named: str):
+    assert warning(parse(argv.split()), gpu_memory=None) == f"without effect here: {named}"
+
+
+@pytest.mark.parametrize("argv", ["", "--network none", "--gpus 1 --debug-nccl --xla-pipelining --xla-ag-threshold 9"])
+def test_flags_with_an_effect_are_not_warned_of(argv: str):
+    assert warning(parse(argv.split()), gpu_memory=80_000) is None
+
+
+@pytest.mark.promise("Flags are checked before JAX is imported")
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [("--dp 3 --cpus 8", 2), ("--pp 2 --schedule custom", 2), ("--pp 2 pure_nnx=false", 3), ("--pp 2 --dry-run", 0)],
+)
+def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
+    program = (
+        "import sys; from multimesh_maxtext.cli import main; from pathlib import Path;"
+        f"code = main(sys.argv[1:], root=Path({str(root)!r}));"
+        "loaded = {'jax', 'jaxlib', 'flax'} & sys.modules.keys(); sys.exit(f'imported {loaded}' if loaded else code)"
+    )
+    source = f"{root / 'maxtext/src'}:{root / 'multimesh/src'}"
+    line = [sys.executable, "-c", program, *argv.split()]
+    done = subprocess.run(line, capture_output=True, text=True, env={"PYTHONPATH": source}, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1 if code else 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MultiMeshError, 1),
+        (UsageError, 2),
+        (UnsupportedError, 3),
+        (MissingPartError, 4),
+        (TrainerFailedError, 10),
+        (StoppedEarlyError, 11),
+        (LossNotFiniteError, 12),
+        (LossNotFallingError, 13),
+        (DisagreementError, 14),
+        (CheckpointError, 15),
+        (DoesNotFitError, 16),
+    ],
+)
+def test_exit_codes_are_stable_and_in_the_help(error: type[MultiMeshError], code: int):
+    assert error.exit_code == code
+    assert re.search(rf"^ +{code}  \w", parser().format_help(), re.MULTILINE)
+
+
+def test_the_door_names_the_bootstrap_where_there_is_no_environment(tmp_path: Path, root: Path):
+    door = tmp_path / "maxtext" / "run.py"
+    door.parent.mkdir()
+    door.write_text((root / "maxtext/run.py").read_text())
+    done = subprocess.run([sys.executable, "-S", "-E", str(door)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"multimesh_maxtext is not installed here; run: {tmp_path / 'bootstrap.sh'} --group run\n"
+
+
+def test_the_door_is_short(root: Path):
+    assert len((root / "maxtext/run.py").read_text().splitlines()) <= 20

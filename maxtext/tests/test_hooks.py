@@ -1,0 +1,180 @@
+"""The hooks as the patched MaxText calls them, around a training step in MaxText's manner but of a few lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from multimesh.errors import MultiMeshError, UnsupportedError, UsageError
+from multimesh_maxtext import hooks
+from multimesh_maxtext.handoff import VARIABLE, Handoff
+
+MICROBATCHES, ROWS, WIDTH = 4, 16, 8
+
+
+@pytest.fixture
+def handoff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handoff]:
+    given = Handoff(stages=2, interleave=1, schedule="1f1b", table=None, placement=str(tmp_path / "placement.json"))
+    monkeypatch.setenv(VARIABLE, given.variables()[VARIABLE])
+    monkeypatch.setattr(hooks, "_stages", None)
+    hooks._handoff.cache_clear()
+    yield given
+    hooks._handoff.cache_clear()
+
+
+def split(x: jax.Array) -> jax.Array:
+    """MaxText's ``reshape_to_microbatch_accumulations``."""
+    return x.reshape(ROWS // MICROBATCHES, MICROBATCHES, *x.shape[1:]).swapaxes(0, 1)
+
+
+def scan(body: Any, init: Any, batch: Any, *, split: Any, length: int) -> Any:
+    """What the hook is where MultiMesh was not asked for."""
+    return jax.lax.scan(body, init, jax.tree.map(split, batch), length=length)
+
+
+def make_step(layer: Any, accumulate: Any) -> Any:
+    """A step with MaxText's carry (sums, parameters, the rest of the state) and results that microbatches stack."""
+
+    def loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+        y = rows["x"]
+        for number in range(2):
+            y = layer(number, jax.checkpoint(lambda w, y: jnp.tanh(y @ w)))(params[f"layers_{number}"], y)
+        return jnp.sum((y - rows["y"]) ** 2), jnp.max(y)
+
+    def body(carry: Any, rows: Any) -> Any:
+        # As dropout does: random numbers of a key and a counter, which the next microbatch finds advanced.
+        key, count = carry["rest_state"]["key"], carry["rest_state"]["count"]
+        rows = rows | {"x": rows["x"] * jax.random.bernoulli(jax.random.fold_in(key, count), shape=(WIDTH,))}
+        used = {"count": carry["rest_state"]["layers_1"]["count"] + 1}
+        carry["rest_state"] = {"key": key, "count": jax.jit(lambda count: count + 2)(count) + 1, "layers_1": used}
+        (value, peak), grads = jax.value_and_grad(loss, has_aux=True)(carry["ga_params"], rows)
+        carry["loss"] += value
+        carry["grad"] = jax.tree.map(jnp.add, grads, carry["grad"])
+        return carry, {"peak": peak}
+
+    def step(state: Any, batch: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, state["params"])
+        init = {"loss": 0.0, "grad": zeros, "ga_params": state["params"], "rest_state": state["random"]}
+        total, aux = accumulate(body, init, batch, split=split, length=MICROBATCHES)
+        params = jax.tree.map(lambda w, g: w - 0.1 * g, state["params"], total["grad"])
+        metrics = {"loss": total["loss"], "peak": jnp.sum(aux["peak"], axis=0)}
+        return {"params": params, "random": total["rest_state"]}, metrics
+
+    return step
+
+
+def init() -> Any:
+    keys = jax.random.split(jax.random.key(1), 2)
+    params = {f"layers_{n}": jax.random.normal(keys[n], (WIDTH, WIDTH)) / 4 for n in range(2)}
+    count = jnp.zeros((), jnp.uint32)
+    return {"params": params, "random": {"key": jax.random.key(3), "count": count, "layers_1": {"count": count}}}
+
+
+def batch() -> Any:
+    x, y = jax.random.normal(jax.random.key(2), (2, ROWS, WIDTH))
+    return {"x": x, "y": y}
+
+
+def test_a_step_in_maxtexts_manner_becomes_a_pipeline(handoff: Handoff):
+    devices = hooks.stage_devices()
+    assert devices == jax.devices()[:4]
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"))
+    assert hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), mesh) == mesh.abstract_mesh
+    assert hooks.platform(mesh.abstract_mesh) == "cpu"
+
+    replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), jax.eval_shape(init))
+    types = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(init), replicated
+    )
+    types, shardings = hooks.place_state(types, replicated)
+    assert jax.tree.map(lambda x: x.sharding, types) == shardings
+    state = hooks.init_state(init, in_shardings=None, out_shardings=shardings)()
+
+    step = hooks.jit(make_step(hooks.layer, hooks.accumulate), in_shardings=None, out_shardings=None, donate_argnums=0)
+    assert step.lower(types, None).compile(compiler_options={}).memory_analysis() is None
+    expected, reference = jax.jit(make_step(lambda _, fn: fn, scan))(init(), batch())
+    with jax.set_mesh(mesh):  # as MaxText calls it, its batch on the first stage
+        found, metrics = step(state, jax.device_put(batch(), NamedSharding(mesh, P("data"))))
+
+    for name in ("loss", "peak"):
+        np.testing.assert_allclose(metrics[name], reference[name], rtol=1e-5)
+    for n in range(2):
+        name = f"layers_{n}"
+        np.testing.assert_allclose(found["params"][name], expected["params"][name], rtol=1e-5, atol=1e-6)
+    assert found["random"]["count"] == expected["random"]["count"] == 3 * MICROBATCHES
+    assert jnp.all(jax.random.key_data(found["random"]["key"]) == jax.random.key_data(jax.random.key(3)))
+    written = json.loads(Path(handoff.placement).read_text())
+    arrays = {key: [0, 1, 2, 3] for key in ("['params']['layers_0']", "['random']['count']", "['random']['key']")}
+    arrays |= {key: [4, 5, 6, 7] for key in ("['params']['layers_1']", "['random']['layers_1']['count']")}
+    assert written["created"]["arrays"] == written["stepped"]["arrays"] == arrays
+
+
+@pytest.mark.parametrize(
+    "advance",
+    [lambda state, x: x, lambda state, x: 2 * state, lambda state, x: state + jnp.uint32(jnp.sum(x))],
+    ids=["data", "no sum", "sum of data"],
+)
+def test_a_state_that_does_more_than_count_is_refused(handoff: Handoff, advance: Any):
+    def body(carry: Any, rows: Any) -> Any:
+        return carry | {"rest_state": {"mean": advance(carry["rest_state"]["mean"], rows)}}, None
+
+    init = {"loss": 0.0, "ga_params": {}, "rest_state": {"mean": jnp.zeros((), jnp.uint32)}}
+    with pytest.raises(
+        UnsupportedError, match=r"\['mean'\] changes with every microbatch, but counts nothing"
+    ) as raised:
+        hooks.accumulate(body, init, jnp.zeros((ROWS,), jnp.uint32), split=split, length=MICROBATCHES)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("written", ["dump", "profile"])
+def test_a_step_that_was_dumped_or_profiled_compiles_again_for_other_types(
+    handoff: Handoff, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+):
+    monkeypatch.setenv(VARIABLE, replace(handoff, **{written: str(tmp_path / "out")}).variables()[VARIABLE])
+    hooks._handoff.cache_clear()
+    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), Mesh(np.array(hooks.stage_devices()), ("data",)))
+    traced = []
+
+    def train(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        traced.append(x.shape)
+        return w + 1, hooks.layer(1, lambda w, x: jnp.sum(x @ w))(w, x)
+
+    step = hooks.jit(train, donate_argnums=0)
+    weights = jax.device_put(jnp.eye(WIDTH), NamedSharding(hooks._current().of_layer(1), P()))
+    for number, rows in enumerate((4, 6, 4)):
+        weights, total = step(weights, jnp.ones((rows, WIDTH)))
+        assert total == jnp.sum(jnp.ones((rows, WIDTH)) @ (jnp.eye(WIDTH) + number))
+    assert traced == [(4, WIDTH), (6, WIDTH)]
+    assert list((tmp_path / "out").iterdir())
+
+
+def test_an_evaluation_gives_nothing_up_and_writes_no_placement(handoff: Handoff):
+    mesh = Mesh(np.array(hooks.stage_devices()).reshape(2, 2), ("data", "tensor"))
+    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), mesh)
+    evaluate = hooks.jit(lambda state, x: hooks.layer(1, lambda w, x: jnp.sum(x @ w))(state, x), donate_argnums=())
+    weights = jax.device_put(jnp.eye(WIDTH), NamedSharding(hooks._current().of_layer(1), P()))
+    assert evaluate(weights, jnp.ones((4, WIDTH))) == 4 * WIDTH
+    assert not weights.is_deleted()
+    assert not Path(handoff.placement).exists()
+
+
+def test_a_model_without_a_mesh_and_a_trainer_without_its_handoff_are_refused(
+    handoff: Handoff, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(MultiMeshError, match=r"MaxText built a model before its mesh; .* run ./bootstrap.sh"):
+        hooks.layer(0, init)
+    hooks._handoff.cache_clear()
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(UsageError, match=r"start MaxText with it"):
+        hooks.stage_devices()

@@ -1,0 +1,87 @@
+"""What a real MaxText pipeline tells about itself: forecast, plan, timelines, profile."""
+
+from __future__ import annotations
+
+import collections
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimesh_maxtext import memory
+
+Run = Callable[..., Any]
+JOB = ("--cpus", 4, "--tp", 2, "--pp", 2, "--num-layers", 2, "--model-dims", 64, "--mlp-dims", 64, "--num-steps", 3)
+JOB += ("--sequence-length", 32, "--batch-size", 4, "--attention", "dot_product", "--remat", "full")
+PLAN = {"plan.txt", "plan.json", "plan.svg", "plan.perfetto.json"}
+
+
+@pytest.fixture(scope="module")
+def trained(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was profiled and whose plan was dumped."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = run(*JOB, "--output", folder, "--dump", folder / "dump", "--dump-mpmd-passes", "--profile")
+    assert done.code == 0, done.stderr
+    return folder
+
+
+@pytest.mark.promise("--dump writes the plan of a MaxText step as text, JSON, SVG and for Perfetto")
+def test_the_plan_is_dumped(trained: Path):
+    dump = trained / "dump"
+    assert {path.name for path in dump.iterdir()} >= PLAN
+    plan = json.loads((dump / "plan.json").read_text())
+    runs = [step for step in plan["instructions"] if step["kind"] == "RUN" and "phase" in step]
+    cells = collections.Counter((step["submesh"], step["phase"]) for step in runs)
+    # Four microbatches; the last stage runs forward and backward in one program.
+    assert cells == {(0, "F"): 4, (0, "B"): 4, (1, "B"): 4}
+    assert ElementTree.parse(dump / "plan.svg").getroot().tag.endswith("svg")
+    assert json.loads((dump / "plan.perfetto.json").read_text())["traceEvents"]
+    assert (dump / "plan.txt").read_text().count(": RUN ") == len(
+        [s for s in plan["instructions"] if s["kind"] == "RUN"]
+    )
+
+
+def test_every_pass_is_dumped_where_asked_and_xlas_programs_are_not(trained: Path):
+    names = {path.name for path in (trained / "dump").iterdir()} - PLAN
+    made = ("inline", "fuse", "separate", "place", "reductions", "fragment", "order", "planning", "kernels")
+    assert names == {f"{number}-{name}.txt" for number, name in enumerate(made)}
+    assert "loop x4 1f1b" in (trained / "dump/0-inline.txt").read_text()
+
+
+@pytest.mark.promise("--profile records MaxText's xplane and draws measured timelines of the pipeline")
+def test_the_profile_has_timelines(trained: Path):
+    assert [path.stat().st_size > 0 for path in trained.rglob("*.xplane.pb")] == [True]
+    timelines = trained / "timelines"
+    for name in ("measured", "forecast"):
+        assert ElementTree.parse(timelines / f"{name}.svg").getroot().tag.endswith("svg")
+        assert json.loads((timelines / f"{name}.perfetto.json").read_text())["traceEvents"]
+    assert "submesh  measured" in (timelines / "timeline.txt").read_text()
+
+
+def test_dump_only_compiles_and_trains_nothing(run: Run, tmp_path: Path):
+    done = run(*JOB, "--output", tmp_path / "out", "--dump", tmp_path / "dump", "--dump-only", "--hlo")
+    assert (done.code, done.stdout) == (0, f"compiled; the plan is in {tmp_path / 'dump'}\n"), done.stderr
+    assert {path.name for path in (tmp_path / "dump").iterdir()} == {*PLAN, "xla"}
+    assert [path for path in (tmp_path / "dump/xla").iterdir() if "B0_layer0" in path.name and path.suffix == ".txt"]
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+@pytest.mark.promise(
+    "--forecast tells the memory of each stage from shapes; what does not fit is refused with the numbers"
+)
+def test_a_forecast_is_near_what_a_run_holds(run: Run, trained: Path, tmp_path: Path):
+    """Refused before anything is compiled or allocated; parameters and moments are those that the run created."""
+    done = run(*JOB, "--output", tmp_path, "--device-memory", "1MiB")
+    assert done.code == 16, done.stderr
+    assert "on each device (" in done.stderr.splitlines()[-1]
+    assert "but a device has 1 MiB; use " in done.stderr
+    assert "Compiling" not in (tmp_path / "maxtext.log").read_text()
+    assert not (tmp_path / "placement.json").exists()
+    held = json.loads((trained / "placement.json").read_text())["created"]["bytes"]
+    for stage, need in enumerate(memory.read(tmp_path / "forecast.json")):
+        assert need.parameters + need.optimizer == pytest.approx(held[str(2 * stage)], rel=0.02)
+        assert need.activations > 0
+        assert need.gradients > 0

@@ -1,0 +1,111 @@
+"""Several processes that train one program: who is who, and that together they train what one process does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from multimesh.errors import UnsupportedError, UsageError
+from multimesh_maxtext.checks import Job
+from multimesh_maxtext.flags import parse
+from multimesh_maxtext.members import Member, member
+from multimesh_maxtext.translate import Paths, launch
+
+ROOT = Path(__file__).resolve().parents[2]
+SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
+MPI = {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize("launcher", [SLURM, MPI], ids=["srun", "mpirun"])
+def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
+    assert member(parse(["--nodes", "16"]), launcher) == Member(9, 16, 1)
+    assert member(parse([]), launcher) == Member()  # a job of one process may run anywhere
+
+
+def test_the_first_process_writes_where_the_user_says(paths: Paths):
+    assert Member().own(paths) == paths
+    assert Member(2, 4, 0).own(paths).metrics == paths.output / "process-2" / "metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("argv", "launcher", "message"),
+    [
+        (
+            "--nodes 2",
+            {},
+            "no launcher started this process; use `srun --ntasks=2 ...` or `mpirun -n 2 ...`, or --nodes 1",
+        ),
+        ("--nodes 2", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "no launcher"),  # a batch script, outside of srun
+        ("--nodes 2", SLURM, "the launcher started 16 processes; make them agree"),
+    ],
+)
+def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, str], message: str):
+    with pytest.raises(UsageError) as raised:
+        member(parse(argv.split()), launcher)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("flag", ["--spawn", "--checkpoint c", "--text f", "--profile", "--dump d"])
+def test_what_several_processes_cannot_do_is_refused(flag: str):
+    with pytest.raises(UnsupportedError, match=f"{flag.split()[0]} is for one process so far: .*; leave it out"):
+        member(parse(["--nodes", "16", *flag.split()]), SLURM)
+
+
+def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job], paths: Paths):
+    on_cpus = launch(job(["--nodes", "2", "--cpus", "4", "--dp", "8"]), paths, inherited={}, gpu_memory=None)
+    assert "--xla_force_host_platform_device_count=4" in on_cpus.environment["XLA_FLAGS"]
+    assert "JAX_LOCAL_DEVICE_IDS" not in on_cpus.environment
+    on_gpus = job(["--nodes", "4", "--gpus", "2", "--dp", "8"])
+    start = launch(on_gpus, paths, inherited={}, gpu_memory=None, local_rank=1)
+    assert start.environment["JAX_LOCAL_DEVICE_IDS"] == "2,3"
+    assert start.configuration["num_slices"] == 1
+
+
+@pytest.mark.full
+@pytest.mark.promise("--backend spmd trains over several processes, with the losses of one process")
+def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
+    flags = [
+        "--backend",
+        "spmd",
+        "--dp",
+        "2",
+        "--pp",
+        "2",
+        "--num-layers",
+        "2",
+        "--batch-size",
+        "8",
+        "--sequence-length",
+        "32",
+        "--num-steps",
+        "3",
+    ]
+    flags += ["--attention", "dot_product", "dtype=float32"]
+
+    def start(name: str, *more: str, **env: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, str(ROOT / "maxtext" / "run.py"), "--output", str(tmp_path / name), *more, *flags]
+        with (tmp_path / f"{name}.{env.get('SLURM_PROCID', 'alone')}").open("wb") as said:
+            return subprocess.Popen(argv, stdout=said, stderr=said, env=os.environ | env)
+
+    def losses(place: Path) -> list[float]:
+        return [json.loads(line)["learning/loss"] for line in place.read_text().splitlines()]
+
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    ranks = [
+        start("two", "--nodes", "2", "--cpus", "2", **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in range(2)
+    ]
+    assert [each.wait(600) for each in ranks] == [0, 0], (tmp_path / "two.0").read_text()
+    assert start("one", "--cpus", "4").wait(600) == 0
+
+    alone = losses(tmp_path / "one" / "metrics.jsonl")
+    for place in (tmp_path / "two", tmp_path / "two" / "process-1"):
+        assert losses(place / "metrics.jsonl") == pytest.approx(alone, rel=1e-6)
+    assert (tmp_path / "two.0").read_text().count("ok: 3 steps") == 1
+    assert (tmp_path / "two.1").read_text() == ""

@@ -1,0 +1,260 @@
+"""From flags to MaxText's configuration, environment and command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multimesh.errors import UsageError
+from multimesh_maxtext.checks import Job
+from multimesh_maxtext.handoff import VARIABLE, Handoff, received
+from multimesh_maxtext.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
+from multimesh_maxtext.translate import Paths, argument, configuration, environment, launch, per_device
+
+Check = Callable[[Sequence[str]], Job]
+
+
+def settings(job: Check, paths: Paths, argv: str) -> dict[str, Any]:
+    return configuration(job(argv.split()), paths)
+
+
+def variables(
+    job: Check, paths: Paths, argv: str, inherited: Mapping[str, str] | None = None, memory: int | None = None
+):
+    return environment(job(argv.split()), paths, inherited=inherited or {}, gpu_memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        # The source document's example: batch 1024 with dp 8 and microbatch size 4 makes 32 microbatches.
+        (
+            "--dp 8 --batch-size 1024 --microbatch-size 4",
+            {"gradient_accumulation_steps": 32, "per_device_batch_size": 4.0},
+        ),
+        # A batch of 4 on 8 tensor-parallel devices is legal.
+        (
+            "--tp 8 --num-heads 8 --batch-size 4 --microbatch-size 2",
+            {"gradient_accumulation_steps": 2, "per_device_batch_size": 0.25, "ici_tensor_parallelism": 8},
+        ),
+        (
+            "--backend spmd --dp 2 --tp 2 --pp 2 --num-layers 8 --interleave 2 --batch-size 16 --microbatch-size 2",
+            {
+                "ici_pipeline_parallelism": 2,
+                "num_pipeline_microbatches": 4,
+                "num_pipeline_repeats": 2,
+                "num_layers_per_pipeline_stage": 2,
+                "gradient_accumulation_steps": 1,
+                "per_device_batch_size": 2.0,
+                "scan_layers": True,
+            },
+        ),
+        # Stages of MultiMesh: MaxText sees one of them, and accumulates what the pipeline will run.
+        (
+            "--dp 2 --tp 2 --pp 2 --batch-size 16 --microbatch-size 2",
+            {
+                "ici_pipeline_parallelism": 1,
+                "ici_data_parallelism": 2,
+                "ici_tensor_parallelism": 2,
+                "num_pipeline_microbatches": None,
+                "gradient_accumulation_steps": 4,
+                "per_device_batch_size": 1.0,
+                "scan_layers": False,
+            },
+        ),
+        ("--tp 4 --sequence-parallel", {"ici_tensor_parallelism": 1, "ici_tensor_sequence_parallelism": 4}),
+        ("--fsdp 2 --dp 2", {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 2, "gradient_accumulation_steps": 2}),
+        ("--seed 7", {"init_weights_seed": 7, "data_shuffle_seed": 7}),
+        (
+            "--remat full --attention dot_product",
+            {"remat_policy": "full", "attention": "dot_product", "hardware": "cpu"},
+        ),
+        ("--gpus 2 --tp 2", {"hardware": "gpu"}),
+        ("--num-heads 8 --model-dims 128", {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 16}),
+        ("--model-name llama3-8b", {"model_name": "llama3-8b", "override_model_config": True}),
+        ("--num-steps 9 --profile", {"steps": 9, "profiler": "xplane", "profiler_steps": 5}),
+        ("--num-steps 2 --profile", {"profiler_steps": 1, "skip_first_n_steps_for_profiler": 1}),
+        ("--num-steps 5", {"enable_checkpointing": False, "eval_interval": None}),
+        ("--checkpoint ck --checkpoint-every 7", {"enable_checkpointing": True, "checkpoint_period": 7}),
+        ("--eval-every 5", {"eval_interval": 5, "eval_steps": 4}),
+        ("--no-scan-layers --use-iota-embed", {"scan_layers": False, "use_iota_embed": True}),
+        ("--attention-type local_sliding", {"attention_type": "local_sliding"}),
+        (
+            "--use-tfds-dataset --dataset-path /d --dataset-name c4 --tokenizer-path /t",
+            {"dataset_type": "tfds", "dataset_path": "/d", "dataset_name": "c4", "tokenizer_path": "/t"},
+        ),
+    ],
+)
+def test_configuration(job: Check, paths: Paths, argv: str, expected: dict[str, Any]):
+    found = settings(job, paths, argv)
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_the_default_batch_is_two_per_device(job: Check):
+    assert job(["--cpus", "8", "--dp", "4", "--tp", "2"]).batch == 16
+
+
+@given(rows=st.integers(1, 10_000), devices=st.integers(1, 4096))
+def test_maxtext_gets_back_the_rows_that_we_meant(rows: int, devices: int):
+    assert int(devices * per_device(rows, devices)) == rows
+
+
+def test_a_named_model_keeps_its_sizes_unless_flags_change_them(job: Check, paths: Paths):
+    plain = job(["--model-name", "llama3-8b"]).model
+    assert (plain.layers, plain.embedding, plain.query_heads, plain.kv_heads) == (32, 4096, 32, 8)
+    assert plain.settings == {}
+    assert job(["--model-name", "llama3-8b", "--num-layers", "4"]).model.settings == {"base_num_decoder_layers": 4}
+
+
+def test_a_configuration_file_replaces_the_small_model(job: Check, paths: Paths, tmp_path: Path):
+    file = tmp_path / "mine.yml"
+    file.write_text("base_config: base.yml\nbase_num_decoder_layers: 6\n")
+    start = launch(
+        job(["--backend", "spmd", "--maxtext-config", str(file), "--pp", "3"]), paths, inherited={}, gpu_memory=None
+    )
+    assert start.command[4] == str(file)
+    assert start.configuration["num_layers_per_pipeline_stage"] == 2
+    assert "base_emb_dim" not in start.configuration
+
+
+def test_key_value_arguments_come_last_and_replace_our_defaults(job: Check, paths: Paths):
+    start = launch(job(["learning_rate=0.5", "dtype=float32"]), paths, inherited={}, gpu_memory=None)
+    assert start.command[-2:] == ("learning_rate=0.5", "dtype=float32")
+    assert [word for word in start.command if word.startswith("learning_rate=")] == ["learning_rate=0.5"]
+    assert start.configuration["learning_rate"] == "0.5"
+
+
+def test_key_value_arguments_do_not_overrule_flags(job: Check, paths: Paths):
+    with pytest.raises(UsageError, match=r"steps= is decided by the flags \(steps=10\); use the flag, or leave it out"):
+        launch(job(["steps=3"]), paths, inherited={}, gpu_memory=None)
+    with pytest.raises(UsageError, match=r"run_name= is decided by the flags"):
+        launch(job(["--checkpoint", "ck", "run_name=mine"]), paths, inherited={}, gpu_memory=None)
+
+
+def test_stages_are_handed_over_in_the_environment(job: Check, paths: Paths, root: Path):
+    found = variables(job, paths, "--cpus 8 --pp 4 --dp 2 --schedule gpipe", {"PYTHONPATH": "/mine"})
+    assert received(found) == Handoff(
+        4, interleave=1, schedule="gpipe", table=None, placement=str(paths.output / "placement.json")
+    )
+    assert found["PYTHONPATH"] == f"{paths.maxtext}:{root / 'maxtext/src'}:{root / 'multimesh/src'}:/mine"
+    assert received(variables(job, paths, "--pp 2")).schedule == "1f1b"
+    for one_program in ("--dp 2", "--pp 2 --backend spmd"):
+        assert VARIABLE not in variables(job, paths, one_program)
+
+
+@pytest.mark.parametrize("wrong", [{}, {VARIABLE: "1"}, {VARIABLE: "{"}, {VARIABLE: '{"stages": 2}'}])
+def test_a_handoff_of_another_kind_is_refused(wrong: dict[str, str]):
+    with pytest.raises(UsageError, match=r"MULTIMESH_MAXTEXT is not what maxtext/run.py writes"):
+        received(wrong)
+
+
+def test_cpu_environment(job: Check, paths: Paths):
+    found = variables(job, paths, "--cpus 8 --dp 8", {"XLA_FLAGS": "--xla_mine=1", "PYTHONPATH": "/mine", "HOME": "/h"})
+    assert found["XLA_FLAGS"] == "--xla_mine=1 --xla_force_host_platform_device_count=8"
+    assert found["PYTHONPATH"] == f"{paths.maxtext}:/mine"
+    assert (found["NPROC"], found["OPENBLAS_NUM_THREADS"], found["JAX_PLATFORMS"]) == ("64", "1", "cpu")
+    assert "HOME" not in found
+
+
+@pytest.mark.parametrize(
+    ("flag", "xla"),
+    [
+        ("--latency-hiding-scheduler", "--xla_gpu_enable_latency_hiding_scheduler=true"),
+        ("--collective-matmul", "--xla_gpu_threshold_for_windowed_einsum_mib=0"),
+        ("--xla-pipelining", "--xla_gpu_enable_pipelined_all_gather=true"),
+        ("--xla-loop-buffering", "--xla_gpu_enable_while_loop_double_buffering=true"),
+        ("--use-nccl-comm-split", "--xla_gpu_enable_nccl_comm_splitting=true"),
+        ("--xla-ar-threshold 5", "--xla_gpu_all_reduce_combine_threshold_bytes=5"),
+        ("--xla-ag-threshold 6", "--xla_gpu_all_gather_combine_threshold_bytes=6"),
+        ("--xla-rs-threshold 7", "--xla_gpu_reduce_scatter_combine_threshold_bytes=7"),
+    ],
+)
+def test_compiler_flags_reach_xla_on_gpus_only(job: Check, paths: Paths, flag: str, xla: str):
+    assert xla in variables(job, paths, f"--gpus 1 {flag}")["XLA_FLAGS"].split()
+    assert xla not in variables(job, paths, flag)["XLA_FLAGS"].split()
+
+
+def test_framebuffer_memory_becomes_a_fraction(job: Check, paths: Paths):
+    assert variables(job, paths, "--gpus 1 --fbmem 40000", memory=80_000)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+    assert variables(job, paths, "--gpus 1 --fbmem 90000", memory=80_000)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "1.0"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in variables(job, paths, "--gpus 1 --fbmem 90000")
+
+
+def test_dumps_and_logging(job: Check, paths: Paths, tmp_path: Path):
+    folder = tmp_path / "with space"
+    found = environment(
+        job(["--dump", str(folder), "--hlo", "--dump-all-passes", "--debug", "debug"]),
+        paths,
+        inherited={},
+        gpu_memory=None,
+    )
+    assert f'--xla_dump_to="{folder}" --xla_dump_hlo_as_text=true --xla_dump_hlo_pass_re=.*' in found["XLA_FLAGS"]
+    assert found["JAX_LOGGING_LEVEL"] == "DEBUG"
+    # Beside a pipeline's plan XLA's programs are written only where they are asked for.
+    assert "xla_dump" not in variables(job, paths, "--pp 2 --dump x")["XLA_FLAGS"]
+    assert (
+        f'--xla_dump_to="{Path("x").resolve() / "xla"}"' in variables(job, paths, "--pp 2 --dump x --hlo")["XLA_FLAGS"]
+    )
+    assert variables(job, paths, "--gpus 1 --debug-nccl")["NCCL_DEBUG"] == "INFO"
+
+
+@given(value=st.one_of(st.booleans(), st.integers(), st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))))
+def test_arguments_survive_the_reader_of_maxtext(value: Any):
+    text = argument("key", value).removeprefix("key=")
+    assert (yaml.safe_load(text) if text else "") == value
+
+
+@pytest.mark.promise("--dry-run prints the exact command, environment and configuration")
+def test_dry_run_prints_what_would_be_started(run: Callable[..., Any]):
+    argv = ("--dry-run", "--cpus", "2", "--dp", "2", "--output", "/tmp/some where")
+    plan = run(*argv, "--json").json
+    assert plan["configuration"]["base_output_directory"] == "/tmp/some where"
+    assert "base_output_directory=/tmp/some where" in plan["command"]
+    printed = run(*argv).stdout.splitlines()
+    assert shlex.join(plan["command"]) in printed
+    for key, value in plan["environment"].items():
+        assert f"export {key}={shlex.quote(value)}" in printed
+    assert not Path("/tmp/some where").exists()
+
+
+def test_every_byte_is_a_token_and_documents_end():
+    assert tokenize(["é", "a"]).tolist() == [0xC3, 0xA9, END_OF_DOCUMENT, ord("a"), END_OF_DOCUMENT]
+
+
+def test_a_corpus_is_what_the_index_says(tmp_path: Path):
+    corpus = write_corpus(["abcdefg"], tmp_path / "text", sequence_length=3)
+    index = json.loads(corpus.index.read_text())
+    (file,) = index["files"]
+    assert (corpus.tokens, corpus.sequences, index["total_instances"]) == (8, 2, 2)
+    assert np.fromfile(file["path"], index["dtype"]).tolist() == [*b"abcdefg", END_OF_DOCUMENT]
+
+
+def test_text_that_cannot_be_used_is_named(tmp_path: Path, job: Check):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9")
+    with pytest.raises(UsageError, match=r"latin.txt: not UTF-8 at byte 3; convert it"):
+        read_texts([latin])
+    with pytest.raises(UsageError, match=r"holds 4 tokens, less than one sequence of 128; use --sequence-length 2"):
+        write_corpus(["abc"], tmp_path, sequence_length=128)
+    short = tmp_path / "short.txt"
+    short.write_text("x")
+    with pytest.raises(UsageError, match=r"--text needs 257 tokens .*, the model has 256; use vocab_size=384"):
+        job(["vocab_size=256", "--text", str(short)])
+    with pytest.raises(UsageError, match=r"--text and --use-tfds-dataset are two sources; choose one"):
+        job(["--use-tfds-dataset", "--text", str(short)])
+
+
+def test_paths_lie_in_the_output_folder(paths: Paths):
+    elsewhere = replace(paths, metrics=Path("/m"))
+    assert elsewhere.log == paths.output / "maxtext.log"
+    assert elsewhere.text.parent == paths.output

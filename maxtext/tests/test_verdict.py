@@ -1,0 +1,114 @@
+"""What is read from a run, and what counts as success."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from multimesh.errors import LossNotFallingError, LossNotFiniteError, StoppedEarlyError, TrainerFailedError
+from multimesh_maxtext.metrics import Evaluation, Follower, Step
+from multimesh_maxtext.report import summary, table
+from multimesh_maxtext.verdict import judge
+
+LOG = Path("maxtext.log")
+
+
+def steps(*losses: float) -> list[Step]:
+    return [Step(number, loss, 1.0, 0.5, 1024.0) for number, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize("losses", [(3.0, 2.0), (3.0, 3.1, 2.9), (5.0, 4.0, 4.5, 4.2, 3.0, 3.9), (7.0,)])
+def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
+    judge(steps(*losses), expected=len(losses), returncode=0, log=LOG)
+
+
+@pytest.mark.parametrize(
+    ("losses", "returncode", "error", "message"),
+    [
+        ((3.0, 2.0, 1.0), 1, TrainerFailedError, "failed with exit code 1 after 3 of 3 steps; see maxtext.log"),
+        ((3.0,), -9, TrainerFailedError, r"killed by SIGKILL \(out of memory\?\) after 1 of 3 steps"),
+        ((3.0, math.nan), 1, LossNotFiniteError, "the loss of step 1 is nan; lower learning_rate="),
+        ((3.0, math.inf, 2.0), 0, LossNotFiniteError, "the loss of step 1 is inf"),
+        ((3.0, 2.0), 0, StoppedEarlyError, "ended after 2 of 3 steps without an error"),
+        ((), 0, StoppedEarlyError, "ended after 0 of 3 steps"),
+        ((3.0, 1.0, 3.0), 0, LossNotFallingError, r"from 3.0000 to 3.0000; train longer"),
+        ((3.0, 1.0, 3.5), 0, LossNotFallingError, "from 3.0000 to 3.5000"),
+    ],
+)
+def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        judge(steps(*losses), expected=3, returncode=returncode, log=LOG)
+
+
+def test_a_repeated_or_missing_step_is_not_a_full_run():
+    twice = [*steps(3.0, 2.0), *steps(1.0)]
+    with pytest.raises(StoppedEarlyError):
+        judge(twice, expected=3, returncode=0, log=LOG)
+
+
+def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():
+    before, after = steps(3.0, 2.5), [Step(2, 2.6, 1.0, 0.5, 1024.0), Step(3, 2.7, 1.0, 0.5, 1024.0)]
+    judge(after, expected=4, returncode=0, log=LOG, before=before, first=2)
+    judge(after, expected=4, returncode=0, log=LOG, first=2)  # nothing is known of steps 0 and 1
+    with pytest.raises(LossNotFallingError, match=r"from 2.0000 to 2.7000"):
+        judge(after, expected=4, returncode=0, log=LOG, before=steps(2.0, 2.0), first=2)
+    with pytest.raises(StoppedEarlyError, match="after 1 of 2 steps"):
+        judge(after[:1], expected=4, returncode=0, log=LOG, before=before, first=2)
+
+
+def record(step: int, loss: float, dispatched: float) -> str:
+    return json.dumps(
+        {
+            "step": float(step),
+            "learning/loss": loss,
+            "learning/raw_grad_norm": 1.5,
+            "learning/total_weights": 64.0,
+            "perf/step_time_seconds": dispatched,
+        }
+    )
+
+
+def test_steps_are_followed_with_times_of_their_completion(tmp_path: Path):
+    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "log"
+    follower = Follower(metrics, log)
+    assert follower.poll() == []
+    log.write_text("I1121 23:59:59.500000 1 metric_logger.py:230] completed step: 0, seconds: 2.3\n")
+    metrics.write_text(record(0, 7.0, 2.5) + "\n" + record(1, 6.0, 0.01)[:20])
+    assert [(step.number, step.seconds) for step in follower.poll()] == [(0, 2.5)]
+    log.write_text(log.read_text() + "I1122 00:00:00.250000 1 metric_logger.py:230] completed step: 1, seconds: 0.01\n")
+    metrics.write_text(record(0, 7.0, 2.5) + "\n" + record(1, 6.0, 0.01) + "\n")
+    with metrics.open("a") as file:
+        file.write('{"eval/avg_loss": 5.0, "step": 0}\n{"eval/avg_loss": 5.5, "eval/total_loss": 11.0, "step": 1}\n')
+    (step,) = follower.poll()
+    assert (step.loss, step.gradient_norm, step.seconds, step.tokens_per_second) == (6.0, 1.5, 0.75, 64 / 0.75)
+    assert follower.poll() == []
+    assert follower.evaluations == [Evaluation(1, 5.5)]
+    assert Follower(metrics, log, skip=metrics.stat().st_size).poll() == []
+
+
+def test_a_metrics_file_that_is_emptied_is_read_anew(tmp_path: Path):
+    metrics = tmp_path / "metrics.jsonl"
+    follower = Follower(metrics, tmp_path / "log")
+    metrics.write_text(record(0, 7.0, 1.0) + "\n" + record(1, 6.0, 1.0) + "\n")
+    assert len(follower.poll()) == 2
+    metrics.write_text("orn line}\n" + record(2, 5.0, 1.0) + "\n")
+    assert [step.number for step in follower.poll()] == [2]
+
+
+def test_the_table_is_short_and_has_first_and_last():
+    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table(steps(*(100.0 - i for i in range(60)))))
+    rows = console.export_text().splitlines()
+    assert len(rows) == 13
+    assert rows[0].split() == ["step", "loss", "gradient", "norm", "step", "time", "tokens/s"]
+    assert rows[1].split()[:2] == ["1", "100.0000"]
+    assert rows[-1].split() == ["60", "41.0000", "1.0000", "0.500", "s", "2,048"]
+
+
+def test_json_has_null_where_a_number_is_not_finite():
+    found = summary(steps(math.nan), [], [], {"log": LOG}, None)
+    assert json.loads(json.dumps(found, allow_nan=False))["steps"][0]["loss"] is None

@@ -1,7 +1,0 @@
-"""``python -m multimesh.maxtext``: the command of ``maxtext/run.py`` where there is no repository."""
-
-import sys
-
-from multimesh.maxtext.cli import main
-
-sys.exit(main(sys.argv[1:]))
