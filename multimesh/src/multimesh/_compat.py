@@ -9,8 +9,9 @@ import contextlib
 import dataclasses
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla_client
 from jax.extend import core as _extend
 from jax.extend.core import primitives as _primitives
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from multimesh.errors import MultiMeshError
 
@@ -103,7 +104,7 @@ def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextMa
 @contextlib.contextmanager
 def devices_free() -> Iterator[None]:
     """Leave the devices of an enclosing ``jax.set_mesh`` but keep its axes, which bare constraints in a trace name."""
-    axes = jax.sharding.get_abstract_mesh()
+    axes = auto(jax.sharding.get_abstract_mesh())
     with without_mesh(concrete_only=True), jax.sharding.use_abstract_mesh(axes):
         yield
 
@@ -188,14 +189,35 @@ def caller_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def error_line(error: BaseException) -> str:
+    """``file:line`` of the innermost of the user's frames that an exception went through."""
+    frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    own = [f"{name}:{line}" for name, line in frames if not name.startswith((_OWN_FILES, _JAX_FILES))]
+    return own[-1] if own else caller_line()
+
+
 def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Jaxprs among the parameters of an equation."""
     yield from _core.jaxprs_in_params(params)
 
 
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
+
+
+def auto(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with Auto axes only, under which all is traced and lowered.
+
+    Types that name Explicit axes can't be mixed with those of another submesh, nor survive passes that move operations.
+    """
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    if mesh.axis_types == kinds:
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names) if isinstance(mesh, Mesh) else mesh.update(axis_types=kinds)
+
+
 def abstract_mesh_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """Make ``mesh`` (without its devices) the mesh of bare ``PartitionSpec`` constraints while tracing."""
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    return jax.sharding.use_abstract_mesh(auto(mesh).abstract_mesh)
 
 
 _leave_p = _extend.Primitive("multimesh_leave")
@@ -207,12 +229,12 @@ _mlir.register_lowering(_leave_p, lambda ctx, x: [x])
 
 
 def leave_mesh(x: Any) -> Any:
-    """Identity that takes the abstract mesh of a task off the type of its result.
+    """Identity that takes the abstract mesh of a task, or that of an array from outside, off the type of a value.
 
     Types of arrays name the mesh they were traced under, and JAX refuses to mix meshes of different sizes in one
     backward pass.
     """
-    if not is_tracer(x) or jax.typeof(x).sharding.mesh.empty:
+    if not isinstance(x, jax.Array) or jax.typeof(x).sharding.mesh.empty:
         return x
     return _leave_p.bind(x)
 
@@ -258,10 +280,17 @@ def call_primitive(
     return prim
 
 
+def _explicit(given: Any) -> bool:
+    """Whether a parameter is a layout on Explicit axes, which has no meaning where axes are Auto."""
+    return isinstance(given, NamedSharding) and given.mesh != auto(given.mesh)
+
+
 def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
     """Evaluate one equation again on ``mesh``, in the context it was traced in unless that was another mesh's."""
-    if ctx is not None and not ctx.cur_abstract_mesh.empty and ctx.cur_abstract_mesh != mesh.abstract_mesh:
+    if ctx is not None and not ctx.cur_abstract_mesh.empty and auto(ctx.cur_abstract_mesh) != auto(mesh).abstract_mesh:
         ctx = None
+    if ctx is None or ctx.cur_abstract_mesh == auto(ctx.cur_abstract_mesh):
+        params = {name: None if _explicit(given) else given for name, given in params.items()}
     bind_params = prim.get_bind_params(params)
     subfuns: Sequence[Any] = ()
     if isinstance(bind_params, tuple):  # jax < 0.10 returned (subfuns, params)
@@ -368,13 +397,35 @@ def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[s
             return SingleDeviceSharding(devices[0], memory_kind=sharding.memory_kind)
         return type(sharding)(device_list, sharding._hlo_sharding, memory_kind=sharding.memory_kind)
 
-    executable = dataclasses.replace(
+    moved_program = dataclasses.replace(
         unloaded,
         xla_executable=loaded,
         device_list=device_list,
         input_shardings=[moved(s) for s in unloaded.input_shardings],
         output_shardings=[moved(s) for s in unloaded.output_shardings],
-    ).load()
+    )
+    return _loaded(moved_program, lowered)
+
+
+def on_mesh(compiled: Any, lowered: Any, mesh: Mesh) -> Any:
+    """A program that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself."""
+    if mesh == auto(mesh):
+        return compiled
+    unloaded = compiled._executable._unloaded_executable
+    shardings = [
+        NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) if isinstance(s, NamedSharding) else s
+        for s in unloaded.output_shardings
+    ]
+    return _loaded(dataclasses.replace(unloaded, output_shardings=shardings), lowered)
+
+
+def _loaded(unloaded: Any, lowered: Any) -> Any:
     return jax.stages.Compiled(
-        executable, [], lowered.args_info, lowered.out_tree, lowered._no_kwargs, lowered._in_types, lowered._out_types
+        unloaded.load(),
+        [],
+        lowered.args_info,
+        lowered.out_tree,
+        lowered._no_kwargs,
+        lowered._in_types,
+        lowered._out_types,
     )

@@ -149,7 +149,7 @@ class _Compiler:
                         lowered = self._lower(kernel, uses[kernel][0], layouts)
                         first = first_of.setdefault(self._identity(kernel, lowered), kernel)
                         if first == kernel:
-                            running[pool.submit(lowered.compile, self._options)] = kernel
+                            running[pool.submit(self._compile, kernel, lowered)] = kernel
                         elif first in programs:
                             running[pool.submit(self._alike, programs[first], kernel, lowered)] = kernel
                         else:
@@ -170,20 +170,25 @@ class _Compiler:
         layouts = [self._layout(slot) for slot in range(len(self._plan.slots))]
         return CompiledPlan(self._plan, tuple(programs[k] for k in range(len(programs))), tuple(layouts))
 
+    def _compile(self, kernel: int, lowered: Any) -> Any:
+        return _compat.on_mesh(lowered.compile(self._options), lowered, self._mesh(kernel))
+
+    def _mesh(self, kernel: int) -> Mesh:
+        return self._plan.submeshes[self._plan.kernels[kernel].submesh]
+
     def _identity(self, kernel: int, lowered: Any) -> Any:
         """Equal for kernels of different submeshes that may share one compilation."""
-        mesh = self._plan.submeshes[self._plan.kernels[kernel].submesh]
-        return _compat.program_text(lowered, mesh) or kernel
+        return _compat.program_text(lowered, self._mesh(kernel)) or kernel
 
     def _alike(self, compiled: Any, kernel: int, lowered: Any) -> Any:
         """The program of a kernel of which an equal one was compiled for another submesh."""
-        mesh = self._plan.submeshes[self._plan.kernels[kernel].submesh]
-        return _compat.on_other_devices(compiled, lowered, mesh, self._options) or lowered.compile(self._options)
+        shared = _compat.on_other_devices(compiled, lowered, self._mesh(kernel), self._options)
+        return shared or self._compile(kernel, lowered)
 
     def _lower(self, number: int, step: Instruction, layouts: Sequence[NamedSharding | None]) -> Any:
         kernel = self._plan.kernels[number]
         given = [
-            jax.ShapeDtypeStruct(self._plan.slots[slot].shape, self._plan.slots[slot].dtype, sharding=layout)
+            jax.ShapeDtypeStruct(self._plan.slots[slot].shape, self._plan.slots[slot].dtype, sharding=_auto(layout))
             for slot, layout in zip(step.ins, layouts, strict=True)
         ]
         pinned = [self._pinned.get(slot) for slot in step.outs]
@@ -191,7 +196,7 @@ class _Compiler:
             pinned = [p or self._plan.layout(s, PartitionSpec()) for p, s in zip(pinned, step.outs, strict=True)]
         jitted = jax.jit(
             kernel_function(kernel, self._plan),
-            out_shardings=pinned,
+            out_shardings=[_auto(layout) for layout in pinned],
             donate_argnums=self._plan.donations.get(number, ()),
             keep_unused=True,
         )
@@ -213,6 +218,13 @@ class _Compiler:
             layout = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
             for step in steps:
                 self._layouts.setdefault(step.outs[position], layout)
+
+
+def _auto(layout: NamedSharding | None) -> NamedSharding | None:
+    """The same layout on the Auto twin of its mesh, which programs are lowered for."""
+    if layout is None or layout.mesh == _compat.auto(layout.mesh):
+        return layout
+    return NamedSharding(_compat.auto(layout.mesh), layout.spec, memory_kind=layout.memory_kind)
 
 
 def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
@@ -264,12 +276,13 @@ def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
     (x,) = args
     if op.mesh is None:
         return args
+    mesh = _compat.auto(op.mesh)
     if "logical" in op.params:
         spec = op.params["logical"]
         if op.task is None or len(spec) > x.ndim or op.params["rank"] != x.ndim:
             return args  # batched by vmap: the layout of the new dimension is the compiler's choice
-        return [lax.with_sharding_constraint(x, NamedSharding(op.mesh, translate(spec, op.task)))]
+        return [lax.with_sharding_constraint(x, NamedSharding(mesh, translate(spec, op.task)))]
     sharding = op.params["sharding"]
     if not isinstance(sharding, NamedSharding):
         return None
-    return [lax.with_sharding_constraint(x, carry_over(sharding.spec, x.shape, op.mesh))]
+    return [lax.with_sharding_constraint(x, carry_over(sharding.spec, x.shape, mesh))]

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh import _compat, contexts, marks, schedules
 from multimesh.errors import UsageError
+from multimesh.submesh import carry_over
 from multimesh.tasks import marked_call
+from multimesh.tracing import partitioned_trace
 
 
 def microbatch(
@@ -79,6 +82,8 @@ def microbatch(
             if any(jax.tree.leaves(stack)):
                 raise UsageError("microbatch: a stacked result (stack=) needs the loop; leave ignore_transforms")
             return fn(*args, **kwargs)
+        if partitioned_trace():
+            args = jax.tree.map(_compat.leave_mesh, args)
         rows = _rows(args[argnum], dim, argnum)
         if rows % size:
             raise UsageError(
@@ -126,7 +131,17 @@ def _rows(arg: Any, dim: int, argnum: int) -> int:
 def _split(x: jax.Array, dim: int, size: int, count: int) -> jax.Array:
     """``[..., rows, ...]`` to ``[count, size, ...]``: microbatch ``i`` holds rows ``i, i + count, ...``."""
     x = jnp.moveaxis(x, dim, 0)
-    return jnp.swapaxes(x.reshape((size, count, *x.shape[1:])), 0, 1)
+    shape = (size, count, *x.shape[1:])
+    return jnp.swapaxes(lax.reshape(x, shape, out_sharding=_split_layout(x, shape)), 0, 1)
+
+
+def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
+    """Layout of split rows where the axes of ``x`` are Explicit: that of the rows, if a microbatch divides by it."""
+    layout = jax.typeof(x).sharding
+    if not any(layout.spec):
+        return None
+    rows, *others = layout.spec
+    return carry_over(PartitionSpec(rows, None, *others), shape, layout.mesh)
 
 
 def _scan(call: Callable[[Any], Any], slices: Any, stack: Any) -> Any:
@@ -144,10 +159,16 @@ def _scan(call: Callable[[Any], Any], slices: Any, stack: Any) -> Any:
         kept = [o for o, keep in zip(outs, stacked, strict=True) if keep]
         return [jnp.add(c, o) for c, o in zip(carry, summed, strict=True)], kept
 
-    zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf, keep in zip(leaves, stacked, strict=True) if not keep]
+    zeros = [_zeros(leaf) for leaf, keep in zip(leaves, stacked, strict=True) if not keep]
     sums, stacks = lax.scan(body, zeros, slices)
     sums_left, stacks_left = iter(sums), iter(stacks)
     return jax.tree.unflatten(tree, [next(stacks_left if keep else sums_left) for keep in stacked])
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A sum to start from; with the layout in its type where axes are Explicit."""
+    layout = like.sharding if isinstance(like.sharding, NamedSharding) and any(like.sharding.spec) else None
+    return jnp.zeros(like.shape, like.dtype, out_sharding=layout)
 
 
 def _stacked_leaves(stack: Any, shapes: Any) -> list[bool]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.errors import UsageError
 
@@ -54,6 +54,12 @@ def make_task(
         raise UsageError(f"task {name!r}: device_axes= names the axes of devices=; a mesh has its own names")
     elif not isinstance(mesh, Mesh):
         raise UsageError(f"task {name!r}: mesh= must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    elif AxisType.Manual in mesh.axis_types:
+        manual = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
+        raise UsageError(
+            f"task {name!r}: axis {manual[0]!r} of mesh= is Manual, which axes are only inside jax.shard_map; give a "
+            "mesh of Auto or Explicit axes, and call jax.shard_map inside the task"
+        )
     elif logical_axes is None:
         logical_axes = {}
     return Task(name, mesh, _axis_items(name, mesh, logical_axes, named=device_axes is not None or devices is None))

@@ -37,7 +37,8 @@ def task(
     name
         Shown in plans and profiles; by default the function's own name.
     mesh
-        The submesh. Bare ``PartitionSpec`` constraints inside the task refer to its axes.
+        The submesh. Bare ``PartitionSpec`` constraints inside the task refer to its axes, which are Auto there;
+        results lie on the mesh as given, also one with Explicit axes.
     devices, device_axes
         Instead of ``mesh``: an array of devices, whose shape is the submesh's, and a name for each of its dimensions.
     logical_axes
@@ -108,8 +109,10 @@ def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
     def marked(*args: Any, **kwargs: Any) -> Any:
         if contexts.ignoring():
             return fn(*args, **kwargs)
-        results = marked_call(marks.TASKS.name(placed), run, args, kwargs)
-        return jax.tree.map(_compat.leave_mesh, results) if partitioned_trace() else results
+        if not partitioned_trace():
+            return marked_call(marks.TASKS.name(placed), run, args, kwargs)
+        args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
+        return jax.tree.map(_compat.leave_mesh, marked_call(marks.TASKS.name(placed), run, args, kwargs))
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(marked, fn)

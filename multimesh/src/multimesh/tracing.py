@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import re
 from collections.abc import Iterator
 
 from multimesh import _compat
+from multimesh.errors import UsageError
 from multimesh.submesh import Task
 
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_tracing", default=False)
@@ -25,7 +27,15 @@ def current_task() -> Task | None:
 
 @contextlib.contextmanager
 def inside(task: Task) -> Iterator[None]:
-    """Trace code of a task: bare partition specs name the axes of its submesh. Outside such a trace it does nothing."""
+    """Trace code of a task: bare partition specs name the axes of its submesh. Outside such a trace it does nothing.
+
+    All axes are Auto inside, whatever they are in the mesh that the user gave.
+
+    Raises
+    ------
+    UsageError
+        For code that needs them Explicit.
+    """
     if not partitioned_trace():
         yield
         return
@@ -33,8 +43,30 @@ def inside(task: Task) -> Iterator[None]:
     try:
         with _compat.abstract_mesh_context(task.mesh):
             yield
+    except ValueError as error:
+        remedy = _explicit_remedy(str(error), task)
+        if remedy is None:
+            raise
+        raise UsageError(
+            f"{_compat.error_line(error)}: inside task {task.name!r} all axes of its submesh are Auto; {remedy}. "
+            f"JAX says: {error}"
+        ) from error
     finally:
         _task.reset(token)
+
+
+def _explicit_remedy(message: str, task: Task) -> str | None:
+    """What to do about what JAX says of code for Explicit axes where they are Auto; None for any other error."""
+    if "context mesh" in message and "shard_map" in message:
+        return "drop mesh= of jax.shard_map, which takes the submesh from its context"
+    if "context mesh" in message:
+        return "pass arrays as arguments, since one that a function captures keeps Explicit axes in its type"
+    if re.search(r"type Auto|Auto axes", message) and task.mesh != _compat.auto(task.mesh):
+        return (
+            "use with_sharding_constraint(x, P(...)) in place of out_sharding= and jax.sharding.reshard, or wrap the "
+            "code in jax.sharding.explicit_axes(fn, in_sharding=...)"
+        )
+    return None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import _compat, ir
 from multimesh.compiling import evaluate
@@ -123,7 +123,7 @@ class _Search:
             return None
         for rows in _summed(op, self._maker):
             names = self._names(rows, op.mesh)
-            if _ways(names, op.mesh) > 1 and all(kind == AxisType.Auto for kind in op.mesh.axis_types):
+            if _ways(names, op.mesh) > 1:
                 return _Term((op,), dict(rows), op.mesh, names)
         through = op.ins[:1] if op.prim.name in _LINEAR else op.ins if op.prim.name == "mul" else ()
         before = next(filter(None, map(self.term, through)), None)
