@@ -1,12 +1,15 @@
-"""Every access to JAX internals, in one place (supported: jax >= 0.9).
+"""Everything of JAX that is not its documented interface, in one place (supported: jax 0.9 and 0.10).
 
-The rest of the package uses public JAX only, or what this module gives.
+The rest of the package uses public JAX only, or what this module gives. What lies under ``jax._src`` is for speed and
+for better messages, and each use has a public fallback with the same results. Fallbacks take over with a JAX that was
+not tried, and with any when ``MULTIMESH_PUBLIC_JAX=1`` is set. docs/passes.md lists them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import sys
 import traceback
@@ -15,39 +18,74 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import compiler as _compiler
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import mesh as _mesh
-from jax._src import source_info_util as _source_info
-from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching as _batching
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import partial_eval as _partial_eval
-from jax._src.lax import lax as _lax
-from jax._src.lib import xla_client as _xla_client
 from jax.extend import core as _extend
 from jax.extend.core import primitives as _primitives
+from jax.interpreters import ad as _ad
+from jax.interpreters import batching as _batching
+from jax.interpreters import mlir as _mlir
+from jax.interpreters import partial_eval as _partial_eval
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from multimesh.errors import MultiMeshError
+
+SUPPORTED = "jax>=0.9,<0.11"  # as in pyproject.toml
+_FOUND = jax.__version_info__
+_NEWER = _FOUND >= (0, 11)
+
+if _FOUND < (0, 9):
+    raise MultiMeshError(f"MultiMesh needs {SUPPORTED}, found {jax.__version__}: pip install '{SUPPORTED}'")
+
+
+def _private(module: str) -> Any:
+    """A module under ``jax._src``; None where its fallbacks are to be used."""
+    if _NEWER or os.environ.get("MULTIMESH_PUBLIC_JAX") == "1":
+        return None
+    try:
+        return importlib.import_module(f"jax._src.{module}")
+    except ImportError as error:
+        raise MultiMeshError(
+            f"jax {jax.__version__} lacks jax._src.{module} ({error}), which its release has: reinstall jax and "
+            "jaxlib, or set MULTIMESH_PUBLIC_JAX=1 to do without it"
+        ) from error
+
+
+_compiler = _private("compiler")
+_config = _private("config")
+_core = _private("core")
+_mesh = _private("mesh")
+_source_info = _private("source_info_util")
+_xla_client: Any = getattr(_private("lib"), "xla_client", None)
+
+
+@contextlib.contextmanager
+def tried_version() -> Iterator[None]:
+    """Name the versions where a JAX that was never tried lacks something that MultiMesh needs."""
+    try:
+        yield
+    except (AttributeError, ImportError, TypeError) as error:
+        if not _NEWER:
+            raise
+        raise MultiMeshError(
+            f"this version of MultiMesh needs {SUPPORTED} and does not work with {jax.__version__} ({error}): "
+            f"pip install '{SUPPORTED}', or upgrade multimesh-jax"
+        ) from error
+
 
 Literal = _extend.Literal
 
 jit_p = _primitives.jit_p
 remat_p = _primitives.remat_p
 sharding_constraint_p = _primitives.sharding_constraint_p
-optimization_barrier_p = _lax.optimization_barrier_p
-add_p = _lax.add_p
-copy_p = _lax.copy_p
-
-if jax.__version_info__ < (0, 9):
-    raise MultiMeshError(f"MultiMesh needs jax >= 0.9, found {jax.__version__}: pip install -U jax jaxlib")
+add_p = _primitives.add_p
+copy_p = _primitives.copy_p
+optimization_barrier_p = (
+    jax.make_jaxpr(jax.lax.optimization_barrier)(jax.ShapeDtypeStruct((), np.float32)).jaxpr.eqns[0].primitive
+)
 
 
 def is_tracer(x: Any) -> bool:
     """Whether ``x`` is a value of an enclosing trace."""
-    return isinstance(x, _core.Tracer)
+    return isinstance(x, jax.core.Tracer)
 
 
 def jaxpr_as_fun(closed: Any) -> Callable[..., Any]:
@@ -65,15 +103,14 @@ def staged() -> bool:
 
 def eager() -> bool:
     """Whether no transformation is in force; without JAX's own answer, whether operations run."""
-    trace = getattr(getattr(_core, "trace_ctx", None), "trace", None)
-    if trace is None:
+    if _core is None:
         return not is_tracer(jax.lax.neg(np.float32(0)))
-    return isinstance(trace, _core.EvalTrace)
+    return isinstance(_core.trace_ctx.trace, _core.EvalTrace)
 
 
 def abstractify(x: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an argument, without its sharding."""
-    return shape_of(_core.shaped_abstractify(x))
+    return shape_of(jax.typeof(x))
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -83,7 +120,7 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 def stacked(aval: Any, length: int) -> Any:
     """The abstract value of ``length`` rows of another."""
-    return _core.ShapedArray((length, *aval.shape), aval.dtype)
+    return jax.core.ShapedArray((length, *aval.shape), aval.dtype)
 
 
 def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: int) -> dict[str, Any]:
@@ -94,9 +131,18 @@ def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: i
     return made
 
 
+def _concrete_mesh_is_empty() -> bool:
+    if _mesh is not None:
+        return _mesh.get_concrete_mesh().empty
+    try:
+        return jax.sharding.get_mesh().empty
+    except ValueError:  # inside a trace, where there are no devices
+        return True
+
+
 def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Leave the mesh of an enclosing ``jax.set_mesh``, under which programs of other devices can't be made or run."""
-    if _mesh.get_concrete_mesh().empty and (concrete_only or jax.sharding.get_abstract_mesh().empty):
+    if _concrete_mesh_is_empty() and (concrete_only or jax.sharding.get_abstract_mesh().empty):
         return contextlib.nullcontext()
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
@@ -111,7 +157,9 @@ def devices_free() -> Iterator[None]:
 
 def trace_context() -> Any:
     """Everything of JAX's configuration that a trace depends on (precision, x64, ambient mesh ...), hashable."""
-    return _config.trace_context()
+    if _config is not None:
+        return _config.trace_context()
+    return jax.sharding.get_abstract_mesh(), *(getattr(jax.config, k, v) for k, v in jax.config.values.items())
 
 
 def nbytes(aval: Any) -> int:
@@ -124,8 +172,8 @@ def nbytes(aval: Any) -> int:
 def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
     """Named scopes around an equation, outermost first, and whether a transposition (backward pass) made it."""
     stack = eqn.source_info.name_stack.stack
-    names = tuple(s.name for s in stack if isinstance(s, _source_info.Scope))
-    backward = any(isinstance(s, _source_info.Transform) and s.name == "transpose" for s in stack)
+    names = tuple(s.name for s in stack if type(s).__name__ == "Scope")
+    backward = any(type(s).__name__ == "Transform" and s.name == "transpose" for s in stack)
     return names, backward
 
 
@@ -136,9 +184,13 @@ _JAX_FILES = os.path.dirname(jax.__file__) + os.sep
 def user_line(source_info: Any) -> str:
     """``file:line`` of the user's code that made an equation, or an empty string."""
     if source_info is not None and source_info.traceback is not None:
-        for frame in _source_info.user_frames(source_info.traceback):
-            if not frame.file_name.startswith(_OWN_FILES):
-                return f"{frame.file_name}:{frame.start_line}"
+        if _source_info is not None:  # leaves out what libraries (Flax) registered as theirs
+            frames = ((f.file_name, f.start_line) for f in _source_info.user_frames(source_info.traceback))
+        else:
+            frames = ((f.file_name, f.line_num) for f in source_info.traceback.frames)
+        for file, line in frames:
+            if not file.startswith((_OWN_FILES, _JAX_FILES)):
+                return f"{file}:{line}"
     return ""
 
 
@@ -198,7 +250,10 @@ def error_line(error: BaseException) -> str:
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Jaxprs among the parameters of an equation."""
-    yield from _core.jaxprs_in_params(params)
+    for value in params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, _extend.Jaxpr | _extend.ClosedJaxpr):
+                yield getattr(each, "jaxpr", each)
 
 
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
@@ -222,7 +277,7 @@ def abstract_mesh_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
 
 _leave_p = _extend.Primitive("multimesh_leave")
 _leave_p.def_impl(lambda x: x)
-_leave_p.def_abstract_eval(lambda x: _core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
+_leave_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
 _ad.deflinear2(_leave_p, lambda cotangent, _: [cotangent])
 _batching.defvectorized(_leave_p)
 _mlir.register_lowering(_leave_p, lambda ctx, x: [x])
@@ -320,7 +375,7 @@ def transfer(
     to do, which takes eight times as long as the copy. Call it inside `explicit_transfers`.
     """
     layouts = list(layouts)
-    if all(map(_shard_by_shard, sources, layouts, avals)):
+    if _xla_client is not None and all(map(_shard_by_shard, sources, layouts, avals)):
         devices = [layout._internal_device_list.addressable_device_list for layout in layouts]
         semantics = [_xla_client.ArrayCopySemantics.REUSE_INPUT] * len(layouts)
         copy = _xla_client.batched_copy_array_to_devices_with_sharding
@@ -340,7 +395,7 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
     return parts[0] == parts[1]
 
 
-explicit_transfers = _config.explicit_device_put_scope
+explicit_transfers = _config.explicit_device_put_scope if _config is not None else contextlib.nullcontext
 
 
 def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
@@ -350,9 +405,7 @@ def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     and only with versions of JAX that were tried, as loading a program for the wrong devices ends the process. With a
     persistent compilation cache each submesh has its own entry there: XLA can't store again what it took from it.
     """
-    if jax.__version_info__ >= (0, 11) or (
-        jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
-    ):
+    if _compiler is None or (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):
         return None
     lowering = lowered._lowering
     arguments = lowering.compile_args
@@ -411,21 +464,37 @@ def on_mesh(compiled: Any, lowered: Any, mesh: Mesh) -> Any:
     """A program that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself."""
     if mesh == auto(mesh):
         return compiled
+    if _compiler is None:
+        return _OnMesh(compiled, mesh)
     unloaded = compiled._executable._unloaded_executable
-    shardings = [
-        NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) if isinstance(s, NamedSharding) else s
-        for s in unloaded.output_shardings
-    ]
+    shardings = _relabelled(unloaded.output_shardings, mesh)
     return _loaded(dataclasses.replace(unloaded, output_shardings=shardings), lowered)
 
 
+def _relabelled(shardings: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """The same layouts on another mesh of the same devices."""
+    return [
+        NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) if isinstance(s, NamedSharding) else s for s in shardings
+    ]
+
+
+class _OnMesh:
+    """A program whose results are laid out on another mesh of the same devices."""
+
+    def __init__(self, compiled: Any, mesh: Mesh):
+        self._compiled = compiled
+        self.output_shardings = _relabelled(compiled.output_shardings, mesh)
+
+    def __call__(self, *args: Any) -> list[Any]:
+        return [
+            jax.make_array_from_single_device_arrays(x.shape, s, [shard.data for shard in x.addressable_shards])
+            for x, s in zip(self._compiled(*args), self.output_shardings, strict=True)
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
 def _loaded(unloaded: Any, lowered: Any) -> Any:
-    return jax.stages.Compiled(
-        unloaded.load(),
-        [],
-        lowered.args_info,
-        lowered.out_tree,
-        lowered._no_kwargs,
-        lowered._in_types,
-        lowered._out_types,
-    )
+    types = lowered.args_info, lowered.out_tree, lowered._no_kwargs, lowered._in_types, lowered._out_types
+    return jax.stages.Compiled(unloaded.load(), [], *types)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from multimesh import _compat
 from multimesh.contexts import Options
 from multimesh.passes.arrange import arrange, cut
 from multimesh.passes.inline import inline
@@ -65,7 +66,8 @@ class Pass:
 
 def passes(traced: Traced) -> Iterator[Pass]:
     """Run every pass, one at each step of the iterator."""
-    program = inline(traced.closed, traced.devices)
+    with _compat.tried_version():
+        program = inline(traced.closed, traced.devices)
     yield Pass("inline", program)
     home = None if has_tasks(program) else traced.home
     program = fuse(program)

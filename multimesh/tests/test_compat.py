@@ -1,0 +1,86 @@
+"""JAX's private parts: one file uses them, and everything works without."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import multimesh
+from multimesh import _compat
+
+SOURCES = Path(multimesh.__file__).parent
+STEP = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh
+import multimesh as mm
+from multimesh import _compat
+
+assert _compat._config is None and _compat._xla_client is None
+grid = np.array(jax.devices()).reshape(2, 2, 2)
+kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+meshes = [Mesh(g, ("data", "model"), axis_types=(kind,) * 2) for g, kind in zip(grid, kinds)]
+
+def loss(w, x):
+    h = mm.task(lambda w, x: jnp.tanh(x @ w), "a", mesh=meshes[0])(w[0], x)
+    return jnp.mean(mm.task(lambda w, h: jnp.cos(h @ w), "b", mesh=meshes[1])(w[1], h))
+
+def step(w, x):
+    total = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=4, schedule="1f1b")(w, x)
+    return jax.tree.map(lambda g: g / 4, total)
+
+w = [np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)] * 2
+x = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
+jitted = mm.jit(step)
+assert jitted(w, x)[1][0].sharding.mesh == meshes[0]
+got = jitted(w, x)
+jax.tree.map(np.testing.assert_array_equal, got, jitted(w, x))
+assert len(jitted.compiled) == 1
+with jax.default_matmul_precision("highest"):
+    jitted(w, x)
+assert len(jitted.compiled) == 2
+want = jax.jit(jax.value_and_grad(loss))(w, x)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+try:
+    mm.jit(lambda x: jax.lax.fori_loop(0, 2, lambda i, x: loss(w, x) + x, x))(x)
+except mm.MultiMeshError as error:
+    print(error)
+"""
+
+
+def test_only_one_file_names_private_parts_of_jax():
+    named = {
+        path.name
+        for path in SOURCES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax._src"))
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("jax._src."))
+        or (isinstance(node, ast.Attribute) and node.attr == "_src")
+    }
+    assert named <= {"_compat.py"}
+
+
+def test_a_step_without_private_parts():
+    env = os.environ | {"MULTIMESH_PUBLIC_JAX": "1"}
+    done = subprocess.run([sys.executable, "-c", STEP], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"<string>:\d+: this (while|scan) has tasks on 2 submeshes", done.stdout)
+
+
+def test_a_jax_that_was_never_tried_is_named_when_it_does_not_work(monkeypatch):
+    monkeypatch.setattr(_compat, "_NEWER", True)
+    said = pytest.raises(multimesh.MultiMeshError, match=rf"needs jax>=0\.9,<0\.11 .* {jax.__version__}")
+    with said, _compat.tried_version():
+        raise AttributeError("module 'jax' has no attribute 'x'")
+
+
+@pytest.mark.parametrize(("version", "said"), [("(0, 8, 1)", "MultiMesh needs jax>=0.9,<0.11"), ("(0, 11, 0)", "")])
+def test_the_range_of_versions(version, said):
+    code = f"import jax; jax.__version_info__ = {version}; from multimesh import _compat; print(_compat._config)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert said in done.stderr
+    assert done.stdout.strip() == ("" if said else "None")
