@@ -16,7 +16,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, contexts, ir, marks
-from multimesh.arguments import Signature, abstract, dynamic, per_leaf, replaced, spec_of, stripped
+from multimesh.arguments import (
+    Signature,
+    abstract,
+    dynamic,
+    leaf_names,
+    parameter_names,
+    per_leaf,
+    replaced,
+    spec_of,
+    stripped,
+)
 from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.layouts import derive, matching
@@ -254,7 +264,8 @@ class Jitted:
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
         out_tree = jax.tree.structure(shapes)
         donated = self._donated_leaves(signature.tree)
-        alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated)
+        parameters = parameter_names(self._fn, self._static)
+        alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated, parameters)
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
         traced = Traced(closed, devices, options, home, signature.specs, donated, alike)
         stages = passes(traced)
@@ -273,6 +284,7 @@ class Jitted:
             out_specs,
             jax.tree.structure(tuple(dynamic(positional, self._static))),
             derive(plan, program, signature.specs),
+            leaf_names(signature.tree, parameters),
         )
 
     def _check_axes(self, plan: Plan, tree: Any, out_specs: Iterable[PartitionSpec]) -> None:

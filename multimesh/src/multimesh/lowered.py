@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A partitioned function, before compilation."""
+    """A partitioned function, before compilation; ``names`` are those of the argument leaves in messages."""
 
     plan: Plan
     traced: Traced
@@ -33,6 +33,7 @@ class Lowered:
     out_specs: dict[int, PartitionSpec]
     in_tree: Any = None
     derived: Mapping[tuple[int, int], PartitionSpec] = dataclasses.field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
     @property
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
@@ -53,7 +54,7 @@ class Lowered:
         """Compile every program; in parallel where their layouts allow. Options go to XLA as they are."""
         with _compat.without_mesh():
             compiled = compile_plan(self.plan, self.specs, self.out_specs, compiler_options, self.derived)
-            return Compiled(self, Runner(compiled))
+            return Compiled(self, Runner(compiled, self.names))
 
     def as_text(self) -> str:
         """The plan, then the operations of each program."""

@@ -137,7 +137,7 @@ class Plan:
     constants
         (array, slot): captured arrays and microbatch numbers, placed once.
     outputs
-        For each result: a slot, an argument leaf that is passed through, or a literal.
+        For each result: a slot of its own, an argument leaf that no operation reads, or a literal.
     donations
         Kernel to the positions of its arguments whose buffers it may reuse.
     like

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multimesh import _compat
 from multimesh.compiling import CompiledPlan
+from multimesh.errors import UsageError
 
 
 class Runner:
@@ -19,15 +21,19 @@ class Runner:
     behind but donated arguments that were already consumed.
     """
 
-    def __init__(self, compiled: CompiledPlan):
+    def __init__(self, compiled: CompiledPlan, names: Sequence[str]):
         self.compiled = compiled
+        self._names = names
         plan = compiled.plan
         self._inputs = tuple((arg, slot, compiled.layouts[slot]) for arg, slot in plan.inputs)
-        placed = jax.device_put([a for a, _ in plan.constants], [compiled.layouts[s] for _, s in plan.constants])
+        layouts = [compiled.layouts[slot] for _, slot in plan.constants]
+        placed = jax.device_put([_fixed(array) for array, _ in plan.constants], layouts)
         self._blank: list[Any] = [None] * len(plan.slots)
         for (_, slot), array in zip(plan.constants, placed, strict=True):
             self._blank[slot] = array
+        self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
         self.steps = tuple(_steps(compiled))
+        self._donated = _donated(compiled)
 
     @property
     def constants(self) -> dict[int, Any]:
@@ -35,8 +41,16 @@ class Runner:
         return {slot: array for slot, array in enumerate(self._blank) if array is not None}
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
-        """Run on flat arguments; returns flat results."""
+        """Run on flat arguments; returns flat results.
+
+        Raises
+        ------
+        UsageError
+            Where a donated argument and another one are the same buffer.
+        """
         env = self._staged(args)
+        if self._donated:
+            self._check_buffers(env)
         with _compat.explicit_transfers():
             for call, ins, outs, frees in self.steps:
                 results = call(*[env[i] for i in ins])
@@ -45,7 +59,24 @@ class Runner:
                 del results
                 for slot in frees:
                     env[slot] = None
-        return [_result(kind, value, env, args) for kind, value in self.compiled.plan.outputs]
+        return [
+            env[value] if kind == "slot" else _copy(args[value] if kind == "arg" else value)
+            for kind, value in self._outputs
+        ]
+
+    def _check_buffers(self, env: Sequence[Any]) -> None:
+        """XLA would refuse a donated buffer that is there twice on one device, and end the process on several."""
+        found: dict[int, tuple[int, bool]] = {}
+        for arg, slot, layout in self._inputs:
+            if not self.compiled.plan.slots[slot].nbytes or not layout.addressable_devices:
+                continue
+            donated = slot in self._donated
+            other, also = found.setdefault(env[slot].addressable_data(0).unsafe_buffer_pointer(), (arg, donated))
+            if other != arg and (donated or also):
+                raise UsageError(
+                    f"{self._names[other]} and {self._names[arg]} are the same buffer, and one of them is donated; "
+                    "give one of them as a copy: jnp.copy(x)"
+                )
 
     def _staged(self, args: Sequence[Any]) -> list[Any]:
         env = list(self._blank)
@@ -65,10 +96,20 @@ class Runner:
         return env
 
 
-def _result(kind: str, value: Any, env: Sequence[Any], args: Sequence[Any]) -> Any:
-    if kind == "slot":
-        return env[value]
-    return jnp.asarray(args[value] if kind == "arg" else value)
+def _fixed(array: Any) -> Any:
+    """A captured array as it is now: on CPUs ``jax.device_put`` may keep to NumPy's memory."""
+    return array.copy() if isinstance(array, np.ndarray) else array
+
+
+_copy = jax.jit(lambda x: x)  # every result has a buffer of its own
+
+
+def _donated(compiled: CompiledPlan) -> frozenset[int]:
+    """Slots of arguments whose buffers a program may reuse."""
+    plan = compiled.plan
+    given = {slot for _, slot in plan.inputs}
+    runs = (step for step in plan.instructions if step.kind == "RUN" and step.kernel is not None)
+    return frozenset(given.intersection(step.ins[i] for step in runs for i in plan.donations.get(step.kernel or 0, ())))
 
 
 _Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]

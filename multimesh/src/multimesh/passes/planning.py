@@ -229,8 +229,8 @@ class _Builder:
 
     def finish(self, donated: frozenset[int], alike: Mapping[int, int]) -> Plan:
         """Results, layouts, donations and frees."""
-        outputs = tuple(self._output(o) for o in self.program.outputs)
-        like = self._layouts(outputs, alike)
+        outputs, passed = self._outputs()
+        like = self._layouts(outputs, alike) | passed
         kept = {value for kind, value in outputs if kind == "slot"}
         last = self._last_use()
         plan = Plan(
@@ -249,6 +249,38 @@ class _Builder:
         donations = _donations(plan, last, kept, donated)
         held = kept | {slot for _, slot in self.constants}
         return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, held)))
+
+    def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
+        """Where each result is, and the argument that a slot has the layout of because it is passed through.
+
+        As under `jax.jit` every result has a buffer of its own: one that is an argument, or is there twice, is copied.
+        """
+        outputs = [self._output(o) for o in self.program.outputs]
+        arg_of = {slot: arg for arg, slot in self.inputs}
+        taken: set[int] = set()
+        copied: dict[int, list[int]] = collections.defaultdict(list)
+        for position, (kind, slot) in enumerate(outputs):
+            if kind == "slot" and (slot in arg_of or slot in taken):
+                copied[self.slots[slot].submesh].append(position)
+            elif kind == "slot":
+                taken.add(slot)
+        passed: dict[int, tuple[int, ...]] = {}
+        for submesh, positions in copied.items():
+            ops = tuple(
+                ir.Op(_compat.copy_p, {}, (value,), (ir.Value(value.aval),), mesh=self.meshes[submesh])
+                for value in (self.program.outputs[p] for p in positions)
+            )
+            values = tuple(dict.fromkeys(v for op in ops for v in op.reads))
+            made = tuple(op.outs[0] for op in ops)
+            ins, outs = (tuple(self._slot(v, submesh) for v in group) for group in (values, made))
+            kernel = self._kernel(Kernel("results", submesh, ops, ins=values, outs=made))
+            self.steps.append(Instruction("RUN", submesh, "results", kernel=kernel, ins=ins, outs=outs))
+            for position, slot in zip(positions, outs, strict=True):
+                source = outputs[position][1]
+                outputs[position] = "slot", slot
+                if source in arg_of:
+                    passed[slot] = (arg_of[source],)
+        return tuple(outputs), passed
 
     def _output(self, atom: ir.Atom) -> tuple[str, Any]:
         if not isinstance(atom, ir.Value):

@@ -1,0 +1,197 @@
+"""Arguments and results as arrays: which buffers they share, which are donated, and which result replaces which."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pipelines import Split, assert_same, submeshes
+
+import multimesh as mm
+
+sizes = pytest.mark.parametrize("size", [1, 2])
+
+
+def buffers(tree):
+    """Addresses of the shards of a leaf, or of all leaves."""
+    return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+
+
+def ones(split, stage, *shape):
+    return jax.device_put(jnp.ones(shape or (4, 4)), NamedSharding(split.mesh(stage), P()))
+
+
+def aligned(count):
+    """A NumPy array whose memory JAX may use as it is."""
+    raw = np.zeros(4 * count + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + 4 * count].view(np.float32)
+
+
+def both(stage, w, v):
+    """Something on each of two submeshes."""
+    return stage(0, lambda w: w + 1)(w), stage(1, lambda v: v * 2)(v)
+
+
+def plain(_, fn):
+    return fn
+
+
+@sizes
+def test_every_result_has_a_buffer_of_its_own(size):
+    """Arguments that pass through, the same array twice, captured arrays: as under jax.jit."""
+    split = Split(submeshes(2, (size,)))
+    captured, table = ones(split, 0, 3), aligned(512)
+
+    def f(stage):
+        def g(w, unread, key):
+            up, down = both(stage, w, w)
+            return [w, w, unread, unread, up, up, down, captured, captured, table, stage(1, jnp.sin)(table), key]
+
+        return g
+
+    def arguments():
+        return ones(split, 0), ones(split, 1), jax.random.key(1)
+
+    args = arguments()
+    compiled = mm.jit(f(split))
+    got = compiled(*args)
+    held = buffers([args, captured, got])
+    assert len(set(held)) == len(held)
+    want = jax.device_get(jax.jit(f(plain))(*jax.device_get(args)))
+    table[:] = 7
+    for x in args:
+        x.delete()
+    assert_same(got, want)
+    assert_same(compiled(*arguments()), want)
+
+
+@sizes
+def test_a_donated_argument_that_passes_through_keeps_its_buffer(size):
+    split = Split(submeshes(2, (size,)))
+    w, x = ones(split, 1), ones(split, 0)
+    before = buffers(w)
+    f = mm.jit(lambda w, x: ((w, w), split(1, jnp.add)(w, x)), donate_argnums=0)
+    (same, again), total = f(w, x)
+    assert w.is_deleted()
+    assert before in (buffers(same), buffers(again))
+    assert_same([same, again, total], [jnp.ones((4, 4))] * 2 + [jnp.full((4, 4), 2.0)])
+
+
+@sizes
+@pytest.mark.parametrize("donate", [(0,), (0, 1)])
+@pytest.mark.parametrize("other", ["the array", "an equal layout"])
+def test_one_buffer_that_is_donated_and_given_again_is_refused(size, donate, other):
+    """jax.jit raises so on one device, and XLA ends the process on two."""
+    split = Split(submeshes(2, (size,)))
+    w = {"w": ones(split, 0)}
+    v = w if other == "the array" else jax.device_put(w, NamedSharding(split.mesh(0), P(None, None)))
+    update = split(0, lambda w, v: (jax.tree.map(jnp.sin, w), jax.tree.map(jnp.cos, v)))
+    f = mm.jit(lambda params, average: update(params, average), donate_argnums=donate)
+    with pytest.raises(mm.UsageError, match=r"params\['w'\] and average\['w'\] are the same buffer.*jnp\.copy"):
+        f(w, v)
+    assert not w["w"].is_deleted()
+    assert_same(f(w, jax.tree.map(jnp.copy, v)), ({"w": jnp.sin(jnp.ones((4, 4)))}, {"w": jnp.cos(jnp.ones((4, 4)))}))
+
+
+@sizes
+def test_what_init_returns_twice_can_be_donated(size):
+    """A state that begins as a parameter and its average, as jax.jit would make it."""
+    split = Split(submeshes(2, (size,)))
+    init = mm.jit(lambda key: [split(0, lambda k: jax.random.normal(k, (4, 4)))(key)] * 2)
+    step = mm.jit(lambda w, average: both(split, w, average), donate_argnums=(0, 1))
+    for _ in range(2):
+        w, average = init(jax.random.key(0))
+        want = jax.jit(lambda w: both(plain, w, w))(jax.device_get(w))
+        assert_same(step(w, average), want)
+
+
+def momentum_step(stage, params, momentum, x):
+    """Two stages; momentum has the structure and the types of the parameters."""
+
+    def loss(params):
+        y = stage(0, lambda w, x: jnp.tanh(x @ w))(params["first"], x)
+        return stage(1, lambda w, y: jnp.mean((y @ w) ** 2))(params["second"], y)
+
+    grads = jax.grad(loss)(params)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+    return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
+
+
+ORDERS = {
+    "in order": lambda params, momentum: (params, momentum),
+    "by name": lambda params, momentum: {"momentum": momentum, "params": params},
+    "one state": lambda params, momentum: {"state": {"momentum": momentum, "params": params}, "loss": 0.0},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_second_tree_of_the_same_structure_keeps_its_layout_and_is_donated(order, compilations):
+    split = Split(submeshes(2, (2,)))
+    rng = np.random.default_rng(0)
+    host = [{k: rng.normal(size=(8, 8)).astype(np.float32) for k in ("first", "second")} for _ in range(2)]
+    specs = {"params": P(), "momentum": P("data")}
+    x = rng.normal(size=(3, 8)).astype(np.float32)
+
+    def place(tree, spec):
+        return {k: jax.device_put(jnp.array(tree[k]), NamedSharding(split.mesh(s), spec)) for s, k in enumerate(tree)}
+
+    def step(stage):
+        return lambda params, momentum, x: ORDERS[order](*momentum_step(stage, params, momentum, x))
+
+    def state(result):
+        found = result if isinstance(result, dict) else dict(zip(specs, result, strict=True))
+        found = found.get("state", found)
+        return found["params"], found["momentum"]
+
+    f = mm.jit(step(split), donate_argnums=(0, 1))
+    reference = jax.jit(step(plain))
+    given = {name: place(tree, specs[name]) for name, tree in zip(specs, host, strict=True)}
+    params, momentum = given["params"], given["momentum"]
+    where = {k: (buffers(params[k]), buffers(momentum[k])) for k in params}
+    counts = []
+    for _ in range(3):
+        params, momentum = state(f(params, momentum, x))
+        host = state(reference(*host, x))
+        assert_same([params, momentum], list(host))
+        assert {k: (buffers(params[k]), buffers(momentum[k])) for k in params} == where
+        counts.append(len(compilations))
+    assert counts[-1] == counts[-2]
+    for tree, spec in ((params, P()), (momentum, P("data"))):
+        for s, leaf in enumerate(tree.values()):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(split.mesh(s), spec), 2)
+
+
+State = collections.namedtuple("State", "step params momentum")
+
+
+@pytest.mark.parametrize("form", [State, lambda *parts: dict(zip(State._fields, parts, strict=True)), lambda *p: p])
+def test_every_leaf_of_a_donated_state_is_replaced_by_its_own(form):
+    """Also the scalar beside two trees of one structure; gradients have the layout of the first of these."""
+    split = Split(submeshes(2, (2,)))
+
+    def lie(stage, spec):
+        return jax.device_put(jnp.ones((4, 4)), NamedSharding(split.mesh(stage), spec))
+
+    def state():
+        step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(split.mesh(1), P()))
+        return form(step, [lie(0, P()), lie(1, P())], [lie(0, P("data")), lie(1, P("data"))])
+
+    @mm.jit
+    def f(state):
+        step, params, momentum = jax.tree.unflatten(jax.tree.structure((0, [0, 0], [0, 0])), jax.tree.leaves(state))
+        if isinstance(state, dict):
+            momentum, params, step = state["momentum"], state["params"], state["step"]
+        grads = [split(s, jnp.cos)(p) for s, p in enumerate(params)]
+        momentum = [split(s, jnp.add)(m, g) for s, (m, g) in enumerate(zip(momentum, grads, strict=True))]
+        params = [split(s, jnp.subtract)(p, m) for s, (p, m) in enumerate(zip(params, momentum, strict=True))]
+        return grads, form(split(1, lambda n: n + 1)(step), params, momentum)
+
+    grads, after = f(state())
+    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(state()), strict=True):
+        assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+    for s, g in enumerate(grads if form is State else ()):
+        assert g.sharding.is_equivalent_to(NamedSharding(split.mesh(s), P()), 2)
