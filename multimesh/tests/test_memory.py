@@ -3,10 +3,14 @@
 import gc
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from measure import device_bytes, peak_bytes
 from models import MLP, TRANSFORMER
+from multimesh.passes.propagate import slot_axes, ways
 from pipelines import Split, assert_placed, gradient, submeshes
 
 import multimesh as mm
@@ -109,3 +113,61 @@ def test_during_a_step_every_array_lies_on_one_stage():
     assert not spread
     assert set(seen.values()) == {1}  # every stage did hold an array shaped like its own weights: its gradient
     assert_placed(split, grads, MLP.owners(params))
+
+
+WIDTH, ROWS = 64, 256
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    """A training step of two stages, each on (data 2, model 2): rows sharded over data, matrices over model."""
+    stages = submeshes(2, (2, 2))
+
+    def layer(number, weights, y):
+        y = jax.lax.with_sharding_constraint(y, NamedSharding(stages[number].abstract_mesh, P("data")))
+        return jnp.tanh(y @ weights["up"]) @ weights["down"]
+
+    def loss(model, y):
+        for number in range(2):
+            y = mm.task(lambda w, y, n=number: layer(n, w, y), f"layer{number}", mesh=stages[number])(model[number], y)
+        return jnp.sum(y**2)
+
+    def step(state, batch):
+        grads = mm.microbatch(lambda rows: jax.grad(loss)(state["model"], rows), size=ROWS // 4)(batch)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["optimizer"], grads)
+        return {"model": jax.tree.map(lambda w, m: w - 0.1 * m, state["model"], moments), "optimizer": moments}
+
+    def matrix(number, shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(stages[number], spec))
+
+    model = [
+        {"up": matrix(n, (WIDTH, 4 * WIDTH), P(None, "model")), "down": matrix(n, (4 * WIDTH, WIDTH), P("model"))}
+        for n in range(2)
+    ]
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=NamedSharding(stages[0], P("data")))
+    return mm.jit(step, donate_argnums=0).lower({"model": model, "optimizer": model}, batch)
+
+
+def test_a_forecast_of_arguments_and_sums_is_exact(lowered):
+    gradients = 2 * 4 * WIDTH * WIDTH * 4 // 2  # two float32 matrices, each over two devices of the model axis
+    batch = ROWS * WIDTH * 4 // 2
+    for found, rows in zip(lowered.memory_forecast(), (batch, 0), strict=True):
+        assert found.sums == gradients
+        assert found.arguments == pytest.approx(2 * gradients + rows, abs=64)  # microbatch numbers
+        assert found.values > 0
+        assert found.total == found.arguments + found.sums + found.values + found.workspace
+
+
+def test_forecast_layouts_and_workspace_are_those_of_xla(lowered):
+    plan, compiled = lowered.plan, lowered.compile()
+    args = dict(map(reversed, plan.inputs))
+    slots, _ = slot_axes(plan, {slot: lowered.specs[arg] for slot, arg in args.items()})
+    found, expected = 0.0, 0.0
+    for slot, layout in enumerate(compiled.compiled_plan.layouts):
+        where = plan.slots[slot]
+        found += where.nbytes / ways(slots.get(slot, ()), plan.submeshes[where.submesh])
+        expected += where.nbytes * np.prod(layout.shard_shape(where.shape)) / max(1, np.prod(where.shape))
+    assert found == pytest.approx(expected, rel=0.1)
+    for need, stats in zip(lowered.memory_forecast(), compiled.memory_analysis(), strict=True):
+        measured = stats["scratch"] / 4
+        assert 0.5 * measured <= need.workspace <= 2 * measured

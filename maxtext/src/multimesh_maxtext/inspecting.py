@@ -33,7 +33,7 @@ def end_before_training(jitted: Jitted, handoff: Handoff, state: Any, batch: Any
     """Write a forecast, or dump the compiled step, and end the process; return if neither is asked for."""
     if handoff.forecast:
         lowered = jitted.lower(state, batch)
-        memory.write(needs(lowered.plan, lowered.specs, state), Path(handoff.forecast))
+        memory.write(needs(lowered, state), Path(handoff.forecast))
         sys.exit()
     if handoff.dump_only:
         lowered = jitted.lower(state, batch)

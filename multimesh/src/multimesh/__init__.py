@@ -21,8 +21,10 @@ if TYPE_CHECKING:
         ignore_transforms,
         only_fuse_loop_tasks,
     )
-    from multimesh.jitted import jit
+    from multimesh.jitted import Jitted, jit
+    from multimesh.lowered import Compiled, Lowered
     from multimesh.marks import register_task
+    from multimesh.memory import MemoryForecast
     from multimesh.microbatching import microbatch
     from multimesh.modules import scope_nnx
     from multimesh.parallelizing import parallelize
@@ -32,7 +34,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Compiled": "lowered",
     "Instruction": "plan",
+    "Jitted": "jitted",
+    "Lowered": "lowered",
+    "MemoryForecast": "memory",
     "Plan": "plan",
     "autoshard": "contexts",
     "context": "contexts",
@@ -51,7 +57,11 @@ _HOME = {
 }
 
 __all__ = [
+    "Compiled",
     "Instruction",
+    "Jitted",
+    "Lowered",
+    "MemoryForecast",
     "MultiMeshError",
     "Plan",
     "UsageError",

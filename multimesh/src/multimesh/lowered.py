@@ -14,6 +14,7 @@ from multimesh import _compat
 from multimesh.compiling import CompiledPlan, compile_plan
 from multimesh.errors import UsageError
 from multimesh.layouts import input_shardings
+from multimesh.memory import MemoryForecast, forecast
 from multimesh.passes.pipeline import Pass, Traced, passes
 from multimesh.plan import Plan
 from multimesh.runtime import Runner
@@ -49,6 +50,22 @@ class Lowered:
             Programs, then parts of them, at last the plan.
         """
         return tuple(passes(self.traced))
+
+    def memory_forecast(self) -> tuple[MemoryForecast, ...]:
+        """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
+
+        They are read off the plan, the layouts of the arguments and the sharding constraints: ``arguments`` exactly,
+        the rest as far as XLA decides as expected. See `MemoryForecast`.
+
+        Returns
+        -------
+        tuple[MemoryForecast, ...]
+            One a submesh, in the order of ``plan.submeshes``, with ``arguments``, ``sums``, ``values``, ``workspace``
+            and their ``total``.
+        """
+        given = {slot: (arg, self.plan.slots[slot].submesh) for arg, slot in self.plan.inputs}
+        specs = {slot: self.derived.get(at, self.specs[at[0]]) or PartitionSpec() for slot, at in given.items()}
+        return forecast(self.plan, specs)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile every program; in parallel where their layouts allow. Options go to XLA as they are."""

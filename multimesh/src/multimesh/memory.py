@@ -1,0 +1,161 @@
+"""The memory that a plan will need on the devices of each submesh, from shapes and layouts alone."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+from jax.sharding import Mesh, PartitionSpec
+
+from multimesh import ir
+from multimesh.passes.propagate import Known, inside, propagate, slot_axes, ways
+from multimesh.plan import Instruction, Plan
+
+_ARRAYS = frozenset(
+    {
+        *("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cumsum", "top_k"),
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "dynamic_update_slice"),
+        *("concatenate", "pad", "random_bits", "scan", "while", "cond", "transpose"),
+    }
+)
+"""Operations whose results are arrays of their own; others are made where they are used if that is in one place."""
+
+_SAME = frozenset({"sharding_constraint", "name", "optimization_barrier", "reshape", "squeeze", "copy", "copy_p"})
+"""Operations whose results are their operands, one by one."""
+
+_CHEAP = frozenset(
+    {"broadcast_in_dim", "iota", "convert_element_type", "eq", "lt", "le", "gt", "ge", "and", "or", "not"}
+)
+"""Operations that are made again wherever they are used."""
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes on each device of a submesh.
+
+    Attributes
+    ----------
+    arguments
+        Held all the time: arguments of the call and captured arrays, copies for other submeshes among them.
+    sums, values, workspace
+        At the moment of the call when most is alive: sums over microbatches, such as gradients; other arrays that are
+        kept or sent between programs; what the running program makes for itself.
+    """
+
+    arguments: int
+    sums: int
+    values: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of the call."""
+        return sum(astuple(self))
+
+
+def forecast(plan: Plan, specs: dict[int, PartitionSpec]) -> tuple[MemoryForecast, ...]:
+    """Return what each submesh needs, given the specs of the slots that hold arguments."""
+    slots, kernels = slot_axes(plan, specs)
+    sizes = [
+        place.nbytes // ways(slots.get(i, ()), plan.submeshes[place.submesh]) for i, place in enumerate(plan.slots)
+    ]
+    work = {number: _workspace(plan, number, known) for number, known in kernels.items()}
+    static = {slot for _, slot in (*plan.inputs, *plan.constants)}
+    held = [0] * len(plan.submeshes)
+    for slot in static:
+        held[plan.slots[slot].submesh] += sizes[slot]
+    return tuple(MemoryForecast(a, *peak) for a, peak in zip(held, _peaks(plan, sizes, work, static), strict=True))
+
+
+def _peaks(
+    plan: Plan, sizes: Sequence[int], work: Mapping[int, int], static: set[int]
+) -> Iterable[tuple[int, int, int]]:
+    """Sums, values and workspace on each submesh when the three together are largest."""
+    runs = [step for step in plan.instructions if step.kernel is not None]
+    sums = {slot for step in runs for slot in step.ins[: len(plan.kernels[step.kernel or 0].sums)]}
+    args = {slot: arg for arg, slot in plan.inputs}
+    live: list[dict[int, int]] = [{} for _ in plan.submeshes]
+    peak = [(0, 0, 0)] * len(plan.submeshes)
+    for step in plan.instructions:
+        mine = live[step.submesh]
+        if step.kind == "FREE":
+            for slot in step.ins:
+                mine.pop(slot, None)
+        elif step.kind in ("RUN", "RECV"):
+            reused = _reused(plan, step, args)
+            mine |= {slot: 0 if slot in reused else sizes[slot] for slot in step.outs if slot not in static}
+            summed = sum(size for slot, size in mine.items() if slot in sums)
+            running = 0 if step.kernel is None else work.get(step.kernel, 0)
+            now = (summed, sum(mine.values()) - summed, running)
+            peak[step.submesh] = max(peak[step.submesh], now, key=sum)
+    return peak
+
+
+def _reused(plan: Plan, step: Instruction, args: Mapping[int, int]) -> set[int]:
+    """Results that take over the buffer of a donated argument."""
+    if step.kernel is None:
+        return set()
+    donated = {args[step.ins[i]] for i in plan.donations.get(step.kernel, ()) if step.ins[i] in args}
+    return {slot for slot in step.outs if plan.like.get(slot, (None,))[0] in donated}
+
+
+def _workspace(plan: Plan, number: int, known: Known) -> int:
+    """Bytes of the arrays that a program makes for itself, at the moment when most of them are alive."""
+    kernel = plan.kernels[number]
+    mesh = plan.submeshes[kernel.submesh]
+    run = next(step for step in plan.instructions if step.kernel == number)
+    # Sums that it reduces over devices; those that wait for the end of the loop it only adds. A microbatch's term is
+    # there as a product (in the peak), as it is laid out and reduced, and as it is added.
+    reduced = [v for v, slot in zip(kernel.sums, run.outs, strict=False) if slot not in plan.over]
+    outside = {*kernel.ins, *kernel.rows, *kernel.outs}
+    return 2 * sum(_size(v, known, mesh) for v in reduced) + _peak(
+        kernel.ops, known, outside, (*kernel.outs, *kernel.sums), mesh
+    )
+
+
+def _peak(ops: Sequence[ir.Op], known: Known, outside: set[ir.Value], wanted: Iterable[ir.Atom], mesh: Mesh) -> int:
+    """Most bytes of results alive at once; a result that is fused away keeps alive what it is made of."""
+    same: dict[ir.Value, ir.Value] = {}
+    for op in ops:
+        if op.prim.name in _SAME:
+            same |= {o: same.get(i, i) for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value)}
+    users = collections.Counter(same.get(v, v) for op in ops if op.prim.name not in _SAME for v in set(op.reads))
+    outside = outside | {same.get(v, v) for v in outside}
+    made_of: dict[ir.Value, tuple[ir.Value, ...]] = {}
+
+    def arrays(atoms: Iterable[ir.Atom]) -> Iterator[ir.Value]:
+        for v in ir.values(atoms):
+            origin = same.get(v, v)
+            yield from made_of.get(origin, (origin,))
+
+    last: dict[ir.Value, int] = {}
+    own: list[list[ir.Value]] = []
+    for n, op in enumerate(ops):
+        through = tuple(dict.fromkeys(arrays(op.ins)))
+        last |= dict.fromkeys(through, n)
+        name = op.prim.name
+        kept = name in _ARRAYS
+        mine = [v for v in op.outs if kept or v in outside or (users[v] > 1 and name not in _CHEAP | _SAME)]
+        made_of |= {v: (v,) if v in mine else through for v in op.outs}
+        own.append(mine)
+    last |= dict.fromkeys(arrays(wanted), len(ops))
+    live: dict[ir.Value, int] = {}
+    peak = 0
+    for n, op in enumerate(ops):
+        live |= {v: _size(v, known, mesh) for v in own[n] if v not in outside and last.get(v, -1) > n}
+        peak = max(peak, sum(live.values()) + _inside(op, known, mesh))
+        live = {v: size for v, size in live.items() if last[v] > n}
+    return peak
+
+
+def _inside(op: ir.Op, known: Known, mesh: Mesh) -> int:
+    """What one iteration of a scan, or a nested program, makes for itself."""
+    nested = inside(op, known)
+    if nested is None:
+        return 0
+    return _peak(nested.ops, propagate(nested.ops, nested.known, mesh), set(nested.known), nested.outputs, mesh)
+
+
+def _size(value: ir.Value, known: Known, mesh: Mesh) -> int:
+    return value.nbytes // ways(known.get(value, ()), mesh)
