@@ -78,9 +78,23 @@ remat_p = _primitives.remat_p
 sharding_constraint_p = _primitives.sharding_constraint_p
 add_p = _primitives.add_p
 copy_p = _primitives.copy_p
-optimization_barrier_p = (
-    jax.make_jaxpr(jax.lax.optimization_barrier)(jax.ShapeDtypeStruct((), np.float32)).jaxpr.eqns[0].primitive
-)
+
+
+def _primitive_of(fn: Callable[..., Any], size: int) -> Any:
+    """The primitive of a function of one that JAX does not name in public."""
+    return jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((size,), np.float32)).jaxpr.eqns[0].primitive
+
+
+optimization_barrier_p = _primitive_of(jax.lax.optimization_barrier, 1)
+PRIMITIVES: Mapping[str, Any] = {  # by name; an extension may give another primitive one of these names
+    p.name: p
+    for p in (
+        *vars(_primitives).values(),
+        optimization_barrier_p,
+        _primitive_of(lambda x: jax.lax.split(x, (1, 1)), 2),
+    )
+    if isinstance(p, _extend.Primitive)
+}
 
 
 def is_tracer(x: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from multimesh.passes.loops import fuse
 from programs import inlined, loops, names, on, ones, separated, text
@@ -44,13 +45,15 @@ def test_a_stacked_result_beside_a_sum():
     assert [op.prim.name for op in loop.ops if inner in op.outs] == ["mul"]
 
 
-def test_several_additions_to_one_carry():
-    """carry + a + b has two addends and no addition is left."""
-    (loop,) = loops(inlined(marked_scan(lambda c, x: ((c + x) + 2 * x, None), jnp.float32(0), 6), ones(6)))
-    assert names(loop.ops) == ["mul"]
-    (first, second) = loop.sums
-    assert first.out is second.out
-    assert {first.leaf, second.leaf} == {*loop.slices, loop.ops[0].outs[0]}
+@pytest.mark.parametrize(("dtype", "sums"), [(np.float32, 2), (np.float16, 1)])
+def test_several_additions_to_one_carry(dtype, sums):
+    """carry + a + b is a sum of a + b; each is summed by itself unless its partial sums might overflow."""
+    f, x = marked_scan(lambda c, x: ((c + x) + 2 * x, None), dtype(0), 6), jax.ShapeDtypeStruct((6,), dtype)
+    (loop,) = loops(inlined(f, x))
+    assert names(loop.ops) == ["mul", "add_any"]
+    assert (loop.sums[0].leaf, loop.ops[1].ins) == (loop.ops[1].outs[0], (*loop.slices, loop.ops[0].outs[0]))
+    (loop,) = loops(separated(f, x))
+    assert len(loop.sums) == sums
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,19 @@ def test_the_same_contribution_twice_counts_twice():
 
     (loop,) = loops(separated(mm.microbatch(jax.grad(f), **HALVES), ones(), ones(6)))
     assert names(loop.ops).count("add_any") + len(loop.sums) == 2
+
+
+def test_a_sum_of_cotangents_that_is_two_results():
+    """Nothing is taken apart that another result sums too."""
+
+    def f(w, x):
+        grad = jax.grad(lambda w: on(0, lambda w, x: jnp.sum(jnp.sin(w * x) * w))(w, x))(w)
+        return grad, grad
+
+    w, x = np.float32(0.5), np.arange(6, dtype=np.float32)
+    got = mm.jit(mm.microbatch(f, **HALVES))(w, x)
+    want = sum(jax.grad(lambda w, x=x: jnp.sum(jnp.sin(w * x) * w))(w) for x in (x[0::3], x[1::3], x[2::3]))
+    np.testing.assert_allclose(np.array(got), [want, want], rtol=1e-6)
 
 
 def test_an_initial_value_is_added_after_the_loop():

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir
 from multimesh.errors import internal_error
-from multimesh.passes.dimensions import links
+from multimesh.passes.primitives import links
 from multimesh.submesh import translate
 
 Axes = tuple[str, ...]

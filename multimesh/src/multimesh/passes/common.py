@@ -2,6 +2,9 @@
 
 Every stage of a pipeline runs the same optimizer, each on arrays of its own; the first and the last stage have a few
 arrays more, and so programs that are equal to no other. Cut in two, the part that most stages have is compiled once.
+
+No arithmetic is reordered: parts share no array, and scalars that several of them read are computed in each, from the
+same values. What has effects is not cut.
 """
 
 from __future__ import annotations

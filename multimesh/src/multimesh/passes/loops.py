@@ -1,19 +1,23 @@
-"""Microbatch loops: from scans to sums of independent iterations, and a forward loop with its transpose to one loop."""
+"""Microbatch loops: from scans to sums of independent iterations, and a forward loop with its transpose to one loop.
+
+A carry ``c`` that an iteration makes ``c + x`` of is the sum of all ``x``, added one by one in the order of the
+microbatches, in the carry's dtype: as the scan does it. Three things are reordered. The addends of one iteration,
+``(c + x) + y``, are added to each other first. Initial values other than zero are added last. And where ``x`` is a sum
+of cotangents, each has a sum of its own, if the dtype lets a sum be reordered (`primitives.reorders`). A sum starts at
++0.0, so that it is never -0.0, as that of the scan.
+"""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from multimesh import _compat, ir
 from multimesh.errors import MultiMeshError
 from multimesh.marks import LoopMark
-
-_ADDS = ("add", "add_any")
+from multimesh.passes.primitives import is_zero, known, reorders
 
 
 def from_scan(
@@ -37,6 +41,7 @@ def from_scan(
     changing = [c for c, out in zip(args[num_consts:], results[:num_carry], strict=False) if out is not c]
     carried = _carried(changing, ops)
     sums: list[ir.Sum] = []
+    joins: list[ir.Op] = []
     spent: set[int] = set()
     for carry_in, carry_out, init, out in zip(
         args[num_consts : num_consts + num_carry], results, ins[num_consts:], outs, strict=False
@@ -51,15 +56,12 @@ def from_scan(
                 f"{mark.where or _compat.user_line(eqn.source_info)}: a microbatch loop carries a value that is "
                 "not a plain sum over microbatches; iterations of multimesh.microbatch must be independent"
             )
-        sums += _as_sums(out, init, leaves)
+        total = leaves[0] if len(leaves) == 1 else ir.Value(out.aval)
+        joins += _joined(_compat.PRIMITIVES["add_any"], leaves, total)
+        sums.append(ir.Sum(out, init, total))
     stacks = dict(zip(outs[num_carry:], results[num_carry:], strict=True))
     kept = tuple(op for op in ops if id(op) not in spent)
-    return ir.Loop(mark, uid, kept, consts, slices, tuple(sums), stacks)
-
-
-def _as_sums(out: ir.Value, init: ir.Atom, leaves: list[ir.Atom]) -> list[ir.Sum]:
-    """One sum per addend; several share ``out``, which `separate` replaces by additions after the loop."""
-    return [ir.Sum(out, init if i == 0 else None, leaf) for i, leaf in enumerate(leaves)]
+    return ir.Loop(mark, uid, (*kept, *joins), consts, slices, tuple(sums), stacks)
 
 
 def _addends(
@@ -83,7 +85,7 @@ def _addends(
             leaves.append(atom)
         else:
             op = producer.get(atom)
-            if op is None or op.prim.name not in _ADDS:
+            if op is None or not known(op).adds:
                 return None
             chain.append(op)
             stack += reversed(op.ins)
@@ -183,24 +185,23 @@ def _linked(loop: ir.Loop, bodies: dict[ir.Value, ir.Atom]) -> ir.Loop:
 
 def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.Loop, list[ir.Op]]:
     uses = collections.Counter(v for op in loop.ops for v in op.reads)
-    uses.update(v for v in ir.values(loop.stacks.values()))
+    uses.update(ir.values([*loop.stacks.values(), *(s.leaf for s in loop.sums)]))
     inner = {o: op for op in loop.ops for o in op.outs}
     dropped: set[int] = set()
     sums: list[ir.Sum] = []
     joins: list[ir.Op] = []
-    by_out: dict[ir.Value, list[ir.Sum]] = collections.defaultdict(list)
     for s in loop.sums:
-        by_out[s.out].append(s)
-    for out, parts in by_out.items():
-        leaves = [leaf for s in parts for leaf in _split_leaf(s.leaf, inner, uses, dropped)]
-        inits = [s.init for s in parts if s.init is not None and not is_zero(s.init, producer)]
-        made = [ir.Sum(ir.Value(_aval(out, leaf)), None, leaf) for leaf in leaves]
-        addends: list[ir.Atom] = [s.out for s in made] + inits
+        leaves = _split_leaf(s.leaf, inner, uses, dropped)
+        made = [ir.Sum(ir.Value(_aval(s.out, leaf)), None, leaf) for leaf in leaves]
+        addends: list[ir.Atom] = [part.out for part in made]
+        if s.init is not None and not is_zero(s.init, producer):
+            addends.append(s.init)
         if len(addends) == 1:
-            sums.append(replace(made[0], out=out))
+            sums.append(replace(made[0], out=s.out))
             continue
         sums += made
-        joins += _joined(addends, out, loop.source, loop.backward)
+        added = _joined(_compat.add_p, addends, s.out)
+        joins += [replace(op, backward=loop.backward, source=loop.source) for op in added]
     ops = [op for op in loop.ops if id(op) not in dropped]
     sums = [replace(s, leaf=_made(s.leaf, s.out, inner, ops)) for s in sums]
     stacks = {o: _made(i, o, inner, ops, stacked=True) for o, i in loop.stacks.items()}
@@ -239,12 +240,13 @@ def _aval(out: ir.Value, leaf: ir.Atom) -> Any:
     return leaf.aval if isinstance(leaf, ir.Value) else out.aval
 
 
-def _joined(addends: list[ir.Atom], out: ir.Value, source: Any, backward: bool) -> list[ir.Op]:
+def _joined(add: Any, addends: Sequence[ir.Atom], out: ir.Value) -> list[ir.Op]:
+    """Additions that make ``out`` of several addends, in order."""
     ops = []
     total = addends[0]
     for i, addend in enumerate(addends[1:]):
         result = out if i == len(addends) - 2 else ir.Value(out.aval)
-        ops.append(ir.Op(_compat.add_p, {}, (total, addend), (result,), backward=backward, source=source))
+        ops.append(ir.Op(add, {}, (total, addend), (result,)))
         total = result
     return ops
 
@@ -252,29 +254,22 @@ def _joined(addends: list[ir.Atom], out: ir.Value, source: Any, backward: bool) 
 def _split_leaf(
     leaf: ir.Atom, inner: dict[ir.Value, ir.Op], uses: collections.Counter[ir.Value], dropped: set[int]
 ) -> list[ir.Atom]:
-    """Addends of a leaf that is itself a sum (of cotangents) which nothing else reads."""
+    """Addends of a leaf that is itself a sum (of cotangents) which nothing else reads.
+
+    ``uses`` counts reads by operations, sums and stacks.
+    """
     leaves: list[ir.Atom] = []
     stack = [leaf]
     while stack:
         atom = stack.pop()
         op = inner.get(atom) if isinstance(atom, ir.Value) else None
-        if op is not None and op.prim.name == "add_any" and uses[atom] == 0 and id(op) not in dropped:
-            dropped.add(id(op))
-            uses.subtract(op.reads)
+        alone = isinstance(atom, ir.Value) and uses[atom] == 1 and reorders(atom.aval.dtype)
+        if op is not None and op.prim is _compat.PRIMITIVES["add_any"] and alone:
+            dropped.add(id(op))  # what it read is now a leaf, and as often read as before
             stack += reversed(op.ins)
         else:
             leaves.append(atom)
     return leaves
-
-
-def is_zero(atom: ir.Atom, producer: Mapping[ir.Value, ir.Op]) -> bool:
-    """Whether a value is zeros, made from a literal."""
-    while isinstance(atom, ir.Value):
-        op = producer.get(atom)
-        if op is None or op.prim.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
-            return False
-        atom = op.ins[0]
-    return bool(np.all(np.asarray(atom.val) == 0))
 
 
 def _pruned(program: ir.Program) -> list[ir.Item]:

@@ -3,6 +3,10 @@
 A forward fragment hands its backward fragment every intermediate value that the derivative reads. Many follow from
 others by arithmetic that costs less than an array that is held (or sent) and handed to a program: what XLA's own
 fusion does inside one program, done here between programs (`keep_less`) and between submeshes (`send_less`).
+
+No arithmetic is reordered: the same operation reads the same values once more, whatever they are (NaN and infinities
+too). Those that may be repeated are the cheap ones of `primitives`, which are pure. As with `jax.checkpoint`, two
+programs may round a chain of them differently by a last bit.
 """
 
 from __future__ import annotations
@@ -15,16 +19,8 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.passes.fragment import Fragment, with_interfaces
+from multimesh.passes.primitives import known
 
-ELEMENTWISE = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square", "integer_pow"),
-        *("sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "is_finite", "pow"),
-        *("convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota"),
-        *("copy", "copy_p", "slice", "split", "rev", "real", "imag"),
-    )
-)
 _DEPTH = 24  # operations between a repeated value and what it is computed from
 
 _Position = tuple[int, ...]
@@ -111,7 +107,7 @@ class _Localiser:
         return self._maker[value][1]
 
     def _may_repeat(self, op: ir.Op) -> bool:
-        return op.prim.name in ELEMENTWISE and not op.effects and self._allowed(op)
+        return known(op).cheap and not op.effects and self._allowed(op)
 
     def _here(self, value: ir.Value) -> bool:
         """Whether a value costs nothing: already read, or an input of the loop that this submesh has anyway."""

@@ -6,6 +6,11 @@ instead, along a leading dimension that is laid out as the rows are. The accumul
 bytes on each device as before, and are summed after the loop.
 
 Axes that lay out a weight are left alone: a term would be larger there than the accumulator that it replaces.
+
+What comes between the sum over rows and the accumulator is done to each term instead of their sum, so it must be
+linear; and terms of all microbatches are added before those of the devices, so the dtype must let a sum be reordered.
+`primitives` says which operations and dtypes are so. The other operand of a product or quotient must not be what is
+summed: it is the same for every term.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,13 +31,8 @@ from multimesh.compiling import evaluate
 from multimesh.errors import internal_error
 from multimesh.passes.autoshard import Axes, Layouts, Node
 from multimesh.passes.inline import flattened
-from multimesh.passes.loops import is_zero
 from multimesh.passes.place import Homes
-
-_LINEAR = frozenset(
-    ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "neg", "div", "reduce_sum")
-)
-_Rows = list[tuple[ir.Value, int]]  # a dimension, of each operand that has it
+from multimesh.passes.primitives import Group, linear_in, sums_over
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,56 +121,24 @@ class _Search:
         op = self._maker.get(leaf) if isinstance(leaf, ir.Value) and self._uses[leaf] == 1 else None
         if op is None or op.mesh is None or len(op.outs) != 1 or op.effects or op.after:
             return None
-        for rows in _summed(op, self._maker):
+        for rows in sums_over(op, self._maker):
             names = self._names(rows, op.mesh)
             if _ways(names, op.mesh) > 1:
                 return _Term((op,), dict(rows), op.mesh, names)
-        through = op.ins[:1] if op.prim.name in _LINEAR else op.ins if op.prim.name == "mul" else ()
-        before = next(filter(None, map(self.term, through)), None)
+        before = next(filter(None, (self.term(op.ins[i]) for i in linear_in(op))), None)
         if before is None or (op.mesh, op.backward) != (before.mesh, before.chain[0].backward):
+            return None
+        if any(v in before.rows for v in op.reads):  # needs all rows, of which a part of the sum has a part
             return None
         return replace(before, chain=(*before.chain, op))
 
-    def _names(self, rows: _Rows, mesh: Mesh) -> Axes:
+    def _names(self, rows: Group, mesh: Mesh) -> Axes:
         names = next(filter(None, (self._axes.get((v, mesh, d)) for v, d in rows)), ())
         return tuple(itertools.takewhile(lambda name: name not in self._of_weights[mesh], names))
 
 
 def _ways(names: Axes, mesh: Mesh) -> int:
     return math.prod(mesh.shape[name] for name in names)
-
-
-def _summed(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[_Rows]:
-    """Dimensions that a reduction sums over: each as that of every operand which has it, one operand once."""
-    rule = _REDUCTIONS.get(op.prim.name)
-    for group in rule(op, maker) if rule is not None else ():
-        kept = [(atom, d) for atom, d in group if isinstance(atom, ir.Value)]
-        if len({v for v, _ in kept}) == len(group):
-            yield kept
-
-
-def _product(op: ir.Op, _maker: Any) -> Iterator[list[tuple[ir.Atom, int]]]:
-    (left, right), _ = op.params["dimension_numbers"]
-    yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(left, right, strict=True))
-
-
-def _reduce_sum(op: ir.Op, _maker: Any) -> Iterator[list[tuple[ir.Atom, int]]]:
-    yield from ([(op.ins[0], a)] for a in op.params["axes"])
-
-
-def _scatter_add(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[list[tuple[ir.Atom, int]]]:
-    """Into zeros: the gradient of an embedding."""
-    zeros, indices, updates = op.ins
-    numbers = op.params["dimension_numbers"]
-    if not is_zero(zeros, maker):
-        return
-    scattered = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
-    for d, at in enumerate(scattered):
-        if d not in numbers.scatter_indices_batching_dims:
-            yield [(indices, d), (updates, at)]
-
-
-_REDUCTIONS = {"dot_general": _product, "reduce_sum": _reduce_sum, "scatter-add": _scatter_add}
 
 
 def _cut(term: _Term, traces: _Traces) -> tuple[tuple[ir.Op, ...], ir.Value]:

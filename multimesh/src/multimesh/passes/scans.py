@@ -1,4 +1,7 @@
-"""Split a scan in two: one makes what is needed soon, the other the rest, row by row from what the first stacks."""
+"""Split a scan in two: one makes what is needed soon, the other the rest, row by row from what the first stacks.
+
+Both go through the rows in the same order, and a carry is in one of them whole, so no arithmetic is reordered.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cu
         return None
     last = [*late_stacks.values(), *(body.carried[c] for c in late_carries)]
     later = ir.live(later, last)
-    read = {v for part in later for v in part.reads} | set(ir.values(last))
+    read = dict.fromkeys((*(v for part in later for v in part.reads), *ir.values(last)))  # in order: so are the stacks
     crossing = {
         v: ir.Value(_compat.stacked(v.aval, op.params["length"]))
         for v in read

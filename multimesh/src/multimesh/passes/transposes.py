@@ -2,7 +2,8 @@
 
 The transposition of ``x @ w`` is ``(dy.T @ x).T``: the gradient of a weight comes out transposed, and an accumulator
 that is added to it would be read against the order of its memory. The product with its operands swapped is the same
-numbers in the right order.
+numbers in the right order: multiplication commutes in every dtype (none is conjugated), and each element remains the
+sum of the same products in the same order. What treats the left operand in its own way is swapped too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from multimesh import ir
@@ -59,9 +61,20 @@ def _has_layout(sharding: NamedSharding | None) -> bool:
 
 def _swapped(params: dict[str, Any]) -> dict[str, Any]:
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-    precision = params.get("precision")
     return params | {
         "out_sharding": None,
         "dimension_numbers": ((right, left), (right_batch, left_batch)),
-        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+        "precision": _swapped_precision(params.get("precision")),
     }
+
+
+def _swapped_precision(precision: Any) -> Any:
+    """One precision for each operand, or an algorithm, which is a tuple as well and has some of its fields for each."""
+    if not isinstance(precision, lax.DotAlgorithm):
+        return precision[::-1] if isinstance(precision, tuple) else precision
+    return precision._replace(
+        lhs_precision_type=precision.rhs_precision_type,
+        rhs_precision_type=precision.lhs_precision_type,
+        lhs_component_count=precision.rhs_component_count,
+        rhs_component_count=precision.lhs_component_count,
+    )

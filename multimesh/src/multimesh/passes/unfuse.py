@@ -1,7 +1,8 @@
 """The opposite of task fusion: fragments cut into one program per task.
 
 Fragments are what the tasks of a submesh make at one level, and the schedule orders fragments. Cutting them after that
-leaves the order as it is: the pieces of a fragment run one after the other in its place.
+leaves the order as it is: the pieces of a fragment run one after the other in its place, each operation in one of them
+and after what it reads. No arithmetic is reordered.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Ancestors of the values that other fragments need are B. A scan over layers makes both: its body is split in the same
 way, into a scan that carries the cotangents and a second one, in W, that makes the weight gradients. What the second
 reads of the first is stacked. What needs no cotangent, as the forward that `jax.checkpoint` repeats, W computes again.
+
+No arithmetic is reordered: every operation reads the values that it read before, and those that are repeated have no
+effects. A barrier only orders.
 """
 
 from __future__ import annotations

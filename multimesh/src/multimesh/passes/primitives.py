@@ -1,0 +1,304 @@
+"""What the passes may assume of an operation: one registry, keyed by the primitive.
+
+A primitive that is not here has no property, so the passes leave it as it is and where it is. What is here is pure:
+equal operands give equal results, so that it may be repeated, or done on a part of its operands, elsewhere.
+
+Three properties say how arithmetic may be reordered.
+
+*Sums.* Integers wrap, so that a sum of them is the same in every order. A sum of floats is the same in every order up
+to rounding, where no partial sum overflows: in dtypes with the range of float32 that is as good as always. Half floats
+(float16, float8) overflow easily: their sums keep their order. ``reorders`` tells them apart.
+
+*Linear operations* ``f(a + b) == f(a) + f(b)``, with all other operands fixed, under the same conditions. So a sum may
+be taken after ``f`` instead of before it. A division is linear in its dividend over inexact dtypes only
+(``3 // 2 + 3 // 2 != 6 // 2``), a conversion only from an inexact dtype to one that holds all its values: integers wrap
+or are cut off elsewhere in another dtype, and a float that narrows rounds or overflows a part that the sum would not.
+
+*Cheap operations* cost less than the memory traffic of their result.
+
+And links: which dimensions of operands and results are the same dimension, or what a layout of one says about the
+other. Layouts never change a result, so an operation without a rule links nothing that it need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from multimesh import _compat, ir
+
+Dim = tuple[ir.Value, int]
+Group = tuple[Dim, ...]  # dimensions that go together
+_Groups = Iterator[Sequence[tuple[ir.Atom, int]]]
+_Rule = Callable[[ir.Op], Any]
+_SUMMABLE = frozenset(
+    (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("bfloat16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """What is known of a primitive.
+
+    Attributes
+    ----------
+    links
+        Rule for the groups of dimensions that go together.
+    cheap
+        Whether to repeat it costs less than to keep or send its result.
+    linear
+        Rule for the positions of the operands in each of which it is linear, before dtypes are looked at.
+    sums
+        Rule for the groups of operands' dimensions that it sums over, each a dimension of every operand that has it.
+    adds
+        Whether it adds its two operands.
+    """
+
+    links: _Rule | None = None
+    cheap: bool = False
+    linear: _Rule | None = None
+    sums: _Rule | None = None
+    adds: bool = False
+
+
+def reorders(dtype: Any) -> bool:
+    """Whether a sum over this dtype is the same in every order: exactly, or up to rounding of its largest addends."""
+    return getattr(dtype, "name", "") in _SUMMABLE
+
+
+def known(op: ir.Op) -> Primitive:
+    """What the registry has of an operation's primitive."""
+    return _REGISTRY.get(op.prim, _UNKNOWN)
+
+
+def links(op: ir.Op) -> Iterator[Group]:
+    """Groups of dimensions that an operation keeps together."""
+    rule = known(op).links
+    yield from _of_values(rule(op) if rule is not None else ())
+
+
+def linear_in(op: ir.Op) -> tuple[int, ...]:
+    """Positions of the operands in each of which an operation is linear, so that it may come before their sum."""
+    rule = known(op).linear
+    if rule is None or op.effects or not all(reorders(o.aval.dtype) for o in op.outs):
+        return ()
+    return tuple(i for i in rule(op) if reorders(op.ins[i].aval.dtype))
+
+
+def sums_over(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[Group]:
+    """Dimensions that a reduction sums over: each as that of every operand which has it, one operand once."""
+    rule = known(op).sums
+    if rule is None or op.effects or not all(reorders(o.aval.dtype) for o in op.outs):
+        return
+    if op.prim is _SCATTER_ADD and not is_zero(op.ins[0], maker):
+        return  # what it adds to would be in every part of the sum
+    for group in rule(op):
+        kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
+        if len({v for v, _ in kept}) == len(group):
+            yield kept
+
+
+def is_zero(atom: ir.Atom, maker: Mapping[ir.Value, ir.Op]) -> bool:
+    """Whether a value is zeros, made from a literal."""
+    while isinstance(atom, ir.Value):
+        op = maker.get(atom)
+        if op is None or op.prim not in _KEEP_ZERO:
+            return False
+        atom = op.ins[0]
+    return bool(np.all(np.asarray(atom.val) == 0))
+
+
+def _of_values(groups: Any) -> Iterator[Group]:
+    for group in groups:
+        kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
+        if len(kept) > 1:
+            yield kept
+
+
+def _shape(atom: ir.Atom) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _same_shape(op: ir.Op) -> _Groups:
+    """Elementwise; several results (a barrier) each go with their own operand."""
+    if len(op.outs) > 1:
+        for given, out in zip(op.ins, op.outs, strict=False):
+            yield from ([(given, d), (out, d)] for d in range(len(_shape(out))))
+        return
+    (out,) = op.outs
+    alike = [i for i in op.ins if len(_shape(i)) == len(_shape(out))]
+    for d, size in enumerate(_shape(out)):
+        yield [(out, d), *((i, d) for i in alike if _shape(i)[d] == size)]
+
+
+def _broadcast(op: ir.Op) -> _Groups:
+    x, out = op.ins[0], op.outs[0]
+    for d, at in enumerate(op.params["broadcast_dimensions"]):
+        if _shape(x)[d] == _shape(out)[at]:
+            yield [(x, d), (out, at)]
+
+
+def _transpose(op: ir.Op) -> _Groups:
+    yield from ([(op.ins[0], d), (op.outs[0], at)] for at, d in enumerate(op.params["permutation"]))
+
+
+def _reshape(op: ir.Op) -> _Groups:
+    """Dimensions that stay; of those that are split or merged the outermost, along which shards stay contiguous."""
+    x, out = op.ins[0], op.outs[0]
+    old, new = _shape(x), _shape(out)
+    i = j = 0
+    while i < len(old) and j < len(new):
+        i_end, j_end, left, right = i + 1, j + 1, old[i], new[j]
+        while left != right and (i_end < len(old) or j_end < len(new)):
+            if left < right and i_end < len(old):
+                left, i_end = left * old[i_end], i_end + 1
+            elif j_end < len(new):
+                right, j_end = right * new[j_end], j_end + 1
+            else:
+                return
+        yield [(x, next((d for d in range(i, i_end) if old[d] > 1), i)), (out, _outermost(new, j, j_end))]
+        i, j = i_end, j_end
+
+
+def _outermost(shape: Sequence[int], start: int, end: int) -> int:
+    return next((d for d in range(start, end) if shape[d] > 1), start)
+
+
+def _squeeze(op: ir.Op) -> _Groups:
+    x, gone = op.ins[0], {d % len(_shape(op.ins[0])) for d in op.params["dimensions"]}
+    kept = (d for d in range(len(_shape(x))) if d not in gone)
+    yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(kept))
+
+
+def _reduce(op: ir.Op) -> _Groups:
+    gone = set(op.params["axes"])
+    for x in op.ins:
+        kept = (d for d in range(len(_shape(x))) if d not in gone)
+        yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(kept))
+
+
+def _dot(op: ir.Op) -> _Groups:
+    """Batch dimensions, those that are summed over, and those of one operand."""
+    (left_sum, right_sum), (left_batch, right_batch) = op.params["dimension_numbers"]
+    left, right, out = op.ins[0], op.ins[1], op.outs[0]
+    yield from ([(left, a), (right, b)] for a, b in zip(left_sum, right_sum, strict=True))
+    at = 0
+    for a, b in zip(left_batch, right_batch, strict=True):
+        yield [(left, a), (right, b), (out, at)]
+        at += 1
+    for x, used in ((left, {*left_sum, *left_batch}), (right, {*right_sum, *right_batch})):
+        for d in range(len(_shape(x))):
+            if d not in used:
+                yield [(x, d), (out, at)]
+                at += 1
+
+
+def _gather(op: ir.Op) -> _Groups:
+    """Dimensions that are taken whole (the width of an embedding), and those of the indices (its tokens)."""
+    numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
+    x, indices, out = op.ins[0], op.ins[1], op.outs[0]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    whole = [d for d in range(len(_shape(x))) if d not in gone]
+    for d, at in zip(whole, numbers.offset_dims, strict=True):
+        if sizes[d] == _shape(x)[d]:
+            yield [(x, d), (out, at)]
+    for d, at in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        yield [(x, d), (indices, at)]
+    rest = [at for at in range(len(_shape(out))) if at not in numbers.offset_dims]
+    yield from ([(indices, d), (out, at)] for d, at in enumerate(rest))
+
+
+def _same_index(op: ir.Op) -> _Groups:
+    """Slices, padding, concatenation: dimensions of one size at one place."""
+    for x in op.ins:
+        for out in op.outs:
+            if len(_shape(x)) == len(_shape(out)):
+                yield from ([(x, d), (out, d)] for d, n in enumerate(_shape(out)) if _shape(x)[d] == n)
+
+
+def _product_sums(op: ir.Op) -> _Groups:
+    (left, right), _ = op.params["dimension_numbers"]
+    yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(left, right, strict=True))
+
+
+def _reduce_sums(op: ir.Op) -> _Groups:
+    yield from ([(op.ins[0], a)] for a in op.params["axes"])
+
+
+def _scatter_sums(op: ir.Op) -> _Groups:
+    _, indices, updates = op.ins
+    numbers = op.params["dimension_numbers"]
+    scattered = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
+    for d, at in enumerate(scattered):
+        if d not in numbers.scatter_indices_batching_dims:
+            yield [(indices, d), (updates, at)]
+
+
+def _first(op: ir.Op) -> tuple[int, ...]:
+    return (0,)
+
+
+def _either(op: ir.Op) -> tuple[int, ...]:
+    return (0, 1)
+
+
+def _dividend(op: ir.Op) -> tuple[int, ...]:
+    return (0,) if jnp.issubdtype(op.outs[0].aval.dtype, jnp.inexact) else ()
+
+
+def _converted(op: ir.Op) -> tuple[int, ...]:
+    """A conversion to an inexact dtype that has all values of the other, which is inexact too."""
+    old, new = op.ins[0].aval.dtype, op.outs[0].aval.dtype
+    return (0,) if jnp.issubdtype(old, jnp.inexact) and np.can_cast(old, new, "safe") else ()
+
+
+def _table() -> Iterator[tuple[str, Primitive]]:
+    for name in (  # of what is made of an element at a time
+        *("sub", "max", "min", "abs", "sign", "square", "integer_pow", "real", "imag", "conj", "complex"),
+        *("sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "select_n", "is_finite", "pow"),
+    ):
+        yield name, Primitive(_same_shape, cheap=True)
+    for name in (  # of what costs more, or is no element's own
+        *("optimization_barrier", "reduce_precision", "clamp", "rem", "round", "floor", "ceil", "atan2", "tan"),
+        *("erf_inv", "sinh", "cosh", "cumsum", "cumlogsumexp", "cummax", "cumprod"),
+    ):
+        yield name, Primitive(_same_shape)
+    yield from (
+        ("add", Primitive(_same_shape, cheap=True, adds=True)),
+        ("add_any", Primitive(_same_shape, cheap=True, adds=True)),
+        ("neg", Primitive(_same_shape, cheap=True, linear=_first)),
+        ("mul", Primitive(_same_shape, cheap=True, linear=_either)),
+        ("div", Primitive(_same_shape, cheap=True, linear=_dividend)),
+        ("convert_element_type", Primitive(_same_shape, cheap=True, linear=_converted)),
+        ("copy", Primitive(_same_shape, cheap=True, linear=_first)),
+        ("rev", Primitive(_same_shape, cheap=True)),
+        ("iota", Primitive(cheap=True)),
+        ("broadcast_in_dim", Primitive(_broadcast, cheap=True)),
+        ("reshape", Primitive(_reshape, cheap=True, linear=_first)),
+        ("transpose", Primitive(_transpose, cheap=True, linear=_first)),
+        ("squeeze", Primitive(_squeeze, cheap=True, linear=_first)),
+        ("slice", Primitive(_same_index, cheap=True)),
+        ("split", Primitive(_same_index, cheap=True)),
+        ("gather", Primitive(_gather)),
+        ("dot_general", Primitive(_dot, sums=_product_sums)),
+        ("reduce_sum", Primitive(_reduce, linear=_first, sums=_reduce_sums)),
+        ("scatter-add", Primitive(sums=_scatter_sums)),
+    )
+    for name in ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"):
+        yield name, Primitive(_reduce)
+    for name in ("dynamic_slice", "dynamic_update_slice", "pad", "concatenate"):
+        yield name, Primitive(_same_index)
+
+
+_UNKNOWN = Primitive()
+_REGISTRY = {_compat.PRIMITIVES[name]: facts for name, facts in _table() if name in _compat.PRIMITIVES}
+_SCATTER_ADD = _compat.PRIMITIVES["scatter-add"]
+_KEEP_ZERO = frozenset(_compat.PRIMITIVES[name] for name in ("broadcast_in_dim", "convert_element_type", "copy"))
