@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir
-from multimesh.passes.dimensions import links
+from multimesh.passes.primitives import links
 from multimesh.plan import Instruction, Kernel, Plan
 from multimesh.submesh import carry_over
 
