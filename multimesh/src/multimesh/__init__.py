@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from multimesh.errors import MultiMeshError, UsageError
 
 if TYPE_CHECKING:
-    from multimesh import schedules
+    from multimesh import linalg, schedules
     from multimesh.contexts import (
         autoshard,
         context,
@@ -72,6 +72,7 @@ __all__ = [
     "enable_task_fusion",
     "ignore_transforms",
     "jit",
+    "linalg",
     "microbatch",
     "only_fuse_loop_tasks",
     "parallelize",
@@ -84,8 +85,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "schedules":
-        return importlib.import_module("multimesh.schedules")
+    if name in ("linalg", "schedules"):
+        return importlib.import_module(f"multimesh.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'multimesh' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"multimesh.{_HOME[name]}"), name)

@@ -122,6 +122,13 @@ def eager() -> bool:
     return isinstance(_core.trace_ctx.trace, _core.EvalTrace)
 
 
+def primal(x: Any) -> Any:
+    """What a value of an enclosing differentiation stands for, such as the array that ``jax.grad`` was called with."""
+    while isinstance(x, _core.Tracer) and hasattr(x, "primal"):
+        x = x.primal
+    return x
+
+
 def abstractify(x: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an argument, without its sharding."""
     return shape_of(jax.typeof(x))

@@ -1,0 +1,96 @@
+"""Cholesky solves of `multimesh.linalg` against one device: CPU time, contenders in turns in one process.
+
+    OPENBLAS_NUM_THREADS=1 python multimesh/benchmarks/cholesky.py [N]
+
+Without ``OPENBLAS_NUM_THREADS`` the same with BLAS's own threads. ``--scalapack`` adds ScaLAPACK's ``psposv`` on two
+ranks (Debian: gcc openmpi-bin libopenmpi-dev libscalapack-openmpi-dev).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "64")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import turns
+from jax.scipy.linalg import cho_factor, cho_solve
+from jax.scipy.linalg import solve as solve_on_one
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import multimesh as mm
+
+SOURCE = Path(__file__).parent.parent / "tests" / "foreign" / "psposv.c"
+
+
+def psposv(n: int) -> float:
+    """CPU milliseconds of both ranks in a solve by ScaLAPACK, the median of 5."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/psposv"
+        subprocess.run(["mpicc", "-O2", "-o", program, SOURCE, "-lscalapack-openmpi", "-lm"], check=True)
+        run = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", program, str(n), "128", "5"]
+        out = subprocess.run(run, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return float(np.median([float(line.split()[1]) for line in out.stdout.splitlines() if line.startswith("cpu")]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("order", type=int, nargs="?", default=4096)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--scalapack", action="store_true")
+    args = parser.parse_args()
+    n = args.order
+
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((n, n), dtype=np.float32)
+    whole = jax.device_put((a @ a.T / n + np.eye(n, dtype=np.float32)), jax.devices()[0])
+    b = jax.device_put(rng.standard_normal((n, 1), dtype=np.float32), jax.devices()[0])
+    shards = jax.device_put(whole, NamedSharding(mesh, P("x")))
+    copies = jax.device_put(b, NamedSharding(mesh, P()))
+    tile = n // 8 // 16
+
+    def ours(a, b, tile=tile):
+        return mm.linalg.potrs(a, b, tile, mesh, P("x"))
+
+    start = time.process_time()
+    compiled = jax.jit(ours).lower(shards, copies).compile()
+    compilation = time.process_time() - start
+    memory = compiled.memory_analysis().temp_size_in_bytes / (n * n * 4 / 8)
+    one = jax.jit(lambda a, b: cho_solve(cho_factor(a), b))
+    gradient = jax.jit(jax.grad(lambda a, b: jnp.sum(ours(a, b) ** 2), (0, 1)))
+    gradient_on_one = jax.jit(jax.grad(lambda a, b: jnp.sum(solve_on_one(a, b, assume_a="pos") ** 2), (0, 1)))
+    threads = os.environ.get("OPENBLAS_NUM_THREADS", "as it likes")
+    print(f"N = {n}, float32, 8 devices, T_A = {tile} (16 superpanels); BLAS threads: {threads}")
+    print(f"compilation {compilation:.1f} s of CPU; temporaries {memory:.2f} x a shard on each device")
+    np.testing.assert_allclose(compiled(shards, copies), one(whole, b), rtol=1e-3, atol=1e-4)
+    table = turns.measure(
+        {
+            "one device": lambda: one(whole, b),
+            "potrs, 16 superpanels": lambda: compiled(shards, copies),
+            "potrs, T_A = 256": lambda: ours(shards, copies, 256),
+            "cholesky": lambda: mm.linalg.cholesky(shards),
+        },
+        args.runs,
+    )
+    turns.show(table, "one device")
+    table = turns.measure(
+        {"one device": lambda: gradient_on_one(whole, b), "gradient": lambda: gradient(shards, copies)}, args.runs
+    )
+    turns.show(table, "one device")
+    if args.scalapack:
+        print(f"ScaLAPACK psposv, 2 ranks: {psposv(n):.0f} ms of CPU (a separate run)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""`cho_factor`, `cho_solve`, `solve`, `slogdet` and `cholesky` of a sharded matrix, with their derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from multimesh import specs
+from multimesh.errors import UsageError
+from multimesh.linalg import cholesky as shards
+from multimesh.linalg.cholesky import Panels, adjoint
+from multimesh.linalg.layout import Layout
+from multimesh.specs import AnyMesh, axes_of, entry, lay_out
+
+TILE = 256  # rows of each device in a superpanel, where a device has thousands
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "panels"], meta_fields=["layout"])
+@dataclasses.dataclass(frozen=True)
+class CholeskyFactor:
+    """What `cho_factor` returns: the matrix itself, through which derivatives flow, and its factor in superpanels."""
+
+    a: Array
+    panels: Panels
+    layout: Layout
+
+
+class SlogdetResult(NamedTuple):
+    """Sign and logarithm of a determinant."""
+
+    sign: Array
+    logabsdet: Array
+
+
+# Functions of global arrays, inside jit.
+
+
+def _on_shards(f: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    # Unchecked: JAX can't infer that what an `all_gather` returns is the same on all devices.
+    return jax.shard_map(f, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _panel_specs(layout: Layout) -> Panels:
+    return Panels((P(entry(layout.axes)),) * layout.count, (P(),) * layout.count, P(), P())
+
+
+def _placed(a: Array, layout: Layout) -> Array:
+    return lay_out(a, layout.mesh, layout.rows, layout.cols)
+
+
+def factorize(a: Array, layout: Layout) -> Panels:
+    """Panels of a matrix, without derivatives."""
+    run = _on_shards(functools.partial(shards.factorize, layout=layout), layout, layout.spec, _panel_specs(layout))
+    return run(_placed(lax.stop_gradient(a), layout))
+
+
+def _multiply(a: Array, x: Array, layout: Layout) -> Array:
+    """``a @ x`` for ``a`` sharded as ``layout`` says; every device gathers the whole of ``x``, and of the result."""
+
+    def run(a: Array, x: Array) -> Array:
+        return lax.psum(shards.matmul(a, x), layout.cols) if layout.cols else shards.matmul(a, x)
+
+    rows, cols = P(entry(layout.rows)), P(entry(layout.cols))
+    run = jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, cols), out_specs=rows)
+    x = lay_out(lay_out(x, layout.mesh), layout.mesh, layout.cols)  # XLA has no direct way from columns to rows
+    return lay_out(run(_placed(a, layout), x), layout.mesh)
+
+
+def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool) -> Array:
+    """``inv(a) @ b`` for ``b`` of shape (N, r), of which every device has all or, with ``columns``, its own columns."""
+    if b.ndim == 1:
+        return backsolve(a, panels, b[:, None], layout, columns)[:, 0]
+    axes = ((), layout.axes) if columns else ()
+    spec = P(None, entry(layout.axes)) if columns else P()
+    f = functools.partial(shards.solve_columns if columns else shards.solve, layout=layout)
+    run = _on_shards(f, layout, (_panel_specs(layout), spec), spec)
+
+    def solve(_: Any, b: Array) -> Array:
+        return run(panels, lay_out(b, layout.mesh, *axes))
+
+    return lax.custom_linear_solve(
+        lambda x: lay_out(_multiply(a, x, layout), layout.mesh, *axes),
+        lay_out(b, layout.mesh, *axes),
+        solve,
+        lambda _, b: solve(_, b.conj()).conj(),
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _inverse(a: Array, panels: Panels, layout: Layout) -> Array:
+    run = _on_shards(functools.partial(shards.inverse, layout=layout), layout, (_panel_specs(layout),), layout.spec)
+    return run(panels)
+
+
+@_inverse.defjvp
+def _inverse_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    inverse = _inverse(*primals, layout)
+    change = _multiply(inverse, _multiply(tangents[0], inverse, layout), layout)
+    return inverse, -_placed(change, layout)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def log_determinant(a: Array, panels: Panels, layout: Layout) -> Array:
+    """``log(det(a))``."""
+    return panels.logdet
+
+
+@log_determinant.defjvp
+def _log_determinant_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    inverse = _inverse(*primals, layout)
+    change = _placed(tangents[0], layout)
+    return log_determinant(*primals, layout), jnp.real(jnp.sum(inverse.conj() * change))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _lower_factor(a: Array, layout: Layout) -> Array:
+    ordered = layout.in_order()
+
+    def run(a: Array) -> Array:
+        return shards.lower_factor(shards.factorize(a, ordered, in_order=True), ordered)
+
+    return _on_shards(run, layout, layout.spec, layout.spec)(_placed(a, layout))
+
+
+@_lower_factor.defjvp
+def _lower_factor_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    # L' = L tril(inv(L) A' inv(L)^H), its diagonal halved; and inv(L)^H = inv(A) L.
+    (a,), (change,) = primals, tangents
+    l = _lower_factor(a, layout)
+    columns = layout.order % layout.devices == 0
+    root = lay_out(backsolve(a, factorize(a, layout), l, layout, columns), layout.mesh)
+    change = (_placed(change, layout) + _placed(adjoint(change), layout)) / 2
+    inner = _multiply(adjoint(root), _multiply(change, root, layout), layout)
+    inner = jnp.tril(inner) * (1 - jnp.eye(layout.order, dtype=a.dtype) / 2)
+    return l, _placed(_multiply(l, inner, layout), layout)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "columns"))
+def _solve(a: Array, b: Array, *, layout: Layout, columns: bool) -> Array:
+    return backsolve(a, factorize(a, layout), b, layout, columns)
+
+
+_factorize = jax.jit(factorize, static_argnames="layout")
+_backsolve = jax.jit(backsolve, static_argnames=("layout", "columns"))
+_cholesky = jax.jit(_lower_factor, static_argnames="layout")
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _slogdet(a: Array, panels: Panels | None, *, layout: Layout) -> SlogdetResult:
+    logdet = log_determinant(a, factorize(a, layout) if panels is None else panels, layout)
+    sign = jnp.where(jnp.isnan(logdet), jnp.nan, 1).astype(a.dtype)
+    return SlogdetResult(sign, logdet)
+
+
+# Checks, made at the call.
+
+
+def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int = TILE) -> Layout:
+    """How ``a`` is sharded, and cut into superpanels of about ``tile`` rows of each device."""
+    if a.ndim != 2 or a.shape[0] != a.shape[1]:
+        raise UsageError(
+            f"{what}: the matrix must be square, got shape {a.shape}; use jax.vmap for a stack of matrices"
+        )
+    specs.check_dtype(what, a)
+    mesh, (rows, cols) = specs.find(what, a, mesh, spec)
+    for axes in (rows, cols):
+        if a.shape[0] % specs.size(mesh, axes):
+            raise UsageError(
+                f"{what}: {a.shape[0]} rows can't be cut evenly for the {specs.size(mesh, axes)} devices along "
+                f"{entry(axes)!r}; append rows and columns of the identity"
+            )
+    return Layout(mesh, rows, cols, a.shape[0], 0, 0).with_panels(tile)
+
+
+def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> bool:
+    """Whether each device solves for columns of its own: ``b`` is sharded so, and its columns divide evenly."""
+    specs.check_dtype(what, b)
+    if b.ndim not in (1, 2) or b.shape[0] != a.shape[0]:
+        raise UsageError(
+            f"{what}: a right-hand side of shape {b.shape} does not fit a matrix of shape {a.shape}; "
+            f"it must be ({a.shape[0]},) or ({a.shape[0]}, r)"
+        )
+    if b.dtype != a.dtype:
+        raise UsageError(f"{what}: the matrix is {a.dtype}, the right-hand side {b.dtype}; convert one with .astype")
+    if spec is None and (known := specs.sharding_of(b)) is not None:
+        spec = known.spec
+    sharded = b.ndim == 2 and spec is not None and len(spec) == 2 and bool(axes_of(spec[1]))
+    return sharded and b.shape[1] % layout.devices == 0
+
+
+def pair(spec: Any) -> tuple[Any, Any]:
+    """Specs of ``a`` and ``b``, of one spec or a pair."""
+    if isinstance(spec, (tuple, list)) and not isinstance(spec, P) and len(spec) == 2:
+        return spec[0], spec[1]
+    return spec, None
+
+
+# The public functions.
+
+
+def cho_factor(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> CholeskyFactor:
+    """Factor a Hermitian positive definite matrix, for `cho_solve` and `slogdet`.
+
+    Parameters
+    ----------
+    a
+        Shape (N, N), sharded by rows, by columns or both. Both triangles are read.
+    mesh, spec
+        How ``a`` is sharded, where it does not tell.
+
+    Raises
+    ------
+    UsageError
+        If ``a`` is not square, has another dtype than float32, float64, complex64 or complex128, or is not sharded.
+
+    Examples
+    --------
+    >>> factor = mm.linalg.cho_factor(jax.device_put(a, NamedSharding(mesh, P("x"))))  # doctest: +SKIP
+    >>> x, (sign, logdet) = mm.linalg.cho_solve(factor, b), mm.linalg.slogdet(factor)  # doctest: +SKIP
+    """
+    a = as_array(a)
+    layout = layout_of("cho_factor", a, mesh, spec)
+    return CholeskyFactor(a, _factorize(a, layout=layout), layout)
+
+
+def cho_solve(factor: CholeskyFactor, b: Array) -> Array:
+    """Solve ``a @ x = b`` with the factor of ``a``.
+
+    ``b`` has shape (N,) or (N, r) and the dtype of ``a``. If it is sharded by columns and the devices divide their
+    number, so is ``x``; otherwise every device gets the whole of ``x``, which is NaN if ``a`` is not positive definite.
+    """
+    if not isinstance(factor, CholeskyFactor):
+        raise UsageError(f"cho_solve: the first argument is what cho_factor returns, got {type(factor).__name__}")
+    b = as_array(b)
+    columns = columns_of("cho_solve", factor.a, b, factor.layout, None)
+    return _backsolve(factor.a, factor.panels, b, layout=factor.layout, columns=columns)
+
+
+def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) -> Array:
+    """Solve ``a @ x = b`` for a Hermitian positive definite ``a``: `cho_factor` and `cho_solve` in one.
+
+    Shapes, results and errors are theirs. ``spec`` may also be a pair, of ``a`` and of ``b``.
+    """
+    a, b = as_array(a), as_array(b)
+    of_a, of_b = pair(spec)
+    layout = layout_of("solve", a, mesh, of_a)
+    return _solve(a, b, layout=layout, columns=columns_of("solve", a, b, layout, of_b))
+
+
+def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P | None = None) -> SlogdetResult:
+    """Sign and logarithm of the determinant of a Hermitian positive definite matrix, or of the one that was factored.
+
+    The sign is 1; both are NaN if the matrix is not positive definite. The derivative is the inverse, sharded as ``a``;
+    second derivatives gather a matrix on every device.
+    """
+    if isinstance(a, CholeskyFactor):
+        return _slogdet(a.a, a.panels, layout=a.layout)
+    a = as_array(a)
+    return _slogdet(a, None, layout=layout_of("slogdet", a, mesh, spec))
+
+
+def cholesky(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
+    """The lower factor ``L`` of ``a = L @ L^H``, sharded as ``a``; NaN if ``a`` is not positive definite.
+
+    `cho_factor` needs less: it factors a permutation of ``a``, for which no row has to move. Derivatives gather a
+    matrix on every device. The program has at least as many superpanels as there are devices.
+    """
+    a = as_array(a)
+    return _cholesky(a, layout=layout_of("cholesky", a, mesh, spec))
+
+
+def as_array(x: Any) -> Array:
+    """``x`` itself, or a NumPy array as JAX's."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)

@@ -1,0 +1,140 @@
+"""How a matrix is cut: who holds which rows, and in which order they are eliminated.
+
+Device ``d`` of ``p`` holds contiguous rows of a Hermitian matrix. (Columns are conjugate rows. A matrix cut both ways
+is brought to rows by one all-to-all.) A superpanel is ``height`` rows of *every* device, ``width = p * height`` in all.
+Elimination goes superpanel by superpanel: a symmetric permutation of the matrix under which contiguous shards are
+block-cyclic, so that all devices have the same work at all times. Rows of the identity fill the last superpanel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cached_property
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from multimesh.specs import AnyMesh, Axes, entry, size
+
+FEWEST, MOST = 8, 32  # superpanels: fewer do much work twice, more make large programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """An ``order`` x ``order`` matrix, its rows and columns sharded over mesh axes, cut into ``count`` superpanels."""
+
+    mesh: AnyMesh
+    rows: Axes
+    cols: Axes
+    order: int
+    height: int
+    count: int
+
+    @cached_property
+    def axes(self) -> Axes:
+        """All axes over which the work is spread."""
+        return self.rows + self.cols
+
+    @cached_property
+    def devices(self) -> int:
+        """Number of devices that share the work."""
+        return size(self.mesh, self.axes)
+
+    @property
+    def width(self) -> int:
+        """Rows of a superpanel."""
+        return self.devices * self.height
+
+    @property
+    def padded(self) -> int:
+        """Rows of a device, with those of the identity."""
+        return self.count * self.height
+
+    @cached_property
+    def groups(self) -> int:
+        """Number of contiguous ranges into which ``order`` is cut before each is padded for its devices."""
+        return size(self.mesh, self.rows) if self.rows else self.devices
+
+    @property
+    def held(self) -> int:
+        """Rows of a device when the matrix is cut by rows only."""
+        return math.ceil(self.order // self.groups / (self.devices // self.groups))
+
+    @property
+    def spec(self) -> P:
+        """The matrix's own spec."""
+        return P(entry(self.rows), entry(self.cols))
+
+    def with_panels(self, tile: int) -> Layout:
+        """With superpanels of about ``tile`` rows of each device, 8 to 32 of them where there are so many rows."""
+        height = max(min(tile, math.ceil(self.held / FEWEST)), math.ceil(self.held / MOST))
+        count = math.ceil(self.held / height)
+        return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
+
+    def in_order(self) -> Layout:
+        """With a number of superpanels that the devices divide, which `to_cyclic` needs."""
+        count = self.devices * max(1, math.ceil(min(2 * FEWEST, self.held) / self.devices))
+        return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
+
+    # What follows works on the shards of one device, inside `jax.shard_map`.
+
+    def to_rows(self, a: Array) -> Array:
+        """My shard of a Hermitian matrix -> my rows, (held, order)."""
+        if not self.rows:
+            return a.conj().T
+        if not self.cols:
+            return a
+        a = jnp.pad(a, ((0, -a.shape[0] % size(self.mesh, self.cols)), (0, 0)))
+        return lax.all_to_all(a, self.cols, 0, 1, tiled=True)
+
+    def from_rows(self, a: Array) -> Array:
+        """My rows of any matrix, (held, order) -> my shard."""
+        if not self.cols:
+            return a
+        return lax.all_to_all(a, self.cols, 1, 0, tiled=True)[: self.order // size(self.mesh, self.rows)]
+
+    def pad(self, b: Array) -> Array:
+        """Rows in natural order, (order, r) -> (devices, padded, r) with zeros."""
+        b = b.reshape(self.groups, self.order // self.groups, -1)
+        split = self.devices // self.groups
+        b = jnp.pad(b, ((0, 0), (0, split * self.held - b.shape[1]), (0, 0))).reshape(self.devices, self.held, -1)
+        return jnp.pad(b, ((0, 0), (0, self.padded - self.held), (0, 0)))
+
+    def unpad(self, b: Array) -> Array:
+        """The opposite of `pad`."""
+        b = b[:, : self.held].reshape(self.groups, -1, b.shape[-1])
+        return b[:, : self.order // self.groups].reshape(self.order, -1)
+
+    def pad_matrix(self, a: Array) -> Array:
+        """My rows, (held, order) -> (padded, devices, padded), with rows and columns of the identity."""
+        if self.devices * self.padded == self.order:
+            return a.reshape(self.padded, self.devices, self.padded)
+        a = jnp.pad(a, ((0, self.padded - self.held), (0, 0)))
+        a = self.pad(a.T).transpose(2, 0, 1)
+        me, row = lax.axis_index(self.axes), jnp.arange(self.padded)
+        split = self.devices // self.groups
+        missing = (row >= self.held) | (me % split * self.held + row >= self.order // self.groups)
+        mine = (jnp.arange(self.devices) == me)[:, None] & (row[:, None, None] == row) & missing[:, None, None]
+        return jnp.where(mine, jnp.ones((), a.dtype), jnp.where(missing[:, None, None], 0, a))
+
+    def to_panels(self, b: Array) -> Array:
+        """Rows in natural order, (order, r) -> in order of elimination, (count, width, r)."""
+        b = self.pad(b).reshape(self.devices, self.count, self.height, -1)
+        return b.swapaxes(0, 1).reshape(self.count, self.width, -1)
+
+    def from_panels(self, b: Array) -> Array:
+        """The opposite of `to_panels`."""
+        b = b.reshape(self.count, self.devices, self.height, -1).swapaxes(0, 1)
+        return self.unpad(b.reshape(self.devices, self.padded, -1))
+
+    def to_cyclic(self, a: Array) -> Array:
+        """My padded rows, (padded, k) -> every ``devices``-th block of ``height`` rows of the whole matrix."""
+        a = a.reshape(self.count // self.devices, self.devices, self.height, -1)
+        return lax.all_to_all(a, self.axes, 1, 0, tiled=True).reshape(self.padded, -1)
+
+    def from_cyclic(self, a: Array) -> Array:
+        """The opposite of `to_cyclic`."""
+        a = a.reshape(self.devices, self.count // self.devices, 1, self.height, -1)
+        return lax.all_to_all(a, self.axes, 0, 2, tiled=True).reshape(self.padded, -1)

@@ -1,0 +1,91 @@
+"""`potrs`, the call of jaxmg."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from multimesh import specs
+from multimesh.errors import UsageError
+from multimesh.linalg.factor import as_array, backsolve, columns_of, factorize, layout_of, log_determinant, pair
+from multimesh.linalg.layout import Layout
+
+
+def potrs(
+    a: Array,
+    b: Array,
+    T_A: int = 256,
+    mesh: specs.AnyMesh | None = None,
+    in_specs: Any = None,
+    *,
+    return_logdet: bool = False,
+    return_status: bool = False,
+) -> Any:
+    """Solve ``a @ x = b`` for a Hermitian positive definite ``a``, as jaxmg's ``potrs``.
+
+    Parameters
+    ----------
+    a
+        Shape (N, N), sharded by rows, by columns or both. Both triangles are read.
+    b
+        Shape (N,) or (N, r), of the same dtype, whole on every device or sharded by columns.
+    T_A
+        Rows of each device that are eliminated at a time. There are 8 to 32 such steps where a device has so many rows:
+        larger tiles make a smaller program, smaller ones less work.
+    mesh
+        Mesh of ``a``; by default the array tells.
+    in_specs
+        How ``a`` is sharded, or a pair: ``a`` and ``b``. By default the arrays tell. If it names an axis that the mesh
+        lacks, the sharding of ``a`` itself is used, with a warning.
+    return_logdet, return_status
+        Return also ``log(det(a))``, and 0 or the number (from 1) of the first step that met a matrix which is not
+        positive definite; ``x`` and the determinant are NaN then.
+
+    Returns
+    -------
+    ``x``, of the shape of ``b``; sharded by columns as ``b`` if the devices divide their number, otherwise whole on
+    every device. With ``return_logdet`` or ``return_status`` a tuple: ``x``, then what was asked for, in this order.
+
+    Raises
+    ------
+    UsageError
+        If shapes, dtypes, ``T_A`` or specs are wrong.
+    """
+    if isinstance(T_A, bool) or not isinstance(T_A, int) or T_A < 1:
+        raise UsageError(f"potrs: T_A is a number of rows, at least 1; got {T_A!r}")
+    a, b = as_array(a), as_array(b)
+    of_a, of_b = pair(in_specs)
+    of_a = _known_axes(a, mesh, of_a)
+    layout = layout_of("potrs", a, mesh, of_a, T_A)
+    columns = columns_of("potrs", a, b, layout, of_b)
+    x, logdet, status = _potrs(a, b, layout=layout, columns=columns)
+    more = (logdet,) * return_logdet + (status,) * return_status
+    return (x, *more) if more else x
+
+
+def _known_axes(a: Any, mesh: Any, spec: Any) -> Any:
+    known = specs.sharding_of(a)
+    if known is None or not isinstance(spec, P):
+        return spec
+    axes = (mesh or known.mesh).axis_names
+    unknown = [name for e in spec for name in specs.axes_of(e) if name not in axes]
+    if not unknown:
+        return spec
+    warnings.warn(
+        f"potrs: in_specs names the axis {unknown[0]!r}, and the mesh has {', '.join(map(repr, axes))}; "
+        f"using the matrix's own {known.spec}",
+        stacklevel=3,
+    )
+    return known.spec
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "columns"))
+def _potrs(a: Array, b: Array, *, layout: Layout, columns: bool) -> tuple[Array, Array, Array]:
+    panels = factorize(a, layout)
+    x = backsolve(a, panels, b, layout, columns)
+    return x, log_determinant(a, panels, layout), panels.status
