@@ -381,6 +381,14 @@ def copy(x: Any) -> Any:
     return copy_p.bind(x)
 
 
+def typed_as(x: Any, aval: Any) -> Any:
+    """``x`` with the weak type of an abstract value of its dtype."""
+    weak = getattr(aval, "weak_type", False)
+    if not hasattr(x, "dtype") or getattr(jax.typeof(x), "weak_type", False) == weak or x.dtype != aval.dtype:
+        return x
+    return _primitives.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
+
+
 def named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Give ``fn`` the name that ``jax.jit`` records in jaxprs, HLO modules and profiles."""
     fn.__name__ = fn.__qualname__ = name

@@ -1,12 +1,13 @@
-"""Arguments and results of a jitted function as flat leaves: signature, layouts given, which result replaces what."""
+"""Arguments and results of a jitted function: parameters, flat leaves, layouts given, which result replaces what."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,17 +29,138 @@ class Signature:
     home: Mesh | None = None  # where a function without tasks is planned, when it is not plain jit
 
 
-def dynamic(positional: tuple[Any, ...], static: tuple[int, ...]) -> list[Any]:
-    """Arguments that are not static."""
-    return [a for i, a in enumerate(positional) if i not in static]
+class Given(NamedTuple):
+    """The arguments of a call: positional ones, then keyword ones in the order of their names."""
+
+    values: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+    static: tuple[int, ...] = ()  # which of the values
+    donated: tuple[int, ...] = ()
+
+    @property
+    def dynamic(self) -> list[Any]:
+        """Values that are not static."""
+        if not self.static:
+            return list(self.values)
+        return [value for i, value in enumerate(self.values) if i not in self.static]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Names and static values with their types, hashable."""
+        key = (self.names, *((type(self.values[i]), self.values[i]) for i in self.static))
+        if self.static:
+            try:
+                hash(key)
+            except TypeError:
+                raise UsageError("static_argnums, static_argnames: static arguments must be hashable") from None
+        return key
+
+    def caller(self, fn: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+        """``fn`` as a function of the dynamic values; it holds on to the static ones only."""
+        count, names = len(self.values), self.names
+        fixed = {i: self.values[i] for i in self.static}
+
+        def call(dynamic: Sequence[Any]) -> Any:
+            left = iter(dynamic)
+            full = [fixed[i] if i in fixed else next(left) for i in range(count)]
+            return fn(*full[: count - len(names)], **dict(zip(names, full[count - len(names) :], strict=True)))
+
+        return call
+
+    def trees(self) -> tuple[Any, Any]:
+        """Positional and keyword arguments that are not static, as JAX's ``in_tree`` has them."""
+        first = len(self.values) - len(self.names)
+        positional = tuple(v for i, v in enumerate(self.values[:first]) if i not in self.static)
+        named = enumerate(zip(self.names, self.values[first:], strict=True), first)
+        return positional, {name: value for i, (name, value) in named if i not in self.static}
+
+    def donated_leaves(self, tree: Any) -> frozenset[int]:
+        """Leaves of the dynamic values, whose tree this is, that are donated."""
+        numbers = (i for i in range(len(self.values)) if i not in self.static)
+        donated: list[int] = []
+        start = 0
+        for number, child in zip(numbers, tree.children(), strict=True):
+            if number in self.donated:
+                donated += range(start, start + child.num_leaves)
+            start += child.num_leaves
+        return frozenset(donated)
 
 
-def parameter_names(fn: Callable[..., Any], static: tuple[int, ...]) -> list[str]:
-    """Names of the parameters that are not static, as far as ``fn`` tells them."""
-    try:
-        return dynamic(tuple(inspect.signature(fn).parameters), static)
-    except (TypeError, ValueError):
-        return []
+class Parameters:
+    """The parameters of a function, and which of them are static or donated: by number, by name, or by either."""
+
+    def __init__(self, fn: Callable[..., Any], static: tuple[Any, Any] = ((), ()), donate: tuple[Any, Any] = ((), ())):
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._signature: inspect.Signature | None = None
+        with contextlib.suppress(TypeError, ValueError):
+            self._signature = inspect.signature(fn)
+        self._static = self._both(*static, "static")
+        self._donate = self._both(*donate, "donate")
+        both = self._static[0] & self._donate[0] or self._static[1] & self._donate[1]
+        if both:
+            raise UsageError(f"jit: argument {min(both)!r} of {self._name} can't be static and donated; drop one")
+        self.key = (self._static, self._donate)
+
+    def _both(self, nums: Any, names: Any, what: str) -> tuple[frozenset[int], frozenset[str]]:
+        """Numbers and names of the same parameters, as far as a call may use either."""
+        kinds = self._signature.parameters if self._signature is not None else {}
+        places = [n for n, p in kinds.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        any_number = self._signature is None or any(p.kind == p.VAR_POSITIONAL for p in kinds.values())
+        any_name = self._signature is None or any(p.kind == p.VAR_KEYWORD for p in kinds.values())
+        numbers = set(_argnums(nums, None if any_number else len(places), f"{what}_argnums"))
+        given = {names} if isinstance(names, str) or not isinstance(names, Iterable) else set(names)
+        if any(not isinstance(name, str) for name in given):
+            raise UsageError(f"{what}_argnames: must be a str or strs, got {names!r}")
+        known = {n for n, p in kinds.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        if given - known and not any_name:
+            raise UsageError(
+                f"{what}_argnames: {self._name} has no parameter {min(given - known)!r}; it has {[*known]}"
+            )
+        by_name = given | {places[i] for i in numbers if i < len(places) and places[i] in known}
+        return frozenset(numbers | {places.index(n) for n in given if n in places}), frozenset(by_name)
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
+        """The arguments of a call; keyword arguments become positional where the function takes them so."""
+        names: tuple[str, ...] = ()
+        if kwargs:
+            if self._signature is not None:
+                try:
+                    bound = self._signature.bind(*args, **kwargs)
+                except TypeError as error:
+                    raise UsageError(f"{self._name}: {error}") from None
+                args, kwargs = bound.args, bound.kwargs
+            names = tuple(sorted(kwargs))
+            args = (*args, *(kwargs[name] for name in names))
+        return Given(args, names, self._among(self._static, args, names), self._among(self._donate, args, names))
+
+    def names(self, given: Given) -> list[str]:
+        """Names of the arguments of a call that are not static, as far as the function tells them."""
+        kinds = self._signature.parameters.values() if self._signature is not None else ()
+        places = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        first = len(given.values) - len(given.names)
+        names = [*places[:first], *(f"argument {i}" for i in range(len(places), first)), *given.names]
+        return [name for i, name in enumerate(names) if i not in given.static]
+
+    def _among(self, chosen: tuple[frozenset[int], frozenset[str]], values: Sequence[Any], names: Sequence[str]) -> Any:
+        numbers, by_name = chosen
+        if not numbers and not by_name:
+            return ()
+        first = len(values) - len(names)
+        return tuple(i for i in range(len(values)) if (i in numbers if i < first else names[i - first] in by_name))
+
+
+def _argnums(given: int | Sequence[int], count: int | None, what: str) -> tuple[int, ...]:
+    numbers = (given,) if isinstance(given, int) else tuple(given)
+    if any(not isinstance(n, int) for n in numbers):
+        raise UsageError(f"{what}: must be an int or ints, got {given!r}")
+    if count is None and any(n < 0 for n in numbers):
+        raise UsageError(f"{what}: count from the front; the function takes any number of positional arguments")
+    if count is not None:
+        for n in numbers:
+            if not -count <= n < count:
+                raise UsageError(f"{what}: {n} is out of range for a function of {count} positional arguments")
+        numbers = tuple(n % count for n in numbers)
+    return numbers
 
 
 def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
@@ -63,7 +185,8 @@ def abstract(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
         struct = _compat.abstractify(leaf)
     except TypeError:
         raise UsageError(
-            f"multimesh.jit: an argument of type {type(leaf).__name__} is no array; name it in static_argnums"
+            f"multimesh.jit: an argument of type {type(leaf).__name__} is no array; name it in static_argnums or "
+            "static_argnames"
         ) from None
     return tuple(struct.shape), struct.dtype, bool(struct.weak_type)
 
@@ -86,27 +209,36 @@ def stripped(spec: PartitionSpec) -> PartitionSpec:
 
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
     """Partition spec per leaf of a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
+    return [s.spec if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
 
-    def is_leaf(x: Any) -> bool:
-        return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
 
-    def spec(x: Any) -> PartitionSpec | None:
-        if isinstance(x, NamedSharding):
-            return x.spec
-        if x is None or isinstance(x, PartitionSpec):
-            return x
-        raise UsageError(f"{what}: use NamedSharding, PartitionSpec or None, not {type(x).__name__}")
+def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:
+    """Leaves of such a prefix for which it names a kind of memory, and that kind."""
+    given = enumerate(_spread(shardings, tree, what))
+    return {i: s.memory_kind for i, s in given if isinstance(s, NamedSharding) and s.memory_kind is not None}
 
+
+def is_sharding(x: Any) -> bool:
+    """Whether it is a leaf of a prefix of layouts."""
+    return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
+
+
+def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | PartitionSpec | None]:
+    """The entry of each leaf of a pytree prefix."""
     if isinstance(shardings, list) and tree.num_leaves:
         shardings = tuple(shardings)
     dummy = jax.tree.unflatten(tree, range(tree.num_leaves))
     if isinstance(dummy, list) and isinstance(shardings, tuple):
         dummy = tuple(dummy)
     try:
-        spread = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), shardings, dummy, is_leaf=is_leaf)
+        spread = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), shardings, dummy, is_leaf=is_sharding)
     except ValueError as error:
         raise UsageError(f"{what}: not a pytree prefix of the arguments: {error}") from None
-    return [spec(s) for s in jax.tree.leaves(spread, is_leaf=is_leaf)]
+    leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
+    for leaf in leaves:
+        if not (leaf is None or isinstance(leaf, NamedSharding | PartitionSpec)):
+            raise UsageError(f"{what}: use NamedSharding, PartitionSpec or None, not {type(leaf).__name__}")
+    return leaves
 
 
 def replaced(

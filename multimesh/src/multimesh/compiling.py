@@ -249,7 +249,7 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
         evaluate(fold_transposes(kernel.ops, (*kernel.sums, *kernel.outs)), env, mesh)
         return [
             *(lax.add(total, env[leaf]) for total, leaf in zip(sums, kernel.sums, strict=True)),
-            *(env[v] for v in kernel.outs),
+            *(_compat.typed_as(env[v], v.aval) for v in kernel.outs),
         ]
 
     def in_mesh(*args: Any) -> list[Any]:

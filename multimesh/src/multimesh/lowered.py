@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh import _compat
+from multimesh.arguments import stripped
 from multimesh.compiling import CompiledPlan, compile_plan
 from multimesh.errors import UsageError
 from multimesh.layouts import input_shardings
@@ -21,6 +23,22 @@ from multimesh.runtime import Runner
 
 if TYPE_CHECKING:
     from multimesh.profiling import Profile
+
+
+@dataclass(frozen=True, eq=False)
+class TracedFunction:
+    """A traced function, before it is partitioned: ``jaxpr`` and the trees of ``(args, kwargs)`` and of the result."""
+
+    fun_name: str
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+    lower: Callable[[], Lowered]
+
+    @property
+    def out_info(self) -> Any:
+        """The result with a ``jax.ShapeDtypeStruct`` for each array."""
+        return jax.tree.unflatten(self.out_tree, map(_compat.shape_of, self.jaxpr.out_avals))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +53,7 @@ class Lowered:
     in_tree: Any = None
     derived: Mapping[tuple[int, int], PartitionSpec] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()
+    out_kinds: Mapping[int, str] = dataclasses.field(default_factory=dict)  # result leaf to a kind of memory
 
     @property
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
@@ -97,12 +116,55 @@ class Compiled:
         """The plan that runs."""
         return self.runner.compiled.plan
 
-    def __call__(self, *args: Any) -> Any:
-        """Run; the arguments without the static ones."""
-        return self.run_flat(self._leaves(args))
+    @property
+    def in_tree(self) -> Any:
+        """Tree of ``(args, kwargs)``, without the static ones; keyword arguments are those that are keyword-only."""
+        return self.lowered.in_tree
 
-    def _leaves(self, args: tuple[Any, ...]) -> Sequence[Any]:
-        leaves, tree = jax.tree.flatten(args)
+    @property
+    def out_tree(self) -> Any:
+        """Tree of the result."""
+        return self.lowered.out_tree
+
+    @property
+    def input_shardings(self) -> Any:
+        """Submesh and layout of each argument, as ``(args, kwargs)``; None for one that no operation reads."""
+        return jax.tree.unflatten(self.in_tree, self.lowered.input_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """Submesh and layout of each result; None for an argument or a constant that no operation made."""
+        layouts, moved = self.compiled_plan.layouts, self._moved
+        made = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
+        return jax.tree.unflatten(self.out_tree, made)
+
+    @functools.cached_property
+    def _moved(self) -> dict[int, NamedSharding]:
+        """Results that do not lie where ``out_shardings`` wants them when all programs have run."""
+        moved = {}
+        for position in {*self.lowered.out_specs, *self.lowered.out_kinds}:
+            kind, slot = self.plan.outputs[position]
+            spec, memory = self.lowered.out_specs.get(position), self.lowered.out_kinds.get(position)
+            layout = self.compiled_plan.layouts[slot] if kind == "slot" else None
+            want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], stripped(spec or PartitionSpec()))
+            want = want if memory is None else want.with_memory_kind(memory)
+            if layout is None or want != NamedSharding(
+                layout.mesh, stripped(layout.spec), memory_kind=layout.memory_kind
+            ):
+                moved[position] = want
+        return moved
+
+    def as_text(self) -> str:
+        """The plan, then the optimized code of each program."""
+        programs = zip(self.plan.kernels, self.compiled_plan.programs, strict=True)
+        return "\n\n".join([str(self.plan), *(f"program {k.name}:\n{program.as_text()}" for k, program in programs)])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run; the arguments without the static ones."""
+        return self.run_flat(self._leaves(args, kwargs))
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.lowered.in_tree:
             raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
         return leaves
@@ -110,9 +172,12 @@ class Compiled:
     def run_flat(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat list of (non-static) argument leaves."""
         with _compat.without_mesh(concrete_only=True):
-            return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves))
+            results = self.runner(leaves)
+            for position, layout in self._moved.items():
+                results[position] = jax.device_put(results[position], layout)
+            return jax.tree.unflatten(self.lowered.out_tree, results)
 
-    def profile(self, *args: Any, repeats: int = 3) -> Profile:
+    def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
         """Measure a call: run every program and transfer by itself, ``repeats`` times after a first time.
 
         Takes the arguments of a call, which stay valid: donated ones are copied. Peak memory is that of a call and one
@@ -127,7 +192,7 @@ class Compiled:
 
         if repeats < 1:
             raise UsageError(f"profile: repeats must be at least 1, got {repeats}")
-        leaves = self._leaves(args)
+        leaves = self._leaves(args, kwargs)
         with _compat.without_mesh(concrete_only=True):
             return profile(self.compiled_plan, self.runner, leaves, repeats)
 

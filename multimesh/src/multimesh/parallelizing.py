@@ -71,7 +71,7 @@ def parallelize(
             raise UsageError(f"parallelize: {name} must be callable, got {type(given).__name__}")
     if (get_input_batch is None) == (initial_batch is None):
         raise UsageError("parallelize: give either get_input_batch= or initial_batch=, not both or neither")
-    jitted = Jitted(fn, (), (), None, None, _flat(devices), autoshard=True)
+    jitted = Jitted(fn, devices=_flat(devices), autoshard=True)
     if contexts.ignoring():
         return (jitted, init_params) if get_input_batch is None else (jitted, init_params, get_input_batch)
     params = _Maker(init_params, "init_params")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import _compat, contexts, marks
 from multimesh.errors import UsageError
-from multimesh.modules import with_call
+from multimesh.modules import subclass, with_call
 from multimesh.submesh import AxisMap, Task, make_task, translate
 from multimesh.tracing import current_task, inside, partitioned_trace
 
@@ -32,8 +32,9 @@ def task(
     Parameters
     ----------
     fn
-        A function, a callable object, or a Flax module (linen or NNX). Without it the result is a context manager for
-        a block of traced code: ``with mm.task(mesh=m0, name="stage0"): ...``
+        A function, a callable object, a Flax module (linen or NNX), or a class: then its instances' ``__call__`` is the
+        task. Without it the result is a context manager for a block of traced code:
+        ``with mm.task(mesh=m0, name="stage0"): ...``
     name
         Shown in plans and profiles; by default the function's own name.
     mesh
@@ -60,6 +61,10 @@ def task(
     placed = make_task(label, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
     if fn is None:
         return _scope(placed)
+    if isinstance(fn, type):
+        if not any("__call__" in vars(cls) for cls in fn.__mro__):
+            raise UsageError(f"task {label!r}: instances of {fn.__name__} can't be called; give it a __call__")
+        return subclass(fn, lambda call: _scoped(call, placed))
     module = with_call(fn, lambda call: _scoped(call, placed))
     return _marked(fn, placed) if module is None else module
 
@@ -107,7 +112,7 @@ def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        if contexts.ignoring():
+        if contexts.ignoring() or not _compat.staged():
             return fn(*args, **kwargs)
         if not partitioned_trace():
             return marked_call(marks.TASKS.name(placed), run, args, kwargs)
@@ -139,4 +144,4 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
             return jax.lax.with_sharding_constraint(leaf, translate(spec, task))
         return jax.jit(_compat.named(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
-    return x if contexts.ignoring() else jax.tree.map(constrain, x)
+    return x if contexts.ignoring() or not _compat.staged() else jax.tree.map(constrain, x)
