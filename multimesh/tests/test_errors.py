@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from pathlib import Path
 
 import jax
@@ -217,3 +218,149 @@ def test_a_deleted_input():
     with pytest.raises(Exception, match="delete"):
         f(params["stages"][0], x)
     assert_same(f(params["stages"][0], batch["x"]), mlp_block(params["stages"][0], batch["x"]))
+
+
+def scoped(x):
+    for layer in range(2):
+        with jax.named_scope(f"layers_{layer}"):
+            x = jnp.tanh(x)
+    return x
+
+
+@pytest.mark.parametrize("pattern", [r"layer(\d+)", r"layers_(\d+)/mlp", r"layrs_(?P<n>[0-9]+)"])
+def test_a_registered_pattern_that_matches_no_scope_lists_near_names(pattern):
+    with mm.register_task(pattern, mesh=MESH) as made, pytest.raises(mm.UsageError, match="'layers_0'") as error:
+        mm.jit(scoped)(X)
+    assert names_line(error, here() - 2)
+    assert repr(made.pattern.pattern) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (scoped, "its scopes are 'layers_0', 'layers_1'"),
+        (jnp.sin, "scope_nnx"),
+        (lambda x: mm.task(jnp.sin, "s", mesh=MESH)(x), None),
+    ],
+)
+def test_a_registered_pattern_that_is_far_from_every_scope_warns(fn, said):
+    """The function may be another than it was registered for; and where there are tasks, that is no surprise."""
+    with mm.register_task(r"decoder/block(\d+)", mesh=MESH), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert_same(mm.jit(fn)(X), fn(X) if said else jnp.sin(X))
+    told = [str(w.message) for w in seen if "register_task" in str(w.message)]
+    assert [said in text for text in told] == ([True] if said else [])
+
+
+def two_stages(params, x):
+    return on(1, lambda w, h: (h @ w).sum())(params[1], on(0, lambda w, x: jnp.tanh(x @ w))(params[0], x))
+
+
+W = np.random.default_rng(0).normal(size=(2, 4, 4)).astype(np.float32)
+
+
+def placed_weights():
+    return [jax.device_put(w, mesh.devices.flat[0]) for w, mesh in zip(W, submeshes(2, (2,)), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        two_stages,
+        jax.grad(two_stages),
+        mm.microbatch(two_stages, size=2, argnum=1),
+        lambda p, x: jax.grad(mm.microbatch(two_stages, size=2, argnum=1))(p, x),
+    ],
+)
+def test_tasks_outside_a_jit_on_arrays_of_several_submeshes(call):
+    """JAX's "incompatible devices" with the remedy, which works."""
+    with pytest.raises(mm.UsageError, match=r"(task 'stage1'|microbatch) outside multimesh.jit.*grad\(multimesh.jit"):
+        call(placed_weights(), X)
+    assert_same(jax.grad(mm.jit(two_stages))(placed_weights(), X), jax.jit(jax.grad(two_stages))(list(W), X))
+
+
+def head_behind(params, x):
+    h = on(0, jnp.matmul)(x, params[0])
+    return jnp.vdot(h, on(1, jnp.matmul)(h, params[1])) * jnp.cos(on(0, jnp.sum)(h * 2))
+
+
+def test_zb_h1_names_the_operation_that_makes_a_stage_more():
+    lines, first = inspect.getsourcelines(head_behind)
+    with pytest.raises(mm.UsageError, match=r"a\s+stage more by this \w+") as error:
+        mm.jit(mm.microbatch(jax.value_and_grad(head_behind), size=2, argnum=1, schedule="zb-h1"))(list(W), X)
+    assert names_line(error, first, first + len(lines))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: mm.microbatch(f, size=2)])
+def test_the_result_of_a_task_that_nobody_uses(wrap):
+    def f(x):
+        on(1, jnp.sin)(x)
+        return x * 2
+
+    assert_same(mm.jit(wrap(f))(X), jax.jit(wrap(f))(X))
+    assert mm.jit(wrap(f)).plan(X).submeshes == submeshes(2, (2,))[1:]
+
+
+@pytest.mark.parametrize(("flag", "value", "kind"), [(jax.debug_nans, -X, "nan"), (jax.debug_infs, 0 * X, "inf")])
+@pytest.mark.parametrize("form", ["straight", "microbatch", "donated", "outside tasks", "finite"])
+def test_debug_nans(flag, value, kind, form):
+    """FloatingPointError, as JAX's own, with the task and the user's line."""
+    line = here() + 3
+
+    def f(x):
+        h = on(0, lambda x: jnp.log(x) if form != "outside tasks" else x)(x)
+        return on(1, jnp.cos)(jnp.log(h) if form == "outside tasks" else h)
+
+    wrapped = mm.microbatch(f, size=2) if form == "microbatch" else f
+    jitted = mm.jit(wrapped, donate_argnums=0 if form == "donated" else ())
+    with flag(True):
+        if form == "finite":
+            assert_same(jitted(X + 1), jax.jit(f)(X + 1))
+            return
+        who = "outside tasks" if form == "outside tasks" else "task 'stage0'"
+        said = rf"{who}.*invalid value \({kind}\) encountered in log"
+        if form == "donated":
+            said += "|run without donate_argnums"
+        with pytest.raises(FloatingPointError, match=said) as error:
+            jitted(jnp.array(value))
+    assert form == "donated" or names_line(error, line, line + 1)
+
+
+@pytest.mark.parametrize("wrap", [jax.value_and_grad, jax.jit])
+@pytest.mark.parametrize("loop", [True, False])
+def test_disable_jit_runs_operation_by_operation(wrap, loop):
+    """So that prints and breakpoints in the function see values, also on arguments of several submeshes."""
+    seen = []
+
+    def loss(params, x):
+        y = on(0, lambda w, x: seen.append(x) or jnp.tanh(x @ w))(params[0], x)
+        return on(1, lambda w, h: seen.append(h) or (h @ w).sum())(params[1], y)
+
+    f = mm.microbatch(wrap(loss), size=2, argnum=1) if loop else wrap(loss)
+    want = jax.jit(jax.value_and_grad(two_stages) if wrap is jax.value_and_grad else two_stages)(list(W), X)
+    jitted = mm.jit(f)
+    with jax.disable_jit():
+        got = jitted(placed_weights(), X)
+        runs = len(seen)
+        assert jitted.plan(list(W), X).submeshes == submeshes(2, (2,))  # a plan can be had all the same
+    assert_same(got, want)
+    assert runs == (8 if loop else 2)
+    assert wrap is jax.value_and_grad or not any(isinstance(x, jax.core.Tracer) for x in seen[:runs])
+
+
+SMALL = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_types_between_submeshes_and_as_arguments(name):
+    dtype = getattr(jnp, name)
+    x = jnp.linspace(0.25 if "8m0" in name else 0 if name[0] == "u" else -2, 1, 32).reshape(8, 4)
+
+    def f(x, y):
+        small = on(0, lambda x: x.astype(dtype))(x)
+        return on(1, lambda h, y: h.astype(jnp.float32) + y.astype(jnp.float32))(small, y), small
+
+    y = np.asarray(x.astype(dtype))
+    wants = jax.jit(f)(x, y)
+    assert_same([np.asarray(r, np.float32) for r in mm.jit(f)(x, y)], [np.asarray(r, np.float32) for r in wants])
+    assert_same(mm.jit(mm.microbatch(lambda x: f(x, x)[0], size=2))(x), mm.microbatch(lambda x: f(x, x)[0], size=2)(x))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as _extend
 from jax.extend.core import primitives as _primitives
@@ -262,6 +263,11 @@ def caller_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def invalid_value(error: Exception) -> str | None:
+    """What ``jax_debug_nans`` or ``jax_debug_infs`` found in results of a program, "nan" or "inf"; else None."""
+    return getattr(error, "ty", None) if type(error).__name__ == "InternalFloatingPointError" else None
+
+
 def error_line(error: BaseException) -> str:
     """``file:line`` of the innermost of the user's frames that an exception went through."""
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
@@ -489,15 +495,27 @@ def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[s
     return _loaded(moved_program, lowered)
 
 
-def on_mesh(compiled: Any, lowered: Any, mesh: Mesh) -> Any:
-    """A program that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself."""
-    if mesh == auto(mesh):
+def finished(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]) -> Any:
+    """A program that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself.
+
+    And without JAX's check of the layouts of arguments of less than a byte (int4), which no array passes; ``jitted``,
+    which the program is of, does not make it.
+    """
+    small = [_less_than_byte(x.dtype) for x in jax.tree.leaves(lowered.args_info)]
+    if mesh == auto(mesh) and not any(small):
         return compiled
     if _compiler is None:
-        return _OnMesh(compiled, mesh)
+        return _OnMesh(jitted if any(small) else compiled, compiled, mesh)
     unloaded = compiled._executable._unloaded_executable
     shardings = _relabelled(unloaded.output_shardings, mesh)
-    return _loaded(dataclasses.replace(unloaded, output_shardings=shardings), lowered)
+    layouts = [None if flag else x for flag, x in zip(small, unloaded.xla_in_layouts, strict=True)]
+    return _loaded(dataclasses.replace(unloaded, output_shardings=shardings, xla_in_layouts=layouts), lowered)
+
+
+def _less_than_byte(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(jnp.iinfo(dtype).bits < 8)
+    return jnp.issubdtype(dtype, jnp.floating) and bool(jnp.finfo(dtype).bits < 8)
 
 
 def _relabelled(shardings: Sequence[Any], mesh: Mesh) -> list[Any]:
@@ -510,14 +528,14 @@ def _relabelled(shardings: Sequence[Any], mesh: Mesh) -> list[Any]:
 class _OnMesh:
     """A program whose results are laid out on another mesh of the same devices."""
 
-    def __init__(self, compiled: Any, mesh: Mesh):
-        self._compiled = compiled
+    def __init__(self, call: Callable[..., Any], compiled: Any, mesh: Mesh):
+        self._call, self._compiled = call, compiled
         self.output_shardings = _relabelled(compiled.output_shardings, mesh)
 
     def __call__(self, *args: Any) -> list[Any]:
         return [
             jax.make_array_from_single_device_arrays(x.shape, s, [shard.data for shard in x.addressable_shards])
-            for x, s in zip(self._compiled(*args), self.output_shardings, strict=True)
+            for x, s in zip(self._call(*args), self.output_shardings, strict=True)
         ]
 
     def __getattr__(self, name: str) -> Any:

@@ -98,6 +98,7 @@ class _Compiler:
         self._options = options
         self._layouts: dict[int, NamedSharding] = {}
         self._pinned: dict[int, NamedSharding] = {}
+        self._jitted: dict[int, Any] = {}
         for arg, slot in plan.inputs:
             self._layouts[slot] = plan.layout(slot, argument_spec(plan, specs, derived, arg, slot))
         for _, slot in plan.constants:
@@ -171,7 +172,7 @@ class _Compiler:
         return CompiledPlan(self._plan, tuple(programs[k] for k in range(len(programs))), tuple(layouts))
 
     def _compile(self, kernel: int, lowered: Any) -> Any:
-        return _compat.on_mesh(lowered.compile(self._options), lowered, self._mesh(kernel))
+        return _compat.finished(lowered.compile(self._options), lowered, self._mesh(kernel), self._jitted[kernel])
 
     def _mesh(self, kernel: int) -> Mesh:
         return self._plan.submeshes[self._plan.kernels[kernel].submesh]
@@ -203,6 +204,7 @@ class _Compiler:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             try:
+                self._jitted[number] = jitted
                 return jitted.lower(*given)
             except MultiMeshError:
                 raise
@@ -225,6 +227,35 @@ def _auto(layout: NamedSharding | None) -> NamedSharding | None:
     if layout is None or layout.mesh == _compat.auto(layout.mesh):
         return layout
     return NamedSharding(_compat.auto(layout.mesh), layout.spec, memory_kind=layout.memory_kind)
+
+
+def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Callable[[Any], Any]) -> ir.Op | None:
+    """The first operation of a kernel, run on its own, with an invalid result; None where the arguments are gone."""
+    mesh = plan.submeshes[kernel.submesh]
+    counts = len(kernel.sums), len(kernel.rows)
+    given = args[counts[0] :]
+    if any(x.is_deleted() for x in given):
+        return None
+    env: dict[ir.Value, Any] = {}
+    if kernel.rows:
+        number, *rows = given[: 1 + counts[1]]
+        given = given[1 + counts[1] :]
+        env.update(zip(kernel.rows, (row[int(number)] for row in rows), strict=True))
+    env.update(zip(kernel.ins, given, strict=True))
+    for op in kernel.ops:
+        reads = list(op.reads)
+
+        def alone(*values: Any, op: ir.Op = op, reads: Sequence[ir.Value] = reads) -> list[Any]:
+            inner = dict(zip(reads, values, strict=True))
+            with _compat.abstract_mesh_context(mesh):
+                evaluate((op,), inner, mesh)
+            return [inner[o] for o in op.outs]
+
+        results = jax.jit(alone)(*(env[v] for v in reads))
+        env.update(zip(op.outs, results, strict=True))
+        if any(jnp.issubdtype(x.dtype, jnp.inexact) and bool(invalid(x).any()) for x in results):
+            return op
+    return None
 
 
 def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:

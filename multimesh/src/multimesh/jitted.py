@@ -91,6 +91,9 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run; traces and compiles when the types, layouts or static arguments are new."""
+        if jax.config.jax_disable_jit:
+            args, kwargs = jax.tree.map(self._on_one_device, (args, kwargs))
+            return self._fn(*args, **kwargs)
         given = self._parameters.given(args, kwargs)
         leaves, tree = jax.tree.flatten(given.dynamic)
         if not _compat.eager() or any(map(_compat.is_tracer, leaves)):
@@ -104,6 +107,12 @@ class Jitted:
             return self._transformed(given, leaves, tree)
         self._cache.recent = Recent(tree, key, context, tuple(map(traits, leaves)), compiled)
         return compiled.run_flat(leaves)
+
+    def _on_one_device(self, x: Any) -> Any:
+        """An argument where the function runs operation by operation, none of which runs on several submeshes."""
+        if not isinstance(x, jax.Array) or _compat.is_tracer(x):
+            return x
+        return jax.device_put(x, (self._devices or jax.devices())[0])
 
     def _transformed(self, given: Given, leaves: Sequence[Any], tree: Any) -> Any:
         """A call under ``jax.grad``, ``jax.vmap`` and the like: a primitive that runs as a plan."""

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from multimesh import _compat
 from multimesh.errors import UsageError
 from multimesh.submesh import AxisMap, Task, make_task
 
@@ -81,6 +82,7 @@ class Registration:
     dims: tuple[int, ...] | None = None
     device_axes: tuple[str, ...] | None = None
     logical_axes: tuple[tuple[str, Any], ...] = ()
+    where: str = ""
 
     def remove(self) -> None:
         """End the registration; removing twice is harmless."""
@@ -192,7 +194,7 @@ def register_task(
         task = make_task(
             pattern.pattern, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes
         )
-        made = Registration(pattern, task)
+        made = Registration(pattern, task, where=_compat.caller_line())
     else:
         if mesh is not None or devices is not None:
             raise UsageError(f"register_task({pattern.pattern!r}): callback= chooses the devices; drop mesh=/devices=")
@@ -201,5 +203,7 @@ def register_task(
         axes = tuple(device_axes) if device_axes else None
         if logical_axes and axes is None:
             raise UsageError(f"register_task({pattern.pattern!r}): logical_axes= needs device_axes=")
-        made = Registration(pattern, None, callback, dims, axes, tuple(dict(logical_axes or {}).items()))
+        made = Registration(
+            pattern, None, callback, dims, axes, tuple(dict(logical_axes or {}).items()), _compat.caller_line()
+        )
     return add(made)

@@ -145,13 +145,23 @@ def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
 
 
 def _scan(call: Callable[[Any], Any], slices: Any, stack: Any) -> Any:
-    piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
-    shapes = jax.eval_shape(call, piece)
+    made: list[Any] = []
+    if jax.config.jax_disable_jit:  # a print or breakpoint in ``fn`` is then met with values, and once a microbatch
+        count = jax.tree.leaves(slices)[0].shape[0]
+        made = [jax.tree.map(jnp.asarray, call(jax.tree.map(lambda x, i=i: x[i], slices))) for i in range(count)]
+        shapes = made[0]
+    else:
+        piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
+        shapes = jax.eval_shape(call, piece)
     leaves, tree = jax.tree.flatten(shapes)
     stacked = _stacked_leaves(stack, shapes)
     for leaf, keep in zip(leaves, stacked, strict=True):
         if not keep and not jnp.issubdtype(leaf.dtype, jnp.number):
             raise UsageError(f"microbatch: a result of dtype {leaf.dtype} can't be summed; mark it True in stack=")
+    if made:
+        rows = zip(*map(jax.tree.leaves, made), strict=True)
+        total = [jnp.stack(r) if keep else functools.reduce(jnp.add, r) for r, keep in zip(rows, stacked, strict=True)]
+        return jax.tree.unflatten(tree, total)
 
     def body(carry: list[Any], piece: Any) -> tuple[list[Any], list[Any]]:
         outs = jax.tree.leaves(call(piece))

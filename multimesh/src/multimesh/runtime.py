@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multimesh import _compat
-from multimesh.compiling import CompiledPlan
+from multimesh.compiling import CompiledPlan, first_invalid
 from multimesh.errors import UsageError
 
 
@@ -53,7 +53,13 @@ class Runner:
             self._check_buffers(env)
         with _compat.explicit_transfers():
             for call, ins, outs, frees in self.steps:
-                results = call(*[env[i] for i in ins])
+                try:
+                    results = call(*[env[i] for i in ins])
+                except Exception as error:
+                    kind = _compat.invalid_value(error)
+                    if kind is None:
+                        raise
+                    raise self._invalid(call, [env[i] for i in ins], kind) from None
                 for slot, array in zip(outs, results):  # noqa: B905 - the lengths were fixed when the plan was made
                     env[slot] = array
                 del results
@@ -77,6 +83,20 @@ class Runner:
                     f"{self._names[other]} and {self._names[arg]} are the same buffer, and one of them is donated; "
                     "give one of them as a copy: jnp.copy(x)"
                 )
+
+    def _invalid(self, program: Any, args: Sequence[Any], kind: str) -> FloatingPointError:
+        """What ``jax_debug_nans`` and ``jax_debug_infs`` raise of a program, with the task and the user's line."""
+        kernel = self.compiled.plan.kernels[self.compiled.programs.index(program)]
+        with jax.debug_nans(False), jax.debug_infs(False):
+            op = first_invalid(kernel, self.compiled.plan, args, {"nan": jnp.isnan, "inf": jnp.isinf}[kind])
+        if op is None:
+            return FloatingPointError(
+                f"invalid value ({kind}) encountered in program {kernel.name!r}; for the operation and its line run "
+                "without donate_argnums"
+            )
+        task = f"task {op.task.name!r}" if op.task else f"an operation outside tasks (program {kernel.name!r})"
+        line = _compat.user_line(op.source)
+        return FloatingPointError(f"{line}: {task}: invalid value ({kind}) encountered in {op.prim.name}")
 
     def _staged(self, args: Sequence[Any]) -> list[Any]:
         env = list(self._blank)

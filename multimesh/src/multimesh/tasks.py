@@ -103,7 +103,17 @@ def marked_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
         inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
         return fn(*inner_args, **inner_kwargs)
 
-    return jax.jit(_compat.named(body, name))(*(leaves[i] for i in where))
+    try:
+        return jax.jit(_compat.named(body, name))(*(leaves[i] for i in where))
+    except ValueError as error:
+        if partitioned_trace() or "incompatible devices" not in str(error):
+            raise
+        placed = marks.TASKS.find(name)
+        raise UsageError(
+            f"{_compat.caller_line()}: {f'task {placed.name!r}' if placed else 'microbatch'} outside multimesh.jit has "
+            "arguments on several submeshes; jit the whole function, as multimesh.jit(jax.grad(f)) or "
+            f"jax.grad(multimesh.jit(f)). JAX says: {error}"
+        ) from error
 
 
 def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:

@@ -7,6 +7,8 @@ import contextvars
 import re
 from collections.abc import Iterator
 
+import jax
+
 from multimesh import _compat
 from multimesh.errors import UsageError
 from multimesh.submesh import Task
@@ -71,9 +73,10 @@ def _explicit_remedy(message: str, task: Task) -> str | None:
 
 @contextlib.contextmanager
 def partitioning() -> Iterator[None]:
-    """Mark the enclosed trace as one that will be partitioned."""
+    """Mark the enclosed trace as one that will be partitioned; by its inner jits, also under ``jax.disable_jit``."""
     token = _tracing.set(True)
     try:
-        yield
+        with jax.disable_jit(False):
+            yield
     finally:
         _tracing.reset(token)

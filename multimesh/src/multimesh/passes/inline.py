@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import jax
 
 from multimesh import _compat, ir, marks
-from multimesh.errors import MultiMeshError
+from multimesh.errors import MultiMeshError, UsageError
 from multimesh.passes import loops
 from multimesh.submesh import Task
 
@@ -48,7 +51,40 @@ class _Inliner:
         self._devices = devices
         self._registrations = marks.registrations()
         self._scope_cache: dict[tuple[tuple[str, ...], bool], Task | None] = {}
+        self._paths: dict[str, None] = {}  # of the named scopes that were met, outside tasks
         self.consts: dict[ir.Value, Any] = {}
+
+    def check_registrations(self, *, placed: bool) -> None:
+        """Tell of a registered pattern that no scope matches where a near name, or the lack of tasks, says it should.
+
+        Raises
+        ------
+        UsageError
+            Where nothing is ``placed`` and a scope has a name near to the pattern.
+        """
+        names = list(dict.fromkeys(name for path in self._paths for name in path.split("/")))
+        for r in self._registrations:
+            if any(map(r.pattern.search, self._paths)):
+                continue
+            literal = re.sub(r"\\[a-zA-Z]|[^\w/]", "", r.pattern.pattern)
+            near = difflib.get_close_matches(literal, dict.fromkeys((*names, *self._paths)), n=4)
+            if placed and not near:
+                continue
+            what = (
+                f"{r.where}: register_task({r.pattern.pattern!r}) matches no named scope of a function that is traced"
+            )
+            if near and not placed:
+                raise UsageError(
+                    f"{what}, and nothing else in it is a task; near names are {', '.join(map(repr, near))}"
+                )
+            remedy = (
+                f"near names are {', '.join(map(repr, near))}"
+                if near
+                else f"it runs without tasks; its scopes are {', '.join(map(repr, names[:8]))}"
+                if names
+                else "it has none and runs without tasks; Flax NNX modules get scopes from multimesh.scope_nnx"
+            )
+            warnings.warn(f"{what}: {remedy}", stacklevel=2)
 
     def jaxpr(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[ir.Atom], where: _Where, out: list[ir.Item]
@@ -105,6 +141,7 @@ class _Inliner:
         key = (where.scope, where.backward)
         if key not in self._scope_cache:
             path = "/".join(where.scope)
+            self._paths.setdefault(path)
             found = (r.resolve(path, where.backward, self._devices) for r in self._registrations)
             self._scope_cache[key] = next((task for task in found if task is not None), None)
         return self._scope_cache[key]
@@ -229,6 +266,8 @@ def inline(closed: Any, devices: tuple[jax.Device, ...]) -> ir.Program:
     inputs = [ir.Value(v.aval) for v in closed.jaxpr.invars]
     items: list[ir.Item] = []
     outputs = walker.jaxpr(closed.jaxpr, closed.consts, inputs, _Where(), items)
+    ops = (op for item in items for op in (item.ops if isinstance(item, ir.Loop) else (item,)))
+    walker.check_registrations(placed=any(op.task is not None for op in ops))
     return ir.Program(tuple(inputs), walker.consts, tuple(items), tuple(outputs))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from multimesh import ir, schedules
+from multimesh import _compat, ir, schedules
 from multimesh.errors import UsageError, internal_error
 from multimesh.marks import LoopMark
 from multimesh.passes.fragment import Fragment, join
@@ -19,6 +19,7 @@ from multimesh.passes.recompute import keep_less
 from multimesh.passes.stages import Pipeline
 from multimesh.passes.weights import split_weights
 from multimesh.schedules import Cell, Table
+from multimesh.submesh import describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +92,23 @@ def _table(pipeline: Pipeline, mark: LoopMark) -> Table:
         table = mark.schedule.table(submeshes, chunks, mark.count, backward)
         schedules.validate(table, submeshes, chunks, mark.count, backward)
     except UsageError as error:
-        raise UsageError(f"{mark.where}: {error}") from None
+        raise UsageError(f"{mark.where}: {error}{_again(pipeline)}") from None
     return table
+
+
+def _again(pipeline: Pipeline) -> str:
+    """What brings a loop to a submesh for a second time, which some schedules have no place for."""
+    late = [part for part in pipeline.fragments if part.stage is not None and part.stage >= len(pipeline.submeshes)]
+    if not late:
+        return ""
+    part = min(late, key=lambda p: (p.phase != "F", p.stage or 0))
+    own = [op for op in part.ops if any(op.reads)] or part.ops
+    op = next((op for op in own if op.task is None), own[0])
+    who = f"of task {op.task.name!r}" if op.task else "outside tasks; put it into a task of the last stage"
+    return (
+        f". {_compat.user_line(op.source) or 'A line that JAX did not record'}: submesh {describe(part.mesh)} gets a "
+        f"stage more by this {op.prim.name} {who}"
+    )
 
 
 def _cells(table: Sequence[Sequence[Cell]]) -> list[Cell]:

@@ -17,7 +17,7 @@ from multimesh.contexts import Options
 from multimesh.passes.arrange import arrange, cut
 from multimesh.passes.inline import inline
 from multimesh.passes.loops import fuse, separate
-from multimesh.passes.place import has_tasks, place
+from multimesh.passes.place import has_tasks, place, task_meshes
 from multimesh.passes.planning import build
 from multimesh.passes.reductions import delay_reductions
 
@@ -69,12 +69,12 @@ def passes(traced: Traced) -> Iterator[Pass]:
     with _compat.tried_version():
         program = inline(traced.closed, traced.devices)
     yield Pass("inline", program)
-    home = None if has_tasks(program) else traced.home
+    home = next(iter(task_meshes(program)), traced.home)  # where the results of all tasks are unused
     program = fuse(program)
     yield Pass("fuse", program)
     program = separate(program)
     yield Pass("separate", program)
-    program, homes = place(program, home)
+    program, homes = place(program, None if has_tasks(program) else home)
     yield Pass("place", program)
     given = {v: spec for v, spec in zip(program.inputs, traced.specs, strict=True) if spec is not None}
     program = delay_reductions(program, homes, given)
