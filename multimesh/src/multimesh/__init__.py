@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from multimesh.errors import MultiMeshError, UsageError
 
 if TYPE_CHECKING:
-    from multimesh import linalg, schedules
+    from multimesh import fft, linalg, schedules
     from multimesh.contexts import (
         autoshard,
         context,
@@ -70,6 +70,7 @@ __all__ = [
     "enable_fast_path",
     "enable_recomputation",
     "enable_task_fusion",
+    "fft",
     "ignore_transforms",
     "jit",
     "linalg",
@@ -85,7 +86,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("linalg", "schedules"):
+    if name in ("fft", "linalg", "schedules"):
         return importlib.import_module(f"multimesh.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'multimesh' has no attribute {name!r}")

@@ -18,6 +18,11 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 Axes: TypeAlias = tuple[str, ...]
 
 
+def as_array(x: Any) -> jax.Array:
+    """``x`` itself, or a NumPy array as JAX's."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
 def axes_of(entry: Any) -> Axes:
     """The mesh axes of one entry of a spec: of ``None``, a name or a tuple of names."""
     if entry is None or entry is P.UNCONSTRAINED:

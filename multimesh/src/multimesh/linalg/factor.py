@@ -225,7 +225,7 @@ def cho_factor(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) 
     >>> factor = mm.linalg.cho_factor(jax.device_put(a, NamedSharding(mesh, P("x"))))  # doctest: +SKIP
     >>> x, (sign, logdet) = mm.linalg.cho_solve(factor, b), mm.linalg.slogdet(factor)  # doctest: +SKIP
     """
-    a = as_array(a)
+    a = specs.as_array(a)
     layout = layout_of("cho_factor", a, mesh, spec)
     return CholeskyFactor(a, _factorize(a, layout=layout), layout)
 
@@ -238,7 +238,7 @@ def cho_solve(factor: CholeskyFactor, b: Array) -> Array:
     """
     if not isinstance(factor, CholeskyFactor):
         raise UsageError(f"cho_solve: the first argument is what cho_factor returns, got {type(factor).__name__}")
-    b = as_array(b)
+    b = specs.as_array(b)
     columns = columns_of("cho_solve", factor.a, b, factor.layout, None)
     return _backsolve(factor.a, factor.panels, b, layout=factor.layout, columns=columns)
 
@@ -248,7 +248,7 @@ def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) 
 
     Shapes, results and errors are theirs. ``spec`` may also be a pair, of ``a`` and of ``b``.
     """
-    a, b = as_array(a), as_array(b)
+    a, b = specs.as_array(a), specs.as_array(b)
     of_a, of_b = pair(spec)
     layout = layout_of("solve", a, mesh, of_a)
     return _solve(a, b, layout=layout, columns=columns_of("solve", a, b, layout, of_b))
@@ -262,7 +262,7 @@ def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P |
     """
     if isinstance(a, CholeskyFactor):
         return _slogdet(a.a, a.panels, layout=a.layout)
-    a = as_array(a)
+    a = specs.as_array(a)
     return _slogdet(a, None, layout=layout_of("slogdet", a, mesh, spec))
 
 
@@ -272,10 +272,5 @@ def cholesky(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) ->
     `cho_factor` needs less: it factors a permutation of ``a``, for which no row has to move. Derivatives gather a
     matrix on every device. The program has at least as many superpanels as there are devices.
     """
-    a = as_array(a)
+    a = specs.as_array(a)
     return _cholesky(a, layout=layout_of("cholesky", a, mesh, spec))
-
-
-def as_array(x: Any) -> Array:
-    """``x`` itself, or a NumPy array as JAX's."""
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh import specs
 from multimesh.errors import UsageError
-from multimesh.linalg.factor import as_array, backsolve, columns_of, factorize, layout_of, log_determinant, pair
+from multimesh.linalg.factor import backsolve, columns_of, factorize, layout_of, log_determinant, pair
 from multimesh.linalg.layout import Layout
 
 
@@ -58,7 +58,7 @@ def potrs(
     """
     if isinstance(T_A, bool) or not isinstance(T_A, int) or T_A < 1:
         raise UsageError(f"potrs: T_A is a number of rows, at least 1; got {T_A!r}")
-    a, b = as_array(a), as_array(b)
+    a, b = specs.as_array(a), specs.as_array(b)
     of_a, of_b = pair(in_specs)
     of_a = _known_axes(a, mesh, of_a)
     layout = layout_of("potrs", a, mesh, of_a, T_A)

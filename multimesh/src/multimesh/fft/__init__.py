@@ -1,0 +1,11 @@
+"""Fourier transforms over two or three dimensions of an array that is sharded over the devices of a mesh.
+
+The functions have the names and results of ``jax.numpy.fft`` and work under ``jit``, ``grad``, ``vmap``,
+``jax.checkpoint`` and inside a task, with Auto and Explicit mesh axes, over any number of processes. Each sharded
+dimension costs one all-to-all; nothing is ever gathered. See `fftn` for layouts and sizes.
+"""
+
+from multimesh.fft.frequencies import fftfreq, rfftfreq, unpad
+from multimesh.fft.transforms import fftn, ifftn, irfftn, rfftn
+
+__all__ = ["fftfreq", "fftn", "ifftn", "irfftn", "rfftfreq", "rfftn", "unpad"]

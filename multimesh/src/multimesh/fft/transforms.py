@@ -1,0 +1,254 @@
+"""`fftn`, `ifftn`, `rfftn` and `irfftn` of a sharded array."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from multimesh import specs
+from multimesh.errors import UsageError
+from multimesh.fft import shards
+from multimesh.fft.shards import Layout
+from multimesh.specs import AnyMesh, Axes, entry, lay_out
+
+
+def fftn(
+    x: Array,
+    s: Sequence[int] | None = None,
+    axes: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    spec: P | None = None,
+    transposed: bool = False,
+    chunks: int = 1,
+) -> Array:
+    """``jnp.fft.fftn`` over two or three dimensions of a sharded array.
+
+    Of the transformed dimensions the first one must be sharded (a slab), or of three the first two (pencils), each over
+    one mesh axis or several; the last one is whole on every device. The other dimensions may be sharded too. The order
+    of ``axes`` says which is first.
+
+    ======  ==================  =======================  =============================
+    ..      ``x``               result                   result with ``transposed``
+    ======  ==================  =======================  =============================
+    slab    (X, Y, Z)           (X, Y', Z)               (Y', Z, X)
+    ..      P(a, None, None)    P(None, a, None)         P(a, None, None)
+    pencil  (X, Y, Z)           (X, Y', Z')              (Z', Y', X)
+    ..      P(a, b, None)       P(None, a, b)            P(b, a, None)
+    two     (X, Z)              (X, Z')                  (Z', X)
+    ..      P(a, None)          P(None, a)               P(a, None)
+    ======  ==================  =======================  =============================
+
+    Parameters
+    ----------
+    x
+        float32, float64, complex64 or complex128.
+    s, axes, norm
+        As for ``jnp.fft.fftn``. ``transposed`` moves the transformed dimensions to the end.
+    mesh, spec
+        How ``x`` is sharded, where it does not tell. A sharded dimension that does not divide is padded first.
+    transposed
+        Leave out the last local transposition, which a filter between two transforms does not need.
+    chunks
+        Cut each all-to-all into so many, which GPUs can overlap with transforms. A single transform of two dimensions
+        isn't cut.
+
+    Returns
+    -------
+    The transform, of the shape and spec above. Y' is Y and Z' the size of the transformed Z, both padded with zeros to
+    a multiple of the devices that share them: `unpad` cuts them off.
+
+    Raises
+    ------
+    UsageError
+        If sizes, dtypes or specs are wrong.
+
+    Examples
+    --------
+    >>> x = jax.device_put(x, NamedSharding(mesh, P("x")))  # doctest: +SKIP
+    >>> y = mm.fft.ifftn(mm.fft.fftn(x))  # doctest: +SKIP
+    """
+    return _transform("fftn", x, s, axes, norm, mesh, spec, transposed, chunks)
+
+
+def rfftn(
+    x: Array,
+    s: Sequence[int] | None = None,
+    axes: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    spec: P | None = None,
+    transposed: bool = False,
+    chunks: int = 1,
+) -> Array:
+    """``jnp.fft.rfftn`` of a sharded array, which must be real; otherwise as `fftn`.
+
+    The transformed Z has Z // 2 + 1 entries, padded as `fftn` says where it is sharded.
+    """
+    return _transform("rfftn", x, s, axes, norm, mesh, spec, transposed, chunks)
+
+
+def ifftn(
+    x: Array,
+    s: Sequence[int] | None = None,
+    axes: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    spec: P | None = None,
+    transposed: bool = False,
+    chunks: int = 1,
+) -> Array:
+    """``jnp.fft.ifftn`` of an array in the layout that `fftn` returns, with the same ``axes`` and ``transposed``.
+
+    ``mesh`` and ``spec`` are those of the transformed array. ``s`` are the sizes of the result, in the order of
+    ``axes``: needed where `fftn` padded one. The result is laid out as the argument of `fftn`; a sharded dimension that
+    does not divide is padded with zeros.
+    """
+    return _transform("ifftn", x, s, axes, norm, mesh, spec, transposed, chunks)
+
+
+def irfftn(
+    x: Array,
+    s: Sequence[int] | None = None,
+    axes: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    spec: P | None = None,
+    transposed: bool = False,
+    chunks: int = 1,
+) -> Array:
+    """``jnp.fft.irfftn`` of an array in the layout that `rfftn` returns; otherwise as `ifftn`.
+
+    ``s`` is needed where the last of ``axes`` is sharded (pencils, two dimensions), as its size may be padded.
+    """
+    return _transform("irfftn", x, s, axes, norm, mesh, spec, transposed, chunks)
+
+
+def _transform(
+    what: str,
+    x: Any,
+    s: Sequence[int] | None,
+    axes: Sequence[int] | None,
+    norm: str | None,
+    mesh: AnyMesh | None,
+    spec: P | None,
+    transposed: bool,
+    chunks: int,
+) -> Array:
+    x = specs.as_array(x)
+    specs.check_dtype(what, x)
+    if what == "rfftn" and jnp.iscomplexobj(x):
+        raise UsageError("rfftn: the array is complex; use fftn, or transform its real part")
+    if norm not in (None, "backward", "ortho", "forward"):
+        raise UsageError(f"{what}: norm is None, 'backward', 'ortho' or 'forward', got {norm!r}")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise UsageError(f"{what}: chunks is a number, at least 1; got {chunks!r}")
+    dims = _dims(what, x.ndim, s, axes)
+    mesh, entries = specs.find(what, x, mesh, spec)
+    inverse = what in ("ifftn", "irfftn")
+    at = tuple(range(x.ndim - len(dims), x.ndim)) if inverse and transposed else dims
+    order = [entries[d] for d in at]
+    batch = tuple(e for d, e in enumerate(entries) if d not in at)
+    first, second = _inverse_axes(what, order, transposed) if inverse else _forward_axes(what, order, dims)
+    shape = [x.shape[d] for d in at]
+    layout = Layout(mesh, dims, (0,) * len(dims), first, second, batch, "r" in what, transposed, norm, chunks)
+    if inverse and transposed:
+        shape = [shape[place] for place in layout.turned]  # X, Y, Z
+    sizes = _sizes(what, shape, s, layout, inverse)
+    layout = Layout(mesh, dims, sizes, first, second, batch, "r" in what, transposed, norm, chunks)
+    return _program(layout, inverse)(x)
+
+
+@functools.cache
+def _program(layout: Layout, inverse: bool) -> Callable[[Array], Array]:
+    given, made = (layout.after, layout.before) if inverse else (layout.before, layout.after)
+    in_spec, out_spec = (P(*map(entry, axes)) for axes in (given, made))
+    f = functools.partial(shards.inverse if inverse else shards.forward, layout=layout)
+    f = jax.shard_map(f, mesh=layout.mesh, in_specs=in_spec, out_specs=out_spec)
+
+    def run(x: Array) -> Array:
+        missing = [-n % specs.size(layout.mesh, axes) for n, axes in zip(x.shape, given, strict=True)]
+        x = jnp.pad(x, [(0, n) for n in missing]) if any(missing) else x
+        return f(lay_out(x, layout.mesh, *given))
+
+    # Said explicitly, as JAX forgets axes of one device in what it finds out; the way back reads the spec.
+    return jax.jit(run, out_shardings=NamedSharding(layout.mesh, out_spec))
+
+
+def _dims(what: str, ndim: int, s: Any, axes: Any) -> tuple[int, ...]:
+    """The transformed dimensions of an array, in order."""
+    if axes is None:
+        axes = range(-len(s), 0) if s is not None else range(ndim)
+    axes = tuple(axes)
+    if any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) != len(axes):
+        raise UsageError(f"{what}: axes={axes} must be different dimensions of an array that has {ndim}")
+    if len(axes) not in (2, 3):
+        raise UsageError(f"{what}: transforms two or three dimensions, not {len(axes)}; pass axes=, such as (-2, -1)")
+    if s is not None and len(s) != len(axes):
+        raise UsageError(f"{what}: s={tuple(s)} has {len(s)} sizes for {len(axes)} axes")
+    if s is not None and any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in s):
+        raise UsageError(f"{what}: s={tuple(s)} must be sizes of at least 1")
+    return tuple(a % ndim for a in axes)
+
+
+def _forward_axes(what: str, order: list[Axes], dims: tuple[int, ...]) -> tuple[Axes, Axes]:
+    if order[-1]:
+        raise UsageError(
+            f"{what}: dimension {dims[-1]}, the last of axes, is sharded over {order[-1]}; it must be whole on every "
+            "device. Shard others, or give axes= in another order"
+        )
+    if not order[0]:
+        raise UsageError(
+            f"{what}: dimension {dims[0]}, the first of axes, must be sharded; give axes= with a sharded one first. "
+            "Where none is, jnp.fft does it"
+        )
+    return order[0], order[1] if len(order) == 3 else ()
+
+
+def _inverse_axes(what: str, order: list[Axes], transposed: bool) -> tuple[Axes, Axes]:
+    second: Axes = ()
+    if transposed:
+        whole, first = order[-1], order[0]
+        if len(order) == 3 and order[1]:  # of pencils the mesh axes have changed places
+            whole, first, second = order[-1] if order[0] else order[1], order[1], order[0]
+    else:
+        whole, first, second = order[0], order[1], order[2] if len(order) == 3 else ()
+    if whole or not first:
+        found = P(*map(entry, order))
+        wanted = "the first, or the first two of three" if transposed else "the second, or the last two of three"
+        raise UsageError(
+            f"{what}: transposed={transposed} means that of the transformed dimensions {wanted} are sharded, and they "
+            f"are {found}; pass transposed={not transposed} if that is how the array was made"
+        )
+    return first, second
+
+
+def _sizes(what: str, shape: list[int], s: Any, layout: Layout, inverse: bool) -> tuple[int, ...]:
+    """Sizes of X, Y and Z where the array is not transformed."""
+    if not (inverse and layout.real):
+        return tuple(s or shape)
+    axes = layout.second if len(shape) == 3 else layout.first
+    if s is None:
+        if axes:
+            raise UsageError(
+                f"{what}: the last of axes is sharded, and its size may be padded; pass s=, the sizes of the result"
+            )
+        return (*shape[:-1], 2 * (shape[-1] - 1))
+    half = s[-1] // 2 + 1
+    padded = half + -half % specs.size(layout.mesh, axes)
+    if shape[-1] not in (half, padded):
+        raise UsageError(
+            f"{what}: s={tuple(s)} needs {half} entries along the last of axes, and the array has {shape[-1]}"
+        )
+    return tuple(s)
