@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -85,3 +86,17 @@ def test_a_forecast_is_near_what_a_run_holds(run: Run, trained: Path, tmp_path: 
         assert need.parameters + need.optimizer == pytest.approx(held[str(2 * stage)], rel=0.02)
         assert need.activations > 0
         assert need.gradients > 0
+
+
+@pytest.mark.full
+def test_every_process_makes_the_same_plan(run: Run, tmp_path: Path):
+    """Under another hash seed, with scanned layers whose weight gradients are made apart."""
+    plans = []
+    for seed in "12":
+        folder = tmp_path / seed
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        job = (*JOB, "--scan-layers", "--schedule", "zb-h1", "--output", folder)
+        done = run(*job, "--dump", folder / "dump", "--dump-only", env=environment)
+        assert done.code == 0, done.stderr
+        plans.append((folder / "dump/plan.txt").read_text())
+    assert plans[0] == plans[1]

@@ -59,7 +59,7 @@ def _dump(lowered: Lowered, handoff: Handoff) -> None:
     folder = Path(handoff.dump)
     folder.mkdir(parents=True, exist_ok=True)
     plan = lowered.plan
-    (folder / "plan.txt").write_text("\n".join([str(plan), *map(str, plan.instructions), ""]))
+    (folder / "plan.txt").write_text("\n".join([str(plan), *map(str, plan.instructions), plan.fingerprint(), ""]))
     (folder / "plan.json").write_text(plan.to_json())
     plan.to_svg(folder / "plan.svg")
     plan.to_perfetto(folder / "plan.perfetto.json")

@@ -266,14 +266,16 @@ class Jitted:
         self._check_devices(program)
         out_specs = self._result_specs(out_tree)
         self._check_axes(plan, signature.tree, out_specs.values())
+        derived = derive(plan, program, signature.specs)
+        settings = {"options": traced.options, "arguments": signature.specs, "derived": derived, "results": out_specs}
         return Lowered(
-            plan,
+            replace(plan, settings=settings),
             traced,
             tuple(PartitionSpec() if spec is None else spec for spec in signature.specs),
             out_tree,
             out_specs,
             jax.tree.structure(given.trees()),
-            derive(plan, program, signature.specs),
+            derived,
             leaf_names(signature.tree, parameters),
             {} if self._out_shardings is None else memory_kinds(self._out_shardings, out_tree, "out_shardings"),
         )

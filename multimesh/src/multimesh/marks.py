@@ -1,12 +1,13 @@
 """Marks that tracing leaves in a jaxpr for the partitioner: tasks, constraints and microbatch loops.
 
-A mark is an inner ``jax.jit`` (or a named scope) whose name starts with a reserved prefix and ends in the number of an
+A mark is an inner ``jax.jit`` (or a named scope) whose name starts with a reserved prefix and ends in the digest of an
 interned, immutable description. Such a mark is the identity in meaning and survives ``grad``, ``vmap``, ``remat`` and
 ``scan``, so the same function also runs under plain ``jax.jit``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import threading
@@ -20,33 +21,36 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import _compat
 from multimesh.errors import UsageError
+from multimesh.fingerprint import text
 from multimesh.submesh import AxisMap, Task, make_task
 
 T = TypeVar("T", bound=Hashable)
 
 
 class Interned(Generic[T]):
-    """Descriptions that marks refer to by number: equal descriptions share one."""
+    """Descriptions that marks refer to by a digest: names of marks in programs are the same in every process."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix
-        self._numbers: dict[T, int] = {}
-        self._items: list[T] = []
+        self._names: dict[T, str] = {}
+        self._items: dict[str, T] = {}
         self._lock = threading.Lock()
 
     def name(self, item: T, suffix: str = "") -> str:
         """Reserved name of a mark that stands for ``item``."""
         with self._lock:
-            if item not in self._numbers:
-                self._numbers[item] = len(self._items)
-                self._items.append(item)
-            return f"{self.prefix}{self._numbers[item]}{suffix}"
+            if item not in self._names:
+                short = hashlib.sha256(text(item).encode()).hexdigest()[:12]
+                while short in self._items:  # of another, which reads the same
+                    short += "x"
+                self._names[item], self._items[short] = short, item
+            return f"{self.prefix}{self._names[item]}{suffix}"
 
     def find(self, name: str) -> T | None:
         """Description behind a mark's name, or None for any other name."""
         if not name.startswith(self.prefix):
             return None
-        return self._items[int(name.removeprefix(self.prefix).partition(":")[0])]
+        return self._items[name.removeprefix(self.prefix).partition(":")[0]]
 
 
 @dataclass(frozen=True)

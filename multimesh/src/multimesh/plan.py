@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh import ir, listing
+from multimesh import fingerprint, ir, listing
 from multimesh.simulate import UNIT_COSTS, covered
 from multimesh.submesh import carry_over
 
@@ -147,6 +147,8 @@ class Plan:
         Accumulator slot to the axes of its submesh along which its first dimension lies: a term for each device.
     schedules
         Names of the schedules of its microbatch loops.
+    settings
+        What it was made under besides the function: options, and the specs of arguments and results.
     """
 
     submeshes: tuple[Mesh, ...]
@@ -161,6 +163,7 @@ class Plan:
     like: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     schedules: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def layout(self, slot: int, spec: PartitionSpec) -> NamedSharding:
         """Layout of a slot that takes a partition spec; an accumulator of terms has them in front."""
@@ -242,6 +245,14 @@ class Plan:
 
     def __str__(self) -> str:
         return listing.text(self)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides what the plan does, in hexadecimal: the same in every process that made the same.
+
+        Of instructions, programs, slots, constants, specs, options, and the versions of JAX and MultiMesh. Hash seeds,
+        addresses, names of files and what else a process traced do not count.
+        """
+        return fingerprint.digest(self)
 
     def to_json(self) -> str:
         """The plan as JSON: submeshes, kernels, slots, instructions."""

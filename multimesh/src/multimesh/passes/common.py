@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from multimesh import _compat, ir
+from multimesh.fingerprint import text
 from multimesh.passes.fragment import Fragment, with_interfaces
 
 T = TypeVar("T")
@@ -128,4 +129,4 @@ def signature(ops: Sequence[ir.Op], given: Iterable[ir.Value]) -> tuple[Any, ...
         name = number.setdefault(a, len(number))
         return name if known else (name, _compat.shape_of(a.aval), a in given)
 
-    return tuple((op.prim.name, str(sorted(op.params.items())), *map(atom, (*op.ins, *op.outs))) for op in ops)
+    return tuple((op.prim.name, text(op.params), *map(atom, (*op.ins, *op.outs))) for op in ops)

@@ -29,6 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 from multimesh import _compat, ir
 from multimesh.compiling import evaluate
 from multimesh.errors import internal_error
+from multimesh.fingerprint import text
 from multimesh.passes.autoshard import Axes, Layouts, Node
 from multimesh.passes.inline import flattened
 from multimesh.passes.place import Homes
@@ -158,7 +159,7 @@ def _cut(term: _Term, traces: _Traces) -> tuple[tuple[ir.Op, ...], ir.Value]:
 
     numbers = {v: n for n, v in enumerate((*given, *(op.outs[0] for op in term.chain)))}
     wiring = [
-        (op.prim.name, str(op.params), [numbers[i] if isinstance(i, ir.Value) else i.val for i in op.ins])
+        (op.prim.name, text(op.params), [numbers[i] if isinstance(i, ir.Value) else text(i.val) for i in op.ins])
         for op in term.chain
     ]
     return _traced(terms, given, term.chain[0], term.mesh, traces, f"{term.ways} {dims} {wiring}")
