@@ -364,3 +364,114 @@ def test_small_types_between_submeshes_and_as_arguments(name):
     wants = jax.jit(f)(x, y)
     assert_same([np.asarray(r, np.float32) for r in mm.jit(f)(x, y)], [np.asarray(r, np.float32) for r in wants])
     assert_same(mm.jit(mm.microbatch(lambda x: f(x, x)[0], size=2))(x), mm.microbatch(lambda x: f(x, x)[0], size=2)(x))
+
+
+WRONG = (2.5, "nonsense", None, [1.5], {"a": 1}, (None,), object(), MESH, np.ones(3), True)
+TASK, CALLBACK, LOOP = {"fn": jnp.sin, "name": "a"}, {"regex": "(a)", "callback": max}, {"fn": jnp.sin, "size": 2}
+JIT, LAYOUT = {"fn": jnp.sin}, {"x": X}
+TRAIN = {"fn": two_stages, "init_params": lambda: list(W), "initial_batch": X}
+PLACED = mm.task(jnp.sin, "first", mesh=MESH)
+PARAMETERS = {  # function, its other arguments, parameter: which of the wrong values are right
+    (mm.task, "fn"): (TASK | {"mesh": MESH}, {2}),
+    (mm.task, "name"): (TASK | {"mesh": MESH}, {1, 2}),
+    (mm.task, "mesh"): (TASK, {7}),
+    (mm.task, "devices"): (TASK, ()),
+    (mm.task, "device_axes"): (TASK | {"devices": devices(2, 2)}, {2}),
+    (mm.task, "logical_axes"): (TASK | {"mesh": MESH}, {2}),
+    (mm.register_task, "regex"): ({"mesh": MESH}, {1}),
+    (mm.register_task, "mesh"): ({"regex": "a"}, {7}),
+    (mm.register_task, "devices"): ({"regex": "a"}, ()),
+    (mm.register_task, "callback"): ({"regex": "(a)"}, {7}),  # a mesh can be called
+    (mm.register_task, "dims"): (CALLBACK, {2}),
+    (mm.register_task, "device_axes"): (CALLBACK, {2, 4}),
+    (mm.register_task, "logical_axes"): (CALLBACK | {"device_axes": ("x",)}, {2, 4}),
+    (mm.microbatch, "fn"): (LOOP, {7}),
+    (mm.microbatch, "size"): (LOOP, ()),
+    (mm.microbatch, "dim"): (LOOP, ()),
+    (mm.microbatch, "argnum"): (LOOP, ()),
+    (mm.microbatch, "interleave"): (LOOP, ()),
+    (mm.microbatch, "num_stages"): (LOOP, {2}),
+    (mm.microbatch, "schedule"): (LOOP, ()),
+    (mm.microbatch, "custom_schedule"): (LOOP, {2}),
+    (mm.jit, "fn"): (JIT, {2, 7}),
+    (mm.jit, "donate_argnums"): (JIT, {2}),
+    (mm.jit, "static_argnums"): (JIT, {2}),
+    (mm.jit, "devices"): (JIT, {2}),
+    (mm.with_sharding_constraint, "spec"): (LAYOUT, ()),
+    (mm.parallelize, "fn"): (TRAIN, {7}),
+    (mm.parallelize, "init_params"): (TRAIN, ()),
+    (mm.parallelize, "devices"): (TRAIN, {2}),
+    (mm.schedules.get, "schedule"): ({}, ()),
+    (mm.schedules.custom, "rows"): ({}, ()),
+    (mm.schedules.load, "path"): ({}, ()),
+    (mm.schedules.validate, "table"): ({"submeshes": 2, "chunks": 1, "microbatches": 2}, ()),
+    (mm.scope_nnx, "module"): ({}, ()),
+}
+
+
+@pytest.mark.parametrize(("call", "parameter"), PARAMETERS, ids=lambda x: getattr(x, "__name__", x))
+def test_every_parameter_of_a_wrong_type(call, parameter):
+    """At once, in one line that names the parameter or what it is."""
+    others, right = PARAMETERS[call, parameter]
+    for i, value in enumerate(WRONG):
+        if i in right:
+            continue
+        with pytest.raises(mm.UsageError) as error:
+            call(**(others | {parameter: value}))
+        message = str(error.value)
+        words = (parameter, "callable", "first argument", "expression", "schedule", "nnx", "device", "PartitionSpec")
+        assert any(word in message for word in words), (value, message)
+        assert "\n" not in message, (value, message)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 3, "ab", (0, "n"), ((0, 1),), ((0, 1, 2), "n"), ((0, 0.5), "n"), ((0, 1), 3), ((1, 0), "n"), ((0, 99), "n")],
+)
+def test_a_callback_that_returns_something_else(answer):
+    with (
+        mm.register_task(r"layers_(\d+)", callback=lambda name, backprop: answer),
+        pytest.raises(mm.UsageError, match=r"register_task\('layers_.*callback .*'0'"),
+    ):
+        mm.jit(scoped)(X)
+
+
+@pytest.mark.parametrize("options", [3, "fast", [1], {"no_such_option": 1}])
+def test_wrong_arguments_of_what_was_compiled(options):
+    lowered = mm.jit(PLACED).lower(X)
+    if not isinstance(options, dict):
+        with pytest.raises(mm.UsageError, match="compiler_options must be a mapping"):
+            lowered.compile(options)
+        return
+    compiled = lowered.compile()
+    for wrong in (2.5, "nonsense", X[:2], X.astype(np.int32), object()):
+        with pytest.raises(mm.UsageError, match=r"argument|compiled for \w+ of type float32\[8, 4\]"):
+            compiled(wrong)
+    for repeats in (0, 2.5, None):
+        with pytest.raises(mm.UsageError, match="profile: repeats must be"):
+            compiled.profile(X, repeats=repeats)
+    for path in (3, None, [1]):
+        for write in (compiled.plan.to_svg, compiled.plan.to_perfetto):
+            with pytest.raises(mm.UsageError, match="path must be a path"):
+                write(path)
+    for costs in (3, "F", None):
+        with pytest.raises(mm.UsageError, match="costs must be a mapping"):
+            compiled.plan.forecast(costs)
+
+
+@pytest.mark.parametrize(
+    ("fn", "who"),
+    [
+        (mm.task(lambda x: "text", "bad", mesh=MESH), "task 'bad'"),
+        (mm.microbatch(lambda x: object(), size=2), "microbatch"),
+        (lambda x: (PLACED(x), MESH), "<lambda>"),
+    ],
+)
+def test_a_result_that_is_no_array_is_told_of_the_users_function(fn, who):
+    with pytest.raises(mm.UsageError, match=rf"{who} must return a pytree of arrays; it returned a value of type"):
+        mm.jit(fn)(X)
+
+
+def test_axes_of_a_spec_that_are_no_names():
+    with pytest.raises(mm.UsageError, match=r"task 'a': .*an axis must be a str, got 3"):
+        mm.jit(mm.task(lambda x: mm.with_sharding_constraint(x, jax.sharding.PartitionSpec(3)), "a", mesh=MESH))(X)

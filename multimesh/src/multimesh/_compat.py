@@ -27,7 +27,7 @@ from jax.interpreters import mlir as _mlir
 from jax.interpreters import partial_eval as _partial_eval
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
-from multimesh.errors import MultiMeshError
+from multimesh.errors import MultiMeshError, UsageError
 
 SUPPORTED = "jax>=0.9,<0.11"  # as in pyproject.toml
 _FOUND = jax.__version_info__
@@ -266,6 +266,19 @@ def caller_line() -> str:
 def invalid_value(error: Exception) -> str | None:
     """What ``jax_debug_nans`` or ``jax_debug_infs`` found in results of a program, "nan" or "inf"; else None."""
     return getattr(error, "ty", None) if type(error).__name__ == "InternalFloatingPointError" else None
+
+
+@contextlib.contextmanager
+def results_of(what: Callable[[], str]) -> Iterator[None]:
+    """Name the user's function, not what wraps it, where JAX says that a result is no array."""
+    try:
+        yield
+    except TypeError as error:
+        _, _, said = str(error).partition(" traced for jit returned ")
+        if not said:
+            raise
+        line = error_line(error)
+        raise UsageError(f"{line}: {what()} must return a pytree of arrays; it returned {said}") from None
 
 
 def error_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import SequenceKey
 
-from multimesh import _compat
+from multimesh import _compat, checks
 from multimesh.errors import UsageError
 
 
@@ -150,9 +150,8 @@ class Parameters:
 
 
 def _argnums(given: int | Sequence[int], count: int | None, what: str) -> tuple[int, ...]:
-    numbers = (given,) if isinstance(given, int) else tuple(given)
-    if any(not isinstance(n, int) for n in numbers):
-        raise UsageError(f"{what}: must be an int or ints, got {given!r}")
+    listed = () if given is None else given if isinstance(given, Iterable) else (given,)
+    numbers = tuple(checks.whole(what, n) for n in checks.many(what, listed, "an int or ints"))
     if count is None and any(n < 0 for n in numbers):
         raise UsageError(f"{what}: count from the front; the function takes any number of positional arguments")
     if count is not None:

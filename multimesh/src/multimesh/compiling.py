@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh import _compat, ir
+from multimesh import _compat, checks, ir
 from multimesh.errors import MultiMeshError, internal_error
 from multimesh.passes.transposes import fold_transposes
 from multimesh.plan import Instruction, Kernel, Plan
@@ -64,7 +64,7 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
     No threads within a device's program where each submesh alone has a device for every core: there is no core left
     that they could use, and handing them work costs more than it takes.
     """
-    chosen = dict(options or {})
+    chosen = {} if options is None else dict(checks.pairs("compile: compiler_options", options))
     if any(d.platform != "cpu" for mesh in plan.submeshes for d in mesh.devices.flat):
         return chosen
     defaults: dict[str, Any] = {"xla_backend_optimization_level": 2}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from multimesh import checks
 from multimesh.errors import UsageError
 from multimesh.simulate import PHASES, UNIT_COSTS, cost
 from multimesh.timeline import Hop, Span, Steps, Timeline, live_steps
@@ -55,6 +56,7 @@ def costs_of(plan: Plan, given: Mapping[Any, float]) -> Costs:
     UsageError
         For a key that nothing in the plan has, a phase without a cost, and what is no cost.
     """
+    given = dict(checks.pairs("costs", given, "a mapping of a phase, task or stage to a time"))
     runs = {step.kernel: step for step in plan.instructions if step.kind == "RUN" and step.kernel is not None}
     covers = plan.covers
     known: dict[Key, None] = {"transfer": None}

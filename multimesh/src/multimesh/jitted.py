@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh import _compat, contexts, ir, marks
+from multimesh import _compat, checks, contexts, ir, marks
 from multimesh.arguments import (
     Given,
     Parameters,
@@ -127,7 +127,7 @@ class Jitted:
             found: tuple[Call, list[Any], Any] = self._cache.traced[signature]
             return found
         flat, structs = self._flat(given, signature)
-        with _compat.devices_free():
+        with _compat.devices_free(), _compat.results_of(lambda: self._name):
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
             closed, captured = _compat.hoisted(closed)
         alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
@@ -249,7 +249,7 @@ class Jitted:
         devices = self._devices or tuple(jax.devices())
         if options.ignore_transforms:
             return Plain(jax.jit(flat, donate_argnums=tuple(donated)), devices[0])
-        with _compat.devices_free():
+        with _compat.devices_free(), _compat.results_of(lambda: self._name):
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
         if any(map(_compat.is_tracer, closed.consts)):
             raise _CapturesError(f"{self._name}: captures a value of an enclosing transformation")
@@ -372,6 +372,11 @@ def jit(
     def jitted(fn: Callable[..., Any]) -> Jitted:
         if not callable(fn):
             raise UsageError(f"jit: expected a callable, got {type(fn).__name__}")
+        wanted = "a sequence of jax devices"
+        if devices is not None and not all(
+            isinstance(d, jax.Device) for d in checks.many("jit: devices", devices, wanted)
+        ):
+            raise checks.refuse("jit: devices", wanted, devices)
         return Jitted(fn, Parameters(fn, static, donate), **options)
 
     return jitted if fn is None else jitted(fn)

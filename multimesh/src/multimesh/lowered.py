@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh import _compat
-from multimesh.arguments import stripped
+from multimesh import _compat, checks
+from multimesh.arguments import abstract, stripped
 from multimesh.compiling import CompiledPlan, compile_plan
 from multimesh.errors import UsageError
 from multimesh.layouts import input_shardings
@@ -167,6 +167,13 @@ class Compiled:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.lowered.in_tree:
             raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
+        for name, aval, leaf in zip(self.lowered.names, self.lowered.traced.closed.in_avals, leaves, strict=True):
+            shape, dtype, _ = abstract(leaf)
+            if (shape, dtype) != (aval.shape, aval.dtype):
+                raise UsageError(
+                    f"compiled for {name} of type {aval.dtype}{[*aval.shape]}, called with {dtype}{[*shape]}; compile "
+                    "for this type too, or call the function that multimesh.jit returned"
+                )
         return leaves
 
     def run_flat(self, leaves: Sequence[Any]) -> Any:
@@ -190,8 +197,7 @@ class Compiled:
         """
         from multimesh.profiling import profile
 
-        if repeats < 1:
-            raise UsageError(f"profile: repeats must be at least 1, got {repeats}")
+        repeats = checks.whole("profile: repeats", repeats, 1)
         leaves = self._leaves(args, kwargs)
         with _compat.without_mesh(concrete_only=True):
             return profile(self.compiled_plan, self.runner, leaves, repeats)

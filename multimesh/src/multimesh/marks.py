@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from multimesh import _compat
+from multimesh import _compat, checks
 from multimesh.errors import UsageError
 from multimesh.fingerprint import text
 from multimesh.submesh import AxisMap, Task, make_task
@@ -113,7 +113,14 @@ class Registration:
         return self._place(self.callback(label, backprop), label, devices)
 
     def _place(self, answer: tuple[tuple[int, int], str], label: str, devices: tuple[jax.Device, ...]) -> Task:
-        (start, stop), name = answer
+        here = f"register_task({self.pattern.pattern!r}): what the callback returned for {label!r}"
+        wanted = "((start, stop), task_name)"
+        try:
+            (start, stop), name = checks.many(here, answer, wanted)
+        except (TypeError, ValueError):
+            raise checks.refuse(here, wanted, answer) from None
+        start, stop = (checks.whole(f"{here}: a device's number", number) for number in (start, stop))
+        checks.text(f"{here}: the task's name", name)
         if not 0 <= start < stop <= len(devices):
             raise UsageError(
                 f"register_task({self.pattern.pattern!r}): the callback placed {label!r} on devices {start}..{stop}, "
@@ -188,6 +195,8 @@ def register_task(
     UsageError
         At once, when arguments do not fit together.
     """
+    if not isinstance(regex if isinstance(regex, str) else getattr(regex, "pattern", None), str):
+        raise checks.refuse("register_task: regex", "a str or a compiled pattern of str", regex)
     try:
         pattern = re.compile(regex)
     except re.error as error:
@@ -202,12 +211,16 @@ def register_task(
     else:
         if mesh is not None or devices is not None:
             raise UsageError(f"register_task({pattern.pattern!r}): callback= chooses the devices; drop mesh=/devices=")
+        checks.function(f"register_task({pattern.pattern!r}): callback=", callback)
+        if dims is not None:
+            what = f"register_task({pattern.pattern!r}): dims="
+            dims = tuple(checks.whole(what, d, 1) for d in checks.many(what, dims, "a sequence of ints"))
         if pattern.groups < 1:
             raise UsageError(f"register_task({pattern.pattern!r}): callback= gets group 1 of the match; add a (group)")
-        axes = tuple(device_axes) if device_axes else None
-        if logical_axes and axes is None:
-            raise UsageError(f"register_task({pattern.pattern!r}): logical_axes= needs device_axes=")
-        made = Registration(
-            pattern, None, callback, dims, axes, tuple(dict(logical_axes or {}).items()), _compat.caller_line()
-        )
+        here = f"register_task({pattern.pattern!r}):"
+        axes = None if device_axes is None else checks.names(f"{here} device_axes=", device_axes)
+        logical = () if logical_axes is None else checks.pairs(f"{here} logical_axes=", logical_axes)
+        if logical and axes is None:
+            raise UsageError(f"{here} logical_axes= needs device_axes=")
+        made = Registration(pattern, None, callback, dims, axes, logical, _compat.caller_line())
     return add(made)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh import _compat, contexts, marks, schedules
+from multimesh import _compat, checks, contexts, marks, schedules
 from multimesh.errors import UsageError
 from multimesh.submesh import carry_over
 from multimesh.tasks import marked_call
@@ -68,10 +68,11 @@ def microbatch(
     UsageError
         When rows do not divide by ``size``, leaves differ in rows, a result can't be summed, or a custom table is none.
     """
-    if size < 1:
-        raise UsageError(f"microbatch: size must be at least 1, got {size}")
-    if interleave < 1:
-        raise UsageError(f"microbatch: interleave must be at least 1, got {interleave}")
+    checks.function("microbatch: the first argument", fn)
+    size = checks.whole("microbatch: size", size, 1)
+    interleave = checks.whole("microbatch: interleave", interleave, 1)
+    dim, argnum = checks.whole("microbatch: dim", dim), checks.whole("microbatch: argnum", argnum)
+    num_stages = None if num_stages is None else checks.whole("microbatch: num_stages", num_stages, 1)
     plan = _schedule(schedule, custom_schedule)
 
     @functools.wraps(fn)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from multimesh import checks
 from multimesh.errors import UsageError
 
 AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "str | tuple[str, ...] | None"]]
@@ -46,6 +47,7 @@ def make_task(
     logical_axes: AxisMap | None = None,
 ) -> Task:
     """Check the arguments of ``task`` and ``register_task`` and build the task they mean."""
+    checks.text(f"task {name!r}: name=", name)
     if (mesh is None) == (devices is None):
         raise UsageError(f"task {name!r}: give either mesh= or devices= (with device_axes=), not both or neither")
     if mesh is None:
@@ -66,13 +68,17 @@ def make_task(
 
 
 def _mesh_of(name: str, devices: Any, device_axes: Sequence[str] | None) -> Mesh:
-    grid = np.asarray(devices, dtype=object)
+    try:
+        grid = np.asarray(devices, dtype=object)
+    except ValueError as error:
+        raise UsageError(f"task {name!r}: devices= must be an array of jax devices: {error}") from None
     if grid.size == 0 or not all(isinstance(d, jax.Device) for d in grid.flat):
         raise UsageError(f"task {name!r}: devices= must be a non-empty array of jax devices")
     if len(set(grid.flat)) != grid.size:
         raise UsageError(f"task {name!r}: devices= names a device twice")
     if device_axes is None:
         device_axes = [f"axis{i}" for i in range(grid.ndim)]
+    device_axes = checks.names(f"task {name!r}: device_axes=", device_axes)
     if len(device_axes) != grid.ndim:
         raise UsageError(
             f"task {name!r}: devices= has {grid.ndim} dimensions but device_axes={tuple(device_axes)} names "
@@ -86,16 +92,21 @@ def _mesh_of(name: str, devices: Any, device_axes: Sequence[str] | None) -> Mesh
 def _axis_items(
     name: str, mesh: Mesh, logical_axes: AxisMap | None, *, named: bool
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    if not logical_axes:
+    if logical_axes is None:
+        return ()
+    pairs = checks.pairs(f"task {name!r}: logical_axes=", logical_axes)
+    if not pairs:
         return ()
     if not named:
         raise UsageError(f"task {name!r}: logical_axes= needs mesh= or device_axes=, so that there are axes to map to")
     items = []
-    given = dict(logical_axes)
-    if len(given) < len(logical_axes):
+    here = f"task {name!r}: logical_axes=: a logical axis"
+    given = {checks.text(here, logical): axes for logical, axes in pairs}
+    if len(given) < len(pairs):
         raise UsageError(f"task {name!r}: logical_axes= names an axis twice; map it to a tuple of axes instead")
     for logical, axes in given.items():
-        physical = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        listed = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        physical = checks.names(f"task {name!r}: what logical_axes= maps {logical!r} to", listed)
         unknown = [axis for axis in physical if axis not in mesh.axis_names]
         if unknown:
             raise UsageError(
@@ -119,6 +130,7 @@ def translate(spec: PartitionSpec, task: Task) -> PartitionSpec:
     table = dict(task.logical_axes)
 
     def axes_of(name: str) -> tuple[str, ...]:
+        checks.text(f"task {task.name!r}: {spec}: an axis", name)
         if name in table:
             return table[name]
         if name in task.mesh.axis_names:
@@ -133,7 +145,7 @@ def translate(spec: PartitionSpec, task: Task) -> PartitionSpec:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
             entries.append(entry)
             continue
-        names = (entry,) if isinstance(entry, str) else tuple(entry)
+        names = entry if isinstance(entry, tuple) else (entry,)
         physical = tuple(axis for name in names for axis in axes_of(name))
         entries.append(None if not physical else physical[0] if len(physical) == 1 else physical)
     return PartitionSpec(*entries)

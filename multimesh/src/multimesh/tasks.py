@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from multimesh import _compat, contexts, marks
+from multimesh import _compat, checks, contexts, marks
 from multimesh.errors import UsageError
 from multimesh.modules import subclass, with_call
 from multimesh.submesh import AxisMap, Task, make_task, translate
@@ -55,8 +55,10 @@ def task(
     --------
     >>> stage0 = mm.task(lambda w, x: jnp.tanh(x @ w), "stage0", mesh=mesh0)  # doctest: +SKIP
     """
-    if fn is not None and not callable(fn):
+    if fn is not None and (isinstance(fn, Mesh) or not callable(fn)):
         raise UsageError(f"task: the first argument must be callable, got {type(fn).__name__}; pass a mesh as mesh=")
+    if name is not None:
+        checks.text("task: name=", name)
     label = name or getattr(fn, "__name__", None) or (type(fn).__name__ if fn is not None else "task")
     placed = make_task(label, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
     if fn is None:
@@ -103,17 +105,29 @@ def marked_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
         inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
         return fn(*inner_args, **inner_kwargs)
 
-    try:
+    label = _label(name)
+    with _compat.results_of(lambda: label), _outside(label):
         return jax.jit(_compat.named(body, name))(*(leaves[i] for i in where))
+
+
+@contextlib.contextmanager
+def _outside(label: str) -> Iterator[None]:
+    """Tell what to do where a task or loop runs outside `multimesh.jit` on arrays of several submeshes."""
+    try:
+        yield
     except ValueError as error:
         if partitioned_trace() or "incompatible devices" not in str(error):
             raise
-        placed = marks.TASKS.find(name)
         raise UsageError(
-            f"{_compat.caller_line()}: {f'task {placed.name!r}' if placed else 'microbatch'} outside multimesh.jit has "
-            "arguments on several submeshes; jit the whole function, as multimesh.jit(jax.grad(f)) or "
-            f"jax.grad(multimesh.jit(f)). JAX says: {error}"
+            f"{_compat.error_line(error)}: {label} outside multimesh.jit has arguments on several submeshes; jit the "
+            f"whole function, as multimesh.jit(jax.grad(f)) or jax.grad(multimesh.jit(f)). JAX says: {error}"
         ) from error
+
+
+def _label(name: str) -> str:
+    """What a marked call is to the user."""
+    placed = marks.TASKS.find(name)
+    return f"task {placed.name!r}" if placed is not None else "microbatch"
 
 
 def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
@@ -122,8 +136,11 @@ def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        if contexts.ignoring() or not _compat.staged():
+        if contexts.ignoring():
             return fn(*args, **kwargs)
+        if not _compat.staged():
+            with _outside(f"task {placed.name!r}"):
+                return fn(*args, **kwargs)
         if not partitioned_trace():
             return marked_call(marks.TASKS.name(placed), run, args, kwargs)
         args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from multimesh import checks
+
 
 @dataclass(frozen=True)
 class Span:
@@ -152,13 +154,13 @@ class Timeline:
         """Write a picture of it; see `multimesh.svg`."""
         from multimesh.svg import draw
 
-        Path(path).write_text(draw(self), encoding="utf-8")
+        Path(checks.path("to_svg: path", path)).write_text(draw(self), encoding="utf-8")
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write it as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
         from multimesh.perfetto import trace
 
-        Path(path).write_text(trace(self), encoding="utf-8")
+        Path(checks.path("to_perfetto: path", path)).write_text(trace(self), encoding="utf-8")
 
 
 def live_steps(changes: Iterable[tuple[float, int, float]]) -> Steps:

@@ -6,6 +6,7 @@ and microbatch; stage ``s`` runs on submesh ``s % submeshes``. Nothing here impo
 
 from __future__ import annotations
 
+from multimesh.checks import refuse
 from multimesh.errors import UsageError
 from multimesh.schedules.custom import Custom, custom, load
 from multimesh.schedules.gpipe import GPipe
@@ -54,6 +55,8 @@ def get(schedule: str | Schedule) -> Schedule:
     """
     if isinstance(schedule, Schedule):
         return schedule
+    if not isinstance(schedule, str):
+        raise refuse("schedule", f"a multimesh.schedules.Schedule or one of {', '.join(_BY_NAME)}", schedule)
     if schedule not in _BY_NAME:
         remedy = "give the table as custom_schedule=" if schedule == "custom" else f"known: {', '.join(_BY_NAME)}"
         raise UsageError(f"unknown schedule {schedule!r}; {remedy}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from multimesh import checks
 from multimesh.errors import UsageError
 from multimesh.schedules.table import Cell, Schedule, Table
 
@@ -80,6 +81,7 @@ def load(path: str | os.PathLike[str]) -> Custom:
     UsageError
         When the file can't be read or is no such list.
     """
+    path = checks.path("schedules.load: path", path)
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from multimesh.checks import many, refuse
 from multimesh.errors import UsageError
 from multimesh.schedules.table import Cell, Table
 
@@ -26,6 +27,9 @@ def validate(table: Table, submeshes: int, chunks: int, microbatches: int, backw
     UsageError
         Naming the cell that is wrong: submesh (row), position in the row from 0, phase, stage and microbatch.
     """
+    rows = [many("schedule table: a row", row, "a sequence of cells") for row in many("schedule table", table, "rows")]
+    for cell in (cell for row in rows for cell in row if not isinstance(cell, Cell)):
+        raise refuse("schedule table: a cell", "a multimesh.schedules.Cell", cell)
     if len(table) != submeshes:
         raise UsageError(
             f"schedule table: {len(table)} rows, but there are {submeshes} submeshes; give one row for each"

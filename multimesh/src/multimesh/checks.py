@@ -1,0 +1,71 @@
+"""Checks of what users give: each returns an argument as what it stands for, or says what it must be."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from multimesh.errors import UsageError
+
+
+def refuse(what: str, wanted: str, value: Any) -> UsageError:
+    """The error of an argument of a wrong type; ``what`` names the function and the parameter."""
+    shown = repr(value)
+    return UsageError(f"{what} must be {wanted}, got {shown if len(shown) < 80 else '...'} ({type(value).__name__})")
+
+
+def whole(what: str, value: Any, least: int | None = None) -> int:
+    """An int, as Python or NumPy has them."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise refuse(what, "an int", value)
+    if least is not None and number < least:
+        raise UsageError(f"{what} must be at least {least}, got {number}")
+    return number
+
+
+def text(what: str, value: Any) -> str:
+    """A str."""
+    if not isinstance(value, str):
+        raise refuse(what, "a str", value)
+    return value
+
+
+def function(what: str, value: Any) -> Any:
+    """Something that can be called."""
+    if not callable(value):
+        raise refuse(what, "callable", value)
+    return value
+
+
+def many(what: str, value: Any, wanted: str) -> tuple[Any, ...]:
+    """A sequence, which text is not."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise refuse(what, wanted, value)
+    return tuple(value)
+
+
+def names(what: str, value: Any) -> tuple[str, ...]:
+    """A sequence of str."""
+    found = many(what, value, "a sequence of names")
+    return tuple(text(f"{what}: a name", name) for name in found)
+
+
+def pairs(what: str, value: Any, wanted: str = "a mapping or a sequence of pairs") -> tuple[tuple[Any, Any], ...]:
+    """Items of a mapping, or pairs."""
+    found = tuple(value.items()) if isinstance(value, Mapping) else many(what, value, wanted)
+    if any(isinstance(pair, str | bytes) or not isinstance(pair, tuple | list) or len(pair) != 2 for pair in found):
+        raise refuse(what, wanted, value)
+    return tuple((key, item) for key, item in found)
+
+
+def path(what: str, value: Any) -> str:
+    """A path of a file."""
+    if not isinstance(value, str | os.PathLike):
+        raise refuse(what, "a path (str or os.PathLike)", value)
+    return os.fspath(value)
