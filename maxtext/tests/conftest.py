@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from multimesh.errors import MissingPartError
 from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job
-from multimesh_maxtext.flags import parse
-from multimesh_maxtext.locate import find_maxtext
-from multimesh_maxtext.model import describe_model
+from multimesh_maxtext.errors import MissingPartError
+from multimesh_maxtext.model import describe_model, find_maxtext
+from multimesh_maxtext.options import parse
 from multimesh_maxtext.translate import Paths
 
 # As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.

@@ -45,7 +45,7 @@ def _schedules(model: str) -> list[str]:
 
 
 def _remat() -> list[str]:
-    from multimesh_maxtext.groups import REMAT
+    from multimesh_maxtext.flags import REMAT
 
     return [
         f"{_FOUR} --remat {policy} {shape}"

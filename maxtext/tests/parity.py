@@ -17,13 +17,12 @@ from typing import Any
 
 from multimesh import schedules
 from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job
-from multimesh_maxtext.flags import parse
-from multimesh_maxtext.handoff import VARIABLE
-from multimesh_maxtext.locate import find_maxtext
-from multimesh_maxtext.model import describe_model
+from multimesh_maxtext.launch import TRAINER, VARIABLE, launch
+from multimesh_maxtext.model import describe_model, find_maxtext
+from multimesh_maxtext.options import parse
+from multimesh_maxtext.report import reference_job
 from multimesh_maxtext.text import read_texts, write_corpus
-from multimesh_maxtext.translate import TRAINER, Paths, launch
-from multimesh_maxtext.verify import reference_job
+from multimesh_maxtext.translate import Paths
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = ("learning/loss", "learning/raw_grad_norm", "learning/grad_norm", "learning/param_norm")

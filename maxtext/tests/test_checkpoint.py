@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multimesh.errors import CheckpointError, UsageError
 from multimesh_maxtext.checkpoint import Beginning, beginning, explained, look, writing
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.metrics import keep_before
+from multimesh_maxtext.errors import CheckpointError, UsageError
 from multimesh_maxtext.relayout import Relayout, held, is_stack
+from multimesh_maxtext.trainer import keep_before
 
 Check = Callable[[Sequence[str]], Job]
 STACKS = ["layers_0_3", "layers_4_7"]
@@ -188,7 +188,6 @@ def test_a_folder_that_cannot_be_used_is_named(job: Check, tmp_path: Path):
         pass
 
 
-@pytest.mark.promise("Two runs cannot write checkpoints to one folder; a trainer that outlives run.py counts as one")
 def test_a_folder_belongs_to_one_run_until_its_trainer_has_ended(tmp_path: Path):
     with writing(tmp_path) as descriptor:
         trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[descriptor])

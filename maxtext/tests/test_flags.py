@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 
 from multimesh import schedules
-from multimesh.errors import (
+from multimesh_maxtext.checks import MULTIMESH_ONLY, Job, check_machine
+from multimesh_maxtext.errors import (
     CheckpointError,
     DisagreementError,
     DoesNotFitError,
+    LauncherError,
     LossNotFallingError,
     LossNotFiniteError,
     MissingPartError,
-    MultiMeshError,
     StoppedEarlyError,
     TrainerFailedError,
     UnsupportedError,
     UsageError,
 )
-from multimesh_maxtext.checks import MULTIMESH_ONLY, Job, check_machine
-from multimesh_maxtext.flags import parse, parser
-from multimesh_maxtext.locate import find_maxtext
-from multimesh_maxtext.realm import warning
+from multimesh_maxtext.model import find_maxtext
+from multimesh_maxtext.options import parse, parser
+from multimesh_maxtext.translate import warning
 
 ORIGINAL = [
     "--nodes",
@@ -110,7 +110,6 @@ OURS = [
 ]
 
 
-@pytest.mark.promise("run.py has every flag of the original, each with help")
 def test_every_flag_is_declared_with_help():
     helps = {flag: action.help for action in parser()._actions for flag in action.option_strings}
     assert [flag for flag in ORIGINAL + OURS if not helps.get(flag)] == []
@@ -236,7 +235,6 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
         ),
     ],
 )
-@pytest.mark.promise("What --backend multimesh cannot place yet is refused before anything is compiled, in one line")
 def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):
     with pytest.raises(UnsupportedError, match=message) as raised:
         job(["--pp", "2", *argv.split()])
@@ -288,7 +286,6 @@ def test_a_table_of_ones_own_is_accepted_where_it_runs_every_cell(job: Callable[
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.promise("A schedule that does not fit the stages is refused in one line before anything is compiled")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -346,7 +343,6 @@ def test_flags_with_an_effect_are_not_warned_of(argv: str):
     assert warning(parse(argv.split()), gpu_memory=80_000) is None
 
 
-@pytest.mark.promise("Flags are checked before JAX is imported")
 @pytest.mark.parametrize(
     ("argv", "code"),
     [("--dp 3 --cpus 8", 2), ("--pp 2 --schedule custom", 2), ("--pp 2 pure_nnx=false", 3), ("--pp 2 --dry-run", 0)],
@@ -366,7 +362,7 @@ def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (MultiMeshError, 1),
+        (LauncherError, 1),
         (UsageError, 2),
         (UnsupportedError, 3),
         (MissingPartError, 4),
@@ -379,7 +375,7 @@ def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
         (DoesNotFitError, 16),
     ],
 )
-def test_exit_codes_are_stable_and_in_the_help(error: type[MultiMeshError], code: int):
+def test_exit_codes_are_stable_and_in_the_help(error: type[LauncherError], code: int):
     assert error.exit_code == code
     assert re.search(rf"^ +{code}  \w", parser().format_help(), re.MULTILINE)
 

@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh.errors import MultiMeshError, UnsupportedError, UsageError
 from multimesh_maxtext import hooks
-from multimesh_maxtext.handoff import VARIABLE, Handoff
+from multimesh_maxtext.errors import LauncherError, UnsupportedError, UsageError
+from multimesh_maxtext.launch import VARIABLE, Handoff
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 8
 
@@ -172,7 +172,7 @@ def test_an_evaluation_gives_nothing_up_and_writes_no_placement(handoff: Handoff
 def test_a_model_without_a_mesh_and_a_trainer_without_its_handoff_are_refused(
     handoff: Handoff, monkeypatch: pytest.MonkeyPatch
 ):
-    with pytest.raises(MultiMeshError, match=r"MaxText built a model before its mesh; .* run ./bootstrap.sh"):
+    with pytest.raises(LauncherError, match=r"MaxText built a model before its mesh; .* run ./bootstrap.sh"):
         hooks.layer(0, init)
     hooks._handoff.cache_clear()
     monkeypatch.delenv(VARIABLE)

@@ -29,7 +29,6 @@ def trained(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.promise("--dump writes the plan of a MaxText step as text, JSON, SVG and for Perfetto")
 def test_the_plan_is_dumped(trained: Path):
     dump = trained / "dump"
     assert {path.name for path in dump.iterdir()} >= PLAN
@@ -52,7 +51,6 @@ def test_every_pass_is_dumped_where_asked_and_xlas_programs_are_not(trained: Pat
     assert "loop x4 1f1b" in (trained / "dump/0-inline.txt").read_text()
 
 
-@pytest.mark.promise("--profile records MaxText's xplane and draws measured timelines of the pipeline")
 def test_the_profile_has_timelines(trained: Path):
     assert [path.stat().st_size > 0 for path in trained.rglob("*.xplane.pb")] == [True]
     timelines = trained / "timelines"
@@ -70,9 +68,6 @@ def test_dump_only_compiles_and_trains_nothing(run: Run, tmp_path: Path):
     assert not (tmp_path / "out/metrics.jsonl").exists()
 
 
-@pytest.mark.promise(
-    "--forecast tells the memory of each stage from shapes; what does not fit is refused with the numbers"
-)
 def test_a_forecast_is_near_what_a_run_holds(run: Run, trained: Path, tmp_path: Path):
     """Refused before anything is compiled or allocated; parameters and moments are those that the run created."""
     done = run(*JOB, "--output", tmp_path, "--device-memory", "1MiB")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from multimesh.errors import UnsupportedError, UsageError
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.flags import parse
-from multimesh_maxtext.members import Member, member
-from multimesh_maxtext.translate import Paths, launch
+from multimesh_maxtext.errors import UnsupportedError, UsageError
+from multimesh_maxtext.launch import Member, launch, member
+from multimesh_maxtext.options import parse
+from multimesh_maxtext.translate import Paths
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
@@ -68,7 +68,6 @@ def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job],
 
 
 @pytest.mark.full
-@pytest.mark.promise("--backend spmd trains over several processes, with the losses of one process")
 def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
     flags = [
         "--backend",

@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
-from multimesh.errors import DoesNotFitError, UsageError
-from multimesh_maxtext.forecasting import needs
-from multimesh_maxtext.memory import Need, check_fits, parse_size, show_size
+from multimesh_maxtext.errors import DoesNotFitError, UsageError
+from multimesh_maxtext.flags import parse_size
+from multimesh_maxtext.memory import Need, check_fits, show_size
+from multimesh_maxtext.step import needs
 
 GIB = 2**30
 

@@ -50,7 +50,6 @@ def pair(run: Run, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair
     return train_both(run, output, *GRID, "--num-layers", 4, "--num-steps", 20, "--seed", 3, "--text", root / "LICENSE")
 
 
-@pytest.mark.promise("A MaxText pipeline (dp 2, tp 2, pp 2, 1F1B) has the losses and gradient norms of one program")
 @pytest.mark.parametrize("key", COMPARED)
 def test_twenty_steps_equal_those_of_one_program(pair: Pair, key: str):
     assert len(pair.records()) == len(pair.records("spmd")) == 20
@@ -69,7 +68,6 @@ def test_the_two_runs_are_what_they_claim_to_be(pair: Pair):
     assert not (pair.output / "spmd/placement.json").exists()
 
 
-@pytest.mark.promise("Each layer's parameters and optimizer state are created on its stage, and stay there")
 @pytest.mark.parametrize("when", ["created", "stepped"])
 def test_every_array_of_the_state_lies_on_its_stage_only(pair: Pair, when: str):
     arrays = pair.placement[when]["arrays"]
@@ -83,7 +81,6 @@ def test_every_array_of_the_state_lies_on_its_stage_only(pair: Pair, when: str):
     assert [path for path, devices in arrays.items() if devices not in stages] == []
 
 
-@pytest.mark.promise("No device ever holds the whole model")
 def test_no_device_holds_the_whole_state(pair: Pair):
     """Two stages of like size: when training begins each device holds its part of one of them, and nothing else."""
     held = {int(device): size for device, size in pair.placement["created"]["bytes"].items()}
@@ -93,7 +90,6 @@ def test_no_device_holds_the_whole_state(pair: Pair):
 
 
 @pytest.mark.full
-@pytest.mark.promise("gpipe, 1F1B with four stages, tied embeddings, gpt3 and mixtral blocks equal one program")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -116,7 +112,6 @@ def test_other_pipelines_equal_one_program(run: Run, root: Path, tmp_path: Path,
 
 
 @pytest.mark.full
-@pytest.mark.promise("Without MultiMesh the patched MaxText trains bit for bit as with the Python 3.11 patches alone")
 def test_the_hooks_change_nothing_unless_asked(run: Run, maxtext: Path, root: Path, tmp_path: Path):
     arguments = ("--backend", "spmd", "--cpus", 4, "--dp", 2, "--tp", 2, "--batch-size", 8, "--num-steps", 3, *TINY)
 

@@ -115,9 +115,6 @@ def continues(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], first: i
     assert ours[-1] == theirs[-1]
 
 
-@pytest.mark.promise(
-    "A run killed (-9) at any step, also while it saves, resumes with the losses of an uninterrupted one, bit for bit"
-)
 def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run, root: Path, tmp_path: Path):
     again = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
     killed(root, again, while_saving(tmp_path / "ck"))
@@ -131,9 +128,6 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run,
 
 
 @pytest.mark.full
-@pytest.mark.promise(
-    "A run killed (-9) at any step, also while it saves, resumes with the losses of an uninterrupted one, bit for bit"
-)
 def test_a_run_killed_again_and_again_resumes_bit_for_bit(whole: Whole, run: Run, root: Path, tmp_path: Path):
     every = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
     arguments = (*every, "--checkpoint-every", 2)
@@ -155,9 +149,6 @@ def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
         assert len(compared) >= 2
 
 
-@pytest.mark.promise(
-    "A pipeline's checkpoint resumes under --backend spmd, with the losses and evaluations that it would have had"
-)
 def test_one_program_goes_on_from_a_pipelines_checkpoint(whole: Whole, run: Run, tmp_path: Path):
     ck = whole.up_to(2, tmp_path / "ck")
     spmd = ("--backend", "spmd", "--no-scan-layers", "--cpus", 2, "--tp", 2)
@@ -170,7 +161,6 @@ def test_one_program_goes_on_from_a_pipelines_checkpoint(whole: Whole, run: Run,
 
 
 @pytest.mark.full
-@pytest.mark.promise("A checkpoint resumes with another --pp, --dp, --fsdp and --tp")
 @pytest.mark.parametrize(
     "grid",
     [
@@ -208,7 +198,6 @@ def test_other_grids_go_on_from_a_checkpoint(whole: Whole, run: Run, tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.promise("A pipeline resumes layers scanned or unrolled, from --backend spmd or a pipeline of other pieces")
 def test_a_pipeline_goes_on_from_layers_in_another_layout(run: Run, root: Path, tmp_path: Path):
     """One stack, then one by one, then a stack per piece: each time a few steps further than the run before."""
     scanned = ("--backend", "spmd", "--cpus", 2, "--tp", 2, "--scan-layers")
@@ -244,7 +233,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.promise("A disk that is full ends the run with a clear error, and the checkpoint before stays usable")
 def test_a_full_disk_is_named_and_harms_no_checkpoint(run: Run, small_disk: Path, tmp_path: Path):
     arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", small_disk, "--checkpoint-every", 1)
     done = run(*arguments, "--output", tmp_path / "out")

@@ -22,8 +22,6 @@ def records(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.promise("maxtext/validate-cpu.sh trains real MaxText with DP=2, PP=2, TP=2 and shows a short table")
-@pytest.mark.promise("maxtext/validate-cpu.sh compares the pipeline with one program and fails if they differ")
 def test_validate_cpu(run: Run, tmp_path: Path):
     metrics = tmp_path / "m.jsonl"
     done = run("--output", tmp_path / "out put", "--metrics-file", metrics, script="validate-cpu.sh")
@@ -46,7 +44,6 @@ def test_validate_cpu(run: Run, tmp_path: Path):
     assert f"largest difference {largest:.1e}, at most 1e-05 allowed" in lines
 
 
-@pytest.mark.promise("maxtext/run.py --text trains on real text; nothing is downloaded")
 def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
     """A batch of 4 on 8 tensor-parallel devices, sequence-parallel, on this repository's licence."""
     # A proxy that does not exist: whatever tried to download would fail.
@@ -75,7 +72,6 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
     assert index["total_tokens"] == (root / "LICENSE").stat().st_size + 1
 
 
-@pytest.mark.promise("The same --seed gives the same losses, another seed others")
 def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Path):
     def losses(seed: int) -> list[float]:
         done = run("--seed", seed, "--num-steps", 2, *TINY, "--json", "--output", tmp_path, "--text", root / "LICENSE")
@@ -87,7 +83,6 @@ def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Pa
     assert first[0] != losses(2)[0]
 
 
-@pytest.mark.promise("A trainer that raises, prints NaN or stops early fails the script")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -106,7 +101,6 @@ def test_a_bad_trainer_fails_the_script(run: Run, tmp_path: Path, arguments: tup
     assert message in last
 
 
-@pytest.mark.promise("Ctrl-C stops the trainer and leaves no process behind")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtext: Path, number: signal.Signals):
     line = [sys.executable, str(root / "maxtext/run.py"), "--num-steps", "100000", *TINY, "--output", str(tmp_path)]
@@ -127,14 +121,14 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.promise("maxtext/validate-gpu.sh refuses clearly without a GPU", stand_in="a PATH without nvidia-smi")
+@pytest.mark.stand_in("a PATH without nvidia-smi")
 def test_validate_gpu_refuses_without_a_gpu(run: Run):
     done = run(script="validate-gpu.sh", env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""})
     assert (done.code, done.stdout) == (4, "")
     assert done.stderr == "error: no GPU can be seen here (nvidia-smi lists none); use maxtext/validate-cpu.sh\n"
 
 
-@pytest.mark.promise("validate-gpu.sh is tensor-parallel over the visible GPUs", stand_in="an nvidia-smi of our own")
+@pytest.mark.stand_in("an nvidia-smi of our own")
 @pytest.mark.parametrize(("visible", "tp"), [(None, 4), ("0,2", 2), ("3", 1)])
 def test_validate_gpu_uses_the_visible_gpus(run: Run, tmp_path: Path, visible: str | None, tp: int):
     smi = tmp_path / "nvidia-smi"

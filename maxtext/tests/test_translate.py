@@ -15,11 +15,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimesh.errors import UsageError
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.handoff import VARIABLE, Handoff, received
+from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.launch import VARIABLE, Handoff, launch, received
 from multimesh_maxtext.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
-from multimesh_maxtext.translate import Paths, argument, configuration, environment, launch, per_device
+from multimesh_maxtext.translate import Paths, argument, configuration, environment, per_device
 
 Check = Callable[[Sequence[str]], Job]
 
@@ -31,7 +31,7 @@ def settings(job: Check, paths: Paths, argv: str) -> dict[str, Any]:
 def variables(
     job: Check, paths: Paths, argv: str, inherited: Mapping[str, str] | None = None, memory: int | None = None
 ):
-    return environment(job(argv.split()), paths, inherited=inherited or {}, gpu_memory=memory)
+    return launch(job(argv.split()), paths, inherited=inherited or {}, gpu_memory=memory).environment
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,6 @@ def test_arguments_survive_the_reader_of_maxtext(value: Any):
     assert (yaml.safe_load(text) if text else "") == value
 
 
-@pytest.mark.promise("--dry-run prints the exact command, environment and configuration")
 def test_dry_run_prints_what_would_be_started(run: Callable[..., Any]):
     argv = ("--dry-run", "--cpus", "2", "--dp", "2", "--output", "/tmp/some where")
     plan = run(*argv, "--json").json

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from multimesh.errors import LossNotFallingError, LossNotFiniteError, StoppedEarlyError, TrainerFailedError
-from multimesh_maxtext.metrics import Evaluation, Follower, Step
-from multimesh_maxtext.report import summary, table
-from multimesh_maxtext.verdict import judge
+from multimesh_maxtext.errors import LossNotFallingError, LossNotFiniteError, StoppedEarlyError, TrainerFailedError
+from multimesh_maxtext.report import Evaluation, Step, judge, summary, table
+from multimesh_maxtext.trainer import Follower
 
 LOG = Path("maxtext.log")
 

@@ -1,7 +1,14 @@
-"""``python -m multimesh_maxtext``: the command of ``maxtext/run.py`` where there is no repository."""
+"""``python -m multimesh_maxtext``: the command of ``maxtext/run.py`` where there is no repository.
+
+``python -m multimesh_maxtext join CONFIG KEY=VALUE...`` is the trainer that it starts as one of several processes.
+"""
 
 import sys
 
 from multimesh_maxtext.cli import main
+from multimesh_maxtext.launch import join
 
-sys.exit(main(sys.argv[1:]))
+if sys.argv[1:2] == ["join"]:
+    join(sys.argv[2:])
+else:
+    sys.exit(main(sys.argv[1:]))

@@ -16,18 +16,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from multimesh.errors import CheckpointError, UsageError
 from multimesh_maxtext.checks import Job
+from multimesh_maxtext.errors import CheckpointError, UsageError
 
 _HALF = ".orbax-checkpoint-tmp"
+
 _COMPLETE = "commit_success.txt"
+
 _LOCK = ".writing"
+
 _LAYER = re.compile(r"layers(?:_(\d+))?(?:_(\d+))?")
+
 _FAILED = re.compile(
     r"^.*(?:Training stopped: Checkpointing failed\. |_SignalingThread\.run\(\) raised an exception: )(.*)$",
     re.MULTILINE,
 )
+
 _UNLIKE = re.compile(r"Checkpoint does not match the model:\n((?:  - .*\n)+)")
+
 _REASON = re.compile(r": ([^:\n]+) \[os_error_code='\d+'\]")
 
 

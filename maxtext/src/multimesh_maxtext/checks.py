@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from multimesh.errors import MissingPartError, UnsupportedError, UsageError
-from multimesh_maxtext.memory import parse_size
+import multimesh
+from multimesh_maxtext.errors import MissingPartError, UnsupportedError, UsageError
 from multimesh_maxtext.model import Model
 from multimesh_maxtext.options import Options
-from multimesh_maxtext.ordering import check_schedule
-from multimesh_maxtext.placeable import check_placeable
 from multimesh_maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
 
 MULTIMESH_ONLY = {
@@ -29,6 +29,44 @@ MULTIMESH_ONLY = {
     "verify": "it is what a pipeline is compared with",
 }
 """Flags that only the multimesh backend can honour, and why spmd cannot."""
+
+
+_LATER = (
+    "load_balance_decoder_norm",
+    *("autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks"),
+    *("host_offload_min_reuse_distance",),
+)
+"""Flags that the backend does not honour yet."""
+
+_ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "decoder_block": (
+        (
+            *("llama2", "default", "mistral", "gpt3", "mixtral"),
+            *("gemma", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
+        ),
+        "its layers are no plain sequence, or were never tried",
+    ),
+    "inhomogeneous_layer_cycle_interval": ((1,), "its layers come in groups"),
+    "global_parameter_scale": ((1,), "it changes the number of layers"),
+    "mhc_expansion_rate": ((1,), "its streams were never tried"),
+    "pure_nnx": ((True,), "only NNX models have the hooks"),
+    "pure_nnx_decoder": ((True,), "only NNX models have the hooks"),
+    "engram_layers": (([], None), "they read tokens inside of layers"),
+    "mtp_num_layers": ((0,), "they come after the last stage"),
+    "use_multimodal": ((False,), "the vision encoder has no stage"),
+    "enable_diloco": ((False,), "its state has another shape"),
+    "quantization": (("", None), "its state is not placed"),
+    "num_vocab_tiling": ((1,), "its loop crosses the last stage"),
+    "parameter_memory_host_offload": ((False,), "host memory is not placed"),
+    "optimizer_memory_host_offload": ((False,), "host memory is not placed"),
+    "shard_optimizer_over_data": ((False,), "it moves the whole state to one mesh"),
+    "shard_mode": (("auto",), "explicit shardings name one mesh"),
+    "opt_type": (("adamw", "adam_pax", "sgd", "muon"), "its state was never placed"),
+    "compile_xla_flags": (("",), "it is for one program"),
+    "compiled_trainstep_file": (("",), "it holds one program"),
+    "elastic_enabled": ((False,), "it changes the devices"),
+}
+"""MaxText's setting to the values that stages can run with, and why not others."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +89,6 @@ class Job:
         """Whether MaxText scans over stacks of layers: of all layers, or of each piece of a stage."""
         given = self.options.scan_layers
         return not self.options.staged if given is None else given
-
-    @property
-    def stacks(self) -> frozenset[str]:
-        """Names of the stacks of scanned layers in the train state: one of all layers, or one of each piece."""
-        if not self.options.staged:
-            return frozenset({"layers"})
-        size = self.model.layers // (self.options.pp * self.options.interleave)
-        return frozenset(f"layers_{first}_{first + size - 1}" for first in range(0, self.model.layers, size))
 
 
 def check_backend(options: Options) -> None:
@@ -109,8 +139,6 @@ def check_flags(options: Options) -> None:
     ):
         missing_one = o.has(name) and not o.has(needed)
         _refuse(missing_one, f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it")
-    if o.device_memory:
-        parse_size(o.device_memory)
     _refuse(
         bool(o.checkpoint) and o.verify,
         "--verify trains twice from step 0 to compare; leave out --checkpoint or --verify",
@@ -156,6 +184,67 @@ def check_job(options: Options, model: Model) -> Job:
     job = Job(options, model, devices, batch, microbatches)
     _check_shares(job, rows)
     return job
+
+
+def find_schedule(name: str, table: Path | str | None) -> multimesh.schedules.Schedule:
+    """Return a schedule by its name, or that of a user's table."""
+    return multimesh.schedules.get(name) if table is None else multimesh.schedules.load(table)
+
+
+def schedule_name(options: Options) -> str:
+    """Return the name of the schedule: by default 1F1B, interleaved where stages have several pieces."""
+    return options.schedule or ("interleaved" if options.interleave > 1 else "1f1b")
+
+
+def check_schedule(options: Options, microbatches: int) -> None:
+    """Raise for a schedule that cannot order these stages and microbatches.
+
+    Raises
+    ------
+    UsageError
+        Naming the flag to change, or the cell of the table that is wrong.
+    """
+    name, path = schedule_name(options), options.custom_schedule_path
+    if (name == "custom") != (path is not None):
+        raise UsageError(
+            "--schedule custom needs a table; add --custom-schedule-path FILE"
+            if path is None
+            else f"--custom-schedule-path {path} is for --schedule custom; add that or leave it out"
+        )
+    if name == "interleaved" and options.interleave == 1:
+        raise UsageError("--schedule interleaved is for stages of several pieces; add --interleave 2 or use 1f1b")
+    try:
+        schedule = find_schedule(name, path)
+    except multimesh.UsageError as error:
+        raise UsageError(str(error)) from None
+    shape = options.pp, options.interleave, microbatches
+    try:
+        multimesh.schedules.validate(schedule.table(*shape, backward=True), *shape)
+    except multimesh.UsageError as error:
+        where = f"--custom-schedule-path {path}" if path else f"--schedule {name}"
+        raise UsageError(
+            f"{where}, --pp {shape[0]}, --interleave {shape[1]}, {shape[2]} microbatches: {error}"
+        ) from None
+
+
+def check_placeable(options: Options, model: Model) -> None:
+    """Raise for a pipeline that the backend cannot run yet.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the flag or the setting, why, and what to use.
+    """
+    for name in _LATER:
+        if options.has(name):
+            raise UnsupportedError(f"--backend multimesh has no --{name.replace('_', '-')} yet; leave it out")
+    for key, (values, reason) in _ABLE.items():
+        value = model.resolved.get(key, values[0])
+        if value not in values:
+            raise UnsupportedError(
+                f"--backend multimesh cannot train with {key}={value} yet: {reason}; "
+                f"use {key}={values[0]} or --backend spmd"
+            )
 
 
 def _check_shares(job: Job, rows: int) -> None:

@@ -12,23 +12,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from multimesh.errors import MultiMeshError, TrainerFailedError, UsageError
 from multimesh_maxtext import memory, report
 from multimesh_maxtext.checkpoint import Beginning, beginning
 from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job, check_machine
-from multimesh_maxtext.flags import parse
-from multimesh_maxtext.gpus import visible_gpu_memory
-from multimesh_maxtext.locate import find_maxtext, has_package
-from multimesh_maxtext.members import member
-from multimesh_maxtext.memory import Need, check_fits, parse_size
-from multimesh_maxtext.model import describe_model
-from multimesh_maxtext.options import Options
-from multimesh_maxtext.process import terminate_as_interrupt
-from multimesh_maxtext.realm import JAX_FRACTION, memory_fraction, warning
+from multimesh_maxtext.errors import LauncherError, TrainerFailedError, UsageError
+from multimesh_maxtext.launch import Launch, forecasting, launch, member, visible_gpu_memory
+from multimesh_maxtext.memory import Need, check_fits
+from multimesh_maxtext.model import describe_model, find_maxtext, has_package
+from multimesh_maxtext.options import Options, parse
+from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
 from multimesh_maxtext.text import read_texts, write_corpus
-from multimesh_maxtext.training import Outcome, forecast, inspect, tail, train
-from multimesh_maxtext.translate import Launch, Paths, forecasting, launch
-from multimesh_maxtext.verify import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
+from multimesh_maxtext.trainer import Outcome, forecast, inspect, tail, terminate_as_interrupt, train
+from multimesh_maxtext.translate import JAX_FRACTION, Paths, memory_fraction, warning
 
 INTERRUPTED = 130
 
@@ -46,7 +41,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     try:
         with terminate_as_interrupt():
             return _run(parse(argv), root)
-    except MultiMeshError as error:
+    except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         if "--json" in argv:
             print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
@@ -99,25 +94,25 @@ def _run(options: Options, root: Path | None) -> int:
 def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
     """Show the memory that a pipeline will need, where somebody asks or a limit is known; refuse what does not fit."""
     o, limit = job.options, _limit(job, gpu_memory)
-    if not (o.forecast or limit):
+    if not o.forecast and limit is None:
         return
     try:
         needs = forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)
     except TrainerFailedError as error:
-        if o.forecast or o.device_memory:
+        if o.forecast or o.has("device_memory"):
             raise
         print(f"warning: memory was not checked: {error}", file=sys.stderr)
         return
     _show_needs(o, console, needs)
-    if limit:
+    if limit is not None:
         check_fits(needs, limit)
 
 
 def _limit(job: Job, gpu_memory: int | None) -> int | None:
     """Memory of a device in bytes: what the user says, or what JAX will take of the smallest GPU."""
     o = job.options
-    if o.device_memory:
-        return parse_size(o.device_memory)
+    if o.device_memory is not None:
+        return o.device_memory
     if not o.staged or gpu_memory is None:
         return None
     fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem else JAX_FRACTION
@@ -182,7 +177,7 @@ def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, 
     pairs = compare(outcome.steps, reference.steps)
     try:
         check_agreement(pairs, dtype=str(job.model.resolved.get("dtype")))
-    except MultiMeshError as error:
+    except LauncherError as error:
         return replace(outcome, error=error), pairs
     return outcome, pairs
 

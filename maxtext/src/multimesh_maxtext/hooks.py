@@ -17,14 +17,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 import multimesh
-from multimesh.errors import MultiMeshError
-from multimesh_maxtext import inspecting, restoring
-from multimesh_maxtext.accumulation import accumulate_microbatches
-from multimesh_maxtext.handoff import Handoff, received
-from multimesh_maxtext.ordering import find_schedule
-from multimesh_maxtext.placement import write_placement
-from multimesh_maxtext.stacks import apply_stack, list_stacks
-from multimesh_maxtext.stages import Stages, deal
+from multimesh_maxtext import relayout
+from multimesh_maxtext.checks import find_schedule
+from multimesh_maxtext.errors import LauncherError
+from multimesh_maxtext.launch import Handoff, received
+from multimesh_maxtext.stages import Stages, apply_stack, deal, list_stacks, write_placement
+from multimesh_maxtext.step import Step, accumulate_microbatches, unallocated
 
 _stages: Stages | None = None
 
@@ -36,9 +34,7 @@ def _handoff() -> Handoff:
 
 def _current() -> Stages:
     if _stages is None:
-        raise MultiMeshError(
-            "MaxText built a model before its mesh; is third_party/maxtext patched? run ./bootstrap.sh"
-        )
+        raise LauncherError("MaxText built a model before its mesh; is third_party/maxtext patched? run ./bootstrap.sh")
     return _stages
 
 
@@ -75,7 +71,7 @@ def place_state(abstract_state: Any, shardings: Any) -> tuple[Any, Any]:
 
 def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any]) -> Any:
     """Restore a checkpoint, in whatever layout its layers are."""
-    return restoring.restore(manager, step, items, composite, layers=_current().layers)
+    return relayout.restore(manager, step, items, composite, layers=_current().layers)
 
 
 def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
@@ -84,7 +80,7 @@ def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any)
 
     def create() -> Any:
         if _handoff().forecast:
-            return inspecting.unallocated(fn, out_shardings)
+            return unallocated(fn, out_shardings)
         state = _current().create(fn, out_shardings)
         write_placement(Path(_handoff().placement), created=state)
         return state
@@ -130,41 +126,4 @@ def accumulate(
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> Step:
     """Compile a step; arguments keep their layouts, and the new state takes that of the old."""
-    return Step(fn, donate_argnums)
-
-
-class Step:
-    """A train or evaluation step, with what MaxText uses of a jitted function."""
-
-    def __init__(self, fn: Callable[..., Any], donate_argnums: Any) -> None:
-        self.__wrapped__ = fn
-        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
-        self._trains = donate_argnums != ()
-        self._first = True
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Run; the first call compiles, and writes what was asked for about the step."""
-        if self._first and self._trains:
-            inspecting.inspect(self._jitted, _handoff(), state, batch)
-        result = self._jitted(state, batch)
-        if self._first and self._trains:
-            write_placement(Path(_handoff().placement), stepped=result[0])
-        self._first = False
-        return result
-
-    def lower(self, state: Any, batch: Any) -> Ahead:
-        """Stand in for a compilation that MaxText makes only to print its memory; where nothing trains, end here."""
-        inspecting.end_before_training(self._jitted, _handoff(), state, batch)
-        return Ahead()
-
-
-class Ahead:
-    """A compilation that is left to the first call."""
-
-    def compile(self, compiler_options: Any = None) -> Ahead:
-        """Do nothing."""
-        del compiler_options
-        return self
-
-    def memory_analysis(self) -> None:
-        """Know nothing: MaxText prints nothing then."""
+    return Step(fn, donate_argnums, _handoff())

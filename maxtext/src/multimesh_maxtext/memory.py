@@ -1,19 +1,15 @@
-"""How much memory a pipeline will need on the devices of each stage, as data and as a table."""
+"""How much memory a pipeline will need on the devices of each stage, and whether that fits."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
-from multimesh.errors import DoesNotFitError, UsageError
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+from multimesh_maxtext.errors import DoesNotFitError
 
 
 @dataclass(frozen=True)
@@ -52,20 +48,6 @@ def write(needs: Sequence[Need], file: Path) -> None:
 def read(file: Path) -> list[Need]:
     """Return the need of each stage."""
     return [Need(**need) for need in json.loads(file.read_text())]
-
-
-def parse_size(text: str) -> int:
-    """Return bytes: ``80GiB``, ``24 GB``, ``1e9`` is none.
-
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
-        raise UsageError(f"--device-memory: {text!r} is no size; write e.g. 80GiB or 24GB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def show_size(size: float) -> str:

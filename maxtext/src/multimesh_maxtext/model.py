@@ -1,16 +1,19 @@
-"""Sizes of the model that a command line describes: flags over MaxText's model file over its base configuration."""
+"""The MaxText that will train, and the sizes of its model: flags over its model file over its base configuration."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from multimesh.errors import UsageError
+from multimesh_maxtext.errors import MissingPartError, UsageError
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import BYTE_VOCABULARY
 
@@ -42,6 +45,33 @@ class Model:
     vocabulary: int
     settings: Mapping[str, Any]
     resolved: Mapping[str, Any]
+
+
+def find_maxtext(root: Path | None) -> Path:
+    """Return the folder that holds MaxText's package ``maxtext``, to be put on ``PYTHONPATH``.
+
+    Parameters
+    ----------
+    root
+        The repository's folder, whose patched ``third_party/maxtext`` comes before an installed MaxText.
+
+    Raises
+    ------
+    MissingPartError
+        Where there is neither.
+    """
+    places = [str(root / "third_party/maxtext/src")] if root else []
+    for place in [*places, *sys.path]:
+        found = PathFinder.find_spec("maxtext", [place])
+        # This repository's own folder maxtext/ has no __init__.py: a namespace, not the trainer.
+        if found and found.origin:
+            return Path(found.origin).parent.parent
+    raise MissingPartError("MaxText is not here (third_party/maxtext is empty); run ./bootstrap.sh --group run")
+
+
+def has_package(name: str) -> bool:
+    """Say whether a top-level package can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
 
 
 def describe_model(options: Options, package: Path) -> Model:

@@ -1,13 +1,14 @@
-"""What people and machines see of a run: progress, a table, JSON."""
+"""What a run came to: its steps, whether that is a success, and what people and machines see of it."""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +16,188 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from multimesh.errors import MultiMeshError
-from multimesh_maxtext.metrics import Evaluation, Step
-from multimesh_maxtext.verify import Pair, largest
+from multimesh_maxtext.checks import Job, check_job
+from multimesh_maxtext.errors import (
+    DisagreementError,
+    LauncherError,
+    LossNotFallingError,
+    LossNotFiniteError,
+    StoppedEarlyError,
+    TrainerFailedError,
+)
+from multimesh_maxtext.options import Options
+
+TOLERANCE = 1e-5
+"""Largest relative difference of a loss or a gradient norm at which two runs agree; float32 needs less."""
+
 
 _ROWS = 12  # of the table
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    Attributes
+    ----------
+    number
+        From 0.
+    loss
+        Mean cross entropy of the step's tokens, in nats.
+    gradient_norm
+        Global norm of the gradient before clipping.
+    seconds
+        From the completion of the step before; of step 0: compilation and the step.
+    tokens
+        Tokens of the step over all devices.
+    """
+
+    number: int
+    loss: float
+    gradient_norm: float
+    seconds: float
+    tokens: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens over all devices per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation: the optimizer step that it came after, and the mean loss over its tokens in nats."""
+
+    step: int
+    loss: float
+
+
+def judge(
+    steps: Sequence[Step], *, expected: int, returncode: int, log: Path, before: Sequence[Step] = (), first: int = 0
+) -> None:
+    """Return if every step ran and the loss is finite and falling.
+
+    Falling means that the mean loss of the last third of the steps is below that of the first third; a run of one step
+    is only asked for a finite loss, and so is a resumed run of whose earlier steps nothing is known.
+
+    Parameters
+    ----------
+    expected
+        How many steps the whole training has.
+    before
+        Steps of the run that this one resumed, as far as they are known.
+    first
+        The step that this run began with.
+
+    Raises
+    ------
+    LossNotFiniteError, TrainerFailedError, StoppedEarlyError, LossNotFallingError
+        In this order: a diverged run also ends with an error, but the loss is why.
+    """
+    for step in steps:
+        if not math.isfinite(step.loss):
+            raise LossNotFiniteError(
+                f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {log}"
+            )
+    complete = [step.number for step in steps] == list(range(first, expected))
+    if returncode:
+        raise TrainerFailedError(f"the trainer {_ending(returncode)} after {_count(steps, expected, first)}; see {log}")
+    if not complete:
+        raise StoppedEarlyError(f"the trainer ended after {_count(steps, expected, first)} without an error; see {log}")
+    every = [step.loss for step in (*before, *steps)]
+    judged = len(every) > 1 and (before or not first)
+    if judged and not falling(every):
+        raise LossNotFallingError(
+            f"the loss went from {every[0]:.4f} to {every[-1]:.4f}; "
+            "train longer with --num-steps or change learning_rate="
+        )
+
+
+def _count(steps: Sequence[Step], expected: int, first: int) -> str:
+    return f"{len(steps)} of {expected - first} steps"
+
+
+def falling(losses: Sequence[float]) -> bool:
+    """Say whether the mean of the last third is below the mean of the first third."""
+    third = max(1, len(losses) // 3)
+    return sum(losses[-third:]) < sum(losses[:third])
+
+
+def _ending(returncode: int) -> str:
+    if returncode > 0:
+        return f"failed with exit code {returncode}"
+    hint = " (out of memory?)" if -returncode == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-returncode).name}{hint}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A step of both runs."""
+
+    step: Step
+    reference: Step
+
+    @property
+    def difference(self) -> float:
+        """The larger of the relative differences of loss and gradient norm."""
+        ours, theirs = self.step, self.reference
+        return max(_relative(ours.loss, theirs.loss), _relative(ours.gradient_norm, theirs.gradient_norm))
+
+
+def reference_job(job: Job) -> Job:
+    """Return the job that a pipeline is compared with.
+
+    One program on the devices of one stage, its layers unrolled like the pipeline's, accumulates the same microbatches.
+    """
+    o = job.options
+    changes = {
+        "backend": "spmd",
+        "pp": 1,
+        "batch_size": job.batch,
+        "num_layers": job.model.layers,
+        "schedule": None,
+        "custom_schedule_path": None,
+        "interleave": 1,
+        "scan_layers": bool(o.scan_layers),
+        "cpus": None if o.gpus else job.mesh_devices,
+        "gpus": job.mesh_devices if o.gpus else 0,
+    }
+    return check_job(Options(**{**vars(o), **changes}), job.model)
+
+
+def compare(steps: Sequence[Step], reference: Sequence[Step]) -> list[Pair]:
+    """Return the steps of two complete runs side by side."""
+    return [Pair(step, other) for step, other in zip(steps, reference, strict=True)]
+
+
+def largest(pairs: Sequence[Pair]) -> float:
+    """Return the largest difference of all steps."""
+    return max((pair.difference for pair in pairs), default=0.0)
+
+
+def check_agreement(pairs: Sequence[Pair], *, dtype: str) -> None:
+    """Raise where the runs differ by more than `TOLERANCE`.
+
+    Raises
+    ------
+    DisagreementError
+        Naming the first step that differs.
+    """
+    for pair in pairs:
+        if pair.difference > TOLERANCE:
+            hint = "report it with both logs" if dtype == "float32" else f"{dtype} rounds; compare with dtype=float32"
+            raise DisagreementError(
+                f"step {pair.step.number}: loss {pair.step.loss:.7f} and gradient norm {pair.step.gradient_norm:.7f}, "
+                f"but {pair.reference.loss:.7f} and {pair.reference.gradient_norm:.7f} without the pipeline: "
+                f"a relative difference of {pair.difference:.1e}, more than {TOLERANCE:.0e}; {hint}"
+            )
+
+
+def _relative(value: float, reference: float) -> float:
+    if value == reference:
+        return 0.0
+    difference = abs(value - reference) / abs(reference) if reference else math.inf
+    return difference if math.isfinite(difference) else math.inf
 
 
 class Show(Protocol):
@@ -112,7 +290,7 @@ def summary(
     evaluations: Sequence[Evaluation],
     pairs: Sequence[Pair],
     paths: Mapping[str, Path],
-    error: MultiMeshError | None,
+    error: LauncherError | None,
 ) -> dict[str, Any]:
     """Return what ``--json`` prints after a run; JSON has no NaN, so a number that is not finite is null."""
     verified = {"reference": _records([pair.reference for pair in pairs]), "difference": _finite(largest(pairs))}

@@ -1,19 +1,30 @@
-"""Pipeline stages of a MaxText model: which submesh each layer, parameter and optimizer moment belongs to."""
+"""Where everything lies: which stage each layer, parameter and optimizer moment of a MaxText model belongs to."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
+import multimesh
+
 _LAYER = re.compile(r"\blayers_(\d+)(?:_\d+)?\b")
+
 _AFTER_LAYERS = re.compile(r"\b(decoder_norm|logits_dense)\b")
+
+
+Stack = tuple[str, int, Any]
+"""Name of a stack, number of its layers, and where they get their random numbers from."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +126,63 @@ def deal(mesh: Mesh, *, stages: int, layers: int, devices: Sequence[jax.Device],
         return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
     return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Random number generators of some of the layers: those that they have in one stack of all layers."""
+
+    every: nnx.Rngs
+    layers: range
+
+    def fork(self, *, split: int) -> nnx.Rngs:
+        """Give each of the ``split`` layers of this share its own, stacked."""
+        graph, state = nnx.split(self.every)
+        return nnx.merge(graph, jax.tree.map(lambda x: x[self.layers.start : self.layers.start + split], state))
+
+
+def list_stacks(pieces: Sequence[range], rngs: nnx.Rngs | None) -> list[Stack]:
+    """Name the stack of each piece by its first and last layer, so that `Stages.of_path` knows its stage.
+
+    The layers get the random numbers, and so the parameters, of one stack of all layers.
+    """
+    every = rngs.fork(split=pieces[-1].stop) if rngs else None
+    return [(f"layers_{p.start}_{p.stop - 1}", len(p), Share(every, p) if every else None) for p in pieces]
+
+
+def apply_stack(stages: Stages, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make MaxText's scan over a stack a task on the submesh of its stage."""
+
+    def scan(stack: nnx.Module, y: Any, *args: Any) -> tuple[Any, nnx.Module, None]:
+        graph, params, rest = nnx.split(stack, nnx.Param, ...)
+
+        def pure(params: Any, rest: Any, y: Any, *args: Any) -> tuple[Any, Any]:
+            y, scanned, _ = fn(nnx.merge(graph, params, rest), y, *args)
+            return y, nnx.state(scanned, nnx.Not(nnx.Param))
+
+        y, rest = multimesh.task(pure, name, mesh=stages.of_layer(int(name.split("_")[1])))(params, rest, y, *args)
+        nnx.update(stack, rest)
+        return y, stack, None
+
+    return scan
+
+
+def write_placement(file: Path, **states: Any) -> None:
+    """Add train states to the file, each under its name: ``arrays`` (path to device ids), ``bytes`` (by device id)."""
+    found = json.loads(file.read_text()) if file.exists() else {}
+    found |= {name: _describe(state) for name, state in states.items()}
+    file.write_text(json.dumps(found, indent=1))
+
+
+def _describe(state: Any) -> dict[str, Any]:
+    arrays = {}
+    held: dict[int, int] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        arrays[jax.tree_util.keystr(path)] = sorted(device.id for device in x.sharding.device_set)
+    for x in jax.live_arrays():
+        if not x.is_deleted():
+            # Not from x.addressable_shards: those would keep the buffers alive, and the step could not reuse them.
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for device in x.sharding.addressable_devices:
+                held[device.id] = held.get(device.id, 0) + size
+    return {"arrays": arrays, "bytes": held}

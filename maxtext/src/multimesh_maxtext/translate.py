@@ -1,41 +1,30 @@
-"""From a checked job to what MaxText is started with: configuration, environment, command. Pure functions."""
+"""From a checked job to what MaxText is told: its configuration and its environment. Pure functions."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from multimesh.errors import UsageError
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.handoff import Handoff
 from multimesh_maxtext.options import Options
-from multimesh_maxtext.ordering import schedule_name
-from multimesh_maxtext.realm import memory_fraction
 from multimesh_maxtext.text import index_path
-from multimesh_maxtext.xla import xla_flags
 
-TRAINER = "maxtext.trainers.pre_train.train"
-JOINING = "multimesh_maxtext.joining"
 RUN_NAME = "train"
 
-_DEFAULTS = {
-    *("run_name", "jax_cache_dir", "enable_checkpointing", "enable_tensorboard", "grain_worker_count"),
-    *("learning_rate", "vocab_size", "head_dim", "base_num_kv_heads", "olmo_apply_ngram_filter"),
-}
-"""Settings that we choose without a flag: a KEY=VALUE argument replaces them."""
-
-_CHECKPOINTED = {"run_name", "enable_checkpointing"}
-"""... but for these, where ``--checkpoint`` depends on them."""
-
 DEFAULT_PERIOD = 100
+
 DEFAULT_EVAL_STEPS = 4
+
+JAX_FRACTION = 0.75
+"""Of a GPU's memory that JAX takes unless told otherwise."""
+
 
 _PACKAGES = [
     Path(spec.origin).resolve().parents[1]
@@ -50,6 +39,40 @@ _LOG_LEVELS = {
     "debug": {"JAX_LOGGING_LEVEL": "DEBUG", "TF_CPP_MIN_LOG_LEVEL": "0"},
     "spew": {"JAX_LOGGING_LEVEL": "DEBUG", "TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "1"},
 }
+
+_SWITCHES = {
+    "collective_matmul": (
+        "--xla_gpu_threshold_for_windowed_einsum_mib=0",
+        "--xla_gpu_multi_streamed_windowed_einsum=true",
+    ),
+    "latency_hiding_scheduler": ("--xla_gpu_enable_latency_hiding_scheduler=true",),
+    "xla_pipelining": (
+        "--xla_gpu_enable_pipelined_all_reduce=true",
+        "--xla_gpu_enable_pipelined_all_gather=true",
+        "--xla_gpu_enable_pipelined_reduce_scatter=true",
+    ),
+    "xla_loop_buffering": ("--xla_gpu_enable_while_loop_double_buffering=true",),
+    "use_nccl_comm_split": ("--xla_gpu_enable_nccl_comm_splitting=true",),
+}
+
+_THRESHOLDS = {
+    "xla_ar_threshold": "--xla_gpu_all_reduce_combine_threshold_bytes",
+    "xla_ag_threshold": "--xla_gpu_all_gather_combine_threshold_bytes",
+    "xla_rs_threshold": "--xla_gpu_reduce_scatter_combine_threshold_bytes",
+}
+
+GPU_ONLY = (
+    "collective_matmul",
+    "latency_hiding_scheduler",
+    "xla_pipelining",
+    "xla_loop_buffering",
+    "xla_ar_threshold",
+    "xla_ag_threshold",
+    "xla_rs_threshold",
+    "use_nccl_comm_split",
+    "debug_nccl",
+    "fbmem",
+)
 
 
 @dataclass(frozen=True)
@@ -95,73 +118,6 @@ class Paths:
     def text(self) -> Path:
         """The tokens of ``--text``."""
         return self.output / "text"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One process to start: its command, what it adds to the environment, and the configuration it stands for."""
-
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-    configuration: Mapping[str, Any]
-
-
-def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
-    """Return the process that forecasts the memory of a job; it allocates nothing and reads no checkpoint."""
-    changes = {"checkpoint": None, "profile": False, "dump": None, "dump_only": False}
-    job = replace(job, options=Options(**{**vars(job.options), **changes}))
-    start = launch(job, paths, inherited=inherited, gpu_memory=gpu_memory)
-    asked = replace(handoff(job, paths), forecast=str(paths.forecast))
-    return replace(start, environment={**start.environment, **asked.variables()})
-
-
-def handoff(job: Job, paths: Paths) -> Handoff:
-    """Return what the hooks of ``--backend multimesh`` are told."""
-    o = job.options
-    return Handoff(
-        stages=o.pp,
-        interleave=o.interleave,
-        schedule=schedule_name(o),
-        table=str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None,
-        placement=str(paths.placement),
-        dump=str(o.dump.resolve()) if o.dump else "",
-        dump_passes=o.dump_mpmd_passes,
-        dump_only=o.dump_only,
-        profile=str(paths.timelines) if o.profile else "",
-    )
-
-
-def launch(
-    job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, local_rank: int = 0
-) -> Launch:
-    """Return the process that trains a job.
-
-    Parameters
-    ----------
-    inherited
-        The environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
-    gpu_memory
-        Memory of a visible GPU in MiB, ``None`` if unknown.
-    local_rank
-        Of several processes: which of those on this machine it is, and so which GPUs are its own.
-    """
-    settings = configuration(job, paths)
-    extra = dict(setting.split("=", 1) for setting in job.options.settings)
-    free = _DEFAULTS - _CHECKPOINTED if job.options.checkpoint else _DEFAULTS
-    for key in extra:
-        if key not in free and key in settings:
-            raise UsageError(f"{key}= is decided by the flags ({key}={settings[key]}); use the flag, or leave it out")
-    settings = {key: value for key, value in settings.items() if key not in extra}
-    base = job.options.maxtext_config or paths.package / "configs/base.yml"
-    arguments = [argument(key, value) for key, value in settings.items()]
-    # -P keeps the working folder off the module path: a folder of the user's must not shadow the trainer's modules.
-    trainer = JOINING if job.options.nodes > 1 else TRAINER
-    command = (paths.python, "-P", "-m", trainer, str(base.resolve()), *arguments, *job.options.settings)
-    variables = environment(job, paths, inherited=inherited, gpu_memory=gpu_memory)
-    if job.options.nodes > 1 and job.options.gpus:
-        first = local_rank * job.options.gpus
-        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + job.options.gpus)))
-    return Launch(command, variables, {**settings, **extra})
 
 
 def configuration(job: Job, paths: Paths) -> dict[str, Any]:
@@ -257,6 +213,19 @@ def _dataset(job: Job, paths: Paths) -> dict[str, Any]:
     return {"dataset_type": "synthetic"}
 
 
+def argument(key: str, value: Any) -> str:
+    """Return ``key=value`` such that MaxText's YAML reader gives back the value, of the same type."""
+    if isinstance(value, bool) or value is None:
+        return f"{key}={json.dumps(value)}"
+    if isinstance(value, str) and value and (yaml.safe_load(value) if _plain(value) else None) != value:
+        return f"{key}={json.dumps(value, ensure_ascii=False)}"
+    return f"{key}={value}"
+
+
+def _plain(value: str) -> bool:
+    return not any(character in value for character in "#:{}[],&*!|>'\"%@`\n")
+
+
 def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> dict[str, str]:
     """Return the variables that the trainer gets on top of the inherited ones."""
     o = job.options
@@ -271,8 +240,6 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         "PYTHONUNBUFFERED": "1",
         **_LOG_LEVELS[o.debug],
     }
-    if o.staged:
-        variables |= handoff(job, paths).variables()
     if any(flags):
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
     if o.platform == "cpu":
@@ -286,14 +253,55 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     return variables
 
 
-def argument(key: str, value: Any) -> str:
-    """Return ``key=value`` such that MaxText's YAML reader gives back the value, of the same type."""
-    if isinstance(value, bool) or value is None:
-        return f"{key}={json.dumps(value)}"
-    if isinstance(value, str) and value and (yaml.safe_load(value) if _plain(value) else None) != value:
-        return f"{key}={json.dumps(value, ensure_ascii=False)}"
-    return f"{key}={value}"
+def xla_flags(options: Options, *, devices: int) -> list[str]:
+    """Return the flags for ``XLA_FLAGS``.
+
+    Parameters
+    ----------
+    devices
+        Devices of this process; on the CPU platform XLA makes so many of the host.
+    """
+    flags: list[str] = []
+    if options.platform == "cpu":
+        flags.append(f"--xla_force_host_platform_device_count={devices}")
+    else:
+        for name, switches in _SWITCHES.items():
+            flags += switches if getattr(options, name) else ()
+        for name, flag in _THRESHOLDS.items():
+            value = getattr(options, name)
+            flags += [f"{flag}={value}"] if value is not None else []
+    # The programs of a pipeline are many: only where they are asked for, beside the plan.
+    if options.dump and (options.hlo or options.dump_all_passes or not options.staged):
+        folder = options.dump.resolve() / "xla" if options.staged else options.dump.resolve()
+        flags.append(f'--xla_dump_to="{folder}"')
+        flags += ["--xla_dump_hlo_as_text=true"] if options.hlo else []
+        flags += ["--xla_dump_hlo_pass_re=.*"] if options.dump_all_passes else []
+    return flags
 
 
-def _plain(value: str) -> bool:
-    return not any(character in value for character in "#:{}[],&*!|>'\"%@`\n")
+def memory_fraction(fbmem: int, device_memory: int) -> float:
+    """Return JAX's memory fraction for ``--fbmem``; both in MiB. JAX takes at most the whole device."""
+    return round(min(1.0, fbmem / device_memory), 4)
+
+
+def warning(options: Options, *, gpu_memory: int | None) -> str | None:
+    """Return one line that names the flags without an effect, or ``None``.
+
+    Parameters
+    ----------
+    gpu_memory
+        Memory of a visible GPU in MiB, ``None`` if unknown.
+    """
+    realm = [flag for flag in ("zcmem", "sysmem") if getattr(options, flag) is not None]
+    if options.network not in (None, "none"):
+        realm.append("network")
+    if options.fbmem and options.gpus and gpu_memory is None:
+        realm.append("fbmem")
+    names = [f"--{name}" for name in realm] + sorted(set(options.eager))
+    parts = [f"{', '.join(names)} (for the Realm runtime)"] if names else []
+    if options.hoist_loop_convert:
+        parts.append("--hoist-loop-convert (XLA has no such switch any more)")
+    if options.platform == "cpu":
+        unused = [f"--{name.replace('_', '-')}" for name in GPU_ONLY if options.has(name)]
+        parts += [f"{', '.join(unused)} (for GPUs)"] if unused else []
+    return f"without effect here: {'; '.join(parts)}" if parts else None

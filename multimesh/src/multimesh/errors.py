@@ -19,52 +19,10 @@ class UsageError(MultiMeshError):
     exit_code = 2
 
 
-class UnsupportedError(MultiMeshError):
-    """Something sensible that this version or backend cannot do."""
-
-    exit_code = 3
-
-
 class MissingPartError(MultiMeshError):
     """A source tree, package or device that the command needs is not on this machine."""
 
     exit_code = 4
-
-
-class TrainerFailedError(MultiMeshError):
-    """The trainer's process ended with an error."""
-
-    exit_code = 10
-
-
-class StoppedEarlyError(MultiMeshError):
-    """The trainer ended without an error before all steps had run."""
-
-    exit_code = 11
-
-
-class LossNotFiniteError(MultiMeshError):
-    """A loss is NaN or infinite."""
-
-    exit_code = 12
-
-
-class LossNotFallingError(MultiMeshError):
-    """Every step ran, but the model learned nothing."""
-
-    exit_code = 13
-
-
-class CheckpointError(MultiMeshError):
-    """A checkpoint cannot be read, written or continued from."""
-
-    exit_code = 15
-
-
-class DoesNotFitError(MultiMeshError):
-    """A run needs more memory than a device has."""
-
-    exit_code = 16
 
 
 class DisagreementError(MultiMeshError):

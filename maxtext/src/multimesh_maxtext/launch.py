@@ -1,0 +1,244 @@
+"""The process that trains: its command, what the hooks in it are told, and which of several processes this one is."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from multimesh_maxtext.checks import Job, schedule_name
+from multimesh_maxtext.errors import UnsupportedError, UsageError
+from multimesh_maxtext.options import Options
+from multimesh_maxtext.translate import Paths, argument, configuration, environment
+
+TRAINER = "maxtext.trainers.pre_train.train"
+
+JOIN = ("multimesh_maxtext", "join")
+"""The trainer as one of several processes: see `join`."""
+
+VARIABLE = "MULTIMESH_MAXTEXT"
+"""Name of the environment variable; where it is not set the hooks of the patched MaxText do nothing."""
+
+_DEFAULTS = {
+    *("run_name", "jax_cache_dir", "enable_checkpointing", "enable_tensorboard", "grain_worker_count"),
+    *("learning_rate", "vocab_size", "head_dim", "base_num_kv_heads", "olmo_apply_ngram_filter"),
+}
+"""Settings that we choose without a flag: a KEY=VALUE argument replaces them."""
+
+_CHECKPOINTED = {"run_name", "enable_checkpointing"}
+"""... but for these, where ``--checkpoint`` depends on them."""
+
+
+_LAUNCHERS = {
+    "SLURM_STEP_NODELIST": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+"""A variable that only the launcher's processes have, and those with rank, number and rank on this machine."""
+
+_ALONE = {
+    "spawn": "srun or mpirun starts them",
+    "checkpoint": "checkpoints of several processes were never tried",
+    "text": "every process would read all of it",
+    "profile": "every process would record its own",
+    "dump": "every process would write the same files",
+}
+"""Flags that only one process can honour so far, and why."""
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """How to run the pipeline.
+
+    Attributes
+    ----------
+    stages
+        Number of pipeline stages; the devices are dealt to them in equal shares.
+    interleave
+        Pieces of the model per stage.
+    schedule
+        A name that `multimesh.schedules` knows, or ``custom``.
+    table
+        File of the custom schedule.
+    placement
+        File to be written with the devices of every parameter and optimizer moment.
+    forecast
+        File to be written with the memory that each stage will need; nothing is allocated, compiled or trained then.
+    dump, dump_passes, dump_only
+        Folder for the plan of the step; whether every pass of MultiMesh goes there too, and whether that is all to do.
+    profile
+        Folder for measured timelines of the step.
+    """
+
+    stages: int
+    interleave: int
+    schedule: str
+    table: str | None
+    placement: str
+    forecast: str = ""
+    dump: str = ""
+    dump_passes: bool = False
+    dump_only: bool = False
+    profile: str = ""
+
+    def variables(self) -> dict[str, str]:
+        """Return what to add to the trainer's environment."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def received(environment: Mapping[str, str]) -> Handoff:
+    """Return what an environment hands over.
+
+    Raises
+    ------
+    UsageError
+        Where the variable does not hold a `Handoff`.
+    """
+    try:
+        handoff = Handoff(**json.loads(environment[VARIABLE]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{VARIABLE} is not what maxtext/run.py writes ({error}); start MaxText with it") from error
+    return handoff
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process to start: its command, what it adds to the environment, and the configuration it stands for."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    configuration: Mapping[str, Any]
+
+
+def launch(
+    job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, local_rank: int = 0
+) -> Launch:
+    """Return the process that trains a job.
+
+    Parameters
+    ----------
+    inherited
+        The environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
+    gpu_memory
+        Memory of a visible GPU in MiB, ``None`` if unknown.
+    local_rank
+        Of several processes: which of those on this machine it is, and so which GPUs are its own.
+    """
+    settings = configuration(job, paths)
+    extra = dict(setting.split("=", 1) for setting in job.options.settings)
+    free = _DEFAULTS - _CHECKPOINTED if job.options.checkpoint else _DEFAULTS
+    for key in extra:
+        if key not in free and key in settings:
+            raise UsageError(f"{key}= is decided by the flags ({key}={settings[key]}); use the flag, or leave it out")
+    settings = {key: value for key, value in settings.items() if key not in extra}
+    base = job.options.maxtext_config or paths.package / "configs/base.yml"
+    arguments = [argument(key, value) for key, value in settings.items()]
+    # -P keeps the working folder off the module path: a folder of the user's must not shadow the trainer's modules.
+    trainer = JOIN if job.options.nodes > 1 else (TRAINER,)
+    command = (paths.python, "-P", "-m", *trainer, str(base.resolve()), *arguments, *job.options.settings)
+    variables = environment(job, paths, inherited=inherited, gpu_memory=gpu_memory)
+    if job.options.staged:
+        variables |= handoff(job, paths).variables()
+    if job.options.nodes > 1 and job.options.gpus:
+        first = local_rank * job.options.gpus
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + job.options.gpus)))
+    return Launch(command, variables, {**settings, **extra})
+
+
+def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
+    """Return the process that forecasts the memory of a job; it allocates nothing and reads no checkpoint."""
+    changes = {"checkpoint": None, "profile": False, "dump": None, "dump_only": False}
+    job = replace(job, options=Options(**{**vars(job.options), **changes}))
+    start = launch(job, paths, inherited=inherited, gpu_memory=gpu_memory)
+    asked = replace(handoff(job, paths), forecast=str(paths.forecast))
+    return replace(start, environment={**start.environment, **asked.variables()})
+
+
+def handoff(job: Job, paths: Paths) -> Handoff:
+    """Return what the hooks of ``--backend multimesh`` are told."""
+    o = job.options
+    return Handoff(
+        stages=o.pp,
+        interleave=o.interleave,
+        schedule=schedule_name(o),
+        table=str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None,
+        placement=str(paths.placement),
+        dump=str(o.dump.resolve()) if o.dump else "",
+        dump_passes=o.dump_mpmd_passes,
+        dump_only=o.dump_only,
+        profile=str(paths.timelines) if o.profile else "",
+    )
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process among those that train: its rank, how many there are, and its rank on this machine."""
+
+    rank: int = 0
+    count: int = 1
+    local: int = 0
+
+    def own(self, paths: Paths) -> Paths:
+        """Return where this process writes: the first where the user says, the others below that."""
+        if self.rank == 0:
+            return paths
+        output = paths.output / f"process-{self.rank}"
+        return replace(paths, output=output, metrics=output / "metrics.jsonl")
+
+
+def member(options: Options, environment: Mapping[str, str]) -> Member:
+    """Return which of ``--nodes`` processes this is.
+
+    Raises
+    ------
+    UsageError
+        No launcher started this process, or not as many as the flag says.
+    UnsupportedError
+        A flag that several processes cannot honour so far.
+    """
+    if options.nodes == 1:
+        return Member()
+    for name, reason in _ALONE.items():
+        if options.has(name):
+            raise UnsupportedError(f"--{name} is for one process so far: {reason}; leave it out, or use --nodes 1")
+    found = next((names for mark, names in _LAUNCHERS.items() if mark in environment), None)
+    if found is None:
+        raise UsageError(
+            f"--nodes {options.nodes}: no launcher started this process; use `srun --ntasks={options.nodes} ...` or "
+            f"`mpirun -n {options.nodes} ...`, or --nodes 1"
+        )
+    rank, count, local = (int(environment[name]) for name in found)
+    if count != options.nodes:
+        raise UsageError(f"--nodes {options.nodes}, but the launcher started {count} processes; make them agree")
+    return Member(rank, count, local)
+
+
+def visible_gpu_memory() -> list[int] | None:
+    """Return the memory of every visible GPU in MiB, ``None`` if there is no driver."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, check=True, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    memory = [int(line) for line in listing.stdout.split() if line.isdigit()]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return memory if chosen is None else memory[: len([part for part in chosen.split(",") if part])]
+
+
+def join(arguments: Sequence[str]) -> None:
+    """Be MaxText's trainer as one of several processes, in this one.
+
+    JAX finds the others by the variables of srun or mpirun, and the first of them by JAX_COORDINATOR_ADDRESS where
+    that is set.
+    """
+    import jax  # only here: the command that starts the trainers never does
+
+    jax.distributed.initialize()
+    sys.argv = [TRAINER, *arguments]
+    runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)

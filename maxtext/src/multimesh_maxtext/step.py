@@ -1,0 +1,297 @@
+"""MaxText's train step as a pipeline: its accumulation of gradients as the loop over microbatches, and what the step
+tells about itself (forecast, dump, timelines)."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxpr_as_fun
+from jax.sharding import Mesh
+
+import multimesh
+from multimesh_maxtext import memory
+from multimesh_maxtext.errors import LauncherError, UnsupportedError
+from multimesh_maxtext.launch import Handoff
+from multimesh_maxtext.memory import Need
+from multimesh_maxtext.stages import write_placement
+
+_PARAMETERS = "ga_params"
+"""What MaxText carries through its loop and no microbatch changes."""
+
+_STATE = "rest_state"
+"""What MaxText hands from a microbatch to the next: keys of random number generators, and how often each was used."""
+
+_CALLS = ("jit", "checkpoint", "remat2")
+
+_IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")
+
+
+class Step:
+    """A train or evaluation step, with what MaxText uses of a jitted function."""
+
+    def __init__(self, fn: Callable[..., Any], donate_argnums: Any, handoff: Handoff) -> None:
+        self.__wrapped__ = fn
+        self._handoff = handoff
+        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
+        self._trains = donate_argnums != ()
+        self._first = True
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        """Run; the first call compiles, and writes what was asked for about the step."""
+        if self._first and self._trains:
+            _inspect(self._jitted, self._handoff, state, batch)
+        result = self._jitted(state, batch)
+        if self._first and self._trains:
+            write_placement(Path(self._handoff.placement), stepped=result[0])
+        self._first = False
+        return result
+
+    def lower(self, state: Any, batch: Any) -> Ahead:
+        """Stand in for a compilation that MaxText makes only to print its memory; where nothing trains, end here."""
+        _end_before_training(self._jitted, self._handoff, state, batch)
+        return Ahead()
+
+
+class Ahead:
+    """A compilation that is left to the first call."""
+
+    def compile(self, compiler_options: Any = None) -> Ahead:
+        """Do nothing."""
+        del compiler_options
+        return self
+
+    def memory_analysis(self) -> None:
+        """Know nothing: MaxText prints nothing then."""
+
+
+def unallocated(fn: Callable[[], Any], shardings: Any) -> Any:
+    """Return the types of ``fn()`` with their shardings; scalars are arrays, because MaxText reads the step number."""
+
+    def leaf(x: Any, sharding: Any) -> Any:
+        if x.ndim == 0 and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.device_put(jnp.zeros((), x.dtype), sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, jax.eval_shape(fn), shardings)
+
+
+def _end_before_training(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
+    """Write a forecast, or dump the compiled step, and end the process; return if neither is asked for."""
+    if handoff.forecast:
+        lowered = jitted.lower(state, batch)
+        memory.write(needs(lowered, state), Path(handoff.forecast))
+        sys.exit()
+    if handoff.dump_only:
+        lowered = jitted.lower(state, batch)
+        lowered.compile()
+        _dump(lowered, handoff)
+        sys.exit()
+
+
+def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
+    """Write what is asked for about a step; the program that is compiled for it is that of the next call."""
+    if not (handoff.dump or handoff.profile):
+        return
+    compiled = jitted.prepare(state, batch)
+    if not isinstance(compiled, multimesh.Compiled):
+        raise LauncherError("--dump and --profile: nothing in this step is a task, so there is no plan to write")
+    if handoff.dump:
+        _dump(compiled.lowered, handoff)
+    if handoff.profile:
+        _profile(compiled, Path(handoff.profile), state, batch)
+
+
+def _dump(lowered: multimesh.Lowered, handoff: Handoff) -> None:
+    folder = Path(handoff.dump)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = lowered.plan
+    (folder / "plan.txt").write_text("\n".join([str(plan), *map(str, plan.instructions), plan.fingerprint(), ""]))
+    (folder / "plan.json").write_text(plan.to_json())
+    plan.to_svg(folder / "plan.svg")
+    plan.to_perfetto(folder / "plan.perfetto.json")
+    if handoff.dump_passes:
+        dumps = {done.name: str(done) for done in lowered.passes()} | {"kernels": lowered.as_text()}
+        for number, (name, text) in enumerate(dumps.items()):
+            (folder / f"{number}-{name}.txt").write_text(text)
+
+
+def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = compiled.profile(state, batch)
+    (folder / "timeline.txt").write_text(f"{profile}\n")
+    for name, timeline in (("measured", profile.measured), ("forecast", profile.forecast)):
+        timeline.to_svg(folder / f"{name}.svg")
+        timeline.to_perfetto(folder / f"{name}.perfetto.json")
+
+
+def needs(lowered: multimesh.Lowered, state: Any) -> list[Need]:
+    """Return what each stage needs.
+
+    Parameters
+    ----------
+    lowered
+        The train step.
+    state
+        The train state, arrays or their types, each leaf with its sharding: the first argument of the step.
+    """
+    held: dict[tuple[str, frozenset[jax.Device]], int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = getattr(path[0], "key", getattr(path[0], "name", ""))
+        key = name, frozenset(leaf.sharding.device_set)
+        held[key] = held.get(key, 0) + math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    result = []
+    for mesh, found in zip(lowered.plan.submeshes, lowered.memory_forecast(), strict=True):
+        parameters, optimizer = (held.get((name, frozenset(mesh.devices.flat)), 0) for name in ("model", "optimizer"))
+        batch = max(0, found.arguments - parameters - optimizer)
+        result.append(Need(parameters, optimizer, batch, found.sums, found.values, found.workspace))
+    return result
+
+
+def accumulate_microbatches(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    init: dict[str, Any],
+    batch: Any,
+    *,
+    length: int,
+    home: Callable[[Any], Mesh],
+    **loop: Any,
+) -> tuple[dict[str, Any], Any]:
+    """Run MaxText's accumulation over microbatches as the microbatch loop.
+
+    A pipeline has no order in which one microbatch could hand its state to the next. But what MaxText hands on only
+    counts: microbatch i gets its counters from i.
+
+    Parameters
+    ----------
+    body
+        MaxText's, of carry and microbatch: the carry's sums grow, its parameters stay, the state counts.
+    init
+        The carry; its sums are zero.
+    batch
+        Arrays whose first dimension is the rows of the step. Microbatch i takes rows i, i + length, ..., in MaxText
+        as in `multimesh.microbatch`.
+    length
+        Number of microbatches.
+    home
+        Submesh of a leaf of the state, by its path.
+    loop
+        Further arguments of `multimesh.microbatch`.
+
+    Raises
+    ------
+    UnsupportedError
+        Where the state does more than count.
+    """
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    sums = {key: value for key, value in init.items() if key not in (_PARAMETERS, _STATE)}
+    micro = _trace(body, init, jax.tree.map(lambda x: x[: rows // length], batch))
+    strides = micro.strides()
+
+    leaves, tree = jax.tree.flatten(init[_STATE])
+
+    def before(microbatch: jax.Array) -> Any:
+        """State that a microbatch starts with."""
+        moved = [x + stride * microbatch if stride else x for x, stride in zip(leaves, strides, strict=True)]
+        return jax.tree.unflatten(tree, moved)
+
+    def final(path: Any, x: Any, stride: int) -> Any:
+        """State after all microbatches, where it was before: no layer says so of what only the next step reads."""
+        if not stride:
+            return x
+        return multimesh.task(lambda x: x + stride * length, "count", mesh=home(path))(x)
+
+    def one(rows_and_number: Any) -> tuple[Any, Any]:
+        rows, number = rows_and_number
+        # Zeros made here are folded by the compiler; those of `init` would be arrays that every microbatch reads.
+        zeros = jax.tree.map(jnp.zeros_like, sums)
+        carry, aux = micro({**zeros, _PARAMETERS: init[_PARAMETERS], _STATE: before(number[0])}, rows)
+        return {key: carry[key] for key in sums}, aux
+
+    # Cut as the rows are, this gives each microbatch its number.
+    numbers = jnp.arange(rows, dtype=jnp.uint32) % length
+    total, aux = multimesh.microbatch(one, size=rows // length, **loop)((batch, numbers))
+    # MaxText sums over the microbatches once more; here they are one row, summed already.
+    aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+    state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
+    return {**total, _PARAMETERS: init[_PARAMETERS], _STATE: state}, aux
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    """MaxText's loop body, traced once: a function like it.
+
+    Attributes
+    ----------
+    traced
+        The jaxpr.
+    state
+        Which of its arguments are the state.
+    result
+        Types of the results.
+    """
+
+    traced: Any
+    state: list[int]
+    result: Any
+
+    def __call__(self, carry: Any, rows: Any) -> Any:
+        results = jaxpr_as_fun(self.traced)(*jax.tree.leaves((carry, rows)))
+        return jax.tree.unflatten(jax.tree.structure(self.result), results)
+
+    def strides(self) -> list[int]:
+        """By how much a microbatch advances each leaf of the state."""
+        counts = _count(self.traced.jaxpr, [(i, 0) for i in range(len(self.traced.in_avals))])
+        paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(self.result))
+        advanced = [(path, at) for path, at in zip(paths, counts, strict=True) if _in_state(path)]
+        for leaf, (path, at) in zip(self.state, advanced, strict=True):
+            if at is None or at[0] != leaf:
+                name = jax.tree_util.keystr(path[2:])
+                raise UnsupportedError(
+                    f"{name} changes with every microbatch, but counts nothing: stages cannot hand it on; "
+                    "use --batch-size and --microbatch-size for one microbatch, or --backend spmd"
+                )
+        return [at[1] for _, at in advanced if at]
+
+
+_Count = tuple[int, int] | None
+"""A counter's first value, as the number of an argument, and how often it was advanced; ``None`` is anything else."""
+
+
+def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
+    """Follow counters through a jaxpr; whatever does more than count makes anything else of them."""
+    known: dict[Any, _Count] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def look(atom: Any) -> _Count:
+        return None if isinstance(atom, Literal) else known.get(atom)
+
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        results: list[_Count] = [None] * len(eqn.outvars)
+        if name in _CALLS:
+            inside = eqn.params["jaxpr"]
+            results = _count(getattr(inside, "jaxpr", inside), [look(atom) for atom in eqn.invars])
+        elif name in _IDENTITIES:
+            results = [look(eqn.invars[0])]
+        elif name == "add" and isinstance(eqn.invars[1], Literal):
+            before = look(eqn.invars[0])
+            results = [before and (before[0], before[1] + int(eqn.invars[1].val))]
+        known |= zip(eqn.outvars, results, strict=True)
+    return [look(atom) for atom in jaxpr.outvars]
+
+
+def _trace(body: Callable[[Any, Any], Any], carry: Any, rows: Any) -> _Microbatch:
+    traced, result = jax.make_jaxpr(body, return_shape=True)(carry, rows)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((carry, rows))]
+    return _Microbatch(traced, [i for i, path in enumerate(paths) if _in_state(path)], result)
+
+
+def _in_state(path: Any) -> bool:
+    """Whether a leaf of ``(carry, ...)`` belongs to the state."""
+    return _STATE in jax.tree_util.keystr(path[:2])

@@ -1,0 +1,269 @@
+"""The trainer: a child process that never outlives us, followed step by step to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from multimesh_maxtext import memory
+from multimesh_maxtext.checkpoint import Beginning, explained
+from multimesh_maxtext.checks import Job
+from multimesh_maxtext.errors import LauncherError, MissingPartError, StoppedEarlyError, TrainerFailedError
+from multimesh_maxtext.launch import Launch
+from multimesh_maxtext.report import Evaluation, Step, judge, progress
+from multimesh_maxtext.translate import Paths
+
+_PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
+
+_POLL = 0.1  # seconds between looks at the metrics file
+
+_TAIL = 20  # lines of a failed trainer's log
+
+_COMPLETED = re.compile(r"^[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6}) .*completed step: (\d+),", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The steps and evaluations that completed, and why the run is no success: ``None`` if it is; the log tells."""
+
+    steps: list[Step]
+    evaluations: list[Evaluation]
+    error: LauncherError | None
+    log: Path
+
+
+def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning) -> Outcome:
+    """Start the trainer, show its progress and judge the run."""
+    o = job.options
+    if not o.json:
+        console.print(_headline(job), highlight=False)
+        console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
+    before = keep_before(paths.metrics, paths.log, begin.step)
+    skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
+    follower = Follower(paths.metrics, paths.log, skip=skip)
+    steps, returncode = _follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json)
+    error: LauncherError | None = None
+    try:
+        judge(steps, expected=o.num_steps, returncode=returncode, log=paths.log, before=before, first=begin.step)
+    except (TrainerFailedError, StoppedEarlyError) as ended:
+        log = paths.log.read_text(encoding="utf-8", errors="replace")
+        error = explained(log, o.checkpoint) if o.checkpoint else None
+        error = error or ended
+    except LauncherError as wrong:
+        error = wrong
+    return Outcome(steps, follower.evaluations, error, paths.log)
+
+
+def forecast(start: Launch, paths: Paths) -> list[memory.Need]:
+    """Run the process that forecasts; return the need of each stage."""
+    paths.forecast.unlink(missing_ok=True)
+    inspect(start, paths)
+    return memory.read(paths.forecast)
+
+
+def inspect(start: Launch, paths: Paths) -> None:
+    """Run a process that ends before it trains.
+
+    Raises
+    ------
+    TrainerFailedError
+        Where it fails.
+    """
+    with trainer(start, paths) as process:
+        process.wait()
+    if process.returncode:
+        print(tail(paths.log), file=sys.stderr)
+        raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
+
+
+def tail(log: Path) -> str:
+    """Return the end of a failed trainer's log, indented."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+    return "\n".join(f"  | {line}" for line in lines)
+
+
+def _headline(job: Job) -> str:
+    o = job.options
+    axes = ((name, getattr(o, name)) for name in ("dp", "fsdp", "tp", "pp", "ep", "interleave"))
+    grid = " ".join(f"{name} {size}" for name, size in axes if size > 1) or "no parallelism"
+    use = "in the pipeline" if o.pp > 1 else "accumulated"
+    return (
+        f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {grid}; {job.model.layers} layers; "
+        f"batch {job.batch} = {job.microbatches} microbatches {use}"
+    )
+
+
+def _follow(
+    follower: Follower, start: Launch, paths: Paths, console: Console, begin: Beginning, *, total: int, quiet: bool
+) -> tuple[list[Step], int]:
+    steps: list[Step] = []
+    with (
+        progress(console, total, quiet=quiet) as show,
+        trainer(start, paths, inherited=begin.inherited) as process,
+    ):
+        running = True
+        while running:
+            try:
+                process.wait(_POLL)
+                running = False
+            except subprocess.TimeoutExpired:
+                pass
+            for step in follower.poll():
+                steps.append(step)
+                show(step)
+    return steps, process.returncode
+
+
+@contextmanager
+def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the trainer with its output in the log; on leaving, it and all its children are gone.
+
+    It inherits the given file descriptors.
+    """
+    environment = {**os.environ, **launch.environment}
+    with paths.log.open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                launch.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=inherited,
+            )
+        except OSError as error:
+            raise MissingPartError(
+                f"{launch.command[0]} cannot be started ({error.strerror}); run ./bootstrap.sh"
+            ) from error
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP (a batch system, a closed terminal) like Ctrl-C, so that clean-up runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Follower:
+    """Reads the steps of a run as they are written.
+
+    Attributes
+    ----------
+    evaluations
+        Those read so far.
+    """
+
+    def __init__(self, metrics: Path, log: Path, *, skip: int = 0) -> None:
+        """Follow the files; ``skip`` bytes of the metrics are an earlier run's."""
+        self._metrics = _Tail(metrics, skip)
+        self._log = _Tail(log)
+        self._completed: dict[int, datetime] = {}
+        self.evaluations: list[Evaluation] = []
+
+    def poll(self) -> list[Step]:
+        """Return the steps completed since the last poll."""
+        # MaxText logs a step before it writes its metrics, so read in the other order.
+        records = [record for record in map(_parse, self._metrics.lines()) if record]
+        for stamp, number in _COMPLETED.findall("\n".join(self._log.lines())):
+            self._completed[int(number)] = datetime.strptime(f"2000{stamp}", "%Y%m%d %H:%M:%S.%f")
+        # MaxText also writes the running means of an evaluation, which have no total.
+        done = (record for record in records if "eval/total_loss" in record)
+        self.evaluations += [Evaluation(int(record["step"]), record["eval/avg_loss"]) for record in done]
+        return [self._step(record) for record in records if "learning/loss" in record]
+
+    def _step(self, record: dict[str, float]) -> Step:
+        number = int(record["step"])
+        return Step(
+            number=number,
+            loss=record["learning/loss"],
+            gradient_norm=record.get("learning/raw_grad_norm", record.get("learning/grad_norm", float("nan"))),
+            seconds=self._seconds(number, record["perf/step_time_seconds"]),
+            tokens=record["learning/total_weights"],
+        )
+
+    def _seconds(self, number: int, dispatched: float) -> float:
+        """Take the time from the log: MaxText's own figure is when the step was dispatched, not when it was done."""
+        before, now = self._completed.get(number - 1), self._completed.get(number)
+        if before is None or now is None or now < before:
+            return dispatched
+        return (now - before).total_seconds()
+
+
+def keep_before(metrics: Path, log: Path, step: int) -> list[Step]:
+    """Cut the records of a step and all later ones off a metrics file; return the steps that remain."""
+    end = position = 0
+    if metrics.exists():
+        for line in metrics.read_bytes().splitlines(keepends=True):
+            position += len(line)
+            record = _parse(line.decode("utf-8", "replace")) or {}
+            if "learning/loss" in record and record["step"] < step:
+                end = position
+        os.truncate(metrics, end)
+    return Follower(metrics, log).poll()
+
+
+def _parse(line: str) -> dict[str, float] | None:
+    """Return a record; ``None`` for a torn line, left where MaxText emptied the file (it does so when it evaluates)."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+class _Tail:
+    """Complete lines that were appended to a file since the last look; the file may not exist yet, or be emptied."""
+
+    def __init__(self, path: Path, skip: int = 0) -> None:
+        self._path = path
+        self._offset = skip
+
+    def lines(self) -> Iterator[str]:
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        yield from data[:end].decode("utf-8", "replace").splitlines()

@@ -1,0 +1,106 @@
+"""What the launcher imports: of the library its public names alone, of itself one module after the other."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import multimesh
+import multimesh_maxtext
+from multimesh import schedules
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(Path(multimesh_maxtext.__file__).parent.glob("*.py"))
+PUBLIC = {"multimesh": multimesh.__all__, "multimesh.schedules": schedules.__all__}
+ROOMS = (("run", "cli", "launch", "checks", "options"), ("hooks", "stages"))  # --pp in both processes, as in README
+
+
+def chain(node: ast.expr) -> list[str]:
+    """``a.b.c`` as its names; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        front = chain(node.value)
+        return [*front, node.attr] if front else []
+    return [node.id] if isinstance(node, ast.Name) else []
+
+
+def hidden(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_uses(source: str) -> Iterator[str]:
+    """Uses of what is not public: imports from the library, its attributes, and underscored ones of anything else."""
+    tree = ast.parse(source)
+    bound: dict[str, str] = {}  # name here to module of the library
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {a.asname or a.name: a.name for a in node.names if a.name.split(".")[0] == "multimesh"}
+            yield from (a.name for a in node.names if a.name.startswith("multimesh.") and a.name not in PUBLIC)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "multimesh":
+            for a in node.names:
+                whole = f"{node.module}.{a.name}"
+                if whole in PUBLIC:
+                    bound[a.asname or a.name] = whole
+                if a.name not in PUBLIC.get(node.module or "", ()):
+                    yield whole
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            own = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (own + a.name for a in node.names if any(map(hidden, (own + a.name).split("."))))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        names = chain(node)
+        if hidden(node.attr) and names[:-1] not in (["self"], ["cls"]):
+            yield ast.unparse(node)
+        module = ".".join([bound.get(names[0], ""), *names[1:-1]]) if names else ""
+        if module in PUBLIC and node.attr not in PUBLIC[module]:
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda path: path.stem)
+def test_of_the_library_only_public_names_are_used(file: Path):
+    assert list(private_uses(file.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import multimesh.plan",
+        "from multimesh.errors import UsageError",
+        "from multimesh import ir",
+        "import multimesh as mm\nmm.plan.Plan",
+        "import multimesh\nmultimesh.schedules.table.Cell",
+        "from multimesh import schedules\nschedules.zero_bubble",
+        "from multimesh import jit\njit(f)._compiled",
+        "from jax._src import core",
+    ],
+)
+def test_what_is_private_is_found(source: str):
+    assert len(list(private_uses(source))) == 1
+
+
+def imports(source: str) -> set[str]:
+    """Modules of the launcher that a module of it imports, wherever it does."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "multimesh_maxtext":
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multimesh_maxtext."):
+            found.add((node.module or "").split(".")[1])
+    return found
+
+
+def test_imports_go_one_way():
+    """The graph has no circle; from ``--pp`` to the mesh it is walked downwards, in at most 8 rooms."""
+    graph = {path.stem: imports(path.read_text(encoding="utf-8")) for path in SOURCES}
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle
+    for module in reversed(order):
+        print(f"{module:10} -> {' '.join(sorted(graph[module])) or '-'}")
+    doors = {"run": imports((ROOT / "maxtext" / "run.py").read_text(encoding="utf-8"))}
+    for rooms in ROOMS:
+        assert all(lower in (graph | doors)[upper] for upper, lower in itertools.pairwise(rooms))
+    assert sum(map(len, ROOMS)) <= 8
