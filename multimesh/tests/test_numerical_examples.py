@@ -1,0 +1,74 @@
+"""The examples of `multimesh.linalg`, `multimesh.fft` and collectives, each in processes of its own."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+
+
+def run(*command, **env):
+    command = [str(part) for part in command]
+    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN | env, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def test_potrs_in_two_processes():
+    """The page's cells, in two processes of four devices; the last two solve in each process, and over all devices."""
+    out = run(EXAMPLES / "potrs.sh", PYTHON=sys.executable, COORDINATOR=f"localhost:{free_port()}")
+    first, second = re.split("=+ process 1 output =+", out)
+    for rank, text in enumerate((first, second)):
+        assert f"Rank {rank}\nLocal devices 4\nGlobal devices 8\nWorld size 2\n" in text
+        assert "names the axis 'T', and the mesh has 'x', 'y'; using the matrix's own P(None, 'y')" in text
+        assert "ok: gathered into each process: [1. " in text
+        assert "ok: over all devices: [1. " in text
+        assert "[0. 0.]\n [7. 0.]\n [0. 8.]]" in text
+    assert "shard\n [[1.]\n [0.]" in first
+    assert "[0.]\n [5.]\n [0.]" in second
+
+
+def test_fft3d():
+    assert "12^3 on 8 devices: P('x', 'y') -> P('y', 'x')" in run(sys.executable, EXAMPLES / "fft3d.py", "12")
+
+
+def test_allreduce_in_one_process():
+    out = run(sys.executable, EXAMPLES / "allreduce.py")
+    assert "[[28. 28. 28.]\n" in out
+    assert "ok: the sum over 8 devices of 1 processes" in out
+
+
+@pytest.mark.full
+def test_gaussian_process():
+    assert run(sys.executable, EXAMPLES / "gaussian_process.py", "256").endswith("ok\n")
+
+
+@pytest.mark.full
+def test_density_field(tmp_path):
+    out = run(sys.executable, EXAMPLES / "density_field.py", "64", tmp_path / "field.png")
+    assert "8 devices: 1.000000 of the mass painted, 0 of 262144 particles left the halos" in out
+    assert re.search(r"with displacements twenty times as large [1-9]\d+ particles leave the halos", out)
+    assert (tmp_path / "field.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [2, 4])
+def test_allreduce_under_mpirun(processes):
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun on this machine: apt-get install openmpi-bin")
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", processes]
+    out = run(*mpirun, sys.executable, EXAMPLES / "allreduce.py")
+    assert f"ok: the sum over {processes} devices of {processes} processes" in out
