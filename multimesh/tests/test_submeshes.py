@@ -1,10 +1,12 @@
-"""Submeshes of different sizes, shapes and axis names, apart or overlapping."""
+"""Submeshes of different sizes, shapes and axis names, apart or overlapping; what moves a value between them."""
+
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, mlp_block, plain, squared_error
 from pipelines import Split, assert_placed, assert_same, gradient, microbatched, reference_gradient, submeshes
@@ -171,3 +173,100 @@ def test_tensor_parallel_parameters_keep_their_sharding():
     got = mm.jit(gradient(TRANSFORMER, split, size=4, rows=ROWS))(placed, batch)
     assert_same(got, reference_gradient(TRANSFORMER, 2, ROWS, 4))
     assert_placed(split, got[1], TRANSFORMER.owners(params))
+
+
+def put_targets():
+    first, second = submeshes(2, (2,))
+    foreign = Mesh(np.array(jax.devices()[4:8]), ("rows",))
+    return {
+        "layout of the next submesh": NamedSharding(second, P("data")),
+        "layout of the same submesh": NamedSharding(first, P(None, "data")),
+        "explicit layout": NamedSharding(Mesh(second.devices, ("data",), axis_types=(AxisType.Explicit,)), P("data")),
+        "another mesh": NamedSharding(foreign, P("rows")),
+        "device": jax.devices()[5],
+        "sharding of a device": jax.sharding.SingleDeviceSharding(jax.devices()[5]),
+    }
+
+
+@pytest.mark.parametrize("target", put_targets())
+@pytest.mark.parametrize("how", ["straight", "grad", "microbatch"])
+def test_device_put_between_tasks(target, how):
+    """It sends the value there, where operations outside tasks then run; and JAX's values with and without it."""
+    where, (first, second) = put_targets()[target], submeshes(2, (2,))
+    if target == "explicit layout":
+        how = "straight"  # JAX itself can't transpose it: its cotangent has no such type
+
+    def f(w, x, put=lambda h: h):
+        h = mm.task(lambda w, x: jnp.tanh(x @ w), "first", mesh=first)(w, x)
+        return mm.task(lambda h: jnp.square(h).sum(), "second", mesh=second)(put(h) * 2)
+
+    def put(h):
+        return jax.device_put(h, where)
+
+    w, x = np.eye(8, dtype=np.float32) / 3, np.arange(64, dtype=np.float32).reshape(8, 8) / 64
+    make = {
+        "straight": lambda f: f,
+        "grad": lambda f: jax.value_and_grad(f, argnums=(0, 1)),
+        "microbatch": lambda f: mm.microbatch(jax.value_and_grad(f), size=4, argnum=1),
+    }[how]
+    assert_same(mm.jit(make(lambda w, x: f(w, x, put)))(w, x), jax.jit(make(f))(w, x))
+    if how == "straight":
+        y = mm.jit(lambda w, x: put(mm.task(lambda w, x: jnp.tanh(x @ w), "first", mesh=first)(w, x)))(w, x)
+        assert_same(y, jnp.tanh(x @ w))
+        assert set(y.devices()) == (where.device_set if isinstance(where, jax.sharding.Sharding) else {where})
+        assert not isinstance(where, NamedSharding) or y.sharding == where
+
+
+@pytest.mark.parametrize("space", ["kind", "space"])
+def test_device_put_to_the_memory_of_a_host(space):
+    first, second = submeshes(2, (2,))
+    host = NamedSharding(second, P("data"), memory_kind="pinned_host") if space == "kind" else jax.memory.Space.Host
+    f = mm.jit(lambda x: jax.device_put(mm.task(jnp.sin, "first", mesh=first)(x), host))
+    x = np.ones((4, 4), np.float32)
+    assert_same(f(x), jnp.sin(x))
+    assert f(x).sharding.memory_kind == "pinned_host"
+    assert set(f(x).devices()) == set((second if space == "kind" else first).devices.flat)
+
+
+@pytest.mark.parametrize("target", put_targets())
+def test_device_put_inside_a_task(target):
+    """Within the submesh it is a layout; to other devices it is refused with the line."""
+    where = put_targets()[target]
+    f = mm.jit(mm.task(lambda x: jax.device_put(jnp.sin(x), where), "first", mesh=submeshes(2, (2,))[0]))
+    x = np.ones((4, 4), np.float32)
+    if target == "layout of the same submesh":
+        assert_same(f(x), jnp.sin(x))
+        assert f(x).sharding.spec == where.spec
+        return
+    with pytest.raises(mm.MultiMeshError, match=r"submeshes.py:\d+: device_put to .* inside task 'first'.*outside"):
+        f(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("axes", [("stage",), ("data", "stage"), ("data",)])
+def test_a_constraint_of_another_mesh(axes, inside):
+    """Axes that the submesh has carry over; others are told of, with the line."""
+    first, second = submeshes(2, (2,))
+    other = Mesh(np.array(jax.devices()[:4]).reshape((2, 2) if len(axes) == 2 else 4), axes)
+
+    def constrain(h):
+        return jax.lax.with_sharding_constraint(h, NamedSharding(other, P(axes)))
+
+    def f(x):
+        h = mm.task(lambda x: constrain(jnp.sin(x)) if inside else jnp.sin(x), "first", mesh=first)(x)
+        return mm.task(jnp.cos, "second", mesh=second)(h if inside else constrain(h))
+
+    x = np.ones((8, 4), np.float32)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert_same(mm.jit(f)(x), jnp.cos(jnp.sin(x)))
+    told = {str(w.message) for w in seen if "sharding constraint" in str(w.message)}
+    assert len(told) == ("stage" in axes)
+    assert all("axis 'stage'" in text and "test_submeshes.py:" in text and "[data=2" in text for text in told)
+
+
+def test_a_constraint_to_one_device():
+    device = put_targets()["sharding of a device"]
+    f = mm.task(lambda x: jax.lax.with_sharding_constraint(x, device), mesh=submeshes(1, (2,))[0])
+    with pytest.raises(mm.MultiMeshError, match=r"submeshes.py:\d+: sharding_constraint to one device.*NamedSharding"):
+        mm.jit(f)(np.ones(4, np.float32))

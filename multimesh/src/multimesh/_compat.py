@@ -78,6 +78,7 @@ jit_p = _primitives.jit_p
 remat_p = _primitives.remat_p
 sharding_constraint_p = _primitives.sharding_constraint_p
 add_p = _primitives.add_p
+device_put_p = _primitives.device_put_p
 copy_p = _primitives.copy_p
 
 

@@ -18,7 +18,7 @@ from multimesh import _compat, checks, ir
 from multimesh.errors import MultiMeshError, internal_error
 from multimesh.passes.transposes import fold_transposes
 from multimesh.plan import Instruction, Kernel, Plan
-from multimesh.submesh import carry_over, translate
+from multimesh.submesh import carry_over, describe, translate
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,6 +300,11 @@ def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any], mesh: Mesh) -> None
         env.update(zip(op.outs, results, strict=True))
 
 
+def _axes(spec: PartitionSpec) -> list[str]:
+    entries = [(e,) if isinstance(e, str) else e for e in spec if e is not PartitionSpec.UNCONSTRAINED]
+    return [axis for entry in entries if entry is not None for axis in entry]
+
+
 def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
     """A sharding constraint on the submesh where the operation landed; None for what has no axes to translate."""
     if op.params.get("identity"):
@@ -316,4 +321,12 @@ def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
     sharding = op.params["sharding"]
     if not isinstance(sharding, NamedSharding):
         return None
+    lost = [axis for axis in _axes(sharding.spec) if axis not in mesh.axis_names]
+    if lost:
+        warnings.warn(
+            f"{_compat.user_line(op.source)}: a sharding constraint names axis {lost[0]!r}, which submesh "
+            f"{describe(mesh)} does not have, so that its dimension is replicated there; name an axis of the submesh, "
+            "or a logical axis with multimesh.with_sharding_constraint",
+            stacklevel=2,
+        )
     return [lax.with_sharding_constraint(x, carry_over(sharding.spec, x.shape, mesh))]

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir, marks
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.passes import loops
-from multimesh.submesh import Task
+from multimesh.submesh import Task, carry_over, describe
 
 _CALLS = {  # primitive name -> parameter that holds the called jaxpr
     "jit": "jaxpr",
@@ -109,6 +111,13 @@ class _Inliner:
             return self._loop(eqn, ins, where, out)
         if name == "multimesh_leave" or (name == "convert_element_type" and _same_type(ins[0], eqn.outvars[0])):
             return ins
+        if eqn.primitive is _compat.device_put_p and any(map(_is_place, eqn.params["devices"])):
+            return self._device_put(eqn, ins, where, out)
+        if isinstance(eqn.params.get("sharding"), jax.sharding.SingleDeviceSharding):
+            raise MultiMeshError(
+                f"{where.line(eqn)}: {eqn.primitive.name} to one device, where a task runs on a submesh; give a "
+                "PartitionSpec or a NamedSharding"
+            )
         results = tuple(ir.Value(v.aval) for v in eqn.outvars)
         task = where.task or self._task_inside(eqn, where)
         out.append(
@@ -182,6 +191,41 @@ class _Inliner:
             out.append(ir.Op(_compat.copy_p, {}, (atom,), (result,), where.task, source=eqn.source_info))
         return moved
 
+    def _device_put(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Value]:
+        """One operation for each value, a constraint on the submesh that it is put on, which sends it there."""
+        results = [ir.Value(v.aval) for v in eqn.outvars]
+        for i, (atom, result) in enumerate(zip(ins, results, strict=True)):
+            target, task = eqn.params["devices"][i], where.task
+            params = {name: values[i : i + 1] for name, values in eqn.params.items()}
+            op = ir.Op(eqn.primitive, params, (atom,), (result,), task, backward=where.backward)
+            if task is not None and target in task.mesh.devices.flat:
+                target, op.params["devices"] = None, (None,)  # says nothing within a program, as in jax.jit
+            if isinstance(target, jax.sharding.SingleDeviceSharding | jax.Device):
+                devices = target.device_set if isinstance(target, jax.sharding.Sharding) else {target}
+                kind = target.memory_kind if isinstance(target, jax.sharding.Sharding) else None
+                target = NamedSharding(Mesh(np.array([*devices]), ("device",)), PartitionSpec(), memory_kind=kind)
+            if isinstance(target, NamedSharding) and isinstance(target.mesh, Mesh):
+                if task is None:
+                    op = replace(op, task=Task("device_put", target.mesh))
+                elif set(task.mesh.devices.flat) != target.device_set:
+                    raise MultiMeshError(
+                        f"{where.line(eqn)}: device_put to {describe(target.mesh)} inside task {task.name!r}, which "
+                        f"runs on {describe(task.mesh)}; put it there outside the task, or give it to a task there"
+                    )
+                if target.memory_kind in (None, _default_memory(target)):
+                    op = replace(op, prim=_compat.sharding_constraint_p, params={"sharding": target})
+                else:
+                    on = _compat.auto(op.task.mesh if op.task else target.mesh)
+                    layout = NamedSharding(on, carry_over(target.spec, result.aval.shape, on).spec)
+                    op.params["devices"] = (layout.with_memory_kind(target.memory_kind),)
+            elif _is_place(target):
+                raise MultiMeshError(
+                    f"{where.line(eqn)}: device_put to a {type(target).__name__}; give a NamedSharding, a device or a "
+                    "memory kind"
+                )
+            out.append(replace(op, source=eqn.source_info))
+        return results
+
     def _barrier(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Atom]:
         """Tie a recomputation to the cotangents that it is for, as jax's own lowering of remat does."""
         given = tuple(ir.values(ins))
@@ -227,6 +271,15 @@ class _Inliner:
                     yield task or inner.task  # type: ignore[misc]
                 else:
                     yield from self._tasks_in(_compat.subjaxprs(eqn.params), inner)
+
+
+def _is_place(target: Any) -> bool:
+    """Whether a target of ``device_put`` says where; None and a memory space do not."""
+    return isinstance(target, jax.Device | jax.sharding.Sharding)
+
+
+def _default_memory(sharding: NamedSharding) -> str | None:
+    return next(iter(sharding.device_set)).default_memory().kind
 
 
 def _is_microbatch_loop(eqn: Any, count: int) -> bool:
