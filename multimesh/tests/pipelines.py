@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import Model, Stage, plain
@@ -157,3 +158,8 @@ def assert_placed(split: Split, tree: Any, owners: Any) -> None:
     ):
         allowed = [split.devices(s) for s in owner]
         assert set(x.devices()) in allowed, f"{jax.tree_util.keystr(path)} lies on {sorted(d.id for d in x.devices())}"
+
+
+def telling(cases, *chosen):
+    """Cases to parametrize a test with; those that are not chosen are for ``-m full``."""
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.full) for case in cases]

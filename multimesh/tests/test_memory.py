@@ -41,6 +41,7 @@ def test_live_bytes():
 
 
 @pytest.mark.promise("1f1b's live memory does not grow with the number of microbatches")
+@pytest.mark.full
 def test_live_bytes_do_not_grow_with_microbatches():
     """Beyond the batch itself, whose microbatches exist from the start."""
     peaks = []

@@ -1,5 +1,7 @@
 """Loss and every gradient equal plain jit on one device: models x schedules x where the gradient is taken."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from pipelines import (
     reference_gradient,
     register_scopes,
     submeshes,
+    telling,
 )
 
 import multimesh as mm
@@ -31,15 +34,20 @@ def check(model, split, stages, *, where, schedule, rows=ROWS, size=SIZE):
 
 
 @pytest.mark.promise("Loss and every gradient equal plain jit on one device, for every schedule")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize(
+    ("where", "schedule"),
+    telling(itertools.product(["inside", "outside"], SCHEDULES), ("inside", "1f1b"), ("outside", "gpipe")),
+)
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_two_stages(model, where, schedule):
     check(model, Split(submeshes(2, (2, 2))), 2, where=where, schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("model", [TRANSFORMER, SKIP], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    telling(itertools.product([TRANSFORMER, SKIP], SCHEDULES), (TRANSFORMER, "1f1b"), (SKIP, "gpipe")),
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_four_stages(model, schedule):
     check(model, Split(submeshes(4, (2,))), 4, where="inside", schedule=schedule)
 
@@ -64,7 +72,9 @@ def test_a_task_can_be_a_context_or_a_registered_scope(form, where):
             r.remove()
 
 
-@pytest.mark.parametrize("model", [MLP, MOE, TRANSFORMER], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "model", [MLP, *(pytest.param(m, marks=pytest.mark.full) for m in (MOE, TRANSFORMER))], ids=lambda m: m.name
+)
 def test_more_stages_than_submeshes(model):
     """Stage s and stage s + 2 share a submesh: the activations come back to it."""
     check(model, Split(submeshes(2, (2,))), 4, where="inside", schedule="gpipe")

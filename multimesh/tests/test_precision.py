@@ -4,12 +4,14 @@ bfloat16 keeps 8 bits of the mantissa: one rounding is a relative 2^-8 = 4e-3. X
 program ends, and programs end elsewhere once a function is split, so results agree to a few roundings.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from models import MLP, MOE, TRANSFORMER, plain
-from pipelines import SCHEDULES, Split, assert_placed, assert_same, gradient, submeshes
+from pipelines import SCHEDULES, Split, assert_placed, assert_same, gradient, submeshes, telling
 
 import multimesh as mm
 
@@ -22,8 +24,11 @@ def cast(tree, dtype):
 
 
 @pytest.mark.promise("bf16, fp32 and mixed precision work")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("model", [MLP, TRANSFORMER], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    telling(itertools.product([MLP, TRANSFORMER], SCHEDULES), (MLP, "gpipe"), (TRANSFORMER, "1f1b")),
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_bfloat16(model, schedule):
     split = Split(submeshes(2, (2,)))
     params = cast(model.init(2), jnp.bfloat16)
@@ -33,7 +38,7 @@ def test_bfloat16(model, schedule):
     assert_same(got, want, rtol=BFLOAT16)
 
 
-@pytest.mark.parametrize("model", [TRANSFORMER, MOE], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [MOE, pytest.param(TRANSFORMER, marks=pytest.mark.full)], ids=lambda m: m.name)
 def test_mixed(model):
     """float32 parameters and optimizer, bfloat16 arithmetic inside the tasks, float32 gradients."""
     split = Split(submeshes(2, (2,)))

@@ -46,16 +46,16 @@ def check(model, schedule, where, stages=4, rows=ROWS):
     ("model", "schedule", "where"),
     [
         (MLP, "interleaved", "outside"),
-        (TRANSFORMER, "interleaved", "inside"),
-        (MOE, "interleaved", "inside"),
+        pytest.param(TRANSFORMER, "interleaved", "inside", marks=pytest.mark.full),
+        pytest.param(MOE, "interleaved", "inside", marks=pytest.mark.full),
         (MLP, "zb-h1", "inside"),
         (SKIP, "zb-h1", "outside"),
         (TRANSFORMER, "zb-h1", "inside"),
-        (MOE, "zb-h1", "outside"),
+        pytest.param(MOE, "zb-h1", "outside", marks=pytest.mark.full),
         (SKIP, "wavefront", "inside"),
         (DROPOUT, "wavefront", "outside"),
         (MLP, "prefetch-wavefront", "inside"),
-        (MOE, "prefetch-wavefront", "outside"),
+        pytest.param(MOE, "prefetch-wavefront", "outside", marks=pytest.mark.full),
     ],
     ids=lambda x: getattr(x, "name", x),
 )
@@ -76,7 +76,9 @@ def test_gradients_of_every_model(model, schedule, where, rows):
     "The state after five AdamW steps equals plain jit's, and every array lies on its stage's devices only"
 )
 @pytest.mark.parametrize(
-    ("model", "schedule", "stages"), [(TRANSFORMER, "zb-h1", 2), (MOE, "interleaved", 4)], ids=lambda x: str(x)[:11]
+    ("model", "schedule", "stages"),
+    [(TRANSFORMER, "zb-h1", 2), pytest.param(MOE, "interleaved", 4, marks=pytest.mark.full)],
+    ids=lambda x: str(x)[:11],
 )
 def test_adamw(model, schedule, stages):
     check_training(model, OPTIMIZERS["adamw"](), schedule, split_for(schedule, stages), stages)

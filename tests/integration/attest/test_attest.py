@@ -15,6 +15,8 @@ from tests.integration.parts import packages, proxy
 from workflows.image import reference
 from workflows.image.registry import Registry
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[3]
 VERSION = tomllib.loads((ROOT / "multimesh" / "pyproject.toml").read_text())["project"]["version"]
 PROVENANCE, SPDX = "https://slsa.dev/provenance/v0.2", "https://spdx.dev/Document"

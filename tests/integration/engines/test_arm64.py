@@ -15,6 +15,8 @@ from tests.integration.parts import emulation, packages
 from workflows import errors
 from workflows.image.engine import Engine
 
+pytestmark = pytest.mark.full
+
 Docker = Callable[..., str]
 PLATFORM = "linux/arm64"
 

@@ -17,6 +17,8 @@ from tests.integration.parts.podman import Podman
 from workflows import errors
 from workflows.image import engine
 
+pytestmark = pytest.mark.full
+
 Upload = Callable[..., list[str]]
 
 

@@ -15,6 +15,8 @@ from tests.integration.parts import registry as registry_parts
 from tests.integration.parts import rootless as rootless_parts
 from workflows.image import engine
 
+pytestmark = pytest.mark.full
+
 Docker = Callable[..., str]
 
 

@@ -30,6 +30,7 @@ def said(machine: Machine, job: str, command: str = "") -> str:
     return "\n".join(found)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.stand_in("servers and a runner on this machine")
 def test_ci_runs_the_parts_of_ci_run(machine: Machine) -> None:
