@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import MLP, mlp_block, plain, squared_error
+from models import MLP, WIDTH, mlp_block, plain, squared_error
 from pipelines import SCHEDULES, Split, assert_same, microbatched, submeshes
 
 import multimesh as mm
@@ -223,3 +223,211 @@ def test_a_loop_is_traced_once(split, where):
     f(params, batch)
     f(params, batch)
     assert [shape[0] for shape in calls] == [SIZE]
+
+
+ORDERS = ["gpipe", "1f1b", "interleaved", "zb-h1"]
+
+
+def by_hand(fn, cut, state=None):
+    """A loop in Python: ``fn(k, rows, state) -> (state, sums, stack)``."""
+    sums, stacked = None, []
+    for k, rows in enumerate(cut):
+        state, made, kept = fn(k, rows, state)
+        sums = made if sums is None else jax.tree.map(jnp.add, sums, made)
+        stacked.append(kept)
+    return state, sums, jnp.stack(stacked)
+
+
+def strided(batch, size):
+    count = len(jax.tree.leaves(batch)[0]) // size
+    return [jax.tree.map(lambda x: x[k::count], batch) for k in range(count)]
+
+
+def statistics(stage, params, x, state):
+    """Batch norm in each stage: what goes in is normalised by the running mean of all rows so far."""
+    new = []
+    for s, (p, mean) in enumerate(zip(params["stages"], state["mean"], strict=True)):
+
+        def block(p, x, mean):
+            mean = 0.9 * mean + 0.1 * x.mean(0)
+            return mlp_block(p, x - mean), jax.lax.stop_gradient(mean)
+
+        x, mean = stage(s, block)(p, x, mean)
+        new.append(mean)
+    return x, {"mean": new, "count": state["count"] + 1}
+
+
+def with_statistics(stage):
+    def f(params, batch, state):
+        def loss(p):
+            x, new = statistics(stage, p, batch["x"], state)
+            return squared_error(x, batch["y"]) / (1.0 + state["count"]), new
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return new, (value, grads, value)
+
+    return f
+
+
+@pytest.mark.parametrize("schedule", ORDERS)
+def test_a_state_from_microbatch_to_microbatch(schedule):
+    stages = 4 if schedule == "interleaved" else 2
+    split = Split(submeshes(2, (2,)))
+    params, batch = MLP.init(stages), MLP.batch(8, 0)
+    state = {"mean": [np.full(WIDTH, 0.1 * s, np.float32) for s in range(stages)], "count": np.float32(0)}
+
+    def by_loop(params, batch, state):
+        def one(_, rows, state):
+            new, (value, grads, each) = with_statistics(plain)(params, rows, state)
+            return new, (value, grads), each
+
+        state, (value, grads), each = by_hand(one, strided(batch, 2), state)
+        return state, (value / 4, jax.tree.map(lambda g: g / 4, grads), each)
+
+    want = jax.jit(by_loop)(params, batch, state)
+    options = {"size": 2, "argnum": 1, "carry": 2, "reduce": "mean", "stack": (False, False, True)}
+    got = mm.jit(mm.microbatch(with_statistics(split), schedule=schedule, **options))(params, batch, state)
+    assert_same(got, want)
+    assert_same(jax.jit(mm.microbatch(with_statistics(plain), **options))(params, batch, state), want)
+    assert_same(mm.microbatch(with_statistics(split), **options)(params, batch, state), want)
+    for s, mean in enumerate(got[0]["mean"]):
+        assert mean.devices() == split.devices(s)
+    again = mm.jit(mm.microbatch(with_statistics(split), schedule=schedule, **options), donate_argnums=2)
+    assert_same(again(params, batch, again(params, batch, state)[0]), jax.jit(by_loop)(params, batch, want[0]))
+
+
+@pytest.mark.parametrize("schedule", ORDERS)
+def test_mean_index_and_rows_that_are_cut(schedule):
+    """A dropout key of each microbatch, and a batch with a leading dimension of microbatches."""
+    stages = 4 if schedule == "interleaved" else 2
+    split = Split(submeshes(2, (2,)))
+    params, batch = MLP.init(stages), MLP.batch(8, 0)
+
+    def make(stage):
+        def f(params, batch, *, key, number):
+            def loss(p):
+                x = batch["x"] * jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, batch["x"].shape)
+                for s, q in enumerate(p["stages"]):
+                    x = stage(s, mlp_block)(q, x)
+                return squared_error(x, batch["y"]) * (1 + number)
+
+            return *jax.value_and_grad(loss)(params), number
+
+        return f
+
+    def by_loop(params, batch, key):
+        def one(k, rows, _):
+            value, grads, number = make(plain)(params, rows, key=key, number=jnp.int32(k))
+            return None, (value, grads), number
+
+        _, (value, grads), each = by_hand(one, list(map(lambda k: jax.tree.map(lambda x: x[k], batch), range(4))))
+        return value, jax.tree.map(lambda g: g / 4, grads), each
+
+    cut = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), batch)
+    key = jax.random.key(3)
+    options = {
+        "size": None,
+        "argnum": 1,
+        "index": "number",
+        "reduce": ("sum", "mean", "sum"),
+        "stack": (False, False, True),
+    }
+    want = jax.jit(by_loop)(params, cut, key)
+    f = mm.microbatch(make(split), schedule=schedule, **options)
+    got = mm.jit(f)(params, cut, key=key)
+    assert_same(got, want)
+    assert got[2].dtype == jnp.int32
+    assert_same(f(params, cut, key=key), want)
+
+
+def test_a_key_that_is_split_on_the_way(split):
+    """A state that no stage owns is copied to where it is read."""
+
+    def make(stage):
+        def f(params, x, key):
+            key, *keys = jax.random.split(key, 3)
+            for s, p in enumerate(params["stages"]):
+                x = stage(s, lambda p, x, k: mlp_block(p, x) * jax.random.bernoulli(k, 0.7, x.shape))(p, x, keys[s])
+            return key, x.sum()
+
+        return f
+
+    def by_loop(params, x, key):
+        def one(_, rows, key):
+            key, value = make(plain)(params, rows, key)
+            return key, value, value
+
+        key, value, _ = by_hand(one, strided(x, SIZE), key)
+        return key, value
+
+    args = MLP.init(2), MLP.batch(ROWS, 0)["x"], jax.random.key(0)
+    for jit, stage in ((mm.jit, split), (jax.jit, plain)):
+        got = jit(mm.microbatch(make(stage), size=SIZE, argnum=1, carry=2))(*args)
+        assert_same(got, jax.jit(by_loop)(*args))
+
+
+def test_gradient_around_a_loop_with_a_state(split):
+    def make(stage, stop):
+        def f(params, x, mean):
+            mean = 0.9 * mean + 0.1 * stage(0, mlp_block)(params["stages"][0], x).mean(0)
+            mean = jax.lax.stop_gradient(mean) if stop else mean
+            return mean, jnp.square(stage(1, mlp_block)(params["stages"][1], stage(0, jnp.subtract)(x, mean))).sum()
+
+        loop = mm.microbatch(f, size=SIZE, argnum=1, carry=2)
+        return jax.value_and_grad(lambda p, x, mean: loop(p, x, mean)[::-1], has_aux=True)
+
+    args = MLP.init(2), MLP.batch(ROWS, 0)["x"], np.zeros(WIDTH, np.float32)
+    assert_same(mm.jit(make(split, True))(*args), jax.jit(make(plain, True))(*args))
+    with pytest.raises(mm.MultiMeshError, match=r"test_microbatch.py:\d+: the gradient goes through the state"):
+        mm.jit(make(split, False))(*args)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_schedule_that_can_not_carry_is_refused(split, stage):
+    """A state that a later stage updates is not there when the first reads it; and an order of one's own."""
+
+    def f(params, x, state):
+        h = split(0, lambda p, x, s: mlp_block(p, x) + s)(params["stages"][0], x, state)
+        y = split(1, mlp_block)(params["stages"][1], h)
+        return state + (h, y)[stage].mean(), y.sum()
+
+    args = MLP.init(2), MLP.batch(8, 0)["x"], np.float32(0)
+    table = [[(1, "F0"), (0, "F0")], [(1, "F1"), (0, "F1")]]
+    options = {"size": 4, "argnum": 1, "carry": 2} | ({} if stage else {"custom_schedule": table})
+    with pytest.raises(mm.UsageError, match=r"test_microbatch.py:\d+: .* before .* has updated it"):
+        mm.jit(mm.microbatch(f, **options))(*args)
+
+
+@pytest.mark.parametrize(
+    ("options", "fn", "words"),
+    [
+        ({"reduce": "max"}, lambda x: x.sum(), 'takes "sum" and "mean"'),
+        ({"reduce": "mean"}, lambda x: x.sum().astype(int), "can't be averaged"),
+        ({"reduce": ("mean", "sum")}, lambda x: x.sum(), "reduce= must be a pytree prefix"),
+        ({"carry": 0}, lambda x: x, "can't be cut"),
+        ({"index": "k"}, lambda x: x, "takes no keyword argument"),
+        ({"carry": 1}, lambda x: x, "carry=1, but the call has 1"),
+    ],
+)
+def test_reductions_and_states_that_do_not_fit(options, fn, words):
+    with pytest.raises(mm.UsageError, match=words):
+        mm.microbatch(fn, size=2, **options)(np.ones((4, 2), np.float32))
+
+
+def test_a_state_keeps_its_type():
+    for new in (lambda s: s.astype(np.float16), lambda s: (s, s), lambda s: s[None]):
+        with pytest.raises(mm.UsageError, match=r"goes in as .* and comes out as"):
+            mm.microbatch(lambda x, s, new=new: (new(s), x.sum()), size=2, carry=1)(np.ones((4, 2)), np.float32(1))
+
+
+def test_an_eager_loop_compiles_once(split, compilations):
+    args = MLP.init(2), MLP.batch(ROWS, 0)
+
+    def f(p, b):
+        return squared_error(forward(split, p, b["x"]), b["y"])
+
+    want = mm.microbatch(f, size=SIZE, argnum=1)(*args)
+    before = len(compilations)
+    assert_same(mm.microbatch(f, size=SIZE, argnum=1)(*args), want)
+    assert len(compilations) == before
+    assert float(mm.microbatch(f, size=SIZE, argnum=1, reduce="mean")(*args)) != float(want)

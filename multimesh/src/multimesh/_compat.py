@@ -55,6 +55,7 @@ _config = _private("config")
 _core = _private("core")
 _mesh = _private("mesh")
 _source_info = _private("source_info_util")
+_tracing = _private("interpreters.partial_eval")
 _xla_client: Any = getattr(_private("lib"), "xla_client", None)
 
 
@@ -111,10 +112,18 @@ def jaxpr_as_fun(closed: Any) -> Callable[..., Any]:
 
 
 def staged() -> bool:
-    """Whether operations are being recorded (``jax.jit``, ``scan``, ``make_jaxpr``), not run, whatever they read."""
-    if eager():
-        return False
-    return is_tracer(jax.lax.neg(np.float32(0)))
+    """Whether operations are being recorded (``jax.jit``, ``scan``, ``make_jaxpr``), not run, whatever they read.
+
+    Without JAX's own answer an operation tells, which is then recorded too.
+    """
+    if _core is None:
+        return is_tracer(jax.lax.neg(np.float32(0)))
+    trace = _core.trace_ctx.trace
+    while not isinstance(trace, _core.EvalTrace):
+        if isinstance(trace, _tracing.DynamicJaxprTrace) or not hasattr(trace, "parent_trace"):
+            return True
+        trace = trace.parent_trace
+    return False
 
 
 def eager() -> bool:

@@ -104,15 +104,18 @@ class _Compiler:
         for _, slot in plan.constants:
             self._layouts[slot] = plan.layout(slot, PartitionSpec())
         for slot, args in plan.like.items():
-            agreed = {plan.layout(slot, argument_spec(plan, specs, derived, a, slot)) for a in args}
+            given = [argument_spec(plan, specs, derived, a, slot) for a in args]
+            agreed = {plan.layout(slot, spec) for spec in given or [PartitionSpec()]}
             if len(agreed) == 1:
                 self._pinned[slot] = agreed.pop()
-        for position, spec in out_specs.items():
-            kind, slot = plan.outputs[position]
-            if kind == "slot" and slot not in self._layouts:
-                self._pinned[slot] = plan.layout(slot, spec)
         zeros = {k for k, kernel in enumerate(plan.kernels) if kernel.make == "zeros"}
         accumulators = {s for step in plan.instructions if step.kernel in zeros for s in step.outs}
+        runs = [step for step in plan.instructions if step.kind == "RUN" and step.microbatch is not None]
+        states = {s for step in runs for s in step.outs} - accumulators  # these keep one layout in all microbatches
+        for position, spec in out_specs.items():
+            kind, slot = plan.outputs[position]
+            if kind == "slot" and slot not in self._layouts and slot not in states:
+                self._pinned[slot] = plan.layout(slot, spec)
         for slot in {s for step in plan.instructions if step.kind == "RUN" for s in step.outs} - set(self._pinned):
             if plan.submeshes[plan.slots[slot].submesh].size == 1 or slot in accumulators:
                 self._pinned[slot] = plan.layout(slot, PartitionSpec())

@@ -83,8 +83,17 @@ class Sum:
 
 
 @dataclass(frozen=True, eq=False)
+class Carry:
+    """What one iteration of a loop leaves to the next: ``init`` goes into the first, ``out`` is the last ``leaf``."""
+
+    out: Value
+    init: Value
+    leaf: Atom
+
+
+@dataclass(frozen=True, eq=False)
 class Loop:
-    """A microbatch loop of independent iterations.
+    """A microbatch loop, of iterations that are independent but for ``carries``, by the body value that reads each.
 
     ``consts`` and ``slices`` map body values to values outside (a slice is row ``k`` of the outer value in iteration
     ``k``); ``linked`` maps body values to the body value of an earlier loop, iteration by iteration; ``stacks`` maps
@@ -99,6 +108,7 @@ class Loop:
     sums: tuple[Sum, ...]
     stacks: dict[Value, Atom]
     linked: dict[Value, Value] = field(default_factory=dict)
+    carries: dict[Value, Carry] = field(default_factory=dict)
     backward: bool = False
     source: Any = None
 
@@ -106,19 +116,26 @@ class Loop:
     def reads(self) -> Iterator[Value]:
         """Values outside that the loop reads."""
         outer = itertools.chain(self.consts.values(), self.slices.values(), (s.init for s in self.sums))
+        outer = itertools.chain(outer, (c.init for c in self.carries.values()))
         return (v for v in outer if isinstance(v, Value))
 
     @property
     def outs(self) -> tuple[Value, ...]:
         """Values outside that the loop makes."""
-        return (*(s.out for s in self.sums), *self.stacks)
+        return (*(s.out for s in self.sums), *self.stacks, *(c.out for c in self.carries.values()))
+
+    @property
+    def leaves(self) -> tuple[Atom, ...]:
+        """Body values that leave an iteration: summed, stacked, or carried to the next."""
+        return (*(s.leaf for s in self.sums), *self.stacks.values(), *(c.leaf for c in self.carries.values()))
 
     def __str__(self) -> str:
         head = f"{', '.join(map(str, self.outs))} = loop x{self.mark.count} {self.mark.schedule}"
         given = [f"{inner} <- {outer}" for inner, outer in self.consts.items() if isinstance(outer, Value)]
         cut = [f"{inner} <- {outer}[k]" for inner, outer in self.slices.items()]
         sums = [f"{s.out} += {s.leaf}" for s in self.sums] + [f"{o} = stack {i}" for o, i in self.stacks.items()]
-        lines = [*given, *cut, *map(str, self.ops), *sums]
+        kept = [f"{inner} <- {c.init}, then {c.leaf}; {c.out} the last" for inner, c in self.carries.items()]
+        lines = [*given, *cut, *map(str, self.ops), *sums, *kept]
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
 

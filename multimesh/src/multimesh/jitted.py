@@ -35,7 +35,7 @@ from multimesh.lowered import Compiled, Lowered, Plain, TracedFunction
 from multimesh.passes.pipeline import Traced, passes
 from multimesh.passes.place import has_tasks
 from multimesh.plan import Plan
-from multimesh.tracing import partitioning
+from multimesh.tracing import partitioning, recorded
 from multimesh.transforms import Call
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Jitted:
         given = self._parameters.given(args, kwargs)
         leaves, tree = jax.tree.flatten(given.dynamic)
         if not _compat.eager() or any(map(_compat.is_tracer, leaves)):
-            return self._fn(*args, **kwargs) if _compat.staged() else self._transformed(given, leaves, tree)
+            return self._fn(*args, **kwargs) if recorded() else self._transformed(given, leaves, tree)
         recent, key, context = self._cache.recent, given.key, self._context()
         if recent is not None and recent.fits(leaves, tree, key, context):
             return recent.compiled.run_flat(leaves)

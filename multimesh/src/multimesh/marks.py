@@ -55,13 +55,14 @@ class Interned(Generic[T]):
 
 @dataclass(frozen=True)
 class LoopMark:
-    """What ``microbatch`` was asked for: number of microbatches and schedule, and in which line."""
+    """What ``microbatch`` was asked for: number of microbatches and schedule, where, and with a state or not."""
 
     count: int
     schedule: Any
     num_stages: int | None = None
     interleave: int = 1
     where: str = ""
+    carries: bool = False
 
 
 TASKS: Interned[Task] = Interned("multimesh.task:")

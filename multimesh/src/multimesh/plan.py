@@ -142,7 +142,7 @@ class Plan:
         Kernel to the positions of its arguments whose buffers it may reuse.
     like
         Slot to the argument leaves whose layout it takes: a new parameter that of the old one, a gradient that of its
-        parameter. Of several candidates the layout is taken only when they agree.
+        parameter. Of several candidates the layout is taken only when they agree; of none it is replicated.
     over
         Accumulator slot to the axes of its submesh along which its first dimension lies: a term for each device.
     schedules

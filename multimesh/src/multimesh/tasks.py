@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from multimesh import _compat, checks, contexts, marks
 from multimesh.errors import UsageError
 from multimesh.modules import subclass, with_call
 from multimesh.submesh import AxisMap, Task, make_task, translate
-from multimesh.tracing import current_task, inside, partitioned_trace
+from multimesh.tracing import current_task, inside, partitioned_trace, recorded
 
 
 def task(
@@ -93,21 +93,35 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
-def marked_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``fn`` in an inner jit of this name; what is no array (flags, names, sizes) stays a Python value."""
+def marked_call(
+    name: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep: Callable[[Hashable, Callable[[], Any]], Any] | None = None,
+) -> Any:
+    """Call ``fn`` in an inner jit of this name; what is no array (flags, names, sizes) stays a Python value.
+
+    ``keep(key, make)`` returns the jit of an earlier call with the same Python values, or else ``make()``.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    where = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    where = tuple(i for i, leaf in enumerate(leaves) if _is_array(leaf))
+    fixed = [None if i in where else leaf for i, leaf in enumerate(leaves)]
 
     def body(*arrays: Any) -> Any:
-        full = list(leaves)
+        full = list(fixed)
         for i, array in zip(where, arrays, strict=True):
             full[i] = array
         inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
         return fn(*inner_args, **inner_kwargs)
 
+    def make() -> Any:
+        return jax.jit(_compat.named(body, name))
+
+    jitted = make() if keep is None else keep((tree, where, *((type(x), x) for x in fixed)), make)
     label = _label(name)
     with _compat.results_of(lambda: label), _outside(label):
-        return jax.jit(_compat.named(body, name))(*(leaves[i] for i in where))
+        return jitted(*(leaves[i] for i in where))
 
 
 @contextlib.contextmanager
@@ -138,7 +152,7 @@ def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
     def marked(*args: Any, **kwargs: Any) -> Any:
         if contexts.ignoring():
             return fn(*args, **kwargs)
-        if not _compat.staged():
+        if not recorded():
             with _outside(f"task {placed.name!r}"):
                 return fn(*args, **kwargs)
         if not partitioned_trace():
@@ -171,4 +185,4 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
             return jax.lax.with_sharding_constraint(leaf, translate(spec, task))
         return jax.jit(_compat.named(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
-    return x if contexts.ignoring() or not _compat.staged() else jax.tree.map(constrain, x)
+    return x if contexts.ignoring() or not recorded() else jax.tree.map(constrain, x)

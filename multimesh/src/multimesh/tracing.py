@@ -22,6 +22,11 @@ def partitioned_trace() -> bool:
     return _tracing.get()
 
 
+def recorded() -> bool:
+    """True where operations become part of a program, of `multimesh.jit` or another, instead of being run."""
+    return partitioned_trace() or _compat.staged()
+
+
 def current_task() -> Task | None:
     """The innermost task around the code that is traced."""
     return _task.get()

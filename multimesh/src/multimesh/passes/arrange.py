@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from multimesh import ir
 from multimesh.contexts import Options
+from multimesh.errors import UsageError
 from multimesh.passes.common import cut_common
 from multimesh.passes.fragment import Fragment, fragment
 from multimesh.passes.order import LoopOrder, order
@@ -75,7 +76,7 @@ def cut(program: ir.Program, options: Options | None = None) -> tuple[Segment | 
 
 
 def _cut(loop: ir.Loop, rows: set[ir.Value], options: Options) -> CutLoop:
-    results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
+    results = set(ir.values(loop.leaves))
     results |= {o for op in loop.ops for o in op.outs if o in rows}
     ops = send_less(loop.ops) if options.enable_recomputation else loop.ops
     return CutLoop(loop, stages(fragment(ops, results, phased=True), results), frozenset(results))
@@ -94,7 +95,26 @@ def _segment(part: Segment, options: Options) -> Segment:
 
 def _ordered(part: CutLoop, options: Options) -> OrderedLoop:
     ordered = order(part.pipeline, part.loop.mark, set(part.results), recompute=options.enable_recomputation)
-    return OrderedLoop(part.loop, ordered if options.fuse_loops else unfused_order(ordered))
+    made = OrderedLoop(part.loop, ordered if options.fuse_loops else unfused_order(ordered))
+    _check_states(made)
+    return made
+
+
+def _check_states(part: OrderedLoop) -> None:
+    """Refuse an order in which a cell reads a state before the microbatch before it has left one."""
+    loop, stages = part.loop, part.order.stages
+    at = {cell: n for n, cell in enumerate(part.order.cells)}
+    for state, carry in loop.carries.items():
+        maker = next(i for i, s in enumerate(stages) if carry.leaf in s.fragment.made)
+        for reader, stage in enumerate(stages):
+            late = [k for k in range(1, loop.mark.count) if at[maker, k - 1] >= at[reader, k]]
+            if state in stage.fragment.ins and late:
+                made, read = (f"{s.phase}{s.number} ({s.fragment.task})" for s in (stages[maker], stage))
+                raise UsageError(
+                    f"{loop.mark.where}: {loop.mark.schedule} runs {read} of microbatch {late[0]}, which reads the "
+                    f"state in carry=, before {made} of microbatch {late[0] - 1} has updated it; update the state in "
+                    "the stage and phase that first reads it, or choose another schedule"
+                )
 
 
 def _epochs(program: ir.Program) -> list[int]:

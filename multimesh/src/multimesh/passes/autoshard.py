@@ -93,6 +93,10 @@ class Layouts:
             self._same(s.leaf, s.out, 0)
         for out, inner in loop.stacks.items():
             self._same(inner, out, 1)
+        for inner, carry in loop.carries.items():
+            for atom in (inner, carry.leaf):
+                self._same(atom, carry.init, 0)
+                self._same(atom, carry.out, 0)
 
     def _same(self, inner: ir.Atom, outer: ir.Atom, shift: int) -> None:
         """A value inside a loop and the one outside, which has ``shift`` dimensions more in front."""

@@ -30,7 +30,7 @@ def from_scan(
     ins: Sequence[ir.Atom],
     outs: Sequence[ir.Value],
 ) -> ir.Loop:
-    """Loop of a scan: carries must be passed through or summed, which is what `microbatch` and its derivatives do.
+    """Loop of a scan: carries are passed through or summed, or the state that `microbatch` was asked to carry.
 
     ``args`` and ``results`` are inputs and results of the body, ``ins`` and ``outs`` those of the scan.
     """
@@ -38,41 +38,63 @@ def from_scan(
     consts: dict[ir.Value, ir.Atom] = dict(zip(args[:num_consts], ins[:num_consts], strict=True))
     slices: dict[ir.Value, Any] = dict(zip(args[num_consts + num_carry :], ins[num_consts + num_carry :], strict=True))
     producer = {o: op for op in ops for o in op.outs}
-    changing = [c for c, out in zip(args[num_consts:], results[:num_carry], strict=False) if out is not c]
-    carried = _carried(changing, ops)
+    inner = args[num_consts : num_consts + num_carry]
     sums: list[ir.Sum] = []
     joins: list[ir.Op] = []
+    carries: dict[ir.Value, ir.Carry] = {}
     spent: set[int] = set()
-    for carry_in, carry_out, init, out in zip(
-        args[num_consts : num_consts + num_carry], results, ins[num_consts:], outs, strict=False
-    ):
+    for i, (carry_in, carry_out, init, out) in enumerate(zip(inner, results, ins[num_consts:], outs, strict=False)):
         if carry_out is carry_in:
             consts[carry_in] = init
             sums.append(ir.Sum(out, init, None))
             continue
-        leaves = _addends(carry_in, carry_out, producer, carried, spent)
-        if leaves is None:
-            raise MultiMeshError(
-                f"{mark.where or _compat.user_line(eqn.source_info)}: a microbatch loop carries a value that is "
-                "not a plain sum over microbatches; iterations of multimesh.microbatch must be independent"
-            )
-        total = leaves[0] if len(leaves) == 1 else ir.Value(out.aval)
-        joins += _joined(_compat.PRIMITIVES["add_any"], leaves, total)
-        sums.append(ir.Sum(out, init, total))
+        found = _addends(carry_in, carry_out, producer, ops, [*results[:i], *results[i + 1 :]])
+        if found is not None:
+            leaves, chain = found
+            spent |= chain
+            total = leaves[0] if len(leaves) == 1 else ir.Value(out.aval)
+            joins += _joined(_compat.PRIMITIVES["add_any"], leaves, total)
+            sums.append(ir.Sum(out, init, total))
+        elif mark.carries and not eqn.params["reverse"]:
+            carries[carry_in] = ir.Carry(out, init, carry_out)
+        else:
+            raise MultiMeshError(f"{mark.where or _compat.user_line(eqn.source_info)}: {_not_a_sum(mark)}")
     stacks = dict(zip(outs[num_carry:], results[num_carry:], strict=True))
     kept = tuple(op for op in ops if id(op) not in spent)
-    return ir.Loop(mark, uid, (*kept, *joins), consts, slices, tuple(sums), stacks)
+    return ir.Loop(mark, uid, (*kept, *joins), consts, slices, tuple(sums), stacks, carries=carries)
+
+
+def _not_a_sum(mark: LoopMark) -> str:
+    if mark.carries:
+        return (
+            "the gradient goes through the state that microbatches carry (carry=), against the order of the loop; take "
+            "it inside of the loop, or stop it at the state: jax.lax.stop_gradient"
+        )
+    return (
+        "a microbatch loop carries a value that is not a plain sum over microbatches; iterations of "
+        "multimesh.microbatch must be independent, but for the state in carry="
+    )
 
 
 def _addends(
-    carry: ir.Value, total: ir.Atom, producer: dict[ir.Value, ir.Op], carried: set[ir.Value], spent: set[int]
-) -> list[ir.Atom] | None:
-    """Addends of ``total = carry + a + b ...``, or None when it is no such sum.
+    carry: ir.Value,
+    total: ir.Atom,
+    producer: dict[ir.Value, ir.Op],
+    ops: Sequence[ir.Op],
+    others: Sequence[ir.Atom],
+) -> tuple[list[ir.Atom], set[int]] | None:
+    """Addends of ``total = carry + a + b ...`` and the additions of the carry (by id), or None when it is no such sum.
 
-    Additions that only serve the carry go into ``spent``; ``carried`` holds every value that depends on any carry.
+    The carry serves nothing else: neither other operations nor ``others``, the other results of the body.
     """
+    carried = {carry}
+    for op in ops:
+        if any(v in carried for v in op.reads):
+            carried.update(op.outs)
+    if any(v in carried for v in ir.values(others)):
+        return None
     leaves: list[ir.Atom] = []
-    chain: list[ir.Op] = []
+    chain: set[int] = set()
     reached = False
     stack: list[ir.Atom] = [total]
     while stack:
@@ -84,22 +106,13 @@ def _addends(
         elif not isinstance(atom, ir.Value) or atom not in carried:
             leaves.append(atom)
         else:
-            op = producer.get(atom)
-            if op is None or not known(op).adds:
+            adds = producer.get(atom)
+            if adds is None or not known(adds).adds:
                 return None
-            chain.append(op)
-            stack += reversed(op.ins)
-    spent.update(map(id, chain))
-    return leaves if reached else None
-
-
-def _carried(carries: Iterable[ir.Value], ops: Iterable[ir.Op]) -> set[ir.Value]:
-    """Values that depend on any carry."""
-    carried = set(carries)
-    for op in ops:
-        if any(v in carried for v in op.reads):
-            carried.update(op.outs)
-    return carried
+            chain.add(id(adds))
+            stack += reversed(adds.ins)
+    elsewhere = any(id(op) not in chain and any(v in carried for v in op.reads) for op in ops)
+    return (leaves, chain) if reached and not elsewhere else None
 
 
 def fuse(program: ir.Program) -> ir.Program:
@@ -153,6 +166,10 @@ def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
         slices={**first.slices, **{k: v for k, v in second.slices.items() if k not in rename}},
         sums=first.sums + tuple(replace(s, leaf=_renamed(s.leaf, rename)) for s in second.sums),
         stacks={**first.stacks, **{o: _renamed(i, rename) for o, i in second.stacks.items()}},
+        carries={
+            **{k: replace(c, init=_renamed(c.init, passed)) for k, c in second.carries.items()},
+            **first.carries,
+        },
     )
 
 
@@ -170,10 +187,19 @@ def separate(program: ir.Program) -> ir.Program:
         if isinstance(item, ir.Op):
             items.append(item)
             continue
+        inits, item = _with_inits(item)
         loop, joins = _one_leaf_each(_linked(_without_literals(item), bodies), producer)
         bodies.update({o: i for o, i in loop.stacks.items() if isinstance(i, ir.Value)})
-        items += [loop, *joins]
+        items += [*inits, loop, *joins]
     return replace(program, items=tuple(_pruned(replace(program, items=tuple(items)))))
+
+
+def _with_inits(loop: ir.Loop) -> tuple[list[ir.Op], ir.Loop]:
+    """Copies of initial states that are literals, and the loop that reads them."""
+    made = {k: ir.Value(c.out.aval) for k, c in loop.carries.items() if not isinstance(c.init, ir.Value)}
+    ops = [ir.Op(_compat.copy_p, {}, (loop.carries[k].init,), (v,), source=loop.source) for k, v in made.items()]
+    carries = {k: replace(c, init=made.get(k, c.init)) for k, c in loop.carries.items()}
+    return ops, replace(loop, carries=carries)
 
 
 def _linked(loop: ir.Loop, bodies: dict[ir.Value, ir.Atom]) -> ir.Loop:
@@ -205,7 +231,8 @@ def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.L
     ops = [op for op in loop.ops if id(op) not in dropped]
     sums = [replace(s, leaf=_made(s.leaf, s.out, inner, ops)) for s in sums]
     stacks = {o: _made(i, o, inner, ops, stacked=True) for o, i in loop.stacks.items()}
-    return replace(loop, ops=tuple(ops), sums=tuple(sums), stacks=stacks), joins
+    carries = {k: replace(c, leaf=_made(c.leaf, c.out, inner, ops)) for k, c in loop.carries.items()}
+    return replace(loop, ops=tuple(ops), sums=tuple(sums), stacks=stacks, carries=carries), joins
 
 
 def _made(
@@ -233,6 +260,7 @@ def _without_literals(loop: ir.Loop) -> ir.Loop:
         consts={k: v for k, v in loop.consts.items() if k not in rename},
         sums=tuple(replace(s, leaf=_renamed(s.leaf, rename)) for s in loop.sums),
         stacks={o: _renamed(i, rename) for o, i in loop.stacks.items()},
+        carries={k: replace(c, leaf=_renamed(c.leaf, rename)) for k, c in loop.carries.items()},
     )
 
 
@@ -281,16 +309,23 @@ def _pruned(program: ir.Program) -> list[ir.Item]:
             sums = tuple(s for s in item.sums if s.out in needed)
             stacks = {o: i for o, i in item.stacks.items() if o in needed}
             read_later = [o for op in item.ops for o in op.outs if o in needed]  # rows that a later loop is linked to
-            ops = tuple(ir.live(item.ops, [*(s.leaf for s in sums), *stacks.values(), *read_later]))
-            if not ops and not sums and not stacks:
+            carries = {k: c for k, c in item.carries.items() if c.out in needed}
+            while True:  # a state that a result reads needs the operations that update it
+                leaves = [*(s.leaf for s in sums), *stacks.values(), *(c.leaf for c in carries.values())]
+                ops = tuple(ir.live(item.ops, [*leaves, *read_later]))
+                used = {v for op in ops for v in op.reads} | set(ir.values(leaves))
+                more = {k: c for k, c in item.carries.items() if k in used and k not in carries}
+                if not more:
+                    break
+                carries |= more
+            if not ops and not leaves:
                 continue
-            used = {v for op in ops for v in op.reads}
-            used |= set(ir.values([*(s.leaf for s in sums), *stacks.values()]))
             item = replace(
                 item,
                 ops=ops,
                 sums=sums,
                 stacks=stacks,
+                carries={k: c for k, c in item.carries.items() if k in carries},
                 consts={k: v for k, v in item.consts.items() if k in used},
                 slices={k: v for k, v in item.slices.items() if k in used},
                 linked={k: v for k, v in item.linked.items() if k in used},
@@ -325,6 +360,7 @@ def rename_item(item: ir.Item, rename: dict[ir.Value, ir.Atom]) -> ir.Item:
         consts={k: _renamed(v, rename) for k, v in item.consts.items()},
         slices={k: _renamed(v, rename) for k, v in item.slices.items()},
         sums=tuple(replace(s, init=_renamed(s.init, rename)) for s in item.sums),
+        carries={k: replace(c, init=_renamed(c.init, rename)) for k, c in item.carries.items()},
     )
 
 

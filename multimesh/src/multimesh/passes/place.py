@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -226,18 +226,23 @@ def _place_loop(
     homes: Homes = {inner: outer[row] for inner, row in loop.linked.items() if row in outer}
     walked = _Follower(homes, order, _by_depth).run(loop.ops)
     given = [o for op in loop.ops for o in op.outs if o in rows]
-    wanted = tuple(walked.output(a) for a in (*(s.leaf for s in loop.sums), *loop.stacks.values(), *given))
-    placed, results = _clone_floating(walked.items, walked.anchored, homes, wanted, default)
+    wanted = tuple(walked.output(a) for a in (*loop.leaves, *given))
+    states = {walked.output(c.leaf) for c in loop.carries.values()}
+    placed, results = _clone_floating(walked.items, walked.anchored, homes, wanted, default, states)
     sums = tuple(replace(s, leaf=r) for s, r in zip(loop.sums, results, strict=False))
     stacks = dict(zip(loop.stacks, results[len(sums) :], strict=False))
-    moved.update(zip(given, results[len(sums) + len(stacks) :], strict=True))
+    left = results[len(sums) + len(stacks) :]
+    carries = {k: replace(c, leaf=r) for (k, c), r in zip(loop.carries.items(), left, strict=False)}
+    moved.update(zip(given, left[len(carries) :], strict=True))
     for s in sums:
         outer[s.out] = _home(s.leaf, homes, default)
     for o, inner in stacks.items():
         outer[o] = _home(inner, homes, default)
+    for c in carries.values():
+        outer[c.out] = _home(c.leaf, homes, default)
     ops = _only_ops(placed)
     outer.update({o: homes[o] for op in ops for o in op.outs})  # rows for linked loops
-    return replace(loop, ops=ops, sums=sums, stacks=stacks)
+    return replace(loop, ops=ops, sums=sums, stacks=stacks, carries=carries)
 
 
 def _home(atom: ir.Atom, homes: Homes, default: Mesh) -> Mesh:
@@ -250,8 +255,12 @@ def _clone_floating(
     homes: Homes,
     outputs: tuple[ir.Atom, ...],
     default: Mesh,
+    states: Collection[ir.Atom] = (),
 ) -> tuple[list[ir.Item], tuple[ir.Atom, ...]]:
-    """Copy what depends on inputs only to every submesh that reads it; what only outputs read goes to ``default``."""
+    """Copy what depends on inputs only to every submesh that reads it; what only outputs read goes to ``default``.
+
+    Of the copies of outputs among ``states`` the first that is read is the output, so that no iteration waits for it.
+    """
     needed: dict[ir.Value, dict[Mesh, None]] = collections.defaultdict(dict)
     floating = [i for i, item in enumerate(items) if isinstance(item, ir.Op) and i not in anchored]
     made_floating = {o for i in floating for o in items[i].outs}
@@ -284,6 +293,8 @@ def _clone_floating(
                 copy.update({(o, mesh): new for o, new in zip(item.outs, outs, strict=True)})
                 homes.update(dict.fromkeys(outs, mesh))
             placed.append(replace(item, mesh=mesh, ins=ins, outs=outs))
+    for state in states:
+        needed[state] = dict(reversed(needed[state].items()))
     return placed, tuple(_copy_for_output(o, copy, needed, default) for o in outputs)
 
 
@@ -308,10 +319,17 @@ def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]
             outer = loop.consts.get(v, loop.slices.get(v))
             if isinstance(outer, ir.Value) and op.mesh is not None:
                 yield outer, op.mesh
+    for c in loop.carries.values():
+        yield c.init, _made_on(loop)[c.leaf]
     for atom in (*(s.leaf for s in loop.sums), *loop.stacks.values()):
         outer = loop.consts.get(atom, loop.slices.get(atom)) if isinstance(atom, ir.Value) else None
         if isinstance(outer, ir.Value):
             yield outer, default
+
+
+def _made_on(loop: ir.Loop) -> dict[ir.Value, Mesh]:
+    """Submeshes of the values that a placed loop makes."""
+    return {o: op.mesh for op in loop.ops for o in op.outs if op.mesh is not None}
 
 
 def _read_copies(
@@ -341,4 +359,6 @@ def _read_copies(
     ops = tuple(replace(op, ins=tuple(localised(i, op.mesh) for i in op.ins)) for op in loop.ops if op.mesh is not None)
     sums = tuple(replace(s, leaf=localised(s.leaf, default)) for s in loop.sums)
     stacks = {o: localised(i, default) for o, i in loop.stacks.items()}
-    return replace(loop, ops=ops, consts=consts, slices=slices, sums=sums, stacks=stacks)
+    made_on = _made_on(loop)
+    carries = {k: replace(c, init=copy.get((c.init, made_on[c.leaf]), c.init)) for k, c in loop.carries.items()}
+    return replace(loop, ops=ops, consts=consts, slices=slices, sums=sums, stacks=stacks, carries=carries)

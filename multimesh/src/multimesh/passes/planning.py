@@ -68,6 +68,7 @@ class _Builder:
         self._index: dict[Any, int] = {}
         self._arg = {v: i for i, v in enumerate(self.program.inputs)}
         self._accumulators: list[int] = []
+        self._states: dict[int, int] = {}  # slot to that of the first microbatch
         self._over: dict[int, tuple[str, ...]] = {}
         for mesh in task_meshes(self.program):
             self._submesh(mesh)
@@ -84,6 +85,10 @@ class _Builder:
         loop = part.loop
         for stage in part.order.stages:
             for v in stage.fragment.ins:
+                if v in loop.carries:
+                    for outer in (loop.carries[v].init, loop.carries[v].leaf):
+                        self._readers[outer][self._submesh(stage.fragment.mesh)] = None
+                    continue
                 outer = loop.consts.get(v, loop.slices.get(v, loop.linked.get(v, v)))
                 self._readers[outer][self._submesh(stage.fragment.mesh)] = None
 
@@ -182,6 +187,9 @@ class _Builder:
             kernel = self._kernel(Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack"))
             outs = (self._slot(out, submesh),)
             self.steps.append(Instruction("RUN", submesh, "stack", kernel=kernel, ins=rows, outs=outs))
+        for c in part.loop.carries.values():
+            home = self._submesh(self.homes[c.out])
+            self._index[c.out, home, None] = self._slot(c.leaf, home, part.loop.mark.count - 1)
         for out in part.loop.outs:
             self._send([out], self._submesh(self.homes[out]), "sum")
 
@@ -202,7 +210,7 @@ class _Builder:
 
     def _is_read(self, value: ir.Value, loop: ir.Loop) -> bool:
         """Whether a value leaves its kernel otherwise than through an accumulator."""
-        return bool(self._readers[value]) or value in loop.stacks.values()
+        return bool(self._readers[value]) or value in loop.leaves[len(loop.sums) :]
 
     def _cell(
         self, part: OrderedLoop, index: int, microbatch: int, number: int, kernel: Kernel, mine: tuple[ir.Sum, ...]
@@ -216,6 +224,8 @@ class _Builder:
         for v in kernel.ins:
             if v in loop.consts:
                 ins.append(self._slot(loop.consts[v], submesh))
+            elif v in loop.carries:
+                ins.append(self._state(loop.carries[v], submesh, microbatch))
             elif v in self.program.consts:
                 ins.append(self._slot(v, submesh))
             else:
@@ -226,6 +236,13 @@ class _Builder:
             Instruction("RUN", submesh, task, microbatch, stage.phase, stage.number, number, tuple(ins), outs)
         )
         return task
+
+    def _state(self, carry: ir.Carry, submesh: int, microbatch: int) -> int:
+        """Slot of the state that a microbatch reads; all states of a loop have one layout."""
+        first = self._slot(carry.init, submesh)
+        read = first if microbatch == 0 else self._slot(carry.leaf, submesh, microbatch - 1)
+        self._states.update(dict.fromkeys((first, read, self._slot(carry.leaf, submesh, microbatch)), first))
+        return read
 
     def finish(self, donated: frozenset[int], alike: Mapping[int, int]) -> Plan:
         """Results, layouts, donations and frees."""
@@ -331,6 +348,8 @@ class _Builder:
                 same = tuple(a for a, given in of if (given.submesh, given.shape, given.dtype) == kind)
                 if same:
                     like[slot] = same
+        arg_of = {slot: arg for arg, slot in self.inputs}
+        like.update({slot: (arg_of[first],) if first in arg_of else () for slot, first in self._states.items()})
         return like
 
 

@@ -111,7 +111,7 @@ class _Search:
         self._axes = axes
         self._maker = {o: op for op in loop.ops for o in op.outs}
         self._uses = collections.Counter(v for op in loop.ops for v in (*op.reads, *op.after))
-        self._uses.update(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values(), *linked]))
+        self._uses.update(ir.values([*loop.leaves, *linked]))
         self._of_weights: dict[Mesh, set[str]] = collections.defaultdict(set)
         for (value, mesh, _), names in axes.items():
             if value in loop.consts:
