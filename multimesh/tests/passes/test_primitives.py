@@ -301,6 +301,33 @@ def test_not_a_number_in_a_branch_that_is_not_taken():
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_equals_a_maximum_in_the_backward_pass(dtype):
+    """Made again from ``p`` by a program that rounds it otherwise, no element would equal the maximum: NaN."""
+
+    def front(w, x):
+        p = jnp.tan(w * x)  # kept, as its cosine is asked for
+        y = p * w + 0.3 * x
+        z = jnp.maximum(y, 0.1 * x)
+        return jnp.sin(p) + z @ jnp.ones((64, 64), z.dtype), z, jnp.max(y, 1)
+
+    def back(h, z, most):
+        return jnp.sum(jnp.tanh(h)) + jnp.sum(z * z) / 2 + jnp.sum(jnp.sin(most))
+
+    def loss(tasks):
+        first, last = (on(0, front), on(1, back)) if tasks else (front, back)
+        return jax.value_and_grad(lambda w, x: last(*first(w, x)).astype(np.float32))
+
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=64).astype(jnp.dtype(dtype)), rng.normal(size=(64, 64)).astype(jnp.dtype(dtype))
+    _, got = mm.jit(mm.microbatch(loss(True), argnum=1, size=16))(w, x)
+    want = np.sum([jax.jit(loss(False))(w, x[i::4])[1].astype(np.float64) for i in range(4)], 0)
+    assert np.isfinite(want).all()
+    np.testing.assert_allclose(
+        got.astype(np.float64), want, atol={"float32": 1e-5, "bfloat16": 4e-2}[dtype] * abs(want).max()
+    )
+
+
 def test_a_sum_starts_at_zero():
     """Minus zero added to the zero that a sum starts with is zero, as in the scan."""
     f = mm.task(lambda x: -jnp.sum(jnp.abs(x)), "f", mesh=MESH)

@@ -14,7 +14,9 @@ be taken after ``f`` instead of before it. A division is linear in its dividend 
 (``3 // 2 + 3 // 2 != 6 // 2``), a conversion only from an inexact dtype to one that holds all its values: integers wrap
 or are cut off elsewhere in another dtype, and a float that narrows rounds or overflows a part that the sum would not.
 
-*Cheap operations* cost less than the memory traffic of their result.
+*Cheap operations* cost less than the memory traffic of their result. Repeated in another program, the last bit of a
+float may differ: compilers contract, and leave out conversions between. *Exact operations*, which choose, move or
+compare what there is, repeat as they were.
 
 And links: which dimensions of operands and results are the same dimension, or what a layout of one says about the
 other. Layouts never change a result, so an operation without a rule links nothing that it need not.
@@ -59,6 +61,10 @@ class Primitive:
         Rule for the groups of operands' dimensions that it sums over, each a dimension of every operand that has it.
     adds
         Whether it adds its two operands.
+    exact
+        Whether its result can't differ by rounding from one program to another.
+    compares
+        Whether it is true or false of two operands, so that a last bit decides.
     """
 
     links: _Rule | None = None
@@ -66,6 +72,8 @@ class Primitive:
     linear: _Rule | None = None
     sums: _Rule | None = None
     adds: bool = False
+    exact: bool = False
+    compares: bool = False
 
 
 def reorders(dtype: Any) -> bool:
@@ -260,12 +268,18 @@ def _converted(op: ir.Op) -> tuple[int, ...]:
 
 
 def _table() -> Iterator[tuple[str, Primitive]]:
-    for name in (  # of what is made of an element at a time
-        *("sub", "max", "min", "abs", "sign", "square", "integer_pow", "real", "imag", "conj", "complex"),
-        *("sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "select_n", "is_finite", "pow"),
+    for name in (
+        *("sub", "square", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "pow"),
+        *("logistic", "tanh", "erf", "sin", "cos"),
     ):
         yield name, Primitive(_same_shape, cheap=True)
+    for name in (
+        *("max", "min", "abs", "sign", "real", "imag", "conj", "complex", "and", "or", "xor", "not", "select_n"),
+        *("is_finite", "rev"),
+    ):
+        yield name, Primitive(_same_shape, cheap=True, exact=True)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        yield name, Primitive(_same_shape, cheap=True, exact=True, compares=True)
     for name in (  # of what costs more, or is no element's own
         *("optimization_barrier", "reduce_precision", "clamp", "rem", "round", "floor", "ceil", "atan2", "tan"),
         *("erf_inv", "sinh", "cosh", "cumsum", "cumlogsumexp", "cummax", "cumprod"),
@@ -274,19 +288,18 @@ def _table() -> Iterator[tuple[str, Primitive]]:
     yield from (
         ("add", Primitive(_same_shape, cheap=True, adds=True)),
         ("add_any", Primitive(_same_shape, cheap=True, adds=True)),
-        ("neg", Primitive(_same_shape, cheap=True, linear=_first)),
+        ("neg", Primitive(_same_shape, cheap=True, linear=_first, exact=True)),
         ("mul", Primitive(_same_shape, cheap=True, linear=_either)),
         ("div", Primitive(_same_shape, cheap=True, linear=_dividend)),
-        ("convert_element_type", Primitive(_same_shape, cheap=True, linear=_converted)),
-        ("copy", Primitive(_same_shape, cheap=True, linear=_first)),
-        ("rev", Primitive(_same_shape, cheap=True)),
-        ("iota", Primitive(cheap=True)),
-        ("broadcast_in_dim", Primitive(_broadcast, cheap=True)),
-        ("reshape", Primitive(_reshape, cheap=True, linear=_first)),
-        ("transpose", Primitive(_transpose, cheap=True, linear=_first)),
-        ("squeeze", Primitive(_squeeze, cheap=True, linear=_first)),
-        ("slice", Primitive(_same_index, cheap=True)),
-        ("split", Primitive(_same_index, cheap=True)),
+        ("convert_element_type", Primitive(_same_shape, cheap=True, linear=_converted, exact=True)),
+        ("copy", Primitive(_same_shape, cheap=True, linear=_first, exact=True)),
+        ("iota", Primitive(cheap=True, exact=True)),
+        ("broadcast_in_dim", Primitive(_broadcast, cheap=True, exact=True)),
+        ("reshape", Primitive(_reshape, cheap=True, linear=_first, exact=True)),
+        ("transpose", Primitive(_transpose, cheap=True, linear=_first, exact=True)),
+        ("squeeze", Primitive(_squeeze, cheap=True, linear=_first, exact=True)),
+        ("slice", Primitive(_same_index, cheap=True, exact=True)),
+        ("split", Primitive(_same_index, cheap=True, exact=True)),
         ("gather", Primitive(_gather)),
         ("dot_general", Primitive(_dot, sums=_product_sums)),
         ("reduce_sum", Primitive(_reduce, linear=_first, sums=_reduce_sums)),

@@ -6,7 +6,9 @@ fusion does inside one program, done here between programs (`keep_less`) and bet
 
 No arithmetic is reordered: the same operation reads the same values once more, whatever they are (NaN and infinities
 too). Those that may be repeated are the cheap ones of `primitives`, which are pure. As with `jax.checkpoint`, two
-programs may round a chain of them differently by a last bit.
+programs may round a chain of them differently by a last bit. Where a bit decides, as in the gradient of a maximum,
+which asks what equals it, what is compared is what was there before: comparisons of two computed floats are not
+repeated, and what they read is repeated only by operations that do not round.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from multimesh import ir
@@ -46,7 +49,8 @@ def send_less(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:
         if not crossing:
             continue
         own_inputs = {v for i in mine for v in ops[i].reads if v not in maker}
-        local = _Localiser(maker, own_inputs, {*crossing, *made, *forward}, lambda op: not op.backward)
+        firm = _firm([ops[i] for i in back], maker)
+        local = _Localiser(maker, own_inputs, {*crossing, *made, *forward}, firm, lambda op: not op.backward)
         rename = local.run(crossing)
         for (position, *_), copy in local.copies:
             copies[position].append(replace(copy, mesh=mesh, backward=True))
@@ -68,21 +72,65 @@ def keep_less(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fr
 
 
 def _localised(part: Fragment, maker: _Maker, own_inputs: set[ir.Value]) -> Fragment:
-    local = _Localiser(maker, own_inputs, set(part.ins), lambda op: op.mesh == part.mesh)
+    firm = _firm(part.ops, maker)
+    local = _Localiser(maker, own_inputs, set(part.ins), firm, lambda op: op.mesh == part.mesh)
     rename = local.run(v for v in part.ins if v in maker)
     if not rename:
         return part
     return replace(part, ops=(*(op for _, op in local.copies), *(_renamed(op, rename) for op in part.ops)))
 
 
+def _firm(ops: Sequence[ir.Op], maker: _Maker) -> set[ir.Value]:
+    """Values that operations compare with others, or what they compare is made of: a last bit of them decides."""
+    firm: set[ir.Value] = set()
+    for op in reversed(ops):
+        if _decides(op, maker) or any(o in firm for o in op.outs):
+            firm.update(op.reads)
+    stack = list(firm)
+    while stack:
+        found = maker.get(stack.pop())
+        if found is not None and not _rounds(found[1]):
+            more = set(found[1].reads) - firm
+            firm |= more
+            stack += more
+    return firm
+
+
+def _decides(op: ir.Op, maker: _Maker) -> bool:
+    """Whether an operation compares two floats of which neither is a constant."""
+    return known(op).compares and not any(_is_constant(i, maker) for i in op.ins) and _inexact(op.ins[0])
+
+
+def _rounds(op: ir.Op) -> bool:
+    return not known(op).exact and any(map(_inexact, op.outs))
+
+
+def _inexact(atom: ir.Atom) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _is_constant(atom: ir.Atom, maker: _Maker) -> bool:
+    while isinstance(atom, ir.Value):
+        if atom not in maker or len(maker[atom][1].ins) != 1:
+            return False
+        (atom,) = maker[atom][1].ins
+    return True
+
+
 class _Localiser:
     """Decides what is repeated: latest values first, so that what they are computed from is still to be decided."""
 
     def __init__(
-        self, maker: _Maker, own_inputs: set[ir.Value], at_hand: set[ir.Value], allowed: Callable[[ir.Op], bool]
+        self,
+        maker: _Maker,
+        own_inputs: set[ir.Value],
+        at_hand: set[ir.Value],
+        firm: set[ir.Value],
+        allowed: Callable[[ir.Op], bool],
     ):
         self.copies: list[tuple[_Position, ir.Op]] = []
         self._maker, self._own_inputs, self._at_hand, self._allowed = maker, own_inputs, at_hand, allowed
+        self._firm = firm
         self._repeated: dict[int, ir.Op] = {}
         self._made: set[ir.Value] = set()
 
@@ -107,7 +155,9 @@ class _Localiser:
         return self._maker[value][1]
 
     def _may_repeat(self, op: ir.Op) -> bool:
-        return known(op).cheap and not op.effects and self._allowed(op)
+        if not known(op).cheap or op.effects or not self._allowed(op) or _decides(op, self._maker):
+            return False
+        return self._firm.isdisjoint(op.outs) or not _rounds(op)
 
     def _here(self, value: ir.Value) -> bool:
         """Whether a value costs nothing: already read, or an input of the loop that this submesh has anyway."""
