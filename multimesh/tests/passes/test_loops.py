@@ -130,17 +130,18 @@ def test_the_same_contribution_twice_counts_twice():
     assert names(loop.ops).count("add_any") + len(loop.sums) == 2
 
 
-def test_a_sum_of_cotangents_that_is_two_results():
-    """Nothing is taken apart that another result sums too."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_sum_of_cotangents_that_is_two_results(times):
+    """Nothing is taken apart that another result sums too, or that is carried to the next microbatch."""
 
-    def f(w, x):
+    def f(w, x, state):
         grad = jax.grad(lambda w: on(0, lambda w, x: jnp.sum(jnp.sin(w * x) * w))(w, x))(w)
-        return grad, grad
+        return grad, (state, *[grad] * times)
 
     w, x = np.float32(0.5), np.arange(6, dtype=np.float32)
-    got = mm.jit(mm.microbatch(f, **HALVES))(w, x)
-    want = sum(jax.grad(lambda w, x=x: jnp.sum(jnp.sin(w * x) * w))(w) for x in (x[0::3], x[1::3], x[2::3]))
-    np.testing.assert_allclose(np.array(got), [want, want], rtol=1e-6)
+    last, got = mm.jit(mm.microbatch(f, **HALVES, carry=2))(w, x, np.float32(0))
+    each = [jax.grad(lambda w, x=x: jnp.sum(jnp.sin(w * x) * w))(w) for x in (x[0::3], x[1::3], x[2::3])]
+    np.testing.assert_allclose([last, *got], [each[-1], sum(each[:-1]), *[sum(each)] * times], rtol=1e-6)
 
 
 def test_an_initial_value_is_added_after_the_loop():

@@ -211,7 +211,7 @@ def _linked(loop: ir.Loop, bodies: dict[ir.Value, ir.Atom]) -> ir.Loop:
 
 def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.Loop, list[ir.Op]]:
     uses = collections.Counter(v for op in loop.ops for v in op.reads)
-    uses.update(ir.values([*loop.stacks.values(), *(s.leaf for s in loop.sums)]))
+    uses.update(ir.values(loop.leaves))
     inner = {o: op for op in loop.ops for o in op.outs}
     dropped: set[int] = set()
     sums: list[ir.Sum] = []
