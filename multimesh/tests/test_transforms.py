@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from models import MLP, SKIP, TRANSFORMER, mlp_block, plain, squared_error
 from pipelines import SCHEDULES, Split, assert_same, gradient, microbatched, submeshes
@@ -166,6 +167,95 @@ def test_checkpoint_around(what, schedule):
     want = gradient(TRANSFORMER, plain, size=SIZE, rows=ROWS, schedule=None)
     args = TRANSFORMER.init(2), TRANSFORMER.batch(ROWS, 0)
     assert_same(mm.jit(f)(*args), jax.jit(want)(*args))
+
+
+AROUND = POLICIES | {
+    "full": None,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+def named_loss(stage, wrap=lambda loss: loss):
+    def block(p, x):
+        return checkpoint_name(mlp_block(p, x), "kept")
+
+    def loss(params, batch):
+        x = stage(0, block)(params["stages"][0], batch["x"])
+        return stage(1, lambda p, x, y: squared_error(block(p, x), y))(params["stages"][1], x, batch["y"])
+
+    return wrap(loss)
+
+
+@pytest.mark.parametrize("policy", AROUND)
+def test_checkpoint_around_a_microbatch_loop(policy):
+    if policy == "offload" and jax.__version_info__ < (0, 10):
+        pytest.skip("XLA of jax 0.9 cannot partition a program that offloads")
+
+    def make(stage, microbatch):
+        whole = jax.checkpoint(microbatch(named_loss(stage), size=SIZE, argnum=1), policy=AROUND[policy])
+        return jax.value_and_grad(lambda p, b: whole(p, b) / 4)
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+def test_checkpoint_around_two_loops_of_checkpointed_losses():
+    """The product makes the backward of each loop read the other's sum."""
+
+    def make(stage, microbatch):
+        loop = microbatch(named_loss(stage, jax.checkpoint), size=SIZE, argnum=1)
+
+        def product(params, batch):
+            return loop(params, batch) * loop(params, jax.tree.map(lambda x: 2 * x, batch))
+
+        return lambda p, b: (jax.grad(product)(p, b), jax.grad(jax.checkpoint(product))(p, b))
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+@pytest.mark.parametrize("form", ["wrapper", "context"])
+@pytest.mark.parametrize("axes", ["names of their own", "the submeshes' name", "Explicit"])
+def test_a_call_under_set_mesh_of_all_devices(form, axes):
+    """Constraints outside tasks name its axes, those inside the submesh's; arithmetic stands before and after tasks."""
+    devices = np.array(jax.devices())
+    ambient = {
+        "names of their own": Mesh(devices.reshape(2, 4), ("x", "y")),
+        "the submeshes' name": Mesh(devices, ("data",)),
+        "Explicit": jax.make_mesh((8,), ("data",)),
+    }[axes]
+    split = Split(submeshes(2, (2,)), form)
+    outer = P(ambient.axis_names[0]) if axes != "Explicit" else None
+
+    def model(stage, constrain):
+        def block(p, x):
+            return constrain(mlp_block(p, x), P("data"))
+
+        def loss(params, batch):
+            x = constrain(jnp.sin(batch["x"]), outer)
+            y = stage(0, block)(params["stages"][0], x)
+            z = stage(1, block)(params["stages"][1], y)
+            return squared_error(z + 0.5 * y, batch["y"])
+
+        return loss
+
+    def step(loss, microbatch):
+        return lambda p, b: microbatch(jax.value_and_grad(loss), size=4, argnum=1)(p, b)
+
+    args = MLP.init(2), MLP.batch(ROWS, 0)
+    want = jax.jit(step(model(plain, lambda x, _: x), microbatched))(*args)
+
+    def constrain(x, spec):
+        return x if spec is None else lax.with_sharding_constraint(x, spec)
+
+    f = mm.jit(step(model(split, constrain), mm.microbatch))
+    with jax.set_mesh(ambient):
+        got = [f(*args), f.lower(*args).compile()(*args)]
+    for each in got:
+        assert_same(each, jax.device_get(want))
 
 
 @jax.custom_vjp

@@ -201,6 +201,10 @@ def nbytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * getattr(aval.dtype, "itemsize", 8)
 
 
+REMATTED = "rematted_computation"
+"""Scope of what a backward pass computes again under ``jax.checkpoint``."""
+
+
 def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
     """Named scopes around an equation, outermost first, and whether a transposition (backward pass) made it."""
     stack = eqn.source_info.name_stack.stack
@@ -320,9 +324,15 @@ def auto(mesh: AnyMesh) -> AnyMesh:
     return Mesh(mesh.devices, mesh.axis_names) if isinstance(mesh, Mesh) else mesh.update(axis_types=kinds)
 
 
-def abstract_mesh_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Make ``mesh`` (without its devices) the mesh of bare ``PartitionSpec`` constraints while tracing."""
-    return jax.sharding.use_abstract_mesh(auto(mesh).abstract_mesh)
+@contextlib.contextmanager
+def abstract_mesh_context(mesh: Mesh) -> Iterator[None]:
+    """Make ``mesh`` (without its devices) the mesh of bare ``PartitionSpec`` constraints while tracing.
+
+    JAX goes from one mesh to one of another size only by way of none.
+    """
+    none, own = AbstractMesh((), ()), auto(mesh).abstract_mesh
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
+        yield
 
 
 _leave_p = _extend.Primitive("multimesh_leave")

@@ -170,12 +170,14 @@ class _Inliner:
                 return (result,)
             loop = marks.LOOPS.find(name)
             if loop is not None and where.task is None:
-                where = replace(where, loop=(loop, name))
+                again = _compat.REMATTED in where.scope  # the forward pass of a loop inside jax.checkpoint
+                where = replace(where, loop=(loop, name), backward=where.backward and not again)
             task = marks.TASKS.find(name)
             if task is not None:
                 return self._task(eqn, jaxpr, consts, ins, replace(where, task=_nested(eqn, where, task)), out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
-            ins = self._barrier(eqn, ins, where, out)
+            whole = _holds_loop(jaxpr)  # runs stage by stage, in programs apart from those of the forward
+            ins = ins if whole else self._barrier(eqn, ins, where, out)
         return self.jaxpr(jaxpr, consts, ins, where, out)
 
     def _task(
@@ -292,6 +294,16 @@ def _is_microbatch_loop(eqn: Any, count: int) -> bool:
             if inner.primitive is _compat.jit_p and inner.params["name"] == marks.BODY:
                 return True
             pending += _compat.subjaxprs(inner.params)
+    return False
+
+
+def _holds_loop(jaxpr: Any) -> bool:
+    """Whether a microbatch loop is in a jaxpr."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _compat.jit_p and marks.LOOPS.find(eqn.params["name"]) is not None:
+            return True
+        if any(map(_holds_loop, _compat.subjaxprs(eqn.params))):
+            return True
     return False
 
 

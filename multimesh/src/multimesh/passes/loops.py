@@ -117,38 +117,44 @@ def _addends(
 
 def fuse(program: ir.Program) -> ir.Program:
     """Join the forward loop of each ``microbatch`` with its transpose, where the backward needs no forward sum."""
+    program = _without_passed(program)
     items = list(program.items)
-    rename: dict[ir.Value, ir.Atom] = {}
     for second in [i for i in items if isinstance(i, ir.Loop)]:
-        for first in [i for i in items if isinstance(i, ir.Loop)]:
+        for first in items if second in items else ():
             if first is second:
                 break
-            if first.uid == second.uid and _can_fuse(first, second, items):
+            if isinstance(first, ir.Loop) and first.uid == second.uid and _can_fuse(first, second, items):
                 items[items.index(second)] = _fused(first, second)
                 items.remove(first)
+                items = _topological(items)
                 break
-    for i, loop in enumerate(items):
-        if isinstance(loop, ir.Loop):
-            # a carry that is passed through is its initial value
-            rename.update({s.out: s.init for s in loop.sums if s.leaf is None})
-            items[i] = replace(loop, sums=tuple(s for s in loop.sums if s.leaf is not None))
+    return replace(program, items=tuple(ir.live(items, program.outputs)))
+
+
+def _without_passed(program: ir.Program) -> ir.Program:
+    """Read the initial value of a carry that every iteration passes through, and drop the carry."""
+    loops = [item for item in program.items if isinstance(item, ir.Loop)]
+    rename: dict[ir.Value, ir.Atom] = {s.out: s.init for loop in loops for s in loop.sums if s.leaf is None}
+    items = [
+        replace(item, sums=tuple(s for s in item.sums if s.leaf is not None)) if isinstance(item, ir.Loop) else item
+        for item in (rename_item(item, rename) for item in program.items)
+    ]
     outputs = tuple(_renamed(o, rename) for o in program.outputs)
-    ordered = _topological([rename_item(i, rename) for i in items])
-    return replace(program, items=tuple(ir.live(ordered, outputs)), outputs=outputs)
+    return replace(program, items=tuple(_topological(items)), outputs=outputs)
 
 
 def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool:
-    """Whether ``second`` depends on ``first`` only row by row, and nothing between needs the other order."""
+    """Whether ``second`` depends on ``first`` only row by row; ``items`` are in topological order."""
     if not any(outer in first.stacks for outer in second.slices.values()):
         return False
-    passed = {s.out for s in first.sums if s.leaf is None}
-    tainted = {o for o in first.outs if o not in passed}
+    tainted = set(first.outs)
     for item in items[items.index(first) + 1 : items.index(second)]:
         if any(v in tainted for v in item.reads):
             tainted.update(item.outs)
     reads = [v for v in second.consts.values() if isinstance(v, ir.Value)]
     reads += [v for v in second.slices.values() if v not in first.stacks]
     reads += [s.init for s in second.sums if isinstance(s.init, ir.Value)]
+    reads += [c.init for c in second.carries.values() if isinstance(c.init, ir.Value)]
     return not any(v in tainted for v in reads)
 
 
@@ -156,20 +162,15 @@ def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
     rename: dict[ir.Value, ir.Atom] = {
         inner: first.stacks[outer] for inner, outer in second.slices.items() if outer in first.stacks
     }
-    passed = {s.out: s.init for s in first.sums if s.leaf is None}
-    consts = {inner: _renamed(outer, passed) for inner, outer in second.consts.items()}
     ops = tuple(replace(_rename_op(op, rename), backward=True) for op in second.ops)
     return replace(
         first,
         ops=first.ops + ops,
-        consts={**first.consts, **consts},
+        consts={**first.consts, **second.consts},
         slices={**first.slices, **{k: v for k, v in second.slices.items() if k not in rename}},
         sums=first.sums + tuple(replace(s, leaf=_renamed(s.leaf, rename)) for s in second.sums),
         stacks={**first.stacks, **{o: _renamed(i, rename) for o, i in second.stacks.items()}},
-        carries={
-            **{k: replace(c, init=_renamed(c.init, passed)) for k, c in second.carries.items()},
-            **first.carries,
-        },
+        carries={**second.carries, **first.carries},
     )
 
 

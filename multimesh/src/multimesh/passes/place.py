@@ -198,7 +198,7 @@ class _Follower:
         """
         groups: dict[Mesh, list[tuple[ir.Value, ir.Value]]] = collections.defaultdict(list)
         for given, tied in zip(op.ins, op.outs, strict=True):
-            if given in self.homes:
+            if isinstance(given, ir.Value) and given in self.homes:
                 read_on = self._read_on[tied]
                 groups[next(iter(read_on)) if len(read_on) == 1 else self.homes[given]].append((given, tied))
             else:
