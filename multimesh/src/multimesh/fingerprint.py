@@ -39,14 +39,15 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from (f"submesh {i} {text(mesh)}" for i, mesh in enumerate(plan.submeshes))
     for n, kernel in enumerate(plan.kernels):
         numbers: dict[Any, int] = {}
-        given, made = (_atoms(part, numbers) for part in ((*kernel.sums, *kernel.rows, *kernel.ins), kernel.outs))
-        yield f"kernel {n} {kernel.name} submesh {kernel.submesh} {kernel.make} ({given}) -> ({made})"
+        sums, rows, ins, outs = (_atoms(v, numbers) for v in (kernel.sums, kernel.rows, kernel.ins, kernel.outs))
+        yield f"kernel {n} {kernel.name} submesh {kernel.submesh} {kernel.make} ({rows}; {ins}) -> ({sums}; {outs})"
         yield from (f"  {_operation(op, numbers)}" for op in kernel.ops)
     yield from (f"slot {i} {text(slot)}" for i, slot in enumerate(plan.slots))
     yield from (text(step) for step in (*plan.transfers, *plan.instructions))
     for array, slot in plan.constants:
         yield f"constant s{slot} {text(array)}"
-    for name in ("inputs", "outputs", "donations", "like", "over", "schedules"):
+    shown = ("settings", "submeshes", "kernels", "slots", "transfers", "instructions", "constants")
+    for name in (f.name for f in dataclasses.fields(plan) if f.name not in shown):
         yield f"{name} {text(getattr(plan, name))}"
 
 

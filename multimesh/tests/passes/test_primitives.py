@@ -328,6 +328,20 @@ def test_what_equals_a_maximum_in_the_backward_pass(dtype):
     )
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_drawn_without_a_key_is_drawn_once(inside):
+    """It depends on no input, so that each submesh would draw numbers of its own."""
+
+    def draw():
+        return lax.rng_uniform(0.0, 1.0, shape=(4,))
+
+    def f(x):
+        u = lax.scan(lambda c, _: (draw(), None), x, None, length=2)[0] if inside else draw()
+        return on(0, lambda x, u: 0 * x + u)(x, u), on(1, lambda x, u: 0 * jnp.sin(x) + u)(x, u)
+
+    np.testing.assert_array_equal(*mm.jit(f)(np.ones(4, np.float32)))
+
+
 def test_a_sum_starts_at_zero():
     """Minus zero added to the zero that a sum starts with is zero, as in the scan."""
     f = mm.task(lambda x: -jnp.sum(jnp.abs(x)), "f", mesh=MESH)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multimesh import _compat, ir, marks
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.passes import loops
+from multimesh.passes.primitives import is_pure
 from multimesh.submesh import Task, carry_over, describe
 
 _CALLS = {  # primitive name -> parameter that holds the called jaxpr
@@ -130,7 +131,7 @@ class _Inliner:
                 backward=where.backward,
                 ctx=eqn.ctx,
                 source=eqn.source_info,
-                effects=bool(eqn.effects),
+                effects=not is_pure(eqn),
             )
         )
         return results

@@ -1,7 +1,7 @@
 """What the passes may assume of an operation: one registry, keyed by the primitive.
 
-A primitive that is not here has no property, so the passes leave it as it is and where it is. What is here is pure:
-equal operands give equal results, so that it may be repeated, or done on a part of its operands, elsewhere.
+A primitive that is not here has no property, so the passes leave it as it is. All but those with effects are pure
+(``is_pure``): equal operands give equal results, so that they may be repeated elsewhere.
 
 Three properties say how arithmetic may be reordered.
 
@@ -79,6 +79,13 @@ class Primitive:
 def reorders(dtype: Any) -> bool:
     """Whether a sum over this dtype is the same in every order: exactly, or up to rounding of its largest addends."""
     return getattr(dtype, "name", "") in _SUMMABLE
+
+
+def is_pure(eqn: Any) -> bool:
+    """Whether an equation and all inside it may be repeated: no effects, and no random numbers but those of a key."""
+    if eqn.effects or eqn.primitive is _DRAWS:
+        return False
+    return all(is_pure(inner) for jaxpr in _compat.subjaxprs(eqn.params) for inner in jaxpr.eqns)
 
 
 def known(op: ir.Op) -> Primitive:
@@ -313,5 +320,6 @@ def _table() -> Iterator[tuple[str, Primitive]]:
 
 _UNKNOWN = Primitive()
 _REGISTRY = {_compat.PRIMITIVES[name]: facts for name, facts in _table() if name in _compat.PRIMITIVES}
+_DRAWS = _compat.PRIMITIVES.get("rng_uniform")
 _SCATTER_ADD = _compat.PRIMITIVES["scatter-add"]
 _KEEP_ZERO = frozenset(_compat.PRIMITIVES[name] for name in ("broadcast_in_dim", "convert_element_type", "copy"))
