@@ -58,25 +58,23 @@ class Call:
         return self._once(("linearized", moving), lambda: self._linearized(moving))
 
     def _linearized(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
-        trees: list[Any] = []
+        pushes: list[Callable[..., Sequence[Any]]] = []
 
         def forward(*primals: Any) -> list[Any]:
             def of(*given: Any) -> Sequence[Any]:
                 return self.function(*_merged(moving, given, itertools.compress(primals, map(_not, moving))))
 
             results, push = jax.linearize(of, *itertools.compress(primals, moving))
-            residuals, tree = jax.tree.flatten(push)
-            trees.append(tree)
+            pushed = jax.make_jaxpr(lambda *given: list(itertools.compress(push(*given), moved)))(*tangents)
+            pushed, residuals = _compat.hoisted(pushed)
+            pushes.append(_compat.jaxpr_as_fun(pushed))
             return [*results, *residuals]
 
-        def push(residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            return list(itertools.compress(jax.tree.unflatten(trees[0], residuals)(*tangents), moved))
-
         moved = [bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in self.closed.out_avals]
+        tangents = list(itertools.compress(self._shapes, moving))
         made = self._traced(forward, *self._shapes)
         residuals = [_compat.shape_of(aval) for aval in made.closed.out_avals[len(moved) :]]
-        tangents = list(itertools.compress(self._shapes, moving))
-        return made, self._traced(push, residuals, tangents), moved
+        return made, self._traced(pushes[0], *residuals, *tangents), moved
 
     def transposed(self, linear: tuple[bool, ...]) -> Call:
         """From the arguments that are not ``linear`` and the cotangents of the results, those of the linear ones."""
