@@ -9,8 +9,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh_maxtext.errors import DisagreementError
-from multimesh_maxtext.report import Step, check_agreement, compare, largest
 from multimesh_maxtext.stages import Stages, deal
 
 
@@ -86,22 +84,3 @@ def test_state_is_created_on_its_stage_and_nowhere_else(stages: Stages):
         np.testing.assert_array_equal(x, expected[f"layers_{n}"])
     types = jax.tree.map(lambda s: jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=s), specs)
     assert jax.tree.map(lambda x: x.sharding, stages.structs(types)) == shardings
-
-
-def steps(*values: tuple[float, float]) -> list[Step]:
-    return [Step(number, loss, norm, 0.1, 64.0) for number, (loss, norm) in enumerate(values)]
-
-
-def test_runs_that_differ_by_rounding_agree():
-    pairs = compare(steps((2.0, 1.0), (1.0, 0.5)), steps((2.00001, 1.0), (1.0, 0.500002)))
-    check_agreement(pairs, dtype="float32")
-    assert largest(pairs) == pytest.approx(5e-6, rel=0.01)
-
-
-@pytest.mark.parametrize("other", [(1.0001, 0.5), (1.0, 0.50001), (float("nan"), 0.5), (1.0, float("inf"))])
-def test_runs_that_differ_by_more_do_not(other: tuple[float, float]):
-    pairs = compare(steps((2.0, 1.0), other), steps((2.0, 1.0), (1.0, 0.5)))
-    with pytest.raises(DisagreementError, match=r"step 1: .* more than 1e-05; report it with both logs"):
-        check_agreement(pairs, dtype="float32")
-    with pytest.raises(DisagreementError, match=r"bfloat16 rounds; compare with dtype=float32"):
-        check_agreement(pairs, dtype="bfloat16")

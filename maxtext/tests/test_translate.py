@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
-from multimesh_maxtext.launch import VARIABLE, Handoff, launch, received
+from multimesh_maxtext.launch import launch
 from multimesh_maxtext.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
 from multimesh_maxtext.translate import Paths, argument, configuration, environment, per_device
 
@@ -139,23 +139,6 @@ def test_key_value_arguments_do_not_overrule_flags(job: Check, paths: Paths):
         launch(job(["steps=3"]), paths, inherited={}, gpu_memory=None)
     with pytest.raises(UsageError, match=r"run_name= is decided by the flags"):
         launch(job(["--checkpoint", "ck", "run_name=mine"]), paths, inherited={}, gpu_memory=None)
-
-
-def test_stages_are_handed_over_in_the_environment(job: Check, paths: Paths, root: Path):
-    found = variables(job, paths, "--cpus 8 --pp 4 --dp 2 --schedule gpipe", {"PYTHONPATH": "/mine"})
-    assert received(found) == Handoff(
-        4, interleave=1, schedule="gpipe", table=None, placement=str(paths.output / "placement.json")
-    )
-    assert found["PYTHONPATH"] == f"{paths.maxtext}:{root / 'maxtext/src'}:{root / 'multimesh/src'}:/mine"
-    assert received(variables(job, paths, "--pp 2")).schedule == "1f1b"
-    for one_program in ("--dp 2", "--pp 2 --backend spmd"):
-        assert VARIABLE not in variables(job, paths, one_program)
-
-
-@pytest.mark.parametrize("wrong", [{}, {VARIABLE: "1"}, {VARIABLE: "{"}, {VARIABLE: '{"stages": 2}'}])
-def test_a_handoff_of_another_kind_is_refused(wrong: dict[str, str]):
-    with pytest.raises(UsageError, match=r"MULTIMESH_MAXTEXT is not what maxtext/run.py writes"):
-        received(wrong)
 
 
 def test_cpu_environment(job: Check, paths: Paths):

@@ -1,4 +1,4 @@
-"""Several processes that train one program: who is who, and that together they train what one process does."""
+"""What a trainer is started with: what the hooks are told, and of several processes which is which."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UnsupportedError, UsageError
-from multimesh_maxtext.launch import Member, launch, member
+from multimesh_maxtext.launch import VARIABLE, Handoff, Member, launch, member, received
 from multimesh_maxtext.options import parse
 from multimesh_maxtext.translate import Paths
 
@@ -55,6 +55,26 @@ def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, s
 def test_what_several_processes_cannot_do_is_refused(flag: str):
     with pytest.raises(UnsupportedError, match=f"{flag.split()[0]} is for one process so far: .*; leave it out"):
         member(parse(["--nodes", "16", *flag.split()]), SLURM)
+
+
+def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]], Job], paths: Paths):
+    def variables(argv: str, **inherited: str) -> Mapping[str, str]:
+        return launch(job(argv.split()), paths, inherited=inherited, gpu_memory=None).environment
+
+    found = variables("--cpus 8 --pp 4 --dp 2 --schedule gpipe", PYTHONPATH="/mine")
+    assert received(found) == Handoff(
+        4, interleave=1, schedule="gpipe", table=None, placement=str(paths.output / "placement.json")
+    )
+    assert found["PYTHONPATH"] == f"{paths.maxtext}:{ROOT / 'maxtext/src'}:{ROOT / 'multimesh/src'}:/mine"
+    assert received(variables("--pp 2")).schedule == "1f1b"
+    for one_program in ("--dp 2", "--pp 2 --backend spmd"):
+        assert VARIABLE not in variables(one_program)
+
+
+@pytest.mark.parametrize("wrong", [{}, {VARIABLE: "1"}, {VARIABLE: "{"}, {VARIABLE: '{"stages": 2}'}])
+def test_a_handoff_of_another_kind_is_refused(wrong: dict[str, str]):
+    with pytest.raises(UsageError, match=r"MULTIMESH_MAXTEXT is not what maxtext/run.py writes"):
+        received(wrong)
 
 
 def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job], paths: Paths):

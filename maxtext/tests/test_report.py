@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from multimesh_maxtext.errors import LossNotFallingError, LossNotFiniteError, StoppedEarlyError, TrainerFailedError
-from multimesh_maxtext.report import Evaluation, Step, judge, summary, table
+from multimesh_maxtext.errors import (
+    DisagreementError,
+    LossNotFallingError,
+    LossNotFiniteError,
+    StoppedEarlyError,
+    TrainerFailedError,
+)
+from multimesh_maxtext.report import Evaluation, Step, check_agreement, compare, judge, largest, summary, table
 from multimesh_maxtext.trainer import Follower
 
 LOG = Path("maxtext.log")
@@ -18,6 +24,10 @@ LOG = Path("maxtext.log")
 
 def steps(*losses: float) -> list[Step]:
     return [Step(number, loss, 1.0, 0.5, 1024.0) for number, loss in enumerate(losses)]
+
+
+def normed(*values: tuple[float, float]) -> list[Step]:
+    return [Step(number, loss, norm, 0.1, 64.0) for number, (loss, norm) in enumerate(values)]
 
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0), (3.0, 3.1, 2.9), (5.0, 4.0, 4.5, 4.2, 3.0, 3.9), (7.0,)])
@@ -111,3 +121,18 @@ def test_the_table_is_short_and_has_first_and_last():
 def test_json_has_null_where_a_number_is_not_finite():
     found = summary(steps(math.nan), [], [], {"log": LOG}, None)
     assert json.loads(json.dumps(found, allow_nan=False))["steps"][0]["loss"] is None
+
+
+def test_runs_that_differ_by_rounding_agree():
+    pairs = compare(normed((2.0, 1.0), (1.0, 0.5)), normed((2.00001, 1.0), (1.0, 0.500002)))
+    check_agreement(pairs, dtype="float32")
+    assert largest(pairs) == pytest.approx(5e-6, rel=0.01)
+
+
+@pytest.mark.parametrize("other", [(1.0001, 0.5), (1.0, 0.50001), (float("nan"), 0.5), (1.0, float("inf"))])
+def test_runs_that_differ_by_more_do_not(other: tuple[float, float]):
+    pairs = compare(normed((2.0, 1.0), other), normed((2.0, 1.0), (1.0, 0.5)))
+    with pytest.raises(DisagreementError, match=r"step 1: .* more than 1e-05; report it with both logs"):
+        check_agreement(pairs, dtype="float32")
+    with pytest.raises(DisagreementError, match=r"bfloat16 rounds; compare with dtype=float32"):
+        check_agreement(pairs, dtype="bfloat16")
