@@ -33,6 +33,7 @@ def trainer(out: Path, arguments: Sequence[str]) -> None:
     """Train in this process; write live bytes of every device at the peak of the last step, and XLA's workspace."""
     import jax
     import measure
+
     from multimesh_maxtext import hooks
 
     calls = 0

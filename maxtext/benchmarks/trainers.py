@@ -1,4 +1,4 @@
-"""MaxText's trainer in a process of a benchmark."""
+"""MaxText's trainer in a process of a benchmark; `report` and `measure` come from the library's benchmarks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+HELPERS = (str(Path(__file__).parent), str(ROOT / "multimesh" / "benchmarks"))
+sys.path += HELPERS
 TRAINER = "maxtext.trainers.pre_train.train"
 
 
 def environment(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment that ``run.py --dry-run --json`` asks for; the benchmarks' modules can be imported in it.
-
-    Last on the path: one of them has the name of the trainer's package.
-    """
+    """Return the environment that ``run.py --dry-run --json`` asks for, with the benchmarks' modules in reach."""
     found = {**os.environ, **plan["environment"]}
-    return found | {"PYTHONPATH": f"{found['PYTHONPATH']}:{Path(__file__).parent}"}
+    return found | {"PYTHONPATH": f"{found['PYTHONPATH']}:{':'.join(HELPERS)}"}
 
 
 def run_trainer(arguments: Sequence[str]) -> None:
