@@ -55,6 +55,11 @@ def compile_plan(
     return _Compiler(plan, specs, out_specs or {}, with_defaults(plan, options), derived or {}).run()
 
 
+def cores() -> int:
+    """Cores that this process may use: those that its launcher left it, where the system says which."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Compiler options with what a plan on CPUs gets unless they or ``XLA_FLAGS`` say otherwise.
 
@@ -68,7 +73,7 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
     if any(d.platform != "cpu" for mesh in plan.submeshes for d in mesh.devices.flat):
         return chosen
     defaults: dict[str, Any] = {"xla_backend_optimization_level": 2}
-    if all(mesh.size >= (os.cpu_count() or 1) for mesh in plan.submeshes):
+    if all(mesh.size >= cores() for mesh in plan.submeshes):
         defaults["xla_cpu_multi_thread_eigen"] = False
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in defaults.items() if name not in flags} | chosen
@@ -141,7 +146,7 @@ class _Compiler:
         programs: dict[int, Any] = {}
         first_of: dict[Any, int] = {}  # what determines a program's code to the kernel that is compiled for it
         followers: dict[int, list[tuple[int, Any]]] = {}
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
             running: dict[concurrent.futures.Future[Any], int] = {}
             try:
                 while waiting or running:
