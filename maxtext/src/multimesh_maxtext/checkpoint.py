@@ -20,7 +20,6 @@ from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import CheckpointError, UsageError
 
 _HALF = ".orbax-checkpoint-tmp"
-
 _COMPLETE = "commit_success.txt"
 
 _LOCK = ".writing"

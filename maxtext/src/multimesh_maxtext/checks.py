@@ -30,7 +30,6 @@ MULTIMESH_ONLY = {
 }
 """Flags that only the multimesh backend can honour, and why spmd cannot."""
 
-
 _LATER = (
     "load_balance_decoder_norm",
     *("autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks"),

@@ -33,7 +33,6 @@ _DEFAULTS = {
 _CHECKPOINTED = {"run_name", "enable_checkpointing"}
 """... but for these, where ``--checkpoint`` depends on them."""
 
-
 _LAUNCHERS = {
     "SLURM_STEP_NODELIST": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),

@@ -30,7 +30,6 @@ from multimesh_maxtext.options import Options
 TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm at which two runs agree; float32 needs less."""
 
-
 _ROWS = 12  # of the table
 
 

@@ -29,8 +29,7 @@ _STATE = "rest_state"
 """What MaxText hands from a microbatch to the next: keys of random number generators, and how often each was used."""
 
 _CALLS = ("jit", "checkpoint", "remat2")
-
-_IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")
+_IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is how values leave a task
 
 
 class Step:

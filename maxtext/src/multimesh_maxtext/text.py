@@ -17,14 +17,12 @@ import numpy as np
 from multimesh_maxtext.errors import UsageError
 
 END_OF_DOCUMENT = 256
-
 BYTE_TOKENS = 257
 
 BYTE_VOCABULARY = 384
 """Vocabulary for bytes: BYTE_TOKENS rounded up to a multiple of 128, so that tensor parallelism divides it."""
 
 _DTYPE = np.dtype("<u2")
-
 _INDEX_FORMAT = "1"  # what MaxText 0.2.4 reads
 
 

@@ -27,7 +27,6 @@ from multimesh_maxtext.report import Evaluation, Step, judge, progress
 from multimesh_maxtext.translate import Paths
 
 _PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
-
 _POLL = 0.1  # seconds between looks at the metrics file
 
 _TAIL = 20  # lines of a failed trainer's log

@@ -17,14 +17,11 @@ from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import index_path
 
 RUN_NAME = "train"
-
 DEFAULT_PERIOD = 100
 
 DEFAULT_EVAL_STEPS = 4
-
 JAX_FRACTION = 0.75
 """Of a GPU's memory that JAX takes unless told otherwise."""
-
 
 _PACKAGES = [
     Path(spec.origin).resolve().parents[1]
