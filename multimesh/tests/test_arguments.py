@@ -1,6 +1,8 @@
 """Arguments and results as arrays: which buffers they share, which are donated, and which result replaces which."""
 
 import collections
+import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pipelines import Split, assert_same, submeshes
 
 import multimesh as mm
+from multimesh import compiling
 
 sizes = pytest.mark.parametrize("size", [1, 2])
 
@@ -195,3 +198,47 @@ def test_every_leaf_of_a_donated_state_is_replaced_by_its_own(form):
         assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
     for s, g in enumerate(grads if form is State else ()):
         assert g.sharding.is_equivalent_to(NamedSharding(split.mesh(s), P()), 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda x, split: jax.device_put(x, jax.devices()[7]), "device 7"),
+        (
+            lambda x, split: jax.device_put(x, NamedSharding(split.mesh(1), P("data"))),
+            r"\[data=2 \| devices 2,3\]",
+        ),
+        (lambda x, split: jax.device_put(x, NamedSharding(split.mesh(0), P())), None),
+        (lambda x, split: x, None),
+        (lambda x, split: np.asarray(x), None),
+    ],
+    ids=["another device", "another mesh", "where it is read", "uncommitted", "NumPy"],
+)
+def test_an_argument_that_every_call_moves_is_named_once(given, told, recwarn):
+    split = Split(submeshes(2))
+    f = mm.jit(lambda params, v: both(split, params["w"], v))
+    for _ in range(4):
+        w = given(jnp.ones((4, 4)), split)
+        assert_same(f({"w": w}, ones(split, 1)), (w + 1, 2 * jnp.ones((4, 4))))
+    said = [str(w.message) for w in recwarn if "in every call" in str(w.message)]
+    assert len(said) == (told is not None)
+    for message in said:
+        assert re.match(rf".*test_arguments.py:\d+: params\['w'\] \(64 bytes\) lies on {told}", message)
+        assert "is moved to [data=2 | devices 0,1]" in message
+
+
+@pytest.mark.parametrize(
+    ("environment", "share"),
+    [
+        ({}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 2),
+        ({"SLURM_NTASKS_PER_NODE": "16"}, 1),
+        ({"MPI_LOCALNRANKS": "x"}, 8),,
+    ],
+)
+def test_processes_of_a_node_share_its_cores(environment, share, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert compiling.cores() == share

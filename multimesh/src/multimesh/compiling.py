@@ -56,8 +56,17 @@ def compile_plan(
 
 
 def cores() -> int:
-    """Cores that this process may use: those that its launcher left it, where the system says which."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: its share, where launchers bind no cores to the processes of a node."""
+    every = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    if mine < every:
+        return mine
+    given = (os.environ.get(name, "") for name in _ON_THIS_NODE)
+    return max(1, mine // next((int(n) for n in given if n.isdecimal() and int(n)), 1))
+
+
+# Processes of this job on this node, as Open MPI, MPICH and Slurm (for one node, or with --ntasks-per-node) say it.
+_ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from multimesh import _compat
 from multimesh.compiling import CompiledPlan, first_invalid
 from multimesh.errors import UsageError
+from multimesh.submesh import describe
 
 
 class Runner:
@@ -24,6 +27,7 @@ class Runner:
     def __init__(self, compiled: CompiledPlan, names: Sequence[str]):
         self.compiled = compiled
         self._names = names
+        self._moved: dict[int, int] = {}  # argument to the calls that moved it
         plan = compiled.plan
         self._inputs = tuple((arg, slot, compiled.layouts[slot]) for arg, slot in plan.inputs)
         layouts = [compiled.layouts[slot] for _, slot in plan.constants]
@@ -113,7 +117,36 @@ class Runner:
         if moved:
             for (slot, _), array in zip(where, jax.device_put(moved, [layout for _, layout in where]), strict=True):
                 env[slot] = array
+            self._tell_of_moves(args, env)
         return env
+
+    def _tell_of_moves(self, args: Sequence[Any], env: Sequence[Any]) -> None:
+        """Warn once, at the second call that moves it, of an argument that somebody placed where no task reads it."""
+        found: dict[int, list[Any]] = {}
+        for arg, slot, layout in self._inputs:
+            found.setdefault(arg, []).append((env[slot] is args[arg], layout))
+        for arg, uses in found.items():
+            x = args[arg]
+            if self._moved.get(arg, 0) > 1 or any(here for here, _ in uses):
+                continue
+            if not isinstance(x, jax.Array) or not x.committed:
+                continue
+            self._moved[arg] = self._moved.get(arg, 0) + 1
+            if self._moved[arg] == 2:
+                there = " and ".join(_where(layout) for _, layout in uses)
+                warnings.warn(
+                    f"{_compat.caller_line()}: {self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
+                    f"and is moved to {there} in every call; place it there once, with jax.device_put",
+                    stacklevel=2,
+                )
+
+
+def _where(sharding: jax.sharding.Sharding) -> str:
+    """Short text of a layout: its mesh and spec, or its devices."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return f"{describe(sharding.mesh)} as {sharding.spec}"
+    ids = sorted(device.id for device in sharding.device_set)
+    return f"device{'s' * (len(ids) > 1)} {','.join(map(str, ids))}"
 
 
 def _fixed(array: Any) -> Any:
