@@ -233,7 +233,7 @@ def test_an_argument_that_every_call_moves_is_named_once(given, told, recwarn):
         ({}, 8),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 2),
         ({"SLURM_NTASKS_PER_NODE": "16"}, 1),
-        ({"MPI_LOCALNRANKS": "x"}, 8),,
+        ({"MPI_LOCALNRANKS": "x"}, 8),
     ],
 )
 def test_processes_of_a_node_share_its_cores(environment, share, monkeypatch):
