@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import device_bytes, peak_bytes
 from models import MLP, TRANSFORMER
-from multimesh.passes.propagate import slot_axes, ways
 from pipelines import Split, assert_placed, gradient, submeshes
 
 import multimesh as mm
@@ -159,16 +158,8 @@ def test_a_forecast_of_arguments_and_sums_is_exact(lowered):
         assert found.total == found.arguments + found.sums + found.values + found.workspace
 
 
-def test_forecast_layouts_and_workspace_are_those_of_xla(lowered):
-    plan, compiled = lowered.plan, lowered.compile()
-    args = dict(map(reversed, plan.inputs))
-    slots, _ = slot_axes(plan, {slot: lowered.specs[arg] for slot, arg in args.items()})
-    found, expected = 0.0, 0.0
-    for slot, layout in enumerate(compiled.compiled_plan.layouts):
-        where = plan.slots[slot]
-        found += where.nbytes / ways(slots.get(slot, ()), plan.submeshes[where.submesh])
-        expected += where.nbytes * np.prod(layout.shard_shape(where.shape)) / max(1, np.prod(where.shape))
-    assert found == pytest.approx(expected, rel=0.1)
+def test_the_forecast_workspace_is_that_of_xla(lowered):
+    compiled = lowered.compile()
     for need, stats in zip(lowered.memory_forecast(), compiled.memory_analysis(), strict=True):
         measured = stats["scratch"] / 4
         assert 0.5 * measured <= need.workspace <= 2 * measured

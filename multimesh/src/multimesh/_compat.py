@@ -415,6 +415,12 @@ def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh:
     return out if prim.multiple_results else [out]
 
 
+def memory_kind(aval: Any) -> str | None:
+    """Memory that an abstract value is in; None for that of the device."""
+    space = getattr(aval, "memory_space", None)
+    return "pinned_host" if space is not None and space.name == "Host" else None
+
+
 def copy(x: Any) -> Any:
     """A copy; unlike the bare identity it is not optimised out of the forward pass by ``jax.grad``."""
     return copy_p.bind(x)

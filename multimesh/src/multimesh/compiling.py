@@ -1,4 +1,4 @@
-"""Kernels to XLA programs: layouts are fixed slot by slot, programs are compiled once and in parallel."""
+"""Kernels to XLA programs, each compiled once, several at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, checks, ir
-from multimesh.errors import MultiMeshError, internal_error
+from multimesh.errors import MultiMeshError
 from multimesh.passes.transposes import fold_transposes
 from multimesh.plan import Instruction, Kernel, Plan
 from multimesh.submesh import carry_over, describe, translate
@@ -23,36 +23,96 @@ from multimesh.submesh import carry_over, describe, translate
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """A plan with its programs and the layout of every slot."""
+    """A plan with its programs."""
 
     plan: Plan
-    programs: tuple[Any, ...]  # jax.stages.Compiled, one per kernel
-    layouts: tuple[NamedSharding, ...]  # one per slot
+    programs: tuple[Any, ...]  # jax.stages.Compiled, one per kernel; None for those of other processes
+
+    @property
+    def layouts(self) -> tuple[NamedSharding, ...]:
+        """Layout of every slot."""
+        return self.plan.layouts
 
 
-def compile_plan(
-    plan: Plan,
-    specs: Sequence[PartitionSpec],
-    out_specs: Mapping[int, PartitionSpec] | None = None,
-    options: Mapping[str, Any] | None = None,
-    derived: Mapping[tuple[int, int], PartitionSpec] | None = None,
-) -> CompiledPlan:
-    """Compile every kernel of a plan.
+def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
+    """Compile the kernels of a plan that run on devices of this process, several at a time.
+
+    Their inputs and outputs have the layouts that the plan says, so that none waits for another. Kernels of different
+    submeshes that are equal otherwise share one compilation where `_compat.program_text` allows it.
 
     Parameters
     ----------
     plan
-        The plan.
-    specs
-        Partition spec of each argument leaf, carried over to each submesh that reads it.
-    out_specs
-        Result leaf to the spec that it must have.
+        The plan, with its layouts.
     options
         Compiler options for XLA; `with_defaults` says what they are where they are not given.
-    derived
-        (argument leaf, submesh) to the spec that it has there instead.
     """
-    return _Compiler(plan, specs, out_specs or {}, with_defaults(plan, options), derived or {}).run()
+    options = with_defaults(plan, options)
+    first_run: dict[int, Instruction] = {}
+    for step in plan.instructions:
+        if step.kind == "RUN" and step.kernel is not None:
+            first_run.setdefault(step.kernel, step)
+    alike: dict[Any, list[_Program]] = {}  # what determines a program's code to the kernels that have it
+    with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
+        try:
+            running: dict[int, concurrent.futures.Future[Any]] = {}
+            for number, step in first_run.items():
+                mesh = plan.submeshes[step.submesh]
+                if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
+                    continue
+                program = _lower(plan, number, step)
+                group = alike.setdefault(_compat.program_text(program.lowered, mesh) or number, [])
+                group.append(program)
+                if len(group) == 1:
+                    running[number] = pool.submit(program.compile, options)
+            for first, *others in alike.values():
+                for program in others:
+                    running[program.number] = pool.submit(program.moved, running[first.number].result(), options)
+            programs = {number: future.result() for number, future in running.items()}
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return CompiledPlan(plan, tuple(programs.get(number) for number in range(len(plan.kernels))))
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A kernel that was lowered for its submesh."""
+
+    number: int
+    mesh: Mesh
+    jitted: Any
+    lowered: Any
+
+    def compile(self, options: Mapping[str, Any]) -> Any:
+        return _compat.finished(self.lowered.compile(options), self.lowered, self.mesh, self.jitted)
+
+    def moved(self, compiled: Any, options: Mapping[str, Any]) -> Any:
+        """The program, where an equal one was compiled for another submesh."""
+        return _compat.on_other_devices(compiled, self.lowered, self.mesh, options) or self.compile(options)
+
+
+def _lower(plan: Plan, number: int, step: Instruction) -> _Program:
+    kernel = plan.kernels[number]
+    given = [
+        jax.ShapeDtypeStruct(plan.slots[slot].shape, plan.slots[slot].dtype, sharding=_auto(plan.layouts[slot]))
+        for slot in step.ins
+    ]
+    jitted = jax.jit(
+        kernel_function(kernel, plan),
+        out_shardings=[_auto(plan.layouts[slot]) for slot in step.outs],
+        donate_argnums=plan.donations.get(number, ()),
+        keep_unused=True,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        try:
+            return _Program(number, plan.submeshes[kernel.submesh], jitted, jitted.lower(*given))
+        except MultiMeshError:
+            raise
+        except Exception as error:
+            where = (kernel.ops and _compat.user_line(kernel.ops[-1].source)) or kernel.name
+            raise MultiMeshError(f"{where}: {kernel.name!r} can't be lowered for its submesh: {error}") from error
 
 
 def cores() -> int:
@@ -88,160 +148,9 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
     return {name: value for name, value in defaults.items() if name not in flags} | chosen
 
 
-def argument_spec(
-    plan: Plan,
-    specs: Sequence[PartitionSpec],
-    derived: Mapping[tuple[int, int], PartitionSpec],
-    arg: int,
-    slot: int,
-) -> PartitionSpec:
-    """Spec of an argument leaf on the submesh of a slot."""
-    return derived.get((arg, plan.slots[slot].submesh), specs[arg])
-
-
-class _Compiler:
-    def __init__(
-        self,
-        plan: Plan,
-        specs: Sequence[PartitionSpec],
-        out_specs: Mapping[int, PartitionSpec],
-        options: dict[str, Any],
-        derived: Mapping[tuple[int, int], PartitionSpec],
-    ):
-        self._plan = plan
-        self._options = options
-        self._layouts: dict[int, NamedSharding] = {}
-        self._pinned: dict[int, NamedSharding] = {}
-        self._jitted: dict[int, Any] = {}
-        for arg, slot in plan.inputs:
-            self._layouts[slot] = plan.layout(slot, argument_spec(plan, specs, derived, arg, slot))
-        for _, slot in plan.constants:
-            self._layouts[slot] = plan.layout(slot, PartitionSpec())
-        for slot, args in plan.like.items():
-            given = [argument_spec(plan, specs, derived, a, slot) for a in args]
-            agreed = {plan.layout(slot, spec) for spec in given or [PartitionSpec()]}
-            if len(agreed) == 1:
-                self._pinned[slot] = agreed.pop()
-        zeros = {k for k, kernel in enumerate(plan.kernels) if kernel.make == "zeros"}
-        accumulators = {s for step in plan.instructions if step.kernel in zeros for s in step.outs}
-        runs = [step for step in plan.instructions if step.kind == "RUN" and step.microbatch is not None]
-        states = {s for step in runs for s in step.outs} - accumulators  # these keep one layout in all microbatches
-        for position, spec in out_specs.items():
-            kind, slot = plan.outputs[position]
-            if kind == "slot" and slot not in self._layouts and slot not in states:
-                self._pinned[slot] = plan.layout(slot, spec)
-        for slot in {s for step in plan.instructions if step.kind == "RUN" for s in step.outs} - set(self._pinned):
-            if plan.submeshes[plan.slots[slot].submesh].size == 1 or slot in accumulators:
-                self._pinned[slot] = plan.layout(slot, PartitionSpec())
-        self._received = {to: of for t in plan.transfers for of, to in zip(t.ins, t.outs, strict=True)}
-
-    def _layout(self, slot: int) -> NamedSharding | None:
-        """Layout of a slot, as far as it is known yet."""
-        if slot not in self._layouts and slot in self._pinned:
-            return self._pinned[slot]
-        if slot not in self._layouts and slot in self._received:
-            sent = self._layout(self._received[slot])
-            if sent is not None:
-                self._layouts[slot] = self._plan.layout(slot, sent.spec)
-        return self._layouts.get(slot)
-
-    def run(self) -> CompiledPlan:
-        """Lower in this thread as soon as the layouts of the inputs are known; compile in a pool."""
-        uses: dict[int, list[Instruction]] = {}
-        for step in self._plan.instructions:
-            if step.kind == "RUN" and step.kernel is not None:
-                uses.setdefault(step.kernel, []).append(step)
-        waiting = list(uses)
-        programs: dict[int, Any] = {}
-        first_of: dict[Any, int] = {}  # what determines a program's code to the kernel that is compiled for it
-        followers: dict[int, list[tuple[int, Any]]] = {}
-        with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
-            running: dict[concurrent.futures.Future[Any], int] = {}
-            try:
-                while waiting or running:
-                    for kernel in list(waiting):
-                        layouts = [self._layout(s) for s in uses[kernel][0].ins]
-                        if None in layouts:
-                            continue
-                        waiting.remove(kernel)
-                        lowered = self._lower(kernel, uses[kernel][0], layouts)
-                        first = first_of.setdefault(self._identity(kernel, lowered), kernel)
-                        if first == kernel:
-                            running[pool.submit(self._compile, kernel, lowered)] = kernel
-                        elif first in programs:
-                            running[pool.submit(self._alike, programs[first], kernel, lowered)] = kernel
-                        else:
-                            followers.setdefault(first, []).append((kernel, lowered))
-                    if not running:
-                        stuck = ", ".join(self._plan.kernels[k].name for k in waiting)
-                        raise internal_error(f"no layout for the inputs of {stuck}")
-                    done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-                    for future in done:
-                        kernel = running.pop(future)
-                        programs[kernel] = future.result()
-                        self._note_results(programs[kernel], uses[kernel])
-                        for other, lowered in followers.pop(kernel, ()):
-                            running[pool.submit(self._alike, programs[kernel], other, lowered)] = other
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        layouts = [self._layout(slot) for slot in range(len(self._plan.slots))]
-        return CompiledPlan(self._plan, tuple(programs[k] for k in range(len(programs))), tuple(layouts))
-
-    def _compile(self, kernel: int, lowered: Any) -> Any:
-        return _compat.finished(lowered.compile(self._options), lowered, self._mesh(kernel), self._jitted[kernel])
-
-    def _mesh(self, kernel: int) -> Mesh:
-        return self._plan.submeshes[self._plan.kernels[kernel].submesh]
-
-    def _identity(self, kernel: int, lowered: Any) -> Any:
-        """Equal for kernels of different submeshes that may share one compilation."""
-        return _compat.program_text(lowered, self._mesh(kernel)) or kernel
-
-    def _alike(self, compiled: Any, kernel: int, lowered: Any) -> Any:
-        """The program of a kernel of which an equal one was compiled for another submesh."""
-        shared = _compat.on_other_devices(compiled, lowered, self._mesh(kernel), self._options)
-        return shared or self._compile(kernel, lowered)
-
-    def _lower(self, number: int, step: Instruction, layouts: Sequence[NamedSharding | None]) -> Any:
-        kernel = self._plan.kernels[number]
-        given = [
-            jax.ShapeDtypeStruct(self._plan.slots[slot].shape, self._plan.slots[slot].dtype, sharding=_auto(layout))
-            for slot, layout in zip(step.ins, layouts, strict=True)
-        ]
-        pinned = [self._pinned.get(slot) for slot in step.outs]
-        if not given:
-            pinned = [p or self._plan.layout(s, PartitionSpec()) for p, s in zip(pinned, step.outs, strict=True)]
-        jitted = jax.jit(
-            kernel_function(kernel, self._plan),
-            out_shardings=[_auto(layout) for layout in pinned],
-            donate_argnums=self._plan.donations.get(number, ()),
-            keep_unused=True,
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            try:
-                self._jitted[number] = jitted
-                return jitted.lower(*given)
-            except MultiMeshError:
-                raise
-            except Exception as error:
-                where = (kernel.ops and _compat.user_line(kernel.ops[-1].source)) or kernel.name
-                raise MultiMeshError(f"{where}: {kernel.name!r} can't be lowered for its submesh: {error}") from error
-
-    def _note_results(self, program: Any, steps: Sequence[Instruction]) -> None:
-        mesh = self._plan.submeshes[steps[0].submesh]
-        for position, sharding in enumerate(program.output_shardings):
-            spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-            # What jax.checkpoint offloads to the host stays there until its backward reads it.
-            layout = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
-            for step in steps:
-                self._layouts.setdefault(step.outs[position], layout)
-
-
-def _auto(layout: NamedSharding | None) -> NamedSharding | None:
+def _auto(layout: NamedSharding) -> NamedSharding:
     """The same layout on the Auto twin of its mesh, which programs are lowered for."""
-    if layout is None or layout.mesh == _compat.auto(layout.mesh):
+    if layout.mesh == _compat.auto(layout.mesh):
         return layout
     return NamedSharding(_compat.auto(layout.mesh), layout.spec, memory_kind=layout.memory_kind)
 

@@ -30,7 +30,7 @@ from multimesh.arguments import (
 from multimesh.caching import Cache, Recent, kept, traits, weak
 from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
-from multimesh.layouts import derive, matching
+from multimesh.layouts import matching
 from multimesh.lowered import Compiled, Lowered, Plain, TracedFunction
 from multimesh.passes.pipeline import Traced, passes
 from multimesh.passes.place import has_tasks
@@ -257,25 +257,20 @@ class Jitted:
         parameters = self._parameters.names(given)
         alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated, parameters)
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
-        traced = Traced(closed, devices, options, home, signature.specs, donated, alike)
+        out_specs = self._result_specs(out_tree)
+        traced = Traced(closed, devices, options, home, signature.specs, donated, alike, out_specs)
         stages = passes(traced)
         if not has_tasks(next(stages).made) and options.enable_fast_path:
             return self._plain(jax.jit(flat, donate_argnums=tuple(donated)))
         made = {stage.name: stage.made for stage in stages}
-        program, plan = made["reductions"], made["planning"]
-        self._check_devices(program)
-        out_specs = self._result_specs(out_tree)
+        plan = made["layouts"]
+        self._check_devices(made["reductions"])
         self._check_axes(plan, signature.tree, out_specs.values())
-        derived = derive(plan, program, signature.specs)
-        settings = {"options": traced.options, "arguments": signature.specs, "derived": derived, "results": out_specs}
         return Lowered(
-            replace(plan, settings=settings),
+            plan,
             traced,
-            tuple(PartitionSpec() if spec is None else spec for spec in signature.specs),
             out_tree,
-            out_specs,
             jax.tree.structure(given.trees()),
-            derived,
             leaf_names(signature.tree, parameters),
             {} if self._out_shardings is None else memory_kinds(self._out_shardings, out_tree, "out_shardings"),
         )

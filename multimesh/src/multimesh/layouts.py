@@ -1,37 +1,19 @@
-"""Layouts of arguments: which are derived, where each argument lives, and which calls fit a compiled function."""
+"""Layouts of arguments: where each argument lives, and which calls fit a compiled function."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh import ir
 from multimesh.arguments import Signature, stripped
-from multimesh.passes.autoshard import autoshard
 from multimesh.plan import Plan
 
-Derived = Mapping[tuple[int, int], PartitionSpec]  # (argument leaf, submesh) to its spec there
 
-
-def derive(plan: Plan, program: ir.Program, specs: Sequence[PartitionSpec | None]) -> Derived:
-    """Specs of the argument leaves that have none, from the constraints of the placed program."""
-    if None not in specs:
-        return {}
-    found = autoshard(program)
-    derived: dict[tuple[int, int], PartitionSpec] = {}
-    for arg, slot in plan.inputs:
-        submesh = plan.slots[slot].submesh
-        spec = found.get((program.inputs[arg], plan.submeshes[submesh]))
-        if specs[arg] is None and spec is not None:
-            derived[arg, submesh] = spec
-    return derived
-
-
-def input_shardings(plan: Plan, specs: Sequence[PartitionSpec], derived: Derived) -> tuple[NamedSharding | None, ...]:
-    """Where each argument leaf lives, and its layout there; None for one that no operation reads.
+def input_shardings(plan: Plan, count: int) -> tuple[NamedSharding | None, ...]:
+    """Where each of ``count`` argument leaves lives, and its layout there; None for one that no operation reads.
 
     Of several submeshes that read it: the one that makes the result which replaces it, else the first.
     """
@@ -42,13 +24,7 @@ def input_shardings(plan: Plan, specs: Sequence[PartitionSpec], derived: Derived
     for arg, slot in plan.inputs:
         if arg not in homes or plan.slots[slot].submesh == made_on.get((arg,)):
             homes[arg] = slot
-    return tuple(_sharding(plan, spec, derived, arg, homes.get(arg)) for arg, spec in enumerate(specs))
-
-
-def _sharding(plan: Plan, spec: PartitionSpec, derived: Derived, arg: int, slot: int | None) -> NamedSharding | None:
-    if slot is None:
-        return None
-    return plan.layout(slot, derived.get((arg, plan.slots[slot].submesh), spec))
+    return tuple(plan.layouts[homes[arg]] if arg in homes else None for arg in range(count))
 
 
 def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None:

@@ -47,18 +47,15 @@ class Lowered:
 
     plan: Plan
     traced: Traced
-    specs: tuple[PartitionSpec, ...]
     out_tree: Any
-    out_specs: dict[int, PartitionSpec]
     in_tree: Any = None
-    derived: Mapping[tuple[int, int], PartitionSpec] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()
     out_kinds: Mapping[int, str] = dataclasses.field(default_factory=dict)  # result leaf to a kind of memory
 
     @property
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
         """Submesh and layout of each argument leaf; None for one that no operation reads."""
-        return input_shardings(self.plan, self.specs, self.derived)
+        return input_shardings(self.plan, len(self.traced.specs))
 
     def passes(self) -> tuple[Pass, ...]:
         """Run the passes again: what each made, with its ``name``, in order; ``str`` of one is its dump.
@@ -73,8 +70,8 @@ class Lowered:
     def memory_forecast(self) -> tuple[MemoryForecast, ...]:
         """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
 
-        They are read off the plan, the layouts of the arguments and the sharding constraints: ``arguments`` exactly,
-        the rest as far as XLA decides as expected. See `MemoryForecast`.
+        They are read off the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as far
+        as XLA decides as expected. See `MemoryForecast`.
 
         Returns
         -------
@@ -82,14 +79,12 @@ class Lowered:
             One a submesh, in the order of ``plan.submeshes``, with ``arguments``, ``sums``, ``values``, ``workspace``
             and their ``total``.
         """
-        given = {slot: (arg, self.plan.slots[slot].submesh) for arg, slot in self.plan.inputs}
-        specs = {slot: self.derived.get(at, self.specs[at[0]]) or PartitionSpec() for slot, at in given.items()}
-        return forecast(self.plan, specs)
+        return forecast(self.plan)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
-        """Compile every program; in parallel where their layouts allow. Options go to XLA as they are."""
+        """Compile every program, several at a time. Options go to XLA as they are."""
         with _compat.without_mesh():
-            compiled = compile_plan(self.plan, self.specs, self.out_specs, compiler_options, self.derived)
+            compiled = compile_plan(self.plan, compiler_options)
             return Compiled(self, Runner(compiled, self.names))
 
     def as_text(self) -> str:
@@ -142,9 +137,9 @@ class Compiled:
     def _moved(self) -> dict[int, NamedSharding]:
         """Results that do not lie where ``out_shardings`` wants them when all programs have run."""
         moved = {}
-        for position in {*self.lowered.out_specs, *self.lowered.out_kinds}:
+        for position in {*self.lowered.traced.out_specs, *self.lowered.out_kinds}:
             kind, slot = self.plan.outputs[position]
-            spec, memory = self.lowered.out_specs.get(position), self.lowered.out_kinds.get(position)
+            spec, memory = self.lowered.traced.out_specs.get(position), self.lowered.out_kinds.get(position)
             layout = self.compiled_plan.layouts[slot] if kind == "slot" else None
             want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], stripped(spec or PartitionSpec()))
             want = want if memory is None else want.with_memory_kind(memory)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from multimesh import ir
-from multimesh.passes.propagate import Known, inside, propagate, slot_axes, ways
+from multimesh.passes.propagate import Inner, Known, kernel_axes, ways
 from multimesh.plan import Instruction, Plan
 
 _ARRAYS = frozenset(
@@ -54,13 +55,14 @@ class MemoryForecast:
         return sum(astuple(self))
 
 
-def forecast(plan: Plan, specs: dict[int, PartitionSpec]) -> tuple[MemoryForecast, ...]:
-    """Return what each submesh needs, given the specs of the slots that hold arguments."""
-    slots, kernels = slot_axes(plan, specs)
+def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
+    """Return what each submesh needs."""
+    kernels, bodies = kernel_axes(plan)
     sizes = [
-        place.nbytes // ways(slots.get(i, ()), plan.submeshes[place.submesh]) for i, place in enumerate(plan.slots)
+        slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
+        for slot, layout in zip(plan.slots, plan.layouts, strict=True)
     ]
-    work = {number: _workspace(plan, number, known) for number, known in kernels.items()}
+    work = {number: _workspace(plan, number, known, bodies) for number, known in kernels.items()}
     static = {slot for _, slot in (*plan.inputs, *plan.constants)}
     held = [0] * len(plan.submeshes)
     for slot in static:
@@ -100,7 +102,7 @@ def _reused(plan: Plan, step: Instruction, args: Mapping[int, int]) -> set[int]:
     return {slot for slot in step.outs if plan.like.get(slot, (None,))[0] in donated}
 
 
-def _workspace(plan: Plan, number: int, known: Known) -> int:
+def _workspace(plan: Plan, number: int, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
     """Bytes of the arrays that a program makes for itself, at the moment when most of them are alive."""
     kernel = plan.kernels[number]
     mesh = plan.submeshes[kernel.submesh]
@@ -109,12 +111,18 @@ def _workspace(plan: Plan, number: int, known: Known) -> int:
     # there as a product (in the peak), as it is laid out and reduced, and as it is added.
     reduced = [v for v, slot in zip(kernel.sums, run.outs, strict=False) if slot not in plan.over]
     outside = {*kernel.ins, *kernel.rows, *kernel.outs}
-    return 2 * sum(_size(v, known, mesh) for v in reduced) + _peak(
-        kernel.ops, known, outside, (*kernel.outs, *kernel.sums), mesh
-    )
+    wanted = (*kernel.outs, *kernel.sums)
+    return 2 * sum(_size(v, known, mesh) for v in reduced) + _peak(kernel.ops, known, bodies, outside, wanted, mesh)
 
 
-def _peak(ops: Sequence[ir.Op], known: Known, outside: set[ir.Value], wanted: Iterable[ir.Atom], mesh: Mesh) -> int:
+def _peak(
+    ops: Sequence[ir.Op],
+    known: Known,
+    bodies: Mapping[ir.Op, Inner],
+    outside: set[ir.Value],
+    wanted: Iterable[ir.Atom],
+    mesh: Mesh,
+) -> int:
     """Most bytes of results alive at once; a result that is fused away keeps alive what it is made of."""
     same: dict[ir.Value, ir.Value] = {}
     for op in ops:
@@ -144,17 +152,15 @@ def _peak(ops: Sequence[ir.Op], known: Known, outside: set[ir.Value], wanted: It
     peak = 0
     for n, op in enumerate(ops):
         live |= {v: _size(v, known, mesh) for v in own[n] if v not in outside and last.get(v, -1) > n}
-        peak = max(peak, sum(live.values()) + _inside(op, known, mesh))
+        peak = max(peak, sum(live.values()) + _inside(op, known, bodies, mesh))
         live = {v: size for v, size in live.items() if last[v] > n}
     return peak
 
 
-def _inside(op: ir.Op, known: Known, mesh: Mesh) -> int:
+def _inside(op: ir.Op, known: Known, bodies: Mapping[ir.Op, Inner], mesh: Mesh) -> int:
     """What one iteration of a scan, or a nested program, makes for itself."""
-    nested = inside(op, known)
-    if nested is None:
-        return 0
-    return _peak(nested.ops, propagate(nested.ops, nested.known, mesh), set(nested.known), nested.outputs, mesh)
+    nested = bodies.get(op)
+    return 0 if nested is None else _peak(nested.ops, known, bodies, set(nested.inputs), nested.outputs, mesh)
 
 
 def _size(value: ir.Value, known: Known, mesh: Mesh) -> int:

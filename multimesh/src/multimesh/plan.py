@@ -149,6 +149,8 @@ class Plan:
         Names of the schedules of its microbatch loops.
     settings
         What it was made under besides the function: options, and the specs of arguments and results.
+    layouts
+        For each slot; programs are compiled for them, whatever the order.
     """
 
     submeshes: tuple[Mesh, ...]
@@ -164,6 +166,7 @@ class Plan:
     over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     schedules: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    layouts: tuple[NamedSharding, ...] = ()
 
     def layout(self, slot: int, spec: PartitionSpec) -> NamedSharding:
         """Layout of a slot that takes a partition spec; an accumulator of terms has them in front."""

@@ -174,12 +174,10 @@ def _steps(compiled: CompiledPlan) -> list[_Step]:
     Within a process a SEND does all of a transfer.
     """
     plan = compiled.plan
-    made: dict[int, Any] = {}  # slot to the sharding that its program gives it
     steps: list[list[Any]] = []
     for step in plan.instructions:
         if step.kind == "RUN" and step.kernel is not None:
             program = compiled.programs[step.kernel]
-            made.update(zip(step.outs, program.output_shardings, strict=True))
             steps.append([program, step.ins, step.outs, ()])
         elif step.kind == "SEND":
             transfer = plan.transfers[step.transfer or 0]
@@ -189,11 +187,9 @@ def _steps(compiled: CompiledPlan) -> list[_Step]:
             steps[-1][2] += transfer.outs
         elif step.kind == "FREE":
             steps[-1][3] += step.ins
-    return [(call or _transfer(compiled, made, ins, outs), ins, outs, frees) for call, ins, outs, frees in steps]
+    return [(call or _transfer(compiled, ins, outs), ins, outs, frees) for call, ins, outs, frees in steps]
 
 
-def _transfer(
-    compiled: CompiledPlan, made: dict[int, Any], ins: Sequence[int], outs: Sequence[int]
-) -> Callable[..., Sequence[Any]]:
-    layouts = [compiled.layouts[slot] for slot in outs]
-    return _compat.transfer([made[slot] for slot in ins], layouts, [compiled.plan.slots[slot] for slot in ins])
+def _transfer(compiled: CompiledPlan, ins: Sequence[int], outs: Sequence[int]) -> Callable[..., Sequence[Any]]:
+    sources, targets = ([compiled.layouts[slot] for slot in slots] for slots in (ins, outs))
+    return _compat.transfer(sources, targets, [compiled.plan.slots[slot] for slot in ins])

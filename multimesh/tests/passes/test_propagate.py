@@ -1,4 +1,4 @@
-"""Layouts carried forward through operations, against those that XLA gives the results of the same function."""
+"""Layouts carried through operations and plans, against those that XLA gives where it may choose."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import MLP, TRANSFORMER
+from multimesh.compiling import kernel_function
 from multimesh.passes.inline import inline
 from multimesh.passes.propagate import propagate, ways
+from pipelines import Split, gradient, submeshes
 from programs import jaxpr
+
+import multimesh as mm
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 
@@ -56,3 +61,58 @@ def test_layouts_are_those_that_xla_chooses(fn, shapes, specs):
         axes = (*known[out], *((),) * (len(shape) - len(known[out])))
         shard = tuple(n // ways((names,), MESH) for n, names in zip(shape, axes, strict=True))
         assert shard == layout.shard_shape(shape)
+
+
+def convolved(x, w):
+    return jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "specs"),
+    [
+        (convolved, [(4, 8, 6), (3, 6, 2)], [P("data"), P(None, None, "model")]),
+        (lambda x, i: jnp.zeros((8, 4)).at[i.astype("int32")].add(x), [(6, 4), (6,)], [P(None, "model"), P()]),
+        (
+            lambda x: jax.lax.while_loop(lambda c: c[0].sum() < 3, lambda c: (c[1], c[0]), (x, x))[0],
+            [(8, 4)],
+            [P("data")],
+        ),
+        (lambda x, y: jax.lax.cond(x.sum() > 0, lambda: x, lambda: y), [(8, 4), (8, 4)], [P("data"), P("data")]),
+        (lambda x: jnp.sort(x, 1), [(8, 4)], [P("data")]),
+        (lambda x: jax.lax.top_k(x, 2)[0], [(8, 4)], [P("data")]),
+        (jnp.linalg.cholesky, [(8, 4, 4)], [P("data")]),
+        (lambda x: jax.lax.scan(lambda c, r: (c + r, c), jnp.zeros((4,)), x)[1], [(8, 4)], [P(None, "model")]),
+    ],
+    ids=["conv", "scatter", "while", "cond", "sort", "top_k", "cholesky", "carry from zeros"],
+)
+def test_results_are_divided_at_least_as_xla_divides_them(fn, shapes, specs):
+    test_layouts_are_those_that_xla_chooses(fn, shapes, specs)
+
+
+@pytest.mark.parametrize("model", [MLP, TRANSFORMER], ids=lambda m: m.name)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_no_slot_of_a_plan_is_divided_less_than_xla_would(model, schedule):
+    """Rows over one axis, the columns of weights over the other; each program compiled again, free to choose."""
+    split = Split(submeshes(2, (2, 2)))
+    params, batch = model.init(2), model.batch(8, 0)
+
+    def tensor_parallel(x):
+        by = P(*[None] * (x.ndim - 1), "model") if x.ndim > 1 and x.shape[-1] % 2 == 0 else P()
+        return jax.device_put(x, NamedSharding(x.sharding.mesh, by))
+
+    placed = jax.tree.map(tensor_parallel, split.place(params, model.owners(params)))
+    plan = mm.jit(gradient(model, split, size=4, rows=8, schedule=schedule)).plan(placed, split.lay_out(batch))
+    steps = {s.kernel: s for s in reversed(plan.instructions) if s.kernel is not None and s.ins}
+    divided = 0
+    for number, step in steps.items():
+        args = [
+            jax.ShapeDtypeStruct(plan.slots[s].shape, plan.slots[s].dtype, sharding=plan.layouts[s]) for s in step.ins
+        ]
+        free = jax.jit(kernel_function(plan.kernels[number], plan), keep_unused=True).lower(*args).compile()
+        for slot, chosen in zip(step.outs, free.output_shardings, strict=True):
+            shape = plan.slots[slot].shape
+            if slot in step.ins or slot in plan.like:
+                continue  # a sum or a gradient lies as its parameter
+            assert np.prod(plan.layouts[slot].shard_shape(shape)) <= np.prod(chosen.shard_shape(shape)), step
+            divided += plan.layouts[slot].shard_shape(shape) != shape
+    assert divided > 4

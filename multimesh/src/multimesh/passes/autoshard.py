@@ -7,7 +7,7 @@ dimension that a constraint replicates stops others, as it does in a compiler.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -15,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multimesh import _compat, ir
 from multimesh.errors import internal_error
 from multimesh.passes.primitives import links
+from multimesh.plan import Plan
 from multimesh.submesh import translate
 
 Axes = tuple[str, ...]
+Derived = Mapping[tuple[int, int], PartitionSpec]  # (argument leaf, submesh) to its spec there
 Node = tuple[ir.Value, Mesh, int]  # a dimension of a value on a submesh
 
 
@@ -28,9 +30,23 @@ def autoshard(program: ir.Program) -> dict[tuple[ir.Value, Mesh], PartitionSpec]
     derived: dict[tuple[ir.Value, Mesh], PartitionSpec] = {}
     for value in program.inputs:
         for mesh in graph.meshes[value]:
-            entries = [axes.get((value, mesh, d), ()) for d in range(len(value.aval.shape))]
-            if any(entries):
-                derived[value, mesh] = PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+            found = [axes.get((value, mesh, d), ()) for d in range(len(value.aval.shape))]
+            if any(found):
+                derived[value, mesh] = PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in found))
+    return derived
+
+
+def derive(plan: Plan, program: ir.Program, specs: Sequence[PartitionSpec | None]) -> Derived:
+    """Specs of the argument leaves that have none, from the constraints of the placed program."""
+    if None not in specs:
+        return {}
+    found = autoshard(program)
+    derived: dict[tuple[int, int], PartitionSpec] = {}
+    for arg, slot in plan.inputs:
+        submesh = plan.slots[slot].submesh
+        spec = found.get((program.inputs[arg], plan.submeshes[submesh]))
+        if specs[arg] is None and spec is not None:
+            derived[arg, submesh] = spec
     return derived
 
 
@@ -57,8 +73,8 @@ class Layouts:
                 for d in range(len(_shape(value))):
                     self._join([(value, first, d), (value, other, d)])
         for value, spec in (given or {}).items():
-            entries = [(d, axes) for d, axes in _entries(spec, len(_shape(value))) if axes]
-            self._sources += [((value, mesh, d), axes) for mesh in self.meshes[value] for d, axes in entries]
+            divided = [(d, axes) for d, axes in entries(spec, len(_shape(value))) if axes]
+            self._sources += [((value, mesh, d), axes) for mesh in self.meshes[value] for d, axes in divided]
 
     def _join(self, nodes: Iterable[Node]) -> None:
         first, *others = nodes
@@ -72,7 +88,7 @@ class Layouts:
             raise internal_error(f"unplaced operation {op}")
         for v in (*op.reads, *op.outs):
             self.meshes[v][mesh] = None
-        given = _constraint(op)
+        given = constraint(op)
         if given is None:
             for group in links(op):
                 self._join((value, mesh, d) for value, d in group)
@@ -131,7 +147,7 @@ def _fits(axes: Axes, mesh: Mesh, size: int) -> bool:
     return bool(ways) and size % ways == 0
 
 
-def _constraint(op: ir.Op) -> list[tuple[int, Axes]] | None:
+def constraint(op: ir.Op) -> list[tuple[int, Axes]] | None:
     """Dimensions that a constraint decides with their axes; None for what is no constraint."""
     if op.prim is not _compat.sharding_constraint_p or op.params.get("identity"):
         return None
@@ -145,10 +161,11 @@ def _constraint(op: ir.Op) -> list[tuple[int, Axes]] | None:
         if not isinstance(sharding, NamedSharding):
             return None
         spec = sharding.spec
-    return list(_entries(spec, rank))
+    return list(entries(spec, rank))
 
 
-def _entries(spec: PartitionSpec, rank: int) -> Iterator[tuple[int, Axes]]:
+def entries(spec: PartitionSpec, rank: int) -> Iterator[tuple[int, Axes]]:
+    """Dimensions that a spec decides, with their axes."""
     for d, entry in zip(range(rank), (*spec, *(None for _ in range(rank))), strict=False):
         if entry is not PartitionSpec.UNCONSTRAINED:
             yield d, () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

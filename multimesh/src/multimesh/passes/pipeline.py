@@ -6,7 +6,7 @@ Each is a pure function from one frozen value that prints to the next.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,10 +15,12 @@ from jax.sharding import Mesh, PartitionSpec
 from multimesh import _compat
 from multimesh.contexts import Options
 from multimesh.passes.arrange import arrange, cut
+from multimesh.passes.autoshard import derive
 from multimesh.passes.inline import inline
 from multimesh.passes.loops import fuse, separate
 from multimesh.passes.place import has_tasks, place, task_meshes
 from multimesh.passes.planning import build
+from multimesh.passes.propagate import fix_layouts
 from multimesh.passes.reductions import delay_reductions
 
 
@@ -42,6 +44,8 @@ class Traced:
         Argument leaves whose buffers may be reused.
     alike
         Result leaf to the argument leaf that it replaces.
+    out_specs
+        Result leaf to the partition spec that it must have.
     """
 
     closed: Any
@@ -51,6 +55,7 @@ class Traced:
     specs: tuple[PartitionSpec | None, ...]
     donated: frozenset[int]
     alike: Mapping[int, int]
+    out_specs: Mapping[int, PartitionSpec]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,4 +88,9 @@ def passes(traced: Traced) -> Iterator[Pass]:
     yield Pass("fragment", fragments)
     parts = arrange(fragments, traced.options)
     yield Pass("order", parts)
-    yield Pass("planning", build(program, homes, parts, traced.donated, traced.alike))
+    plan = build(program, homes, parts, traced.donated, traced.alike)
+    yield Pass("planning", plan)
+    derived = derive(plan, program, traced.specs)
+    layouts = fix_layouts(plan, traced.specs, traced.out_specs, derived)
+    settings = {"options": traced.options, "arguments": traced.specs, "results": traced.out_specs}
+    yield Pass("layouts", replace(plan, layouts=layouts, settings=settings))

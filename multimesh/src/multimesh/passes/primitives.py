@@ -238,6 +238,35 @@ def _same_index(op: ir.Op) -> _Groups:
                 yield from ([(x, d), (out, d)] for d, n in enumerate(_shape(out)) if _shape(x)[d] == n)
 
 
+def _scatter(op: ir.Op) -> _Groups:
+    """The operand's dimensions; those of the updates that hold whole dimensions of it, and those of the indices."""
+    numbers = op.params["dimension_numbers"]
+    x, indices, updates = op.ins
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = dict(zip((d for d in range(len(_shape(x))) if d not in gone), numbers.update_window_dims, strict=True))
+    for d, size in enumerate(_shape(x)):
+        whole = d in window and _shape(updates)[window[d]] == size
+        yield [(x, d), (op.outs[0], d), *([(updates, window[d])] if whole else [])]
+    rest = [at for at in range(len(_shape(updates))) if at not in numbers.update_window_dims]
+    yield from ([(indices, d), (updates, at)] for d, at in enumerate(rest))
+
+
+def _convolution(op: ir.Op) -> _Groups:
+    """Rows, features, and places that stay as many."""
+    numbers = op.params["dimension_numbers"]
+    x, kernel, out = op.ins[0], op.ins[1], op.outs[0]
+    (rows, features, *places), (outputs, inputs, *_) = numbers.lhs_spec, numbers.rhs_spec
+    out_rows, out_features, *out_places = numbers.out_spec
+    if op.params["batch_group_count"] == 1:
+        yield [(x, rows), (out, out_rows)]
+    if op.params["feature_group_count"] == 1:
+        yield [(x, features), (kernel, inputs)]
+        yield [(kernel, outputs), (out, out_features)]
+    for d, at in zip(places, out_places, strict=True):
+        if _shape(x)[d] == _shape(out)[at]:
+            yield [(x, d), (out, at)]
+
+
 def _product_sums(op: ir.Op) -> _Groups:
     (left, right), _ = op.params["dimension_numbers"]
     yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(left, right, strict=True))
@@ -310,9 +339,11 @@ def _table() -> Iterator[tuple[str, Primitive]]:
         ("gather", Primitive(_gather)),
         ("dot_general", Primitive(_dot, sums=_product_sums)),
         ("reduce_sum", Primitive(_reduce, linear=_first, sums=_reduce_sums)),
-        ("scatter-add", Primitive(sums=_scatter_sums)),
+        ("scatter", Primitive(_scatter)),
+        ("scatter-add", Primitive(_scatter, sums=_scatter_sums)),
+        ("conv_general_dilated", Primitive(_convolution)),
     )
-    for name in ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"):
+    for name in ("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"):
         yield name, Primitive(_reduce)
     for name in ("dynamic_slice", "dynamic_update_slice", "pad", "concatenate"):
         yield name, Primitive(_same_index)
