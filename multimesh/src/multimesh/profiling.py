@@ -14,8 +14,9 @@ import jax
 
 from multimesh.compiling import CompiledPlan
 from multimesh.forecast import Costs, Times, assembled, forecast, timed
-from multimesh.plan import Plan
+from multimesh.plan import Plan, Transfer
 from multimesh.timeline import Timeline, amount, columns
+from multimesh.transport import Call, Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +89,8 @@ class Profile:
 def profile(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: Sequence[Any], repeats: int) -> Profile:
     """Run a compiled plan; see `multimesh.lowered.Compiled.profile`."""
     plan = compiled.plan
-    runs = [_run(compiled, args) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
+    moves = _moves(compiled)
+    runs = [_run(compiled, args, moves) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
     calls = [_call(compiled, call, args) for _ in range(repeats + 1)][1:]
     costs = _medians(plan, runs)
     fastest = min(runs, key=lambda times: max(end for _, end in times.values()))
@@ -101,9 +103,20 @@ def profile(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: 
     return Profile(measured, forecast(plan, costs), costs, statistics.median(calls), platform, serial)
 
 
-def _run(compiled: CompiledPlan, args: Sequence[Any]) -> Times:
+def _moves(compiled: CompiledPlan) -> dict[int, Call]:
+    """For each SEND what makes its transfer."""
+    plan, layouts, transport = compiled.plan, compiled.layouts, Transport()
+
+    def move(transfer: Transfer) -> Call:
+        sources, targets = ([layouts[slot] for slot in slots] for slots in (transfer.ins, transfer.outs))
+        return transport.mover(sources, targets, [plan.slots[slot] for slot in transfer.ins])
+
+    return {number: move(transfer) for number, _, transfer in timed(plan) if transfer is not None}
+
+
+def _run(compiled: CompiledPlan, args: Sequence[Any], moves: dict[int, Call]) -> Times:
     """Start and end of each RUN and SEND, in seconds from the first."""
-    plan, layouts = compiled.plan, compiled.layouts
+    plan = compiled.plan
     env = _staged(compiled, args)
     waited = {number: transfer for number, _, transfer in timed(plan)}
     times: dict[int, tuple[float, float]] = {}
@@ -114,10 +127,8 @@ def _run(compiled: CompiledPlan, args: Sequence[Any]) -> Times:
             given = [env[slot] for slot in step.ins]
             transfer = waited[number]
             made = step.outs if transfer is None else transfer.outs
-            if step.kernel is not None:
-                results = compiled.programs[step.kernel](*given)
-            else:
-                results = jax.device_put(given, [layouts[slot] for slot in made])
+            call = moves[number] if step.kernel is None else compiled.programs[step.kernel]
+            results = call(*given)
             del given
             jax.block_until_ready(results)
             times[number] = (start - origin, time.perf_counter() - origin)

@@ -15,6 +15,7 @@ from multimesh import _compat
 from multimesh.compiling import CompiledPlan, first_invalid
 from multimesh.errors import UsageError
 from multimesh.submesh import describe
+from multimesh.transport import Transport
 
 
 class Runner:
@@ -36,7 +37,8 @@ class Runner:
         for (_, slot), array in zip(plan.constants, placed, strict=True):
             self._blank[slot] = array
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
-        self.steps = tuple(_steps(compiled))
+        self._transport = Transport()
+        self.steps = tuple(_steps(compiled, self._transport))
         self._donated = _donated(compiled)
 
     @property
@@ -115,7 +117,8 @@ class Runner:
                 moved.append(x)
                 where.append((slot, layout))
         if moved:
-            for (slot, _), array in zip(where, jax.device_put(moved, [layout for _, layout in where]), strict=True):
+            placed = self._transport.put(moved, [layout for _, layout in where])
+            for (slot, _), array in zip(where, placed, strict=True):
                 env[slot] = array
             self._tell_of_moves(args, env)
         return env
@@ -168,7 +171,7 @@ def _donated(compiled: CompiledPlan) -> frozenset[int]:
 _Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-def _steps(compiled: CompiledPlan) -> list[_Step]:
+def _steps(compiled: CompiledPlan, transport: Transport) -> list[_Step]:
     """(call, inputs, outputs, frees) of programs and transfers in order; transfers between two programs are one call.
 
     Within a process a SEND does all of a transfer.
@@ -187,9 +190,11 @@ def _steps(compiled: CompiledPlan) -> list[_Step]:
             steps[-1][2] += transfer.outs
         elif step.kind == "FREE":
             steps[-1][3] += step.ins
-    return [(call or _transfer(compiled, ins, outs), ins, outs, frees) for call, ins, outs, frees in steps]
+    return [(call or _transfer(compiled, transport, ins, outs), ins, outs, frees) for call, ins, outs, frees in steps]
 
 
-def _transfer(compiled: CompiledPlan, ins: Sequence[int], outs: Sequence[int]) -> Callable[..., Sequence[Any]]:
+def _transfer(
+    compiled: CompiledPlan, transport: Transport, ins: Sequence[int], outs: Sequence[int]
+) -> Callable[..., Sequence[Any]]:
     sources, targets = ([compiled.layouts[slot] for slot in slots] for slots in (ins, outs))
-    return _compat.transfer(sources, targets, [compiled.plan.slots[slot] for slot in ins])
+    return transport.mover(sources, targets, [compiled.plan.slots[slot] for slot in ins])
