@@ -3,7 +3,7 @@
 import jax
 import optax
 from models import plain
-from pipelines import assert_placed, assert_same, gradient
+from pipelines import assert_at_home, assert_same, gradient
 
 import multimesh as mm
 
@@ -61,9 +61,9 @@ def check(model, optimizer, schedule, split, stages):
     state = jax.jit(optimizer.init)(params)
     got = run(step, model, placed, state)
     assert_same(got, want)
-    assert_placed(split, got[0], owners)
+    assert_at_home(split, got[0], owners)
     for moments in moments_of(got[1], params):
-        assert_placed(split, moments, owners)
+        assert_at_home(split, moments, owners)
 
 
 def moments_of(state, params):

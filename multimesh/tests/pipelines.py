@@ -149,7 +149,7 @@ def assert_same(got: Any, want: Any, rtol: float = RTOL) -> None:
         assert error <= rtol * scale, f"{where}: {error:.3e} > {rtol:g} x {scale:.3e}"
 
 
-def assert_placed(split: Split, tree: Any, owners: Any) -> None:
+def assert_at_home(split: Split, tree: Any, owners: Any) -> None:
     """Every array lies on the devices of exactly one submesh, and that is one of a stage that owns it."""
     for (path, x), owner in zip(
         jax.tree.flatten_with_path(tree)[0],
@@ -158,6 +158,15 @@ def assert_placed(split: Split, tree: Any, owners: Any) -> None:
     ):
         allowed = [split.devices(s) for s in owner]
         assert set(x.devices()) in allowed, f"{jax.tree_util.keystr(path)} lies on {sorted(d.id for d in x.devices())}"
+
+
+def foreign_inputs(plan: mm.Plan, leaves: Sequence[int]) -> dict[int, list[int]]:
+    """Those of some argument leaves that lie whole on several submeshes, each with these."""
+    held: dict[int, list[int]] = {leaf: [] for leaf in leaves}
+    for leaf, slot in plan.inputs:
+        if leaf in held:
+            held[leaf].append(plan.slots[slot].submesh)
+    return {leaf: on for leaf, on in held.items() if len(on) > 1}
 
 
 def telling(cases, *chosen):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pipelines import SCHEDULES, Split, assert_placed, assert_same, microbatched, submeshes, telling
+from pipelines import SCHEDULES, Split, assert_at_home, assert_same, microbatched, submeshes, telling
 
 import multimesh as mm
 
@@ -105,7 +105,7 @@ def test_registered_scopes(cls, schedule):
         step = mm.jit(step_of(module, lambda f, **kw: mm.microbatch(f, schedule=schedule, **kw)))
         got = step(split.place(params, owners(params)), batch())
     assert_same(got, jax.jit(step_of(module, microbatched))(params, batch()))
-    assert_placed(split, got[1], owners(params))
+    assert_at_home(split, got[1], owners(params))
 
 
 @pytest.mark.promise("A Flax linen module can be wrapped as a task")
@@ -124,7 +124,7 @@ def test_a_module_as_a_task():
     assert jax.tree.structure(Split2().init(jax.random.key(0), batch()["x"])) == jax.tree.structure(params)
     got = mm.jit(step_of(Split2(), mm.microbatch))(params, batch())
     assert_same(got, jax.jit(step_of(Decoder(), microbatched))(params, batch()))
-    assert_placed(split, got[1], owners(params))
+    assert_at_home(split, got[1], owners(params))
 
 
 def test_a_whole_module_as_a_task():
@@ -165,5 +165,5 @@ def test_train_state():
             want, want_loss = plain_step(want, batch())
             assert_same(loss, want_loss)
     assert_same((got.params, got.opt_state), (want.params, want.opt_state))
-    assert_placed(split, got.params, owners(params))
-    assert_placed(split, got.opt_state[0].mu, owners(params))
+    assert_at_home(split, got.params, owners(params))
+    assert_at_home(split, got.opt_state[0].mu, owners(params))

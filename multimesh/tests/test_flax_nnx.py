@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipelines import Split, assert_placed, assert_same, microbatched, submeshes
+from pipelines import Split, assert_at_home, assert_same, microbatched, submeshes
 
 import multimesh as mm
 
@@ -82,7 +82,7 @@ def test_scoped_module(where):
         got = mm.jit(f)(params, batch())
     assert [np.asarray(x).shape for x in jax.tree.leaves(got)] == [x.shape for x in jax.tree.leaves(want)]
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
-    assert_placed(split, got[1], owners(params))
+    assert_at_home(split, got[1], owners(params))
 
 
 @pytest.mark.promise("A Flax NNX module can be wrapped as a task")

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, mlp_block, plain
-from pipelines import Split, assert_placed, assert_same, gradient, reference_gradient, submeshes
+from pipelines import Split, assert_at_home, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm
 
@@ -54,7 +54,7 @@ def test_inputs_may_lie_anywhere(split, case, where):
         args = case if to is None else jax.device_put(case, to)
     loss, grads = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS))(*args)
     assert_same((loss, grads), reference_gradient(MLP, 2, ROWS, SIZE))
-    assert_placed(split, grads, MLP.owners(params))
+    assert_at_home(split, grads, MLP.owners(params))
 
 
 @pytest.mark.promise("Inputs may be passed straight through")
@@ -77,7 +77,7 @@ def test_inputs_passed_straight_through(split, case):
     assert_same(same, params)
     assert_same(odd_out, jax.jit(lambda o: o)(odd))
     assert_same(again[0], odd["twice"])
-    assert_placed(split, same, MLP.owners(params))
+    assert_at_home(split, same, MLP.owners(params))
     assert not any(x.is_deleted() for x in jax.tree.leaves(placed))
 
 
@@ -229,7 +229,7 @@ def test_new_shardings(case):
     for args in (replicated, sharded, params, sharded, replicated):
         loss, grads = compiled(args, batch)
         assert_same((loss, grads), want)
-        assert_placed(split, grads, MLP.owners(params))
+        assert_at_home(split, grads, MLP.owners(params))
 
 
 def test_another_tree_of_arguments(split):

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import device_bytes, peak_bytes
 from models import MLP, TRANSFORMER
-from pipelines import Split, assert_placed, gradient, submeshes
+from pipelines import Split, assert_at_home, gradient, submeshes
 
 import multimesh as mm
 
@@ -112,7 +112,7 @@ def test_during_a_step_every_array_lies_on_one_stage():
     _, grads = at_every_call(lambda: jax.block_until_ready(f(params, batch)), hook)
     assert not spread
     assert set(seen.values()) == {1}  # every stage did hold an array shaped like its own weights: its gradient
-    assert_placed(split, grads, MLP.owners(params))
+    assert_at_home(split, grads, MLP.owners(params))
 
 
 WIDTH, ROWS = 64, 256

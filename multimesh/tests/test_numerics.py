@@ -10,7 +10,7 @@ from pipelines import (
     FORMS,
     SCHEDULES,
     Split,
-    assert_placed,
+    assert_at_home,
     assert_same,
     gradient,
     reference_gradient,
@@ -30,7 +30,7 @@ def check(model, split, stages, *, where, schedule, rows=ROWS, size=SIZE):
     step = mm.jit(gradient(model, split, size=size, rows=rows, where=where, schedule=schedule))
     loss, grads = step(split.place(params, owners), split.lay_out(batch))
     assert_same((loss, grads), reference_gradient(model, stages, rows, size))
-    assert_placed(split, grads, owners)
+    assert_at_home(split, grads, owners)
 
 
 @pytest.mark.promise("Loss and every gradient equal plain jit on one device, for every schedule")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from models import MLP, MOE, TRANSFORMER, plain
-from pipelines import SCHEDULES, Split, assert_placed, assert_same, gradient, submeshes, telling
+from pipelines import SCHEDULES, Split, assert_at_home, assert_same, gradient, submeshes, telling
 
 import multimesh as mm
 
@@ -61,7 +61,7 @@ def test_mixed(model):
     got = mm.jit(make(split, "1f1b"))(split.place(params, owners), state, batch)
     want = jax.jit(make(plain, None))(params, state, batch)
     assert_same(got, want, rtol=BFLOAT16)
-    assert_placed(split, got[0], owners)
+    assert_at_home(split, got[0], owners)
 
 
 def test_float16_and_integers_pass_between_stages():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import MLP, mlp_block, squared_error
-from pipelines import Split, assert_placed, assert_same, reference_gradient, submeshes
+from pipelines import Split, assert_at_home, assert_same, reference_gradient, submeshes
 
 import multimesh as mm
 
@@ -51,7 +51,7 @@ def test_one_pattern_a_stage(case, f):
         loss, grads = mm.jit(f)(params, batch)
     assert_same((loss, grads), reference_gradient(MLP, 4, ROWS, SIZE))
     owners = {"stages": [jax.tree.map(lambda _, s=s: (s // 2,), p) for s, p in enumerate(params["stages"])]}
-    assert_placed(split, grads, owners)
+    assert_at_home(split, grads, owners)
 
 
 @pytest.mark.parametrize("f", [step, outside], ids=["inside", "outside"])
@@ -76,7 +76,7 @@ def test_callback(case, f):
     assert {type(backprop) for _, backprop in seen} == {bool}
     assert {"stage0", "stage1"} <= tasks
     owners = {"stages": [jax.tree.map(lambda _, s=s: (s // 2,), p) for s, p in enumerate(params["stages"])]}
-    assert_placed(Split(submeshes(2, (2,))), grads, owners)
+    assert_at_home(Split(submeshes(2, (2,))), grads, owners)
 
 
 def test_devices_and_logical_axes(case):

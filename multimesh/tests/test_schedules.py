@@ -12,7 +12,7 @@ from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER, squared_error
 from multimesh.schedules import Cell
 from optimizing import OPTIMIZERS
 from optimizing import check as check_training
-from pipelines import Split, assert_placed, assert_same, gradient, reference_gradient, submeshes
+from pipelines import Split, assert_at_home, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm
 from multimesh import schedules
@@ -38,7 +38,7 @@ def check(model, schedule, where, stages=4, rows=ROWS):
     step = mm.jit(gradient(model, split, size=SIZE, rows=rows, where=where, schedule=schedule))
     loss, grads = step(split.place(params, owners), batch)
     assert_same((loss, grads), reference_gradient(model, stages, rows, SIZE))
-    assert_placed(split, grads, owners)
+    assert_at_home(split, grads, owners)
 
 
 @pytest.mark.promise("Loss and every gradient equal plain jit on one device, for every schedule")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, mlp_block, plain, squared_error
-from pipelines import Split, assert_placed, assert_same, gradient, microbatched, reference_gradient, submeshes
+from pipelines import Split, assert_at_home, assert_same, gradient, microbatched, reference_gradient, submeshes
 
 import multimesh as mm
 
@@ -44,7 +44,7 @@ def test_layout(layout):
     params, batch = MLP.init(2), MLP.batch(ROWS, 0)
     loss, grads = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS))(split.place(params, MLP.owners(params)), batch)
     assert_same((loss, grads), reference_gradient(MLP, 2, ROWS, SIZE))
-    assert_placed(split, grads, MLP.owners(params))
+    assert_at_home(split, grads, MLP.owners(params))
 
 
 def constrained_block(p, x):
@@ -172,7 +172,7 @@ def test_tensor_parallel_parameters_keep_their_sharding():
     placed["stages"] = [shard(s, p) for s, p in enumerate(placed["stages"])]
     got = mm.jit(gradient(TRANSFORMER, split, size=4, rows=ROWS))(placed, batch)
     assert_same(got, reference_gradient(TRANSFORMER, 2, ROWS, 4))
-    assert_placed(split, got[1], TRANSFORMER.owners(params))
+    assert_at_home(split, got[1], TRANSFORMER.owners(params))
 
 
 def put_targets():

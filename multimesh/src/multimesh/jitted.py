@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,9 +33,12 @@ from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.layouts import matching
 from multimesh.lowered import Compiled, Lowered, Plain, TracedFunction
+from multimesh.passes.owners import held
 from multimesh.passes.pipeline import Traced, passes
 from multimesh.passes.place import has_tasks
 from multimesh.plan import Plan
+from multimesh.submesh import describe
+from multimesh.timeline import amount
 from multimesh.tracing import partitioning, recorded
 from multimesh.transforms import Call
 
@@ -265,15 +269,28 @@ class Jitted:
         made = {stage.name: stage.made for stage in stages}
         plan = made["layouts"]
         self._check_devices(made["reductions"])
+        names = leaf_names(signature.tree, parameters)
+        self._tell_held(made["place"], names)
         self._check_axes(plan, signature.tree, out_specs.values())
         return Lowered(
             plan,
             traced,
             out_tree,
             jax.tree.structure(given.trees()),
-            leaf_names(signature.tree, parameters),
+            names,
             {} if self._out_shardings is None else memory_kinds(self._out_shardings, out_tree, "out_shardings"),
         )
+
+    def _tell_held(self, program: ir.Program, names: Sequence[str]) -> None:
+        """Warn of arguments that lie on a submesh only because something outside of tasks reads them there."""
+        for found in held(program):
+            size = amount(program.inputs[found.argument].nbytes, "bytes")
+            warnings.warn(
+                f"{_compat.user_line(found.op.source)}: {names[found.argument]} ({size}) lies on {len(found.meshes)} "
+                f"submeshes: outside of tasks, {found.op.prim.name} reads it on {describe(found.meshes[-1])} too; make "
+                "that part of a task on the submesh that it belongs to",
+                stacklevel=2,
+            )
 
     def _check_axes(self, plan: Plan, tree: Any, out_specs: Iterable[PartitionSpec]) -> None:
         """Refuse a given layout that no submesh has the axes for."""

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
+from jax.extend.core import primitives
+
 from multimesh import _compat, ir
+from multimesh.passes.inline import flattened
 
 Home = TypeVar("Home")
 
@@ -49,3 +52,23 @@ def split(op: ir.Op, home: Callable[[Iterable[ir.Value]], Home]) -> list[tuple[i
 def _operands(op: ir.Op, reads: Iterable[bool]) -> list[ir.Value]:
     kept = (i for i, read in zip(op.ins[1:], reads, strict=True) if read)
     return [v for v in (*kept, op.ins[0]) if isinstance(v, ir.Value)]
+
+
+def selected(op: ir.Op) -> tuple[ir.Op, ...] | None:
+    """An unmarked ``cond`` as the operations of all branches and a choice between their results.
+
+    None where a branch captures arrays. It computes more, and each result depends only on what it is made from.
+    """
+    ops: list[ir.Op] = []
+    cases: list[list[ir.Atom]] = []
+    for branch in op.params["branches"]:
+        flat = flattened(op, branch, op.ins[1:])
+        if flat is None:
+            return None
+        ops += flat[0]
+        cases.append(flat[1])
+    for out, *given in zip(op.outs, *cases, strict=True):
+        same = all(atom is given[0] for atom in given)
+        prim, ins = (_compat.copy_p, given[:1]) if same else (primitives.select_n_p, [op.ins[0], *given])
+        ops.append(replace(op, prim=prim, params={}, ins=tuple(ins), outs=(out,), ctx=None))
+    return tuple(ops)

@@ -162,7 +162,7 @@ def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
     rename: dict[ir.Value, ir.Atom] = {
         inner: first.stacks[outer] for inner, outer in second.slices.items() if outer in first.stacks
     }
-    ops = tuple(replace(_rename_op(op, rename), backward=True) for op in second.ops)
+    ops = tuple(replace(rename_op(op, rename), backward=True) for op in second.ops)
     return replace(
         first,
         ops=first.ops + ops,
@@ -257,7 +257,7 @@ def _without_literals(loop: ir.Loop) -> ir.Loop:
         return loop
     return replace(
         loop,
-        ops=tuple(_rename_op(op, rename) for op in loop.ops),
+        ops=tuple(rename_op(op, rename) for op in loop.ops),
         consts={k: v for k, v in loop.consts.items() if k not in rename},
         sums=tuple(replace(s, leaf=_renamed(s.leaf, rename)) for s in loop.sums),
         stacks={o: _renamed(i, rename) for o, i in loop.stacks.items()},
@@ -346,7 +346,8 @@ def _renamed(atom: ir.Atom, rename: dict[ir.Value, ir.Atom]) -> ir.Atom:
     return atom
 
 
-def _rename_op(op: ir.Op, rename: dict[ir.Value, ir.Atom]) -> ir.Op:
+def rename_op(op: ir.Op, rename: dict[ir.Value, ir.Atom]) -> ir.Op:
+    """The operation with its operands replaced."""
     if not any(v in rename for v in op.reads):
         return op
     return replace(op, ins=tuple(_renamed(i, rename) for i in op.ins))
@@ -354,14 +355,17 @@ def _rename_op(op: ir.Op, rename: dict[ir.Value, ir.Atom]) -> ir.Op:
 
 def rename_item(item: ir.Item, rename: dict[ir.Value, ir.Atom]) -> ir.Item:
     """The item with outer values replaced."""
-    if isinstance(item, ir.Op):
-        return _rename_op(item, rename)
+    return rename_op(item, rename) if isinstance(item, ir.Op) else rename_loop(item, rename)
+
+
+def rename_loop(loop: ir.Loop, rename: dict[ir.Value, ir.Atom]) -> ir.Loop:
+    """The loop with outer values replaced."""
     return replace(
-        item,
-        consts={k: _renamed(v, rename) for k, v in item.consts.items()},
-        slices={k: _renamed(v, rename) for k, v in item.slices.items()},
-        sums=tuple(replace(s, init=_renamed(s.init, rename)) for s in item.sums),
-        carries={k: replace(c, init=_renamed(c.init, rename)) for k, c in item.carries.items()},
+        loop,
+        consts={k: _renamed(v, rename) for k, v in loop.consts.items()},
+        slices={k: _renamed(v, rename) for k, v in loop.slices.items()},
+        sums=tuple(replace(s, init=_renamed(s.init, rename)) for s in loop.sums),
+        carries={k: replace(c, init=_renamed(c.init, rename)) for k, c in loop.carries.items()},
     )
 
 

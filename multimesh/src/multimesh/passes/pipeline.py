@@ -79,7 +79,7 @@ def passes(traced: Traced) -> Iterator[Pass]:
     yield Pass("fuse", program)
     program = separate(program)
     yield Pass("separate", program)
-    program, homes = place(program, None if has_tasks(program) else home)
+    program, homes = place(program, None if has_tasks(program) else home, traced.alike)
     yield Pass("place", program)
     given = {v: spec for v, spec in zip(program.inputs, traced.specs, strict=True) if spec is not None}
     program = delay_reductions(program, homes, given)

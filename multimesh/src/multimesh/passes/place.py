@@ -1,27 +1,32 @@
 """Placement: every operation gets a submesh.
 
-Marked operations are where their task is. Unmarked ones follow their operands. What depends on inputs only is cloned
-to each submesh that reads it, so that nothing is sent that can be computed on the spot.
+Marked operations are where their task is. Unmarked ones run where most of what they read belongs; `follow` has the
+rule. What depends on inputs only is cloned to each submesh whose tasks read it, so that nothing is sent that can be
+computed on the spot. A result that replaces an argument ends where that belongs.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jax.sharding import Mesh
 
 from multimesh import _compat, ir
 from multimesh.errors import MultiMeshError
-from multimesh.passes.conditionals import split
+from multimesh.passes.follow import Follower, Homes, State
+from multimesh.passes.loops import rename_loop
+from multimesh.passes.owners import Owners, all_ops, is_small
+from multimesh.passes.pieces import in_pieces
 from multimesh.submesh import Task
 
-Homes = dict[ir.Value, Mesh]
+Moved = dict[ir.Value, ir.Value]
 
 
-def place(program: ir.Program, default: Mesh | None = None) -> tuple[ir.Program, Homes]:
+def place(
+    program: ir.Program, default: Mesh | None = None, alike: Mapping[int, int] | None = None
+) -> tuple[ir.Program, Homes]:
     """Place a program.
 
     Parameters
@@ -31,6 +36,8 @@ def place(program: ir.Program, default: Mesh | None = None) -> tuple[ir.Program,
     default
         The submesh of outputs that depend on inputs only; by default the first task's. Of everything where nothing is a
         task.
+    alike
+        Result leaf to the argument leaf that it replaces: it ends where that argument belongs.
 
     Returns
     -------
@@ -46,31 +53,86 @@ def place(program: ir.Program, default: Mesh | None = None) -> tuple[ir.Program,
     order = task_meshes(program) or ((default,) if default is not None else ())
     if not order:
         raise MultiMeshError("nothing in this function is a task; wrap parts of it in multimesh.task(..., mesh=...)")
-    default = default or order[0]
     homes: Homes = {}
+    tried: set[ir.Value] = set()
+    while True:
+        placed, state = _placed(program, order, default or order[0], alike or {}, homes)
+        mixed = [v for v in state.mixed if v not in tried]
+        if mixed:
+            program, done = in_pieces(program, mixed)
+            tried |= done
+        elif not homes and _has_homeless(placed, state):
+            homes = state.homes  # once more, now that the readers of all arguments are known
+        else:
+            return placed, state.homes
+
+
+def _placed(
+    program: ir.Program, order: Sequence[Mesh], default: Mesh, alike: Mapping[int, int], known: Homes
+) -> tuple[ir.Program, State]:
+    owners = Owners(program, order, known)
+    replaced = {
+        i: mesh for i, arg in alike.items() if (mesh := owners.of(given := program.inputs[arg])) and not is_small(given)
+    }
+    state = State(owners, {}, _pulls(program, replaced))
     rows = {v for i in program.items if isinstance(i, ir.Loop) for v in i.linked.values()}
-    moved: dict[ir.Value, ir.Value] = {}
-    items = [_place_loop(i, default, homes, order, rows, moved) if isinstance(i, ir.Loop) else i for i in program.items]
-    walked = _Follower(homes, order, _by_size).run(items)
-    outputs = tuple(walked.output(o) for o in program.outputs)
-    placed, outputs = _clone_floating(walked.items, walked.anchored, homes, outputs, default)
-    return replace(program, items=tuple(placed), outputs=outputs), homes
+    moved: Moved = {}
+    walked = Follower(state, loop=False)
+    walked.expect(program.items)
+    for item in program.items:
+        if isinstance(item, ir.Op):
+            walked.follow(item)
+        else:
+            loop = rename_loop(item, walked.renamed)
+            walked.items.append(_place_loop(loop, state, default, rows, moved))
+    results = [walked.output(o) for o in program.outputs]
+    wanted = {v: mesh for i, mesh in replaced.items() for v in ir.values([results[i]])}
+    items, outputs = _clone_floating(walked, state, tuple(results), wanted, default)
+    homes = state.homes
+    finals = list(outputs)
+    for i, mesh in replaced.items():
+        v = finals[i]
+        if isinstance(v, ir.Value) and homes.get(v, mesh) != mesh:  # computed elsewhere, it still ends at home
+            finals[i] = ir.Value(v.aval)
+            homes[finals[i]] = mesh
+            items.append(ir.Op(_compat.copy_p, {}, (v,), (finals[i],), mesh=mesh))
+    return replace(program, items=tuple(items), outputs=tuple(finals)), state
+
+
+def _pulls(program: ir.Program, replaced: Mapping[int, Mesh]) -> Homes:
+    """Results that end on a submesh, and what is computed on the way to them with their shape, to that submesh."""
+    producer = {o: i for i in program.items if isinstance(i, ir.Op) and i.task is None for o in i.outs}
+    pulls: Homes = {}
+    for i, mesh in replaced.items():
+        stack = list(ir.values([program.outputs[i]]))
+        while stack:
+            v = stack.pop()
+            if v in producer and v not in pulls:
+                pulls[v] = mesh
+                stack += [r for r in producer[v].reads if r.aval.shape == v.aval.shape]
+    return pulls
+
+
+def _has_homeless(placed: ir.Program, state: State) -> bool:
+    """Whether something large went anywhere because nothing says whose it is."""
+    on: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
+    for op in all_ops(placed):
+        for v in map(state.owners.outside, op.reads):
+            if op.mesh is not None and v in state.owners.floating and not is_small(v):
+                on[v].add(op.mesh)
+    held = any(len(meshes) > 1 and state.owners.of(v) is None for v, meshes in on.items() if v in placed.inputs)
+    return held or bool(state.lost)
 
 
 def has_tasks(program: ir.Program) -> bool:
     """Whether anything in the program is marked."""
-    return any(op.task is not None for op in _all_ops(program))
+    return any(op.task is not None for op in all_ops(program))
 
 
 def task_meshes(program: ir.Program) -> tuple[Mesh, ...]:
     """Submeshes of the tasks of a program, in the order of their first forward use."""
-    ops = sorted(_all_ops(program), key=lambda op: op.backward)
+    ops = sorted(all_ops(program), key=lambda op: op.backward)
     return tuple(dict.fromkeys(op.task.mesh for op in ops if op.task is not None))
-
-
-def _all_ops(program: ir.Program) -> Iterable[ir.Op]:
-    for item in program.items:
-        yield from item.ops if isinstance(item, ir.Loop) else (item,)
 
 
 def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
@@ -127,122 +189,28 @@ def _seen_by(atom: ir.Atom, task: Task | None, rename: dict[tuple[ir.Value, Task
     return rename.get((atom, task), atom)
 
 
-def _by_size(value: ir.Value, depth: int) -> tuple[int, int]:
-    """Straight code follows its largest operand, so that optimizer states stay where they are."""
-    return value.nbytes, depth
-
-
-def _by_depth(value: ir.Value, depth: int) -> tuple[int, int]:
-    """Loop bodies follow the operand that is furthest along the pipeline."""
-    return depth, value.nbytes
-
-
-class _Follower:
-    """Walks items in order and gives each a submesh: its task's, or that of the operand that ranks first."""
-
-    def __init__(self, homes: Homes, order: Sequence[Mesh], rank: Callable[[ir.Value, int], tuple[int, int]]):
-        self.homes = homes
-        self.items: list[ir.Item] = []
-        self.anchored: dict[int, Mesh] = {}
-        self._order = {mesh: i for i, mesh in enumerate(order)}
-        self._rank = rank
-        self._depth: dict[ir.Value, int] = {}
-        self._rename: dict[ir.Value, ir.Value] = {}
-        self._read_on: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
-
-    def run(self, items: Sequence[ir.Item]) -> _Follower:
-        for item in items:
-            if isinstance(item, ir.Op) and item.task is not None:
-                for v in item.reads:
-                    self._read_on[v].add(item.task.mesh)
-        for item in items:
-            if isinstance(item, ir.Loop):
-                self.items.append(item)
-                continue
-            op = replace(item, ins=tuple(self._rename.get(i, i) if isinstance(i, ir.Value) else i for i in item.ins))
-            known = [v for v in op.reads if v in self.homes]
-            if op.prim is _compat.optimization_barrier_p and op.task is None and op.backward:
-                self._split_barrier(op, known)
-            elif op.task is not None:
-                self._anchor(op, op.task.mesh, known)
-            elif op.prim.name == "cond" and len({self.homes[v] for v in known}) > 1 and not op.effects:
-                for part, mesh in split(op, functools.partial(self._home, otherwise=known)):
-                    self._anchor(part, mesh, [v for v in part.reads if v in self.homes])
-            elif known:
-                self._anchor(op, self._home(op.reads, known), known)
-            elif op.effects:  # once, whoever reads it
-                self._anchor(op, next(iter(self._order)), known)
-            else:
-                self.items.append(op)
-        return self
-
-    def _home(self, reads: Iterable[ir.Value], otherwise: Sequence[ir.Value]) -> Mesh:
-        """Submesh of the operand that ranks first among those that are placed."""
-        return self.homes[max([v for v in reads if v in self.homes] or otherwise, key=self._key)]
-
-    def _key(self, value: ir.Value) -> tuple[int, int, int]:
-        return (*self._rank(value, self._depth.get(value, 0)), -self._order.get(self.homes[value], 0))
-
-    def _anchor(self, op: ir.Op, mesh: Mesh, known: Sequence[ir.Value]) -> None:
-        self.anchored[len(self.items)] = mesh
-        self.items.append(op)
-        depth = max((self._depth.get(v, 0) + (self.homes[v] != mesh) for v in known), default=0)
-        for o in op.outs:
-            self.homes[o] = mesh
-            self._depth[o] = depth
-
-    def _split_barrier(self, op: ir.Op, known: Sequence[ir.Value]) -> None:
-        """One barrier per submesh: where the tied value is read, if that is one submesh, else where it is made.
-
-        Inputs that are nowhere yet pass through, those of other submeshes only order.
-        """
-        groups: dict[Mesh, list[tuple[ir.Value, ir.Value]]] = collections.defaultdict(list)
-        for given, tied in zip(op.ins, op.outs, strict=True):
-            if isinstance(given, ir.Value) and given in self.homes:
-                read_on = self._read_on[tied]
-                groups[next(iter(read_on)) if len(read_on) == 1 else self.homes[given]].append((given, tied))
-            else:
-                self._rename[tied] = given
-        for mesh, pairs in groups.items():
-            ins, outs = zip(*pairs, strict=True)
-            others = tuple(v for v in known if self.homes[v] != mesh)
-            self._anchor(replace(op, ins=tuple(ins), outs=tuple(outs), after=others), mesh, known)
-
-    def output(self, atom: ir.Atom) -> ir.Atom:
-        """What a result is called after barriers were split."""
-        return self._rename.get(atom, atom) if isinstance(atom, ir.Value) else atom
-
-
-def _place_loop(
-    loop: ir.Loop,
-    default: Mesh,
-    outer: Homes,
-    order: Sequence[Mesh],
-    rows: set[ir.Value],
-    moved: dict[ir.Value, ir.Value],
-) -> ir.Loop:
+def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value], moved: Moved) -> ir.Loop:
     """Place a loop's body; ``moved`` follows the ``rows`` that later loops are linked to when they are cloned."""
+    homes = state.homes
     loop = replace(loop, linked={k: moved.get(v, v) for k, v in loop.linked.items()})
-    homes: Homes = {inner: outer[row] for inner, row in loop.linked.items() if row in outer}
-    walked = _Follower(homes, order, _by_depth).run(loop.ops)
+    homes.update({inner: homes[row] for inner, row in loop.linked.items() if row in homes})
+    walked = Follower(state, loop=True).run(loop.ops)
     given = [o for op in loop.ops for o in op.outs if o in rows]
     wanted = tuple(walked.output(a) for a in (*loop.leaves, *given))
     states = {walked.output(c.leaf) for c in loop.carries.values()}
-    placed, results = _clone_floating(walked.items, walked.anchored, homes, wanted, default, states)
+    placed, results = _clone_floating(walked, state, wanted, {}, default, states)
     sums = tuple(replace(s, leaf=r) for s, r in zip(loop.sums, results, strict=False))
     stacks = dict(zip(loop.stacks, results[len(sums) :], strict=False))
     left = results[len(sums) + len(stacks) :]
     carries = {k: replace(c, leaf=r) for (k, c), r in zip(loop.carries.items(), left, strict=False)}
     moved.update(zip(given, left[len(carries) :], strict=True))
     for s in sums:
-        outer[s.out] = _home(s.leaf, homes, default)
+        homes[s.out] = _home(s.leaf, homes, default)
     for o, inner in stacks.items():
-        outer[o] = _home(inner, homes, default)
+        homes[o] = _home(inner, homes, default)
     for c in carries.values():
-        outer[c.out] = _home(c.leaf, homes, default)
-    ops = _only_ops(placed)
-    outer.update({o: homes[o] for op in ops for o in op.outs})  # rows for linked loops
-    return replace(loop, ops=ops, sums=sums, stacks=stacks, carries=carries)
+        homes[c.out] = _home(c.leaf, homes, default)
+    return replace(loop, ops=_only_ops(placed), sums=sums, stacks=stacks, carries=carries)
 
 
 def _home(atom: ir.Atom, homes: Homes, default: Mesh) -> Mesh:
@@ -250,20 +218,23 @@ def _home(atom: ir.Atom, homes: Homes, default: Mesh) -> Mesh:
 
 
 def _clone_floating(
-    items: Sequence[ir.Item],
-    anchored: dict[int, Mesh],
-    homes: Homes,
+    walked: Follower,
+    state: State,
     outputs: tuple[ir.Atom, ...],
+    wanted: Mapping[ir.Value, Mesh],
     default: Mesh,
     states: Collection[ir.Atom] = (),
 ) -> tuple[list[ir.Item], tuple[ir.Atom, ...]]:
-    """Copy what depends on inputs only to every submesh that reads it; what only outputs read goes to ``default``.
+    """Copy what may run anywhere to every submesh that reads it; of ``outputs``, some are ``wanted`` on a submesh.
 
-    Of the copies of outputs among ``states`` the first that is read is the output, so that no iteration waits for it.
+    What only outputs read goes where what it is computed from belongs, or to ``default``. Of the copies of outputs
+    among ``states`` the first that is read is the output, so that no iteration waits for it.
     """
+    items, anchored = walked.items, walked.anchored
     needed: dict[ir.Value, dict[Mesh, None]] = collections.defaultdict(dict)
     floating = [i for i, item in enumerate(items) if isinstance(item, ir.Op) and i not in anchored]
     made_floating = {o for i in floating for o in items[i].outs}
+    needed.update({v: {mesh: None} for v, mesh in wanted.items() if v in made_floating})
     on: dict[int, dict[Mesh, None]] = {}
     for i in reversed(range(len(items))):
         item = items[i]
@@ -276,7 +247,10 @@ def _clone_floating(
         else:
             on[i] = {m: None for o in item.outs for m in needed[o]}
             if not on[i]:
-                on[i] = {default: None}
+                home = state.largest(item.outs)
+                if home is None and not all(map(is_small, item.reads)):
+                    state.lost += item.outs
+                on[i] = {home or default: None}
         for v in item.reads:
             needed[v].update(on[i])
     copy: dict[tuple[ir.Value, Mesh], ir.Value] = {}
@@ -291,22 +265,22 @@ def _clone_floating(
             if i not in anchored:
                 outs = tuple(ir.Value(o.aval) for o in item.outs)
                 copy.update({(o, mesh): new for o, new in zip(item.outs, outs, strict=True)})
-                homes.update(dict.fromkeys(outs, mesh))
+                state.homes.update(dict.fromkeys(outs, mesh))
             placed.append(replace(item, mesh=mesh, ins=ins, outs=outs))
-    for state in states:
-        needed[state] = dict(reversed(needed[state].items()))
-    return placed, tuple(_copy_for_output(o, copy, needed, default) for o in outputs)
+    for carried in states:
+        needed[carried] = dict(reversed(needed[carried].items()))
+    return placed, tuple(_copy_for_output(o, copy, needed, wanted) for o in outputs)
 
 
 def _copy_for_output(
     atom: ir.Atom,
     copy: dict[tuple[ir.Value, Mesh], ir.Value],
     needed: dict[ir.Value, dict[Mesh, None]],
-    default: Mesh,
+    wanted: Mapping[ir.Value, Mesh],
 ) -> ir.Atom:
     if not isinstance(atom, ir.Value):
         return atom
-    for mesh in (*needed[atom], default):
+    for mesh in (wanted.get(atom), *needed[atom]):
         if (atom, mesh) in copy:
             return copy[atom, mesh]
     return next((made for (value, _), made in copy.items() if value is atom), atom)

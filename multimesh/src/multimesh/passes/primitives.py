@@ -93,6 +93,11 @@ def known(op: ir.Op) -> Primitive:
     return _REGISTRY.get(op.prim, _UNKNOWN)
 
 
+def elementwise(op: ir.Op) -> bool:
+    """Whether each element of a result is made from the elements at that place, and scalars."""
+    return known(op).links is _same_shape and op.prim not in _ACROSS
+
+
 def links(op: ir.Op) -> Iterator[Group]:
     """Groups of dimensions that an operation keeps together."""
     rule = known(op).links
@@ -354,3 +359,8 @@ _REGISTRY = {_compat.PRIMITIVES[name]: facts for name, facts in _table() if name
 _DRAWS = _compat.PRIMITIVES.get("rng_uniform")
 _SCATTER_ADD = _compat.PRIMITIVES["scatter-add"]
 _KEEP_ZERO = frozenset(_compat.PRIMITIVES[name] for name in ("broadcast_in_dim", "convert_element_type", "copy"))
+_ACROSS = frozenset(
+    _compat.PRIMITIVES[name]
+    for name in ("optimization_barrier", "rev", "cumsum", "cumlogsumexp", "cummax", "cumprod")
+    if name in _compat.PRIMITIVES
+)

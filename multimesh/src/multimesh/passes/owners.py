@@ -1,0 +1,151 @@
+"""Owners: the submesh that an argument belongs to, found from the tasks that read it.
+
+What depends on arguments only floats: it can be computed anywhere. A floating value belongs to the submesh whose
+forward tasks read most of it, else to that of its backward tasks. An argument that no task reads (the moments of a
+weight) belongs where it is read otherwise, and what is computed from arguments (the square of a weight) where they do.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+
+_KEY = 4  # elements of the largest PRNG key; scalars and keys are copied rather than owned
+
+
+def is_small(value: ir.Value) -> bool:
+    """Whether a value is a scalar or a PRNG key: it goes wherever it is read and attracts nothing."""
+    return value.aval.size <= _KEY
+
+
+def halves(op: ir.Op, given: ir.Value) -> bool:
+    """Whether an operation takes at most half of an operand, as a slice of stacked weights."""
+    return 2 * sum(o.aval.size for o in op.outs) <= given.aval.size or (
+        op.prim.name == "split" and all(2 * o.aval.size <= given.aval.size for o in op.outs)
+    )
+
+
+class Owners:
+    """What floats, and whose it is."""
+
+    def __init__(self, program: ir.Program, order: Sequence[Mesh], homes: Mapping[ir.Value, Mesh]):
+        """``homes`` are those of an earlier placement, if there was one."""
+        self.floating: set[ir.Value] = {*program.inputs, *program.consts}
+        self.order = {mesh: i for i, mesh in enumerate(order)}
+        self._homes, self._arguments = homes, frozenset(program.inputs)
+        self._outer: dict[ir.Value, ir.Value] = {}
+        self._read = (_readers(), _readers(), _readers())  # by forward tasks, by backward tasks, by others
+        self._whole: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
+        for item in program.items:
+            if isinstance(item, ir.Loop):
+                given = {**item.consts, **item.slices}
+                self._outer |= {inner: v for inner, v in given.items() if isinstance(v, ir.Value)}
+                self.floating.update(inner for inner, v in self._outer.items() if v in self.floating)
+        ops = list(all_ops(program))
+        for op in ops:
+            if op.task is None and not op.effects and self.floating.issuperset(op.reads):
+                self.floating.update(op.outs)
+        for op in reversed(ops):
+            self._note(op)
+
+    def _note(self, op: ir.Op) -> None:
+        for v in (v for v in op.reads if v in self.floating):
+            if op.task is not None:
+                self._add(v, op.task.mesh, v.nbytes, int(op.backward))
+                self._whole[self.outside(v)].add(op.task.mesh)
+            for o in op.outs:
+                if o in self._homes and op.task is None:
+                    self._add(v, self._homes[o], v.nbytes, 2)
+                if o not in self.floating:
+                    continue
+                for kind, read in enumerate(self._read):
+                    for mesh, nbytes in read[o].items():
+                        self._add(v, mesh, nbytes, kind)
+                if not halves(op, v):
+                    self._whole[self.outside(v)] |= self._whole[o]
+
+    def _add(self, value: ir.Value, mesh: Mesh, nbytes: int, kind: int) -> None:
+        for v in {value, self.outside(value)}:
+            mine = self._read[kind][v]
+            mine[mesh] = min(v.nbytes, mine.get(mesh, 0) + nbytes)
+
+    def outside(self, value: ir.Value) -> ir.Value:
+        """The value outside of the loop that a body's value stands for, or is a row of."""
+        return self._outer.get(value, value)
+
+    def is_read(self, value: ir.Value) -> bool:
+        """Whether tasks read a floating value, or what floats and is computed from it."""
+        return any(read[value] for read in self._read[:2])
+
+    def tasks_on(self, value: ir.Value) -> set[Mesh]:
+        """Submeshes whose tasks read a floating value, or what floats and is computed from it."""
+        return {mesh for read in self._read[:2] for mesh in read[value]}
+
+    def of(self, value: ir.Value) -> Mesh | None:
+        """Owner of a floating value that tasks read, or of an argument that others do."""
+        for v in (value, self.outside(value)):
+            for read in self._read if v in self._arguments else self._read[:2]:
+                if read[v]:
+                    return max(read[v], key=lambda mesh, on=read[v]: (on[mesh], -self.order.get(mesh, 0)))  # type: ignore[misc]
+        return None
+
+    def sliced_at_home(self, op: ir.Op) -> Mesh | None:
+        """Owner of a floating operand of which other submeshes read a part: they are sent that part."""
+        for v in op.reads:
+            owner = self.of(v)
+            if owner is not None and halves(op, v) and not is_small(v):
+                read_on = {mesh for o in op.outs for mesh in self.tasks_on(o)}
+                if read_on - self._whole[self.outside(v)] - {owner}:
+                    return owner
+        return None
+
+
+_Readers = dict[ir.Value, dict[Mesh, int]]
+
+
+def _readers() -> _Readers:
+    return collections.defaultdict(dict)
+
+
+def all_ops(program: ir.Program) -> Iterator[ir.Op]:
+    """Operations of a program and of the bodies of its loops, in order."""
+    for item in program.items:
+        yield from item.ops if isinstance(item, ir.Loop) else (item,)
+
+
+def leading_to_tasks(ops: Iterable[ir.Op]) -> set[ir.Value]:
+    """Values that a task reads, or what a task reads is computed from."""
+    found: set[ir.Value] = set()
+    for op in reversed(tuple(ops)):
+        if op.task is not None or any(o in found for o in op.outs):
+            found.update(op.reads)
+    return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """An argument that lies whole on several submeshes; on the last ones ``op`` reads it, outside of tasks."""
+
+    argument: int
+    meshes: tuple[Mesh, ...]
+    op: ir.Op
+
+
+def held(program: ir.Program) -> Iterator[Held]:
+    """Arguments of a placed program that lie on submeshes whose tasks do not read them, beside others."""
+    owners = Owners(program, (), {})
+    readers: dict[ir.Value, dict[Mesh, ir.Op]] = {v: {} for v in program.inputs if not is_small(v)}
+    for op in all_ops(program):
+        for v in map(owners.outside, op.reads):
+            if op.mesh is not None and v in readers:
+                readers[v].setdefault(op.mesh, op)
+    for n, v in enumerate(program.inputs):
+        found = readers.get(v, {})
+        foreign = [mesh for mesh in found if mesh not in owners.tasks_on(v)]
+        if len(found) > 1 and foreign:
+            yield Held(n, tuple(sorted(found, key=lambda mesh: mesh in foreign)), found[foreign[0]])

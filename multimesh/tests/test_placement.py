@@ -1,0 +1,292 @@
+"""What belongs to a stage stays there, whatever is done with it outside of tasks, with the values of plain jit."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+from models import MLP, WIDTH, plain
+from optimizing import ROWS, SIZE, moments_of
+from pipelines import Split, assert_at_home, assert_same, foreign_inputs, gradient, microbatched, submeshes
+
+import multimesh as mm
+
+STAGES, COUNT = 3, ROWS // SIZE
+SPLIT = Split(submeshes(STAGES, (1,)))
+LARGEST = 4 * SIZE * WIDTH  # bytes of a microbatch's activations: nothing larger travels
+
+
+def total(tree, of=jnp.square):
+    return sum(jnp.sum(of(x)) for x in jax.tree.leaves(tree))
+
+
+def spectral(params):
+    """Two power iterations for each matrix."""
+    norm = 0.0
+    for w in (w for w in jax.tree.leaves(params) if w.ndim == 2):
+        v = jnp.ones(w.shape[1]) / w.shape[1]
+        for _ in range(2):
+            v = w.T @ (w @ v)
+            v = v / jnp.linalg.norm(v)
+        norm += jnp.linalg.norm(w @ v)
+    return norm
+
+
+PENALTIES = {
+    "l2": total,
+    "l1": lambda params: total(params, jnp.abs),
+    "norm": lambda params: jnp.sqrt(total(params)),
+    "spectral": spectral,
+}
+
+
+def clipped(grads):
+    scale = jnp.minimum(1.0, 0.1 / jnp.sqrt(total(grads)))
+    return jax.tree.map(lambda g: g * scale, grads)
+
+
+def raveled(grads):
+    flat, unravel = ravel_pytree(grads)
+    return unravel(flat * jnp.minimum(1.0, 0.1 / jnp.linalg.norm(flat)))
+
+
+def is_finite(grads):
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+
+
+def guarded(grads):
+    good = is_finite(grads)
+    return jax.tree.map(lambda g: jnp.where(good, g, 0.0), grads)
+
+
+def check(make, *state, most=LARGEST):
+    """``make(stage, loop)`` is a step of params, ``state``, batch; what it returns like params lies as they do."""
+    params, batch = MLP.init(STAGES), MLP.batch(ROWS, 0)
+    owners = MLP.owners(params)
+    want = jax.jit(make(plain, microbatched))(params, *state, batch)
+    step = mm.jit(make(SPLIT, mm.microbatch))
+    got = step(SPLIT.place(params, owners), *state, batch)
+    assert_same(got, want)
+    trees = moments_of(got, params)
+    assert trees
+    for tree in trees:
+        assert_at_home(SPLIT, tree, owners)
+    plan = step.compiled[0].plan
+    given = [leaf for part in (params, *state) for leaf in jax.tree.leaves(part)]
+    assert not foreign_inputs(plan, [n for n, leaf in enumerate(given) if np.size(leaf) > 4])
+    assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= most
+    return plan
+
+
+def loss_of(stage, penalty=lambda params: 0.0):
+    return lambda params, batch: MLP.loss(params, batch, stage) + 0.01 * penalty(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("l2", "inside"),
+        ("l2", "outside"),
+        ("l2", "straight"),
+        ("l1", "after"),
+        ("norm", "inside"),
+        ("spectral", "outside"),
+    ],
+)
+def test_a_penalty_in_the_loss(name, where):
+    """Each weight's part of it is computed beside the weight; the gradient stays there."""
+    penalty = PENALTIES[name]
+
+    def make(stage, loop):
+        loss = loss_of(stage, penalty)
+        if where == "inside":
+            return lambda params, batch: loop(jax.value_and_grad(loss), size=SIZE, argnum=1)(params, batch)
+        if where == "outside":
+            return lambda p, batch: jax.value_and_grad(lambda p: loop(loss, size=SIZE, argnum=1)(p, batch))(p)
+        if where == "straight":
+            return jax.value_and_grad(loss)
+        bare = loop(loss_of(stage), size=SIZE, argnum=1)
+        return lambda p, batch: jax.value_and_grad(lambda p: bare(p, batch) + penalty(p))(p)
+
+    check(make, most=ROWS // SIZE * LARGEST if where == "straight" else LARGEST)
+
+
+def test_a_penalty_inside_the_tasks():
+    def make(stage, loop):
+        def loss(params, batch):
+            parts = [stage(s, total)(p) for s, p in enumerate(params["stages"])]
+            return MLP.loss(params, batch, stage) + 0.01 * sum(parts)
+
+        return loop(jax.value_and_grad(loss), size=SIZE, argnum=1)
+
+    check(make)
+
+
+@pytest.mark.parametrize(("change", "schedule"), [(clipped, "1f1b"), (guarded, "wavefront"), (raveled, "gpipe")])
+def test_gradients_changed_per_microbatch(change, schedule):
+    def make(stage, loop):
+        def one(params, batch):
+            value, grads = jax.value_and_grad(loss_of(stage))(params, batch)
+            return value, change(grads)
+
+        given = {} if loop is microbatched else {"schedule": schedule}
+        return loop(one, size=SIZE, argnum=1, **given)
+
+    check(make)
+
+
+def noisy(grads):
+    """DP-SGD: what each microbatch was clipped to, and noise."""
+    leaves, tree = jax.tree.flatten(grads)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    return tree.unflatten([g + 0.01 * jax.random.normal(k, g.shape) for g, k in zip(leaves, keys, strict=True)])
+
+
+def flat_update(params, grads):
+    """All in one vector, which nothing needs to make."""
+    flat, unravel = ravel_pytree(params)
+    step, _ = ravel_pytree(grads)
+    noise = 0.01 * jax.random.normal(jax.random.key(0), step.shape)
+    return unravel(flat - 0.1 * (step / jnp.maximum(1.0, jnp.sqrt(jnp.vdot(step, step))) + noise))
+
+
+UPDATES = {
+    "noise": lambda params, grads: jax.tree.map(lambda p, g: p - 0.1 * g, params, noisy(clipped(grads))),
+    "ravel": lambda params, grads: raveled(grads),
+    "flat": flat_update,
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_gradients_changed_after_the_loop(update):
+    def make(stage, loop):
+        grads_of = gradient(MLP, stage, size=SIZE, rows=ROWS, schedule=None if loop is microbatched else "1f1b")
+        return lambda params, batch: update(params, grads_of(params, batch)[1])
+
+    check(make)
+
+
+OPTIMIZERS = {
+    "adamw with a mask": optax.adamw(1e-3, eps=1e-4, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "lamb": optax.lamb(1e-3, eps=1e-4),
+    "lion": optax.lion(1e-3),
+    "agc": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1, momentum=0.9)),
+    "schedule-free": optax.contrib.schedule_free_sgd(1e-3),
+    "finite": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3, eps=1e-4)), 3),
+    "multisteps": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3, eps=1e-4)), 2
+    ).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_and_an_average_with_a_penalty(optimizer):
+    """The moments and an exponential average of the weights are computed beside them."""
+    params = MLP.init(STAGES)
+
+    def make(stage, loop):
+        grads_of = loop(jax.grad(loss_of(stage, total)), size=SIZE, argnum=1)
+
+        def step(params, state, average, batch):
+            updates, state = optimizer.update(grads_of(params, batch), state, params)
+            average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+            return optax.apply_updates(params, updates), state, average
+
+        return step
+
+    check(make, jax.jit(optimizer.init)(params), params)
+
+
+@pytest.mark.parametrize("form", ["cond", "where"])
+def test_loss_scaling_skips_an_update(form):
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3, eps=1e-4))
+
+    def make(stage, loop):
+        def step(params, state, scale, batch):
+            grads = loop(jax.grad(lambda p, b: scale * loss_of(stage)(p, b)), size=SIZE, argnum=1)(params, batch)
+            grads = jax.tree.map(lambda g: g / scale, grads)
+            good = is_finite(grads)
+
+            def update(given):
+                params, state, grads = given
+                updates, state = optimizer.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            if form == "cond":
+                new = jax.lax.cond(good, update, lambda given: given[:2], (params, state, grads))
+            else:
+                done = update((params, state, grads))
+                new = jax.tree.map(lambda a, b: jnp.where(good, a, b), done, (params, state))
+            return *new, jnp.where(good, 2 * scale, scale / 2)
+
+        return step
+
+    check(make, jax.jit(optimizer.init)(MLP.init(STAGES)), np.float32(8))
+
+
+def test_adapters_of_frozen_weights():
+    """LoRA: the adapters and their gradients lie beside the weights that they are added to."""
+    frozen = MLP.init(STAGES)
+    adapters = [{"a": np.full((WIDTH, 2), 0.1, np.float32), "b": np.ones((2, 32), np.float32)} for _ in range(STAGES)]
+
+    def make(stage, loop):
+        def loss(adapters, frozen, batch):
+            pairs = zip(frozen["stages"], adapters, strict=True)
+            return MLP.loss({"stages": [p | {"up": p["up"] + a["a"] @ a["b"]} for p, a in pairs]}, batch, stage)
+
+        return loop(jax.grad(loss), size=SIZE, argnum=2)
+
+    batch = MLP.batch(ROWS, 0)
+    got = mm.jit(make(SPLIT, mm.microbatch))(adapters, frozen, batch)
+    assert_same(got, jax.jit(make(plain, microbatched))(adapters, frozen, batch))
+    assert_at_home(SPLIT, got, [jax.tree.map(lambda _, s=s: (s,), a) for s, a in enumerate(adapters)])
+
+
+TAKES = {
+    "slice": lambda w, s: w[2 * s : 2 * s + 2],
+    "split": lambda w, s: jnp.split(w, STAGES)[s],
+    "dynamic_slice": lambda w, s: jax.lax.dynamic_slice_in_dim(w, 2 * s, 2),
+}
+
+
+@pytest.mark.parametrize("where", ["outside"])
+@pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
+def test_stacked_weights_of_which_each_stage_takes_a_part(take, where):
+    """The stack has one home; from there each stage is sent its part, once, and gradients come back in parts."""
+    layers = np.stack([p["up"][:, :WIDTH] for p in MLP.init(2 * STAGES)["stages"]])
+
+    def make(stage, loop):
+        def run(weights, x):
+            for w in (weights[0], weights[1]):
+                x = x + jnp.tanh(x @ w)
+            return x
+
+        def loss(params, batch):
+            x = batch["x"]
+            for s in range(STAGES):
+                x = stage(s, run)(take(params["layers"], s), x)
+            return stage(STAGES - 1, lambda x, y: jnp.mean((x.mean(-1, keepdims=True) - y) ** 2))(x, batch["y"])
+
+        def step(params, batch):
+            if where == "inside":
+                grads = loop(jax.grad(loss), size=SIZE, argnum=1)(params, batch)
+            else:
+                grads = jax.grad(lambda p: loop(loss, size=SIZE, argnum=1)(p, batch))(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+        return step
+
+    params, batch = {"layers": layers, "other": np.ones(3, np.float32)}, MLP.batch(ROWS, 0)
+    step = mm.jit(make(SPLIT, mm.microbatch))
+    got = step(params, batch)
+    assert_same(got, jax.jit(make(plain, microbatched))(params, batch))
+    plan = step.compiled[0].plan
+    assert not foreign_inputs(plan, [0])
+    assert set(got["layers"].devices()) == SPLIT.devices(0)
+    sent = collections.Counter(plan.slots[s].nbytes for t in plan.transfers for s in t.ins)
+    part = layers.nbytes // STAGES
+    assert max(sent) <= part
+    assert sum(n * size for size, n in sent.items() if size > LARGEST) == 2 * (STAGES - 1) * part
