@@ -19,8 +19,6 @@ from multimesh.linalg.cholesky import Panels, adjoint
 from multimesh.linalg.layout import Layout
 from multimesh.specs import AnyMesh, axes_of, entry, lay_out
 
-TILE = 256  # rows of each device in a superpanel, where a device has thousands
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "panels"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +160,8 @@ def _slogdet(a: Array, panels: Panels | None, *, layout: Layout) -> SlogdetResul
 # Checks, made at the call.
 
 
-def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int = TILE) -> Layout:
-    """How ``a`` is sharded, and cut into superpanels of about ``tile`` rows of each device."""
+def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int | None = None) -> Layout:
+    """How ``a`` is sharded, and cut into superpanels of about ``tile`` rows of each device, by default into 16."""
     if a.ndim != 2 or a.shape[0] != a.shape[1]:
         raise UsageError(
             f"{what}: the matrix must be square, got shape {a.shape}; use jax.vmap for a stack of matrices"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh.specs import AnyMesh, Axes, entry, size
 
-FEWEST, MOST = 8, 32  # superpanels: fewer do much work twice, more make large programs
+FEWEST, USUAL, MOST = 8, 16, 32  # superpanels: fewer do more work in more memory, more make larger programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +67,16 @@ class Layout:
         """The matrix's own spec."""
         return P(entry(self.rows), entry(self.cols))
 
-    def with_panels(self, tile: int) -> Layout:
-        """With superpanels of about ``tile`` rows of each device, 8 to 32 of them where there are so many rows."""
+    def with_panels(self, tile: int | None = None) -> Layout:
+        """With superpanels of about ``tile`` rows of each device: 8 to 32, by default 16, if there are so many rows."""
+        tile = tile or math.ceil(self.held / USUAL)
         height = max(min(tile, math.ceil(self.held / FEWEST)), math.ceil(self.held / MOST))
         count = math.ceil(self.held / height)
         return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
 
     def in_order(self) -> Layout:
         """With a number of superpanels that the devices divide, which `to_cyclic` needs."""
-        count = self.devices * max(1, math.ceil(min(2 * FEWEST, self.held) / self.devices))
+        count = self.devices * max(1, math.ceil(min(USUAL, self.held) / self.devices))
         return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
 
     # What follows works on the shards of one device, inside `jax.shard_map`.
