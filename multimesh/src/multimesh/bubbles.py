@@ -10,7 +10,8 @@ from multimesh import schedules
 from multimesh.errors import UsageError
 from multimesh.forecast import sizes
 from multimesh.simulate import UNIT_COSTS, checked, cost, simulate
-from multimesh.timeline import Timeline, columns
+from multimesh.timeline import Timeline
+from multimesh.units import columns
 
 CLOSE = 1e-9  # relative difference of rounding
 

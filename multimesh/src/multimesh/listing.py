@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from multimesh.submesh import describe
-from multimesh.timeline import amount
+from multimesh.units import amount
 
 if TYPE_CHECKING:
     from multimesh.plan import Instruction, Plan

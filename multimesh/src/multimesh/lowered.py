@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,10 +19,8 @@ from multimesh.layouts import input_shardings
 from multimesh.memory import MemoryForecast, forecast
 from multimesh.passes.pipeline import Pass, Traced, passes
 from multimesh.plan import Plan
+from multimesh.profiling import Profile, profile
 from multimesh.runtime import Runner
-
-if TYPE_CHECKING:
-    from multimesh.profiling import Profile
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,8 +188,6 @@ class Compiled:
         Profile
             Prints as a table of measured against forecast; has both as timelines, and the ``costs``.
         """
-        from multimesh.profiling import profile
-
         repeats = checks.whole("profile: repeats", repeats, 1)
         leaves = self._leaves(args, kwargs)
         with _compat.without_mesh(concrete_only=True):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from multimesh.timeline import Hop, Span, Timeline
+if TYPE_CHECKING:
+    from multimesh.timeline import Hop, Span, Timeline
 
 _PID = 1
 _FIRST = 2  # thread of the first submesh: in Perfetto 0 is the idle thread, and 1 that of the process

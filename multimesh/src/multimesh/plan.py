@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import fingerprint, ir, listing
+from multimesh.forecast import Costs, forecast
 from multimesh.simulate import UNIT_COSTS, covered
 from multimesh.submesh import carry_over
 
 if TYPE_CHECKING:
-    from multimesh.forecast import Costs
     from multimesh.timeline import Timeline
 
 
@@ -234,8 +234,6 @@ class Plan:
         UsageError
             For costs that do not fit the plan.
         """
-        from multimesh.forecast import forecast
-
         return forecast(self, costs)
 
     def to_svg(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:

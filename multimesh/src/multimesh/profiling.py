@@ -15,8 +15,9 @@ import jax
 from multimesh.compiling import CompiledPlan
 from multimesh.forecast import Costs, Times, assembled, forecast, timed
 from multimesh.plan import Plan, Transfer
-from multimesh.timeline import Timeline, amount, columns
+from multimesh.timeline import Timeline
 from multimesh.transport import Call, Transport
+from multimesh.units import amount, columns
 
 
 @dataclass(frozen=True, eq=False)

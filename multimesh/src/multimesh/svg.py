@@ -12,8 +12,12 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
-from multimesh.timeline import Span, Timeline, amount
+from multimesh.units import amount
+
+if TYPE_CHECKING:
+    from multimesh.timeline import Span, Timeline
 
 _COLOURS = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "": "#8a8f98"}
 _MEANING = {

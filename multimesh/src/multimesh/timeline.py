@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh import checks
+from multimesh.perfetto import trace
+from multimesh.svg import draw
+from multimesh.units import amount, columns
 
 
 @dataclass(frozen=True)
@@ -152,14 +155,10 @@ class Timeline:
 
     def to_svg(self, path: str | Path) -> None:
         """Write a picture of it; see `multimesh.svg`."""
-        from multimesh.svg import draw
-
         Path(checks.path("to_svg: path", path)).write_text(draw(self), encoding="utf-8")
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write it as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
-        from multimesh.perfetto import trace
-
         Path(checks.path("to_perfetto: path", path)).write_text(trace(self), encoding="utf-8")
 
 
@@ -167,23 +166,3 @@ def live_steps(changes: Iterable[tuple[float, int, float]]) -> Steps:
     """Running total of changes, each (time, order among those of that time, by how much)."""
     ordered = sorted(changes)
     return tuple(zip((time for time, _, _ in ordered), itertools.accumulate(by for _, _, by in ordered), strict=True))
-
-
-def amount(value: float, unit: str) -> str:
-    """A time or size with three significant digits and a fitting unit: ``1.23 ms``, ``4.1 kB``, ``7``."""
-    scales = {
-        "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
-        "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")),
-    }.get(unit)
-    if scales is None:
-        return f"{value:.4g}"
-    scale, name = next(((s, n) for s, n in scales if abs(value) >= s), scales[-1])
-    return f"{value / scale:.3g} {name}"
-
-
-def columns(parts: Sequence[tuple[str, Sequence[str]]], left: Collection[int] = ()) -> list[str]:
-    """Lines of a plain text table: a head and cells for each column, aligned to the right but for those in ``left``."""
-    widths = [max(map(len, (head, *cells))) for head, cells in parts]
-    heads, rows = [head for head, _ in parts], zip(*(cells for _, cells in parts), strict=True)
-    signs = ["<" if number in left else ">" for number in range(len(parts))]
-    return ["  ".join(f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)) for row in (heads, *rows)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from multimesh.compiling import evaluate
+from multimesh.evaluating import evaluate
 from multimesh.passes.transposes import fold_transposes
 from programs import MESHES, names, on, placed
 

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import _compat, ir
-from multimesh.compiling import evaluate
 from multimesh.errors import internal_error
+from multimesh.evaluating import evaluate
 from multimesh.fingerprint import text
 from multimesh.passes.autoshard import Axes, Layouts, Node
 from multimesh.passes.inline import flattened

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from multimesh import _compat, ir
-from multimesh.compiling import evaluate
+from multimesh.evaluating import evaluate
 from multimesh.passes.inline import flattened
 
 Cut = Callable[[Sequence[ir.Op], set[ir.Value], set[ir.Value]], tuple[Sequence[ir.Op], Sequence[ir.Op]]]
