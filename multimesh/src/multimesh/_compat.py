@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -472,12 +472,21 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
 explicit_transfers = _config.explicit_device_put_scope if _config is not None else contextlib.nullcontext
 
 
+def shares_programs(devices: Iterable[jax.Device]) -> bool:
+    """Whether a program compiled for some of these devices may run on others: the one place that decides it.
+
+    On CPUs only. Elsewhere code may depend on which devices are neighbours, so that cutting a program into what
+    submeshes have in common and the rest would cost a run of it a step and save no compilation.
+    """
+    return all(device.platform == "cpu" for device in devices)
+
+
 def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     """All that determines the code of a program lowered for ``mesh``, except for its name and devices.
 
-    None for a program that can't be shared. Only CPUs share: elsewhere code may depend on which devices are neighbours;
-    and only with versions of JAX that were tried, as loading a program for the wrong devices ends the process. With a
-    persistent compilation cache each submesh has its own entry there: XLA can't store again what it took from it.
+    None for a program that can't be shared: see `shares_programs`. Nor is one with versions of JAX that were not tried,
+    as loading a program for the wrong devices ends the process. With a persistent compilation cache each submesh has
+    its own entry there: XLA can't store again what it took from it.
     """
     if _compiler is None or (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):
         return None
@@ -487,7 +496,7 @@ def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     devices = list(mesh.devices.flat)
     if any(arguments.get(name) for name in own) or lowering.const_args or list(lowering._device_list) != devices:
         return None
-    if any(d.platform != "cpu" or d.process_index != jax.process_index() for d in devices):
+    if not shares_programs(devices) or any(d.process_index != jax.process_index() for d in devices):
         return None
     free = tuple(type(s) for name in ("in_shardings", "out_shardings") for s in arguments[name])
     text = str(lowered.compiler_ir()).partition(" attributes ")[2]  # the module's name comes before

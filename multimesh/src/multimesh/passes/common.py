@@ -31,6 +31,8 @@ def cut_common(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[F
     results
         Values that are read outside.
     """
+    if not _compat.shares_programs(d for part in fragments for d in part.mesh.devices.flat):
+        return tuple(fragments)
     alike: dict[Hashable, list[int]] = collections.defaultdict(list)
     for i, part in enumerate(fragments):
         if not any(op.task is not None or op.effects for op in part.ops):

@@ -163,7 +163,9 @@ class _Builder:
         for s in part.loop.sums:
             sums[self._submesh(self.homes[s.out])].append(s)
         kinds = [[(_compat.shape_of(s.out.aval), s.over) for s in mine] for mine in sums.values()]
-        for submesh, pieces in sorted(zip(sums, in_two(list(sums.values()), kinds), strict=True)):
+        shared = _compat.shares_programs(d for submesh in sums for d in self.meshes[submesh].devices.flat)
+        halves = in_two(list(sums.values()), kinds) if shared else [[mine] for mine in sums.values()]
+        for submesh, pieces in sorted(zip(sums, halves, strict=True)):
             for mine in pieces:
                 kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
                 outs = tuple(self._slot(s.out, submesh) for s in mine)
