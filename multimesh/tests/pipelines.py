@@ -143,7 +143,8 @@ def assert_same(got: Any, want: Any, rtol: float = RTOL) -> None:
         if not jnp.issubdtype(b.dtype, jnp.inexact):
             np.testing.assert_array_equal(a, b, err_msg=where)
             continue
-        a, b = a.astype(np.float64), b.astype(np.float64)
+        wide = np.result_type(b.dtype, np.float64) if b.dtype.kind == "c" else np.float64  # ml_dtypes' kind is V
+        a, b = a.astype(wide), b.astype(wide)
         assert np.isfinite(b).all(), where
         error, scale = np.abs(a - b).max(initial=0.0), np.abs(b).max(initial=0.0)
         assert error <= rtol * scale, f"{where}: {error:.3e} > {rtol:g} x {scale:.3e}"
