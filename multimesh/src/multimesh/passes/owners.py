@@ -11,6 +11,7 @@ import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from multimesh import ir
@@ -137,9 +138,15 @@ class Held:
 
 
 def held(program: ir.Program) -> Iterator[Held]:
-    """Arguments of a placed program that lie on submeshes whose tasks do not read them, beside others."""
+    """Arguments of a placed program that lie on submeshes whose tasks do not read them, beside others.
+
+    Not the batch, of which each submesh takes what it needs: what loops cut into microbatches, and integers (tokens).
+    """
     owners = Owners(program, (), {})
-    readers: dict[ir.Value, dict[Mesh, ir.Op]] = {v: {} for v in program.inputs if not is_small(v)}
+    rows = _cut_by_loops(program)
+    readers: dict[ir.Value, dict[Mesh, ir.Op]] = {
+        v: {} for v in program.inputs if not is_small(v) and v not in rows and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    }
     for op in all_ops(program):
         for v in map(owners.outside, op.reads):
             if op.mesh is not None and v in readers:
@@ -149,3 +156,14 @@ def held(program: ir.Program) -> Iterator[Held]:
         foreign = [mesh for mesh in found if mesh not in owners.tasks_on(v)]
         if len(found) > 1 and foreign:
             yield Held(n, tuple(sorted(found, key=lambda mesh: mesh in foreign)), found[foreign[0]])
+
+
+def _cut_by_loops(program: ir.Program) -> set[ir.Value]:
+    """What loops take a row of in each iteration, and what that is computed from."""
+    found: set[ir.Value] = set()
+    for item in reversed(program.items):
+        if isinstance(item, ir.Loop):
+            found.update(ir.values(item.slices.values()))
+        elif any(o in found for o in item.outs):
+            found.update(item.reads)
+    return found
