@@ -18,7 +18,7 @@ from multimesh.passes.inline import flattened
 Home = TypeVar("Home")
 
 
-def split(op: ir.Op, home: Callable[[Iterable[ir.Value]], Home]) -> list[tuple[ir.Op, Home]]:
+def split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Home]) -> list[tuple[ir.Op, Home]]:
     """Cut an unmarked ``cond`` into one per submesh of its results.
 
     Parameters
@@ -26,7 +26,7 @@ def split(op: ir.Op, home: Callable[[Iterable[ir.Value]], Home]) -> list[tuple[i
     op
         The conditional.
     home
-        Submesh that a result follows, given the operands that it depends on.
+        Submesh of a result, given the operands that it depends on, and the result.
 
     Returns
     -------
@@ -37,7 +37,7 @@ def split(op: ir.Op, home: Callable[[Iterable[ir.Value]], Home]) -> list[tuple[i
     groups: dict[Home, list[int]] = collections.defaultdict(list)
     for i in range(len(op.outs)):
         _, reads = _compat.dce(branches, [j == i for j in range(len(op.outs))])
-        groups[home(_operands(op, reads))].append(i)
+        groups[home(_operands(op, reads), op.outs[i])].append(i)
     if len(groups) == 1:
         return [(op, next(iter(groups)))]
     parts = []

@@ -156,11 +156,11 @@ class Follower:
     def _conditional(self, op: ir.Op, roots: Roots) -> None:
         """One for each submesh of its results; those that read several submeshes are for a rewrite."""
 
-        def home(reads: Iterable[ir.Value]) -> Mesh:
+        def home(reads: Iterable[ir.Value], out: ir.Value) -> Mesh:
             mine = self._state.roots_of(reads)
             if _is_mixed(mine) and op.outs[0] not in self._state.mixed:
                 self._state.mixed.append(op.outs[0])
-            return self._home(op, mine or roots)
+            return self._home(replace(op, outs=(out,)), mine or roots)  # its own size and pull, not those of all
 
         for part, mesh in split(op, home):
             self._anchor(part, mesh)
