@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Runner:
         self._transport = Transport()
         self.steps = tuple(_steps(compiled, self._transport))
         self._donated = _donated(compiled)
+        self._aliases = _aliases(compiled, self._donated)
 
     @property
     def constants(self) -> dict[int, Any]:
@@ -55,7 +57,7 @@ class Runner:
             Where a donated argument and another one are the same buffer.
         """
         env = self._staged(args)
-        if self._donated:
+        if self._aliases:
             self._check_buffers(env)
         with _compat.explicit_transfers():
             for call, ins, outs, frees in self.steps:
@@ -71,24 +73,33 @@ class Runner:
                 del results
                 for slot in frees:
                     env[slot] = None
-        return [
+        results = [
             env[value] if kind == "slot" else _copy(args[value] if kind == "arg" else value)
             for kind, value in self._outputs
         ]
+        if self._aliases:
+            _results.update((id(x), x) for x in results)
+        return results
 
     def _check_buffers(self, env: Sequence[Any]) -> None:
-        """XLA would refuse a donated buffer that is there twice on one device, and end the process on several."""
-        found: dict[int, tuple[int, bool]] = {}
-        for arg, slot, layout in self._inputs:
-            if not self.compiled.plan.slots[slot].nbytes or not layout.addressable_devices:
-                continue
-            donated = slot in self._donated
-            other, also = found.setdefault(env[slot].addressable_data(0).unsafe_buffer_pointer(), (arg, donated))
-            if other != arg and (donated or also):
-                raise UsageError(
-                    f"{self._names[other]} and {self._names[arg]} are the same buffer, and one of them is donated; "
-                    "give one of them as a copy: jnp.copy(x)"
-                )
+        """XLA would refuse a donated buffer that is there twice on one device, and end the process on several.
+
+        Asking an array for its buffer takes as long as a dispatch. Results of runners have a buffer each: where all
+        arrays of a kind are such, only one that is given twice is looked for.
+        """
+        for alike in self._aliases:
+            arrays = [env[slot] for _, slot in alike]
+            own = all(_results.get(id(x)) is x for x in arrays)
+            found: dict[int, tuple[int, bool]] = {}
+            for (arg, slot), x in zip(alike, arrays, strict=True):
+                donated = slot in self._donated
+                buffer = id(x) if own else x.addressable_data(0).unsafe_buffer_pointer()
+                other, also = found.setdefault(buffer, (arg, donated))
+                if other != arg and (donated or also):
+                    raise UsageError(
+                        f"{self._names[other]} and {self._names[arg]} are the same buffer, and one of them is donated; "
+                        "give one of them as a copy: jnp.copy(x)"
+                    )
 
     def _invalid(self, program: Any, args: Sequence[Any], kind: str) -> FloatingPointError:
         """What ``jax_debug_nans`` and ``jax_debug_infs`` raise of a program, with the task and the user's line."""
@@ -167,6 +178,21 @@ def _donated(compiled: CompiledPlan) -> frozenset[int]:
     runs = (step for step in plan.instructions if step.kind == "RUN" and step.kernel is not None)
     return frozenset(given.intersection(step.ins[i] for step in runs for i in plan.donations.get(step.kernel or 0, ())))
 
+
+def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Inputs, as (argument, slot), that may be one buffer: of one type, in shards of one shape, one of them donated."""
+    kinds: dict[Any, list[tuple[int, int]]] = {}
+    for arg, slot in compiled.plan.inputs:
+        meant, layout = compiled.plan.slots[slot], compiled.layouts[slot]
+        if meant.nbytes and layout.addressable_devices:
+            kind = layout.shard_shape(meant.shape), meant.dtype, layout.memory_kind
+            kinds.setdefault(kind, []).append((arg, slot))
+    several = (tuple(alike) for alike in kinds.values() if len({arg for arg, _ in alike}) > 1)
+    return tuple(alike for alike in several if any(slot in donated for _, slot in alike))
+
+
+# Results of runners that may come back as arguments, by identity.
+_results: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 _Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
