@@ -179,7 +179,7 @@ class Follower:
             load[mesh] += v.nbytes
             furthest[mesh] = max(furthest[mesh], self._at(op, v))
         pull = next((self._state.pulls[o] for o in op.outs if o in self._state.pulls), None)
-        if pull is not None and not self._loop and max(load.values()) < sum(o.nbytes for o in op.outs):
+        if pull is not None and len(op.outs) == 1 and max(load.values()) < op.outs[0].nbytes:
             return pull  # no submesh has as much of it as it makes: gradients of a stack's slices, added
         return max(load, key=lambda mesh: (load[mesh], mesh == pull, furthest[mesh], -self._rank(mesh, False)))
 
