@@ -22,6 +22,7 @@ from multimesh.passes.place import has_tasks, place, task_meshes
 from multimesh.passes.planning import build
 from multimesh.passes.propagate import fix_layouts
 from multimesh.passes.reductions import delay_reductions
+from multimesh.passes.slices import slices_outside
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,8 @@ def passes(traced: Traced) -> Iterator[Pass]:
     yield Pass("fuse", program)
     program = separate(program)
     yield Pass("separate", program)
+    program = slices_outside(program)
+    yield Pass("slices", program)
     program, homes = place(program, None if has_tasks(program) else home, traced.alike)
     yield Pass("place", program)
     given = {v: spec for v, spec in zip(program.inputs, traced.specs, strict=True) if spec is not None}
