@@ -33,7 +33,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         prog="docker/build.py",
         help="build an image, check it in a container, and push it",
         description="Build an image of MultiMesh for JAX, check it in a container, and push it.",
-        epilog="Without an engine, --dry-run shows the commands. README.md lists the exit codes.",
+        epilog="Without an engine, --dry-run shows the commands. docs/sources.md lists the exit codes.",
         allow_abbrev=False,
     )
     flags.add(parser)
