@@ -14,6 +14,12 @@ from tests.integration.parts import slurm
 from workflows.image import engine as detected
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse several processes: the tests share an engine, ports and a package manager."""
+    if config.getoption("numprocesses", None):
+        raise pytest.UsageError("tests/integration: the tests share what they start; add -n 0")
+
+
 @pytest.fixture(scope="session")
 def parts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the parts keep what they need; short, because sockets lie in it."""
