@@ -25,6 +25,7 @@ SYSTEM_FOLDERS = {
 }
 # Hosts that a committed file may name: public ones that we fetch from or point to, and names reserved for examples.
 PUBLIC_HOSTS = {
+    "img.shields.io",
     "api.github.com",
     "bazel.build",
     "containers.dev",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from multimesh import _compat, checks, ir
+from multimesh import _compat, _executables, checks, ir
 from multimesh.errors import MultiMeshError
 from multimesh.evaluating import evaluate
 from multimesh.passes.transposes import fold_transposes
@@ -38,7 +38,7 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
     """Compile the kernels of a plan that run on devices of this process, several at a time.
 
     Their inputs and outputs have the layouts that the plan says, so that none waits for another. Kernels of different
-    submeshes that are equal otherwise share one compilation where `_compat.program_text` allows it.
+    submeshes that are equal otherwise share one compilation where `_executables.program_text` allows it.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
                 if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
                     continue
                 program = _lower(plan, number, step)
-                group = alike.setdefault(_compat.program_text(program.lowered, mesh) or number, [])
+                group = alike.setdefault(_executables.program_text(program.lowered, mesh) or number, [])
                 group.append(program)
                 if len(group) == 1:
                     running[number] = pool.submit(program.compile, options)
@@ -85,11 +85,11 @@ class _Program:
     lowered: Any
 
     def compile(self, options: Mapping[str, Any]) -> Any:
-        return _compat.finished(self.lowered.compile(options), self.lowered, self.mesh, self.jitted)
+        return _executables.finished(self.lowered.compile(options), self.lowered, self.mesh, self.jitted)
 
     def moved(self, compiled: Any, options: Mapping[str, Any]) -> Any:
         """The program, where an equal one was compiled for another submesh."""
-        return _compat.on_other_devices(compiled, self.lowered, self.mesh, options) or self.compile(options)
+        return _executables.on_other_devices(compiled, self.lowered, self.mesh, options) or self.compile(options)
 
 
 def _lower(plan: Plan, number: int, step: Instruction) -> _Program:

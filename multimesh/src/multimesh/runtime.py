@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from multimesh import _compat
+from multimesh import _compat, _executables
 from multimesh.compiling import CompiledPlan, first_invalid
 from multimesh.errors import UsageError
 from multimesh.submesh import describe
@@ -59,7 +59,7 @@ class Runner:
         env = self._staged(args)
         if self._aliases:
             self._check_buffers(env)
-        with _compat.explicit_transfers():
+        with _executables.explicit_transfers():
             for call, ins, outs, frees in self.steps:
                 try:
                     results = call(*[env[i] for i in ins])

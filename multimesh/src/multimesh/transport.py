@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from multimesh import _compat
+from multimesh import _compat, _executables
 
 Call = Callable[..., Sequence[Any]]
 
@@ -93,7 +93,7 @@ class Transport:
     ) -> Call:
         """A function that puts its arguments, arrays of known ``sources``, onto other devices with layouts ``targets``.
 
-        Call it inside `_compat.explicit_transfers`.
+        Call it inside `_executables.explicit_transfers`.
         """
         others = {
             n: self._resharder(*case)
@@ -101,7 +101,9 @@ class Transport:
             if needs_cutting(*case)
         }
         plain = [n for n in range(len(sources)) if n not in others]
-        direct = _compat.transfer([sources[n] for n in plain], [targets[n] for n in plain], [avals[n] for n in plain])
+        direct = _executables.transfer(
+            [sources[n] for n in plain], [targets[n] for n in plain], [avals[n] for n in plain]
+        )
         if not others:
             return direct
 
@@ -119,7 +121,7 @@ class Transport:
         cut = [n for n, (x, t) in enumerate(pairs) if isinstance(x, jax.Array) and needs_cutting(x.sharding, t, x)]
         rest = [n for n in range(len(pairs)) if n not in cut]
         found = dict(zip(rest, jax.device_put([values[n] for n in rest], [targets[n] for n in rest]), strict=True))
-        with _compat.explicit_transfers():
+        with _executables.explicit_transfers():
             found |= {n: self._resharder(values[n].sharding, targets[n], values[n])(values[n]) for n in cut}
         return [found[n] for n in range(len(pairs))]
 
@@ -221,4 +223,4 @@ def _compiled(fn: Any, args: Sequence[Any], mesh: Any, layouts: Any = None) -> t
     with _compat.abstract_mesh_context(mesh):
         lowered = jitted.lower(*args)
         types = jax.eval_shape(fn, *args)
-    return _compat.finished(lowered.compile(), lowered, mesh, jitted), types
+    return _executables.finished(lowered.compile(), lowered, mesh, jitted), types

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from multimesh import _compat, ir
+from multimesh import _compat, _executables, ir
 from multimesh.fingerprint import text
 from multimesh.passes.fragment import Fragment, with_interfaces
 
@@ -31,7 +31,7 @@ def cut_common(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[F
     results
         Values that are read outside.
     """
-    if not _compat.shares_programs(d for part in fragments for d in part.mesh.devices.flat):
+    if not _executables.shares_programs(d for part in fragments for d in part.mesh.devices.flat):
         return tuple(fragments)
     alike: dict[Hashable, list[int]] = collections.defaultdict(list)
     for i, part in enumerate(fragments):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from multimesh import _compat, ir
+from multimesh import _compat, _executables, ir
 from multimesh.passes.arrange import OrderedLoop, Segment
 from multimesh.passes.common import in_two
 from multimesh.passes.fragment import Fragment
@@ -163,7 +163,7 @@ class _Builder:
         for s in part.loop.sums:
             sums[self._submesh(self.homes[s.out])].append(s)
         kinds = [[(_compat.shape_of(s.out.aval), s.over) for s in mine] for mine in sums.values()]
-        shared = _compat.shares_programs(d for submesh in sums for d in self.meshes[submesh].devices.flat)
+        shared = _executables.shares_programs(d for submesh in sums for d in self.meshes[submesh].devices.flat)
         halves = in_two(list(sums.values()), kinds) if shared else [[mine] for mine in sums.values()]
         for submesh, pieces in sorted(zip(sums, halves, strict=True)):
             for mine in pieces:
