@@ -10,7 +10,6 @@ import pytest
 import multimesh as mm
 
 
-@pytest.mark.promise("multimesh.jax is the same API under the original's import path")
 def test_two_import_paths():
     original = importlib.import_module("multimesh.jax")
     names = {"jit", "microbatch", "register_task", "schedules", "task", "with_sharding_constraint"}

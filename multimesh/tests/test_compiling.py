@@ -28,7 +28,6 @@ def same_bits(one: Any, other: Any) -> bool:
     return all(map(np.array_equal, map(np.asarray, jax.tree.leaves(one)), map(np.asarray, jax.tree.leaves(other))))
 
 
-@pytest.mark.promise("A microbatch loop is traced once, each fragment is compiled once, and compiles run in parallel")
 def test_programs_are_compiled_once_each_and_at_the_same_time(monkeypatch):
     split = Split(submeshes(2, (2,)))
     placed, batch = inputs(MLP, split)

@@ -59,7 +59,6 @@ def averaged(result):
 # Options
 
 
-@pytest.mark.promise("Each compiler context does what is said or raises")
 def test_unknown_options_and_other_types_raise_at_once():
     with pytest.raises(mm.UsageError, match="unknown option 'fuse'; options are autoshard, enable_task_fusion"):
         mm.context(fuse=True)
@@ -103,7 +102,6 @@ def test_a_context_that_comes_too_late_raises():
         mm.jit(f)(ones(2))
 
 
-@pytest.mark.promise("A changed compiler context traces again")
 def test_options_are_part_of_the_signature():
     traces = []
 

@@ -23,7 +23,6 @@ def multimesh(*argv, code=None, env=CLEAN):
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
-@pytest.mark.promise("python -m multimesh demo: a transformer with PP=2 DP=2 TP=2, each step's loss beside plain jit's")
 @pytest.mark.parametrize(
     "schedule",
     [s if s == "1f1b" else pytest.param(s, marks=pytest.mark.full) for s in mm.schedules.names()],
@@ -74,7 +73,6 @@ def shown(capsys, monkeypatch, argv, steps, columns=60):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.promise("python -m multimesh demo --svg FILE draws the measured step")
 def test_pictures_of_a_step(tmp_path, capsys, monkeypatch):
     svg, trace = tmp_path / "out.svg", tmp_path / "out.json"
     argv = ["--microbatches", "3", "--svg", str(svg), "--perfetto", str(trace), "--timeline", "measured", "--json"]

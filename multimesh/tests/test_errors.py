@@ -55,7 +55,6 @@ BAD_TASKS = {
 }
 
 
-@pytest.mark.promise("Bad arguments raise when task() is called")
 @pytest.mark.parametrize("case", BAD_TASKS)
 def test_bad_task(case):
     with pytest.raises(mm.MultiMeshError) as error:
@@ -119,7 +118,6 @@ def on(stage, fn):
     return Split(submeshes(2, (2,)))(stage, fn)
 
 
-@pytest.mark.promise("What cannot be done raises MultiMeshError that names the user's line")
 def test_tasks_of_two_submeshes_in_the_branches_of_a_cond():
     line = here() + 3
 

@@ -83,7 +83,6 @@ def owners(params):
     return jax.tree.map_with_path(lambda path, _: stage_of(path), params)
 
 
-@pytest.mark.promise("Flax linen models need no change: register_task finds their scopes")
 @pytest.mark.parametrize(
     ("cls", "schedule"),
     telling(
@@ -108,7 +107,6 @@ def test_registered_scopes(cls, schedule):
     assert_at_home(split, got[1], owners(params))
 
 
-@pytest.mark.promise("A Flax linen module can be wrapped as a task")
 def test_a_module_as_a_task():
     """Names of parameters do not change: parameters of the plain model fit."""
     split = Split(submeshes(2, (2,)))

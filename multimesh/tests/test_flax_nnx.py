@@ -58,7 +58,6 @@ def owners(params):
     return jax.tree.map_with_path(lambda path, _: stage_of(path), params)
 
 
-@pytest.mark.promise("Flax NNX modules work: a helper scopes their children by path")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_scoped_module(where):
     split = Split(submeshes(2, (2,)))
@@ -85,7 +84,6 @@ def test_scoped_module(where):
     assert_at_home(split, got[1], owners(params))
 
 
-@pytest.mark.promise("A Flax NNX module can be wrapped as a task")
 def test_a_module_as_a_task():
     split = Split(submeshes(2, (2,)))
     graph, params = nnx.split(Block(nnx.Rngs(0)))

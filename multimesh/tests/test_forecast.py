@@ -21,7 +21,6 @@ def plan_of(schedule, stages, count, where="inside", meshes=None):
     return f.plan(MLP.init(stages), MLP.batch(SIZE * count, 0))
 
 
-@pytest.mark.promise("A plan's forecast is that of its schedule's table")
 @pytest.mark.parametrize(
     ("schedule", "where"),
     [("gpipe", "outside"), *((name, "inside") for name in schedules.names() if name != "fill-drain")],
@@ -102,7 +101,6 @@ def test_peaks_are_those_of_the_plan_when_nothing_takes_longer_than_expected(sch
     assert plan.forecast().peaks == plan.peak_bytes()
 
 
-@pytest.mark.promise("1f1b holds fewer bytes than gpipe on every submesh, in the forecast")
 def test_fewer_bytes_under_1f1b():
     fill, f1b = (plan_of(s, 4, 32).forecast().peaks for s in ("gpipe", "1f1b"))
     assert all(a > b for a, b in zip(fill[:-1], f1b[:-1], strict=True))
@@ -135,7 +133,6 @@ def step():
     return mm.jit(step, donate_argnums=0).lower(*args).compile(), args
 
 
-@pytest.mark.promise("profile() measures every program of a call, one after another")
 def test_a_profile_measures_every_program_one_after_another(step):
     compiled, args = step
     found = compiled.profile(*args, repeats=2)
@@ -162,7 +159,6 @@ def test_a_profile_leaves_the_arguments_to_the_caller(step):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copies[0]))  # an ordinary call takes them
 
 
-@pytest.mark.promise("A profile shows measured against forecast in one table")
 def test_measured_against_forecast_in_one_table(step):
     compiled, args = step
     text = str(compiled.profile(*args, repeats=1))

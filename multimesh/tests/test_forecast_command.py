@@ -27,7 +27,6 @@ def run(capsys, *argv):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.promise("python -m multimesh forecast compares every schedule with its published formula")
 def test_all_schedules(capsys):
     assert run(capsys) == (0, TABLE, "")
 

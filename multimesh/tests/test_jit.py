@@ -1,9 +1,5 @@
 """mm.jit as a jit: what goes in, what comes out, donation, static arguments, retracing, ahead-of-time use."""
 
-import functools
-import gc
-import weakref
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +32,6 @@ def two_blocks(split):
     return f
 
 
-@pytest.mark.promise("Inputs on the wrong devices are resharded")
 @pytest.mark.parametrize("where", ["host", "device 0", "device 7", "all devices", "swapped stages"])
 def test_inputs_may_lie_anywhere(split, case, where):
     params, batch = case
@@ -57,7 +52,6 @@ def test_inputs_may_lie_anywhere(split, case, where):
     assert_at_home(split, grads, MLP.owners(params))
 
 
-@pytest.mark.promise("Inputs may be passed straight through")
 def test_inputs_passed_straight_through(split, case):
     params, batch = case
     placed = split.place(params, MLP.owners(params))
@@ -125,7 +119,6 @@ def test_a_task_that_does_nothing_still_places_its_value(split):
     assert set(y.devices()) == split.devices(1)
 
 
-@pytest.mark.promise("Donated arguments are consumed, all others stay usable")
 def test_donation(split, case):
     params, batch = case
     owners = MLP.owners(params)
@@ -145,7 +138,6 @@ def test_donation(split, case):
     assert_same(kept, params)
 
 
-@pytest.mark.promise("Donated arguments really reuse memory")
 def test_a_donated_parameter_is_updated_in_place(split, case):
     params, batch = case
     placed = split.place(params, MLP.owners(params))
@@ -172,7 +164,6 @@ def test_donating_an_input_that_is_passed_through(split, case):
     assert_same(y, two_blocks(Plain())(params, batch["x"]))
 
 
-@pytest.mark.promise("Static arguments select a program")
 def test_static_arguments(split, case):
     params, batch = case
     traces = []
@@ -192,7 +183,6 @@ def test_static_arguments(split, case):
     assert traces == [(1, 2.0), (2, 1.0)]
 
 
-@pytest.mark.promise("A new shape, dtype or sharding of an input retraces or recompiles, and the old one stays cached")
 def test_new_shapes_and_dtypes(split):
     params = MLP.init(2)
     traces = []
@@ -239,7 +229,6 @@ def test_another_tree_of_arguments(split):
         assert float(f(t)) == sum(jax.tree.leaves(t))
 
 
-@pytest.mark.promise("jit has .lower().compile(), .plan(), .memory_analysis() and .cost_analysis()")
 def test_ahead_of_time(split, case):
     f = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case)
@@ -256,7 +245,6 @@ def test_analyses_are_per_submesh(split, case):
     assert f.plan(*case).instructions
 
 
-@pytest.mark.promise("in_shardings and out_shardings are honoured")
 def test_shardings_of_inputs_and_outputs(case):
     split = Split(submeshes(2, (2, 2)))
     params, batch = case
@@ -284,7 +272,6 @@ def test_the_state_of_one_step_is_the_input_of_the_next_without_a_second_compila
     assert len(compilations) == first
 
 
-@pytest.mark.promise("Each fragment is compiled once, whatever the number of microbatches")
 def test_compilations_do_not_grow_with_microbatches(compilations, case):
     split = Split(submeshes(2, (2,)))
     params = MLP.init(2)
@@ -298,216 +285,3 @@ def test_compilations_do_not_grow_with_microbatches(compilations, case):
         f(placed, batch)
         assert len(compilations) - before == counts[-1]
     assert counts[0] == counts[1]
-
-
-def scaled(split, jit=mm.jit, **options):
-    """A function with every kind of parameter."""
-    stage = plain if split is None else split
-
-    def f(p, x, repeat=1, /, scale=2.0, *rest, shift, **more):
-        x = stage(0, mlp_block)(p["stages"][0], x * scale)
-        for _ in range(repeat):
-            x = stage(1, mlp_block)(p["stages"][1], x + shift)
-        return {"x": x, **{k: v + sum(rest) for k, v in more.items()}}
-
-    return jit(f, **options)
-
-
-CALLS = {
-    "keywords": ({}, lambda f, p, x: f(p, x, shift=1.0, more=x, b=np.float32(2))),
-    "in another order": ({}, lambda f, p, x: f(p, x, b=1.0, more=x, shift=np.float32(1), scale=np.float32(3))),
-    "everything by position": ({}, lambda f, p, x: f(p, x, 1, 3.0, 4.0, 5.0, shift=1.0, more=1.0)),
-    "static number": ({"static_argnums": 2}, lambda f, p, x: f(p, x, 3, shift=1.0)),
-    "static by name": ({"static_argnames": ("shift",)}, lambda f, p, x: f(p, x, shift=3)),
-    "static name by position": (
-        {"static_argnames": "scale", "static_argnums": 2},
-        lambda f, p, x: f(p, x, 1, 2, shift=1.0),
-    ),
-    "static number by name": ({"static_argnums": (2, 3)}, lambda f, p, x: f(p, x, 1, scale=2, shift=1.0)),
-    "static among the rest": ({"static_argnames": "why"}, lambda f, p, x: f(p, x, shift=1.0, why=2)),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_arguments_by_name(split, case, call):
-    params, batch = case
-    options, run = CALLS[call]
-    if "everything" in call:
-        options = {"static_argnums": 2}
-    f = scaled(split, **options)
-    want = run(scaled(None, jax.jit, **options), params, batch["x"])
-    assert_same(run(f, params, batch["x"]), want)
-    shapes = run(f.eval_shape, params, batch["x"])
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
-
-
-def test_ahead_of_time_with_keywords(split, case):
-    params, batch = case
-    f = scaled(split)
-    compiled = f.lower(params, batch["x"], shift=np.float32(1)).compile()
-    theirs = scaled(None, jax.jit).lower(params, batch["x"], shift=np.float32(1)).compile()
-    assert (compiled.in_tree, compiled.out_tree) == (theirs.in_tree, theirs.out_tree)
-    got = compiled(params, batch["x"], shift=np.float32(1))
-    assert_same(got, theirs(params, batch["x"], shift=np.float32(1)))
-    assert jax.tree.map(lambda x: x.sharding, got) == compiled.output_shardings
-    (shardings, _), named = compiled.input_shardings
-    assert {s.mesh for s in jax.tree.leaves(shardings["stages"][1])} == {split.mesh(1)}
-    assert named["shift"].mesh in split.meshes
-    assert "HloModule" in compiled.as_text()
-    traced = f.trace(params, batch["x"], shift=np.float32(1))
-    assert (traced.in_tree, traced.out_tree, traced.fun_name) == (theirs.in_tree, theirs.out_tree, "f")
-    assert str(traced.out_info) == str(jax.eval_shape(lambda: got))
-    assert str(traced.lower().plan) == str(compiled.plan)
-    with pytest.raises(mm.UsageError, match="compiled for arguments"):
-        compiled(params, batch["x"])
-
-
-def test_donation_by_name(split, case):
-    params, batch = case
-    placed = split.place(params, MLP.owners(params))
-
-    @mm.jit(donate_argnames="params")
-    def f(x, *, params):
-        return jax.tree.map(split(0, lambda w: w + x.mean()), params)
-
-    f(batch["x"], params=placed["stages"][0])
-    assert all(w.is_deleted() for w in jax.tree.leaves(placed["stages"][0]))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"static_argnames": "nothing"}, "no parameter 'nothing'"),
-        ({"static_argnums": 1, "donate_argnames": "b"}, "static and donated"),
-        ({"static_argnames": 3}, "must be a str"),
-    ],
-)
-def test_parameters_that_do_not_fit(options, words):
-    with pytest.raises(mm.UsageError, match=words):
-        mm.jit(lambda a, b: a, **options)
-
-
-@pytest.mark.parametrize("form", ["bare", "options", "partial"])
-def test_a_method(split, case, form):
-    params, batch = case
-    decorate = {
-        "bare": lambda f: mm.jit(f, static_argnums=0),
-        "options": mm.jit(static_argnames="self"),
-        "partial": functools.partial(mm.jit, static_argnums=(0,)),
-    }[form]
-
-    class Model:
-        def __init__(self, scale):
-            self.scale = scale
-
-        @decorate
-        def apply(self, params, x):
-            return two_blocks(split)(params, x * self.scale)
-
-    for scale in (1.0, 3.0):
-        model = Model(scale)
-        assert_same(model.apply(params, batch["x"]), jax.jit(two_blocks(plain))(params, batch["x"] * scale))
-    assert Model.apply(model, params, x=batch["x"]).devices() == split.devices(1)
-
-
-def test_a_class_of_tasks(split, case):
-    params, batch = case
-
-    class Block:
-        def __init__(self, gain):
-            self.gain = gain
-
-        def __call__(self, p, x):
-            return mlp_block(p, x) * self.gain
-
-    front, back = (mm.task(Block, mesh=split.mesh(s)) for s in range(2))
-    assert isinstance(front(1.0), Block)
-
-    def f(first, second):
-        return lambda p, x: second(p["stages"][1], first(p["stages"][0], x))
-
-    got = mm.jit(f(front(2.0), back(3.0)))(params, batch["x"])
-    assert_same(got, jax.jit(f(Block(2.0), Block(3.0)))(params, batch["x"]))
-    assert got.devices() == split.devices(1)
-    with pytest.raises(mm.UsageError, match="can't be called"):
-        mm.task(type("Nothing", (), {}), mesh=split.mesh(0))
-
-
-def test_results_have_the_weak_types_of_jax(split, case):
-    params, _ = case
-
-    def make(stage):
-        def f(p, x, y):
-            a = stage(0, lambda p, x: (x * 2, p["bias"].sum() * x, x))(p["stages"][0], x)
-            b = stage(1, lambda x, y: (x + 1, x + y, jnp.float32(3), 4.0))(a[0], y)
-            return a, b, x, 1, 2.0, jnp.zeros(3), x * 3, (y + 1).astype(float)
-
-        return f
-
-    args = params, 2.0, 3
-    got, want = mm.jit(make(split))(*args), jax.jit(make(plain))(*args)
-    assert_same(got, want)
-    assert jax.tree.map(lambda x: (x.dtype, x.weak_type), got) == jax.tree.map(lambda x: (x.dtype, x.weak_type), want)
-
-
-def test_a_result_in_the_memory_that_was_asked_for(split, case):
-    params, batch = case
-    host = NamedSharding(split.mesh(1), P("data"), memory_kind="pinned_host")
-    want = jax.jit(two_blocks(plain))(params, batch["x"])
-    f = mm.jit(lambda p, x: (two_blocks(split)(p, x), x), out_shardings=host)
-    for got in f(params, batch["x"]):
-        assert got.sharding.memory_kind == "pinned_host"
-        assert got.sharding.spec == P("data")
-    assert_same(f(params, batch["x"])[0], want)
-    assert_same(mm.jit(two_blocks(split))(params, f(params, batch["x"])[1]), want)
-    assert f.lower(params, batch["x"]).compile().output_shardings == (
-        host,
-        NamedSharding(split.mesh(0), P("data"), memory_kind="pinned_host"),
-    )
-
-
-def test_an_inline_jit_compiles_once(split, case, compilations):
-    """As of jax.jit: for as long as the function lives; in each way that it is jitted."""
-    params, batch = case
-    f = two_blocks(split)
-    want = mm.jit(f)(params, batch["x"])
-    assert_same(
-        jax.grad(lambda x: mm.jit(f)(params, x).sum())(batch["x"]),
-        jax.grad(lambda x: two_blocks(plain)(params, x).sum())(batch["x"]),
-    )
-    before = len(compilations)
-    assert_same(mm.jit(f)(params, batch["x"]), want)
-    jax.grad(lambda x: mm.jit(f)(params, x).sum())(batch["x"])
-    assert len(compilations) <= before + 1  # the sum outside
-    mm.jit(f, out_shardings=P("data"))(params, batch["x"])
-    assert len(compilations) > before + 1
-    mm.jit(f).clear_cache()
-    assert mm.jit(f).compiled == ()
-
-
-def test_a_cache_does_not_keep_its_function(split, case):
-    f = two_blocks(split)
-    mm.jit(f)(case[0], case[1]["x"])
-    mm.jit(lambda x: x + 1)(1.0)  # no task
-    jax.grad(lambda x: mm.jit(f)(case[0], x).sum())(case[1]["x"])
-    reference = weakref.ref(f)
-    f = None
-    gc.collect()
-    assert reference() is None
-
-
-def test_a_task_by_itself_compiles_nothing_again(split, case, compilations):
-    params, batch = case
-
-    def f(p, x):
-        x = mm.with_sharding_constraint(x, P("batch"))
-        return mm.task(lambda p, x: mlp_block(p, x), mesh=split.mesh(0), logical_axes={"batch": "data"})(
-            p["stages"][0], x
-        )
-
-    assert_same(f(params, batch["x"]), mlp_block(params["stages"][0], batch["x"]))
-    jax.grad(lambda x: f(params, x).sum())(batch["x"])
-    before = len(compilations)
-    f(params, batch["x"])
-    jax.grad(lambda x: f(params, x).sum())(batch["x"])
-    assert len(compilations) == before

@@ -11,7 +11,6 @@ from test_forecast import plan_of
 import multimesh as mm
 
 
-@pytest.mark.promise("str(plan) fits the terminal")
 @pytest.mark.parametrize("columns", [40, 80, 132])
 @pytest.mark.parametrize(("schedule", "stages", "count"), [("1f1b", 4, 8), ("1f1b", 4, 64), ("interleaved", 8, 16)])
 def test_no_line_is_wider_than_the_terminal(schedule, stages, count, columns, monkeypatch):

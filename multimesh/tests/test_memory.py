@@ -26,7 +26,6 @@ def case(schedule, count, size=2, model=MLP):
     return f, placed, jax.device_put(model.batch(rows, 0))
 
 
-@pytest.mark.promise("1f1b holds at most 0.45 of the live bytes of gpipe at 4 stages and 16 microbatches")
 def test_live_bytes():
     """Rows are many against the width, so that activations and not gradients fill the memory."""
     peaks = {}
@@ -39,7 +38,6 @@ def test_live_bytes():
     assert max(peaks["1f1b"]) <= 0.45 * max(peaks["gpipe"]), peaks
 
 
-@pytest.mark.promise("1f1b's live memory does not grow with the number of microbatches")
 @pytest.mark.full
 def test_live_bytes_do_not_grow_with_microbatches():
     """Beyond the batch itself, whose microbatches exist from the start."""
@@ -58,7 +56,6 @@ def live_arrays():
     return len([x for x in jax.live_arrays() if not x.is_deleted()])
 
 
-@pytest.mark.promise("Nothing leaks over 200 steps")
 def test_nothing_leaks_over_200_steps():
     split = Split(submeshes(2, (1,)))
     params = MLP.init(2)
@@ -83,7 +80,6 @@ def test_a_step_leaves_only_its_results():
     assert live_arrays() - before == len(jax.tree.leaves(result))
 
 
-@pytest.mark.promise("Every residual lies on its own stage's devices only")
 def test_during_a_step_every_array_lies_on_one_stage():
     """No array of the step spans two submeshes, and no stage ever holds another stage's parameters or gradients."""
     from measure import at_every_call

@@ -24,7 +24,6 @@ def forward(stage, params, x):
     return x
 
 
-@pytest.mark.promise("Microbatch i has rows i, i+m, i+2m, ...")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rows_are_strided(split, schedule):
     rows = np.arange(ROWS, dtype=np.int32)
@@ -53,7 +52,6 @@ def test_another_dimension_and_another_argument(split):
     assert_same(f(2.0, columns, params), jax.jit(whole)(2.0, columns, params))
 
 
-@pytest.mark.promise("Stacked outputs may stand beside summed ones, and outputs need not be floats")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stacked_beside_summed(split, schedule):
     """The stack prefix marks a subtree: losses and predictions a microbatch, gradients summed."""
@@ -88,7 +86,6 @@ def test_typed_keys_can_be_stacked(split):
     assert_same(f(keys), jnp.stack([want[i::COUNT] for i in range(COUNT)]))
 
 
-@pytest.mark.promise("Several microbatch loops in one function work")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_loops(split, schedule):
     """The second loop uses what the first one summed, and another number of microbatches."""
@@ -122,7 +119,6 @@ def test_two_independent_loops(split):
     assert_same(mm.jit(make(split, mm.microbatch))(*args), jax.jit(make(plain, microbatched))(*args))
 
 
-@pytest.mark.promise("A loop whose backward reads the forward's sum works")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_backward_reads_the_forward_sum(split, schedule):
     """The gradient of a log of a sum needs the whole sum before the first backward."""
@@ -160,7 +156,6 @@ def test_two_sums_one_divided_by_the_other(split):
     assert_same(mm.jit(make(split, mm.microbatch))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
 
 
-@pytest.mark.promise("Forward-only functions work")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_forward_only(split, schedule):
     params, batch = MLP.init(2), MLP.batch(ROWS, 0)
@@ -206,7 +201,6 @@ def test_work_before_between_and_after_the_tasks(split):
     assert_same(mm.jit(make(split, mm.microbatch))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
 
 
-@pytest.mark.promise("A microbatch loop is traced once")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_loop_is_traced_once(split, where):
     params, batch = MLP.init(2), MLP.batch(ROWS, 0)

@@ -33,7 +33,6 @@ def check(model, split, stages, *, where, schedule, rows=ROWS, size=SIZE):
     assert_at_home(split, grads, owners)
 
 
-@pytest.mark.promise("Loss and every gradient equal plain jit on one device, for every schedule")
 @pytest.mark.parametrize(
     ("where", "schedule"),
     telling(itertools.product(["inside", "outside"], SCHEDULES), ("inside", "1f1b"), ("outside", "gpipe")),

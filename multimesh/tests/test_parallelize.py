@@ -79,7 +79,6 @@ DERIVED = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
 # autoshard
 
 
-@pytest.mark.promise("autoshard derives the layouts of parameters and inputs from logical constraints")
 def test_autoshard_lays_out_weights_by_the_constraints_of_activations():
     """A gradient has the layout of its parameter, so it shows what was derived."""
     meshes = submeshes(2, (2, 2))
@@ -170,7 +169,6 @@ def test_autoshard_keeps_loss_and_gradients_of_a_transformer():
 # parallelize
 
 
-@pytest.mark.promise("parallelize returns the function, its parameters and its batch, each sharded as the plan derives")
 def test_parallelize():
     meshes = submeshes(2, (2, 2))
     step, init, batch = mm.parallelize(grads_of(staged(meshes)), init_params=init_params, get_input_batch=get_batch)
@@ -194,7 +192,6 @@ def test_nothing_is_compiled_by_the_first_call(compilations):
     assert compilations == []
 
 
-@pytest.mark.promise("parallelize makes every parameter on its stage: no device holds all of them, not for a moment")
 def test_parameters_are_made_where_they_live():
     meshes = submeshes(2, (2, 2))
     _, init = mm.parallelize(grads_of(staged(meshes)), init_params=init_params, initial_batch=jax.eval_shape(get_batch))

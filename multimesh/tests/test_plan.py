@@ -41,7 +41,6 @@ def test_instructions_are_frozen_data():
         plan.instructions[0].kind = "RUN"
 
 
-@pytest.mark.promise("Every (stage, microbatch, phase) runs exactly once")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("stages", "count"), [(2, 3), (4, 8)])
@@ -102,7 +101,6 @@ def live_microbatches(plan):
     return peaks
 
 
-@pytest.mark.promise("1f1b holds at most p live microbatches on stage 0 whatever m is")
 @pytest.mark.parametrize("count", [2, 8, 16])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_live_microbatches(count, where):
@@ -139,7 +137,6 @@ def test_residuals_are_not_sent():
         assert sum(n for (m, _), n in sends.items() if m == mb) <= 2 * (stages - 1) + 2  # and the rows of x and y
 
 
-@pytest.mark.promise("plan() prints, and turns into JSON")
 def test_text_and_json():
     plan = plan_of("1f1b", 2, 4)
     assert str(plan)

@@ -23,7 +23,6 @@ def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-@pytest.mark.promise("bf16, fp32 and mixed precision work")
 @pytest.mark.parametrize(
     ("model", "schedule"),
     telling(itertools.product([MLP, TRANSFORMER], SCHEDULES), (MLP, "gpipe"), (TRANSFORMER, "1f1b")),

@@ -138,7 +138,6 @@ def check_loop(graph: Graph) -> None:
 CHECKS = {"forward": check_forward, "gradient": check_gradient, "loop": check_loop}
 
 
-@pytest.mark.promise("Random task graphs over random submeshes equal plain jit")
 @pytest.mark.parametrize("check", CHECKS)
 def test_random_graphs(check):
     @settings(max_examples=12, **LIMITS)

@@ -39,7 +39,6 @@ def case():
     return MLP.init(4), MLP.batch(ROWS, 0)
 
 
-@pytest.mark.promise("register_task places every matching named scope: the model needs no change")
 @pytest.mark.parametrize("f", [step, outside], ids=["inside", "outside"])
 def test_one_pattern_a_stage(case, f):
     split = Split(submeshes(2, (2,)))

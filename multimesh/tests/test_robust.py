@@ -24,7 +24,6 @@ def compiled_case(model=MLP, schedule="1f1b"):
     return f, split.place(params, model.owners(params)), jax.device_put(model.batch(ROWS, 0))
 
 
-@pytest.mark.promise("Ctrl-C in the middle of a step leaves arrays usable and the next call correct")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_interrupted_at_any_point_of_a_step(error):
     """The step is broken off at 40 places, spread over all the calls that it makes."""
@@ -122,7 +121,6 @@ def test_an_error_inside_a_task():
     assert_same(step(placed, x), want)
 
 
-@pytest.mark.promise("Two threads may call two compiled functions, or one")
 @pytest.mark.parametrize("functions", ["two", "one"])
 def test_threads(functions):
     cases = [(m, *compiled_case(m)) for m in (MLP, SKIP)]
@@ -150,7 +148,6 @@ def executables():
     return len(jax.devices()[0].client.live_executables())
 
 
-@pytest.mark.promise("Deletion of the function frees its programs")
 def test_deletion_frees_the_programs():
     f, params, batch = compiled_case(TRANSFORMER)
     before = executables()  # with those of jax that placed the parameters

@@ -41,7 +41,6 @@ def check(model, schedule, where, stages=4, rows=ROWS):
     assert_at_home(split, grads, owners)
 
 
-@pytest.mark.promise("Loss and every gradient equal plain jit on one device, for every schedule")
 @pytest.mark.parametrize(
     ("model", "schedule", "where"),
     [
@@ -72,9 +71,6 @@ def test_gradients_of_every_model(model, schedule, where, rows):
     check(model, schedule, where, rows=rows)
 
 
-@pytest.mark.promise(
-    "The state after five AdamW steps equals plain jit's, and every array lies on its stage's devices only"
-)
 @pytest.mark.parametrize(
     ("model", "schedule", "stages"),
     [(TRANSFORMER, "zb-h1", 2), pytest.param(MOE, "interleaved", 4, marks=pytest.mark.full)],
@@ -92,7 +88,6 @@ def test_adamw_of_every_model(model, schedule, optimizer):
     check_training(model, OPTIMIZERS[optimizer](), schedule, split_for(schedule, 4), 4)
 
 
-@pytest.mark.promise("Schedules that make the same programs give the same gradients to the last bit")
 def test_the_order_does_not_change_a_bit():
     """Each sums over microbatches in the same order. (1F1B and zb-h1 join or split programs, which may round.)"""
     split = Split(submeshes(2, (1,)))
@@ -163,7 +158,6 @@ def as_dispatched(row):
     return row
 
 
-@pytest.mark.promise("zb-h1 and interleaved 1f1b run in the order of their tables")
 @pytest.mark.parametrize(
     ("schedule", "stages", "chunks"),
     [
@@ -216,7 +210,6 @@ def live(row, end):
     return peak
 
 
-@pytest.mark.promise("zb-h1 holds at most p live microbatches on every submesh, as 1f1b on the first")
 def test_live_activations():
     stages, count = 4, 12
     peaks = {s: [live(row, "B") for row in cells(plan_of(s, stages, count))] for s in ("1f1b", "wavefront", "gpipe")}

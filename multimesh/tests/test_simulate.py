@@ -23,7 +23,6 @@ def idle(name, submeshes, chunks, microbatches, costs, transfer=0.0):
     return bubbles.forecast(name, Shape(submeshes, chunks, microbatches), costs, transfer).timeline.idle
 
 
-@pytest.mark.promise("gpipe and 1f1b are idle for (p-1)(tF+tB+tW) on every submesh")
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (3, 7), (4, 2), (4, 8), (8, 32)])
 @pytest.mark.parametrize("name", ["gpipe", "fill-drain", "1f1b"])
@@ -32,7 +31,6 @@ def test_gpipe_and_1f1b(name, p, m, costs):
     assert idle(name, p, 1, m, costs) == pytest.approx([expected] * p)
 
 
-@pytest.mark.promise("interleaved is idle for (p-1)(tF+tB+tW)/v on every submesh, where p divides m")
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 2), (2, 3, 8), (4, 2, 4), (4, 2, 8), (4, 4, 12), (8, 2, 32)])
 def test_interleaved(p, v, m, costs):
@@ -40,7 +38,6 @@ def test_interleaved(p, v, m, costs):
     assert idle("interleaved", p, v, m, costs) == pytest.approx([expected] * p)
 
 
-@pytest.mark.promise("zb-h1 is idle for (p-1)(tF+tB-tW) on every submesh, for m >= p and tW <= tF")
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (3, 7), (4, 4), (4, 8), (8, 32)])
 def test_zb_h1(p, m, costs):

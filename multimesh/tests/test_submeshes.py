@@ -37,7 +37,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.promise("Submeshes may differ in size, shape and axis names, and may overlap")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(layout):
     split = Split(LAYOUTS[layout])
@@ -60,7 +59,6 @@ RULES = (
 )
 
 
-@pytest.mark.promise("Logical axes translate to each submesh's own axes")
 @pytest.mark.parametrize("loop", ["no loop", "loop"])
 def test_logical_axes(loop):
     """Stage 0 is data x tensor parallel, stage 1 data parallel over both of its axes."""

@@ -11,16 +11,12 @@ from pipelines import SCHEDULES, Split, assert_same, gradient, submeshes
 import multimesh as mm
 
 
-@pytest.mark.promise(
-    "The state after five AdamW steps equals plain jit's, and every array lies on its stage's devices only"
-)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", [MLP, TRANSFORMER, MOE], ids=lambda m: m.name)
 def test_adamw(model, schedule):
     check(model, OPTIMIZERS["adamw"](), schedule, Split(submeshes(2, (2, 2))), 2)
 
 
-@pytest.mark.promise("optax just works outside the tasks: adamw, clip_by_global_norm, schedules, MultiSteps")
 @pytest.mark.parametrize("name", ["clip", "schedule", "multisteps"])
 def test_optimizers(name):
     check(TRANSFORMER, OPTIMIZERS[name](), "1f1b", Split(submeshes(2, (2,))), 2)

@@ -36,7 +36,6 @@ def both(make, *args, split=None):
     assert_same(got, jax.jit(make(plain, microbatched))(*args))
 
 
-@pytest.mark.promise("jax.vjp, jvp and vmap work over tasks and microbatch loops")
 @pytest.mark.parametrize("loop", ["no loop", "loop"])
 def test_vjp(loop):
     def make(stage, microbatch):
@@ -105,7 +104,6 @@ def test_hessian_vector_product():
     both(make, params, jax.tree.map(np.sin, params), MLP.batch(ROWS, 0))
 
 
-@pytest.mark.promise("jax.checkpoint works inside and around tasks, with any policy")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpoint_inside_a_task(policy, where):
@@ -305,7 +303,6 @@ BODIES = {
 }
 
 
-@pytest.mark.promise("custom_vjp, lax.scan, cond and while work inside a task")
 @pytest.mark.parametrize("body", BODIES)
 def test_inside_a_task(body):
     def make(stage, microbatch):
@@ -353,7 +350,6 @@ def test_custom_vjp_around_tasks():
     both(make, params, MLP.batch(ROWS, 0)["x"])
 
 
-@pytest.mark.promise("shard_map works inside a task")
 @pytest.mark.parametrize("loop", ["no loop", "loop"])
 def test_shard_map_inside_a_task(loop):
     """Column- and row-parallel halves of a block with an explicit psum over the submesh's axis."""

@@ -2,7 +2,7 @@
 
 The rest of the package uses public JAX only, or what this module gives. What lies under ``jax._src`` is for speed and
 for better messages, and each use has a public fallback with the same results. Fallbacks take over with a JAX that was
-not tried, and with any when ``MULTIMESH_PUBLIC_JAX=1`` is set. docs/passes.md lists them.
+not tried, and with any when ``MULTIMESH_PUBLIC_JAX=1`` is set. docs/jax-internals.md lists them.
 """
 
 from __future__ import annotations

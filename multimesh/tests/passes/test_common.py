@@ -41,7 +41,6 @@ def optimizers():
     return [part for part in arrange(cut(program))[-1].fragments if part.outs]
 
 
-@pytest.mark.promise("Optimizers of stages that also hold an embedding or the loss share what all stages have")
 def test_the_update_of_a_layer_is_one_program_on_every_submesh():
     parts = optimizers()
     device = [part.mesh.devices.flat[0].id for part in parts]

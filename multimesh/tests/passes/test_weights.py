@@ -88,7 +88,6 @@ def fragments(stack, schedule="zb-h1"):
     return {s.phase: s.fragment for s in part.order.stages if s.number == 1}
 
 
-@pytest.mark.promise("zb-h1 gives plain jit's gradients, also of stages that scan, checkpoint or share their layers")
 @pytest.mark.parametrize("stack", STACKS[1:], ids=lambda f: f.__name__)
 def test_the_gradients_are_those_of_plain_jit(stack):
     args = arguments(2)
@@ -96,7 +95,6 @@ def test_the_gradients_are_those_of_plain_jit(stack):
     assert_same(got, jax.jit(step(stack, "zb-h1", lambda _, f: f))(*args))
 
 
-@pytest.mark.promise("zb-h1 splits weight gradients off also when a stage scans its layers")
 @pytest.mark.parametrize("stack", STACKS, ids=lambda f: f.__name__)
 def test_no_weight_gradient_is_made_in_b(stack):
     """All gradients of weights, and nothing that another fragment waits for, are in W."""
