@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimiz
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder
 ROOT = Path(__file__).resolve().parents[2]
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started pytest in the background; tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)

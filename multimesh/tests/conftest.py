@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ if sys.modules.get("multimesh") is not None and getattr(sys.modules["multimesh"]
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started pytest in the background; tests send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "flax: needs flax; left out where a jax without a matching flax is tested")
 
 

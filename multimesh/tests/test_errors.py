@@ -384,7 +384,7 @@ PARAMETERS = {  # function, its other arguments, parameter: which of the wrong v
     (mm.register_task, "device_axes"): (CALLBACK, {2, 4}),
     (mm.register_task, "logical_axes"): (CALLBACK | {"device_axes": ("x",)}, {2, 4}),
     (mm.microbatch, "fn"): (LOOP, {7}),
-    (mm.microbatch, "size"): (LOOP, ()),
+    (mm.microbatch, "size"): (LOOP, {2}),  # None: rows that are cut already
     (mm.microbatch, "dim"): (LOOP, ()),
     (mm.microbatch, "argnum"): (LOOP, ()),
     (mm.microbatch, "interleave"): (LOOP, ()),

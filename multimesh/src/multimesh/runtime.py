@@ -117,42 +117,36 @@ class Runner:
 
     def _staged(self, args: Sequence[Any]) -> list[Any]:
         env = list(self._blank)
-        moved: list[Any] = []
-        where: list[tuple[int, Any]] = []
-        for arg, slot, layout in self._inputs:
+        moved: list[tuple[int, int, Any]] = []
+        for each in self._inputs:
+            arg, slot, layout = each
             x = args[arg]
             sharding = getattr(x, "sharding", None)
             if sharding is layout or sharding == layout:
                 env[slot] = x
             else:
-                moved.append(x)
-                where.append((slot, layout))
+                moved.append(each)
         if moved:
-            placed = self._transport.put(moved, [layout for _, layout in where])
-            for (slot, _), array in zip(where, placed, strict=True):
+            placed = self._transport.put([args[arg] for arg, _, _ in moved], [layout for _, _, layout in moved])
+            for (_, slot, _), array in zip(moved, placed, strict=True):
                 env[slot] = array
-            self._tell_of_moves(args, env)
+            for arg in dict.fromkeys(arg for arg, _, _ in moved if self._moved.get(arg, 0) < 2):
+                self._note_move(arg, args[arg], [(env[s] is args[arg], at) for a, s, at in self._inputs if a == arg])
         return env
 
-    def _tell_of_moves(self, args: Sequence[Any], env: Sequence[Any]) -> None:
+    def _note_move(self, arg: int, x: Any, uses: Sequence[tuple[bool, Any]]) -> None:
         """Warn once, at the second call that moves it, of an argument that somebody placed where no task reads it."""
-        found: dict[int, list[Any]] = {}
-        for arg, slot, layout in self._inputs:
-            found.setdefault(arg, []).append((env[slot] is args[arg], layout))
-        for arg, uses in found.items():
-            x = args[arg]
-            if self._moved.get(arg, 0) > 1 or any(here for here, _ in uses):
-                continue
-            if not isinstance(x, jax.Array) or not x.committed:
-                continue
-            self._moved[arg] = self._moved.get(arg, 0) + 1
-            if self._moved[arg] == 2:
-                there = " and ".join(_where(layout) for _, layout in uses)
-                warnings.warn(
-                    f"{_compat.caller_line()}: {self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
-                    f"and is moved to {there} in every call; place it there once, with jax.device_put",
-                    stacklevel=2,
-                )
+        placed = isinstance(x, jax.Array) and x.committed
+        if not placed or any(here for here, _ in uses) or self._names[arg].startswith("argument "):
+            return  # without a name it is one of `transforms`, which may lie anywhere
+        self._moved[arg] = self._moved.get(arg, 0) + 1
+        if self._moved[arg] == 2:
+            there = " and ".join(_where(layout) for _, layout in uses)
+            warnings.warn(
+                f"{_compat.caller_line()}: {self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
+                f"and is moved to {there} in every call; place it there once, with jax.device_put",
+                stacklevel=2,
+            )
 
 
 def _where(sharding: jax.sharding.Sharding) -> str:

@@ -11,7 +11,7 @@ from multimesh.passes.fragment import Fragment, fragment
 from programs import MESHES, inlined, names, on, ones, placed
 
 import multimesh as mm
-from multimesh import _compat
+from multimesh import _executables
 
 LAYER = (3, 3)
 
@@ -74,7 +74,7 @@ def test_accumulators_that_all_submeshes_have_are_zeroed_by_one_program():
 def test_nothing_is_cut_where_submeshes_share_no_programs(monkeypatch):
     """As on accelerators: a program more a step, and each is compiled for its own devices."""
     plan = mm.jit(train).plan(*arguments(ones))
-    monkeypatch.setattr(_compat, "shares_programs", lambda _: False)
+    monkeypatch.setattr(_executables, "shares_programs", lambda _: False)
     assert len(optimizers()) == 3
     assert len(mm.jit(train).plan(*arguments(ones)).kernels) < len(plan.kernels)
 
