@@ -44,9 +44,7 @@ def test_programs_are_compiled_once_each_and_at_the_same_time(monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", together)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    monkeypatch.setattr(
-        _executables, "program_text", lambda *_: None
-    )  # nothing is shared: every kernel has its own program
+    monkeypatch.setattr(_executables, "program_text", lambda *_: None)  # every kernel has its own program
     compiled = lowered.compile()
     assert len(names) == len(compiled.plan.kernels)
     assert not meeting.broken
