@@ -46,7 +46,19 @@ def test_the_plan_is_dumped(trained: Path):
 
 def test_every_pass_is_dumped_where_asked_and_xlas_programs_are_not(trained: Path):
     names = {path.name for path in (trained / "dump").iterdir()} - PLAN
-    made = ("inline", "fuse", "separate", "place", "reductions", "fragment", "order", "planning", "layouts", "kernels")
+    made = (
+        "inline",
+        "fuse",
+        "separate",
+        "slices",
+        "place",
+        "reductions",
+        "fragment",
+        "order",
+        "planning",
+        "layouts",
+        "kernels",
+    )
     assert names == {f"{number}-{name}.txt" for number, name in enumerate(made)}
     assert "loop x4 1f1b" in (trained / "dump/0-inline.txt").read_text()
 
