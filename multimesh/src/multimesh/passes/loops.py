@@ -293,12 +293,22 @@ def _split_leaf(
         atom = stack.pop()
         op = inner.get(atom) if isinstance(atom, ir.Value) else None
         alone = isinstance(atom, ir.Value) and uses[atom] == 1 and reorders(atom.aval.dtype)
-        if op is not None and op.prim is _compat.PRIMITIVES["add_any"] and alone:
+        addends = _addends_of_cotangent(op, inner) if op is not None and alone else ()
+        if op is not None and addends:
             dropped.add(id(op))  # what it read is now a leaf, and as often read as before
-            stack += reversed(op.ins)
+            stack += reversed(addends)
         else:
             leaves.append(atom)
     return leaves
+
+
+def _addends_of_cotangent(op: ir.Op, inner: dict[ir.Value, ir.Op]) -> Sequence[ir.Atom]:
+    """What an operation adds for autodiff, or to zeros; nothing where it adds otherwise."""
+    if op.prim is _compat.PRIMITIVES["add_any"]:
+        return op.ins
+    if op.prim is _compat.add_p:
+        return [i for i, other in zip(op.ins, reversed(op.ins), strict=True) if is_zero(other, inner)][:1]
+    return ()
 
 
 def _pruned(program: ir.Program) -> list[ir.Item]:

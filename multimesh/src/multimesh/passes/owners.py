@@ -3,6 +3,8 @@
 What depends on arguments only floats: it can be computed anywhere. A floating value belongs to the submesh whose
 forward tasks read most of it, else to that of its backward tasks. An argument that no task reads (the moments of a
 weight) belongs where it is read otherwise, and what is computed from arguments (the square of a weight) where they do.
+Data belongs nowhere, each submesh takes what it needs: what loops cut into microbatches, integers (tokens, masks), and
+what is computed from them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ class Owners:
     def __init__(self, program: ir.Program, order: Sequence[Mesh], homes: Mapping[ir.Value, Mesh]):
         """``homes`` are those of an earlier placement, if there was one."""
         self.floating: set[ir.Value] = {*program.inputs, *program.consts}
+        self.data = _cut_by_loops(program) | {
+            v for v in program.inputs if not jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        }
         self.order = {mesh: i for i, mesh in enumerate(order)}
         self._homes, self._arguments = homes, frozenset(program.inputs)
         self._outer: dict[ir.Value, ir.Value] = {}
@@ -46,12 +51,14 @@ class Owners:
             if isinstance(item, ir.Loop):
                 given = {**item.consts, **item.slices}
                 self._outer |= {inner: v for inner, v in given.items() if isinstance(v, ir.Value)}
-                self.floating.update(inner for inner, v in self._outer.items() if v in self.floating)
-        ops = list(all_ops(program))
-        for op in ops:
-            if op.task is None and not op.effects and self.floating.issuperset(op.reads):
-                self.floating.update(op.outs)
-        for op in reversed(ops):
+                for known in (self.floating, self.data):
+                    known.update(inner for inner, v in self._outer.items() if v in known)
+            for op in item.ops if isinstance(item, ir.Loop) else (item,):
+                if op.task is None and not op.effects and self.floating.issuperset(op.reads):
+                    self.floating.update(op.outs)
+                    if any(op.reads) and self.data.issuperset(op.reads):
+                        self.data.update(op.outs)
+        for op in reversed(tuple(all_ops(program))):
             self._note(op)
 
     def _note(self, op: ir.Op) -> None:
@@ -89,7 +96,7 @@ class Owners:
 
     def of(self, value: ir.Value) -> Mesh | None:
         """Owner of a floating value that tasks read, or of an argument that others do."""
-        for v in (value, self.outside(value)):
+        for v in () if value in self.data else (value, self.outside(value)):
             for read in self._read if v in self._arguments else self._read[:2]:
                 if read[v]:
                     return max(read[v], key=lambda mesh, on=read[v]: (on[mesh], -self.order.get(mesh, 0)))  # type: ignore[misc]
@@ -140,12 +147,11 @@ class Held:
 def held(program: ir.Program) -> Iterator[Held]:
     """Arguments of a placed program that lie on submeshes whose tasks do not read them, beside others.
 
-    Not the batch, of which each submesh takes what it needs: what loops cut into microbatches, and integers (tokens).
+    Not data, of which each submesh takes what it needs.
     """
     owners = Owners(program, (), {})
-    rows = _cut_by_loops(program)
     readers: dict[ir.Value, dict[Mesh, ir.Op]] = {
-        v: {} for v in program.inputs if not is_small(v) and v not in rows and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        v: {} for v in program.inputs if not is_small(v) and v not in owners.data
     }
     for op in all_ops(program):
         for v in map(owners.outside, op.reads):
@@ -159,11 +165,11 @@ def held(program: ir.Program) -> Iterator[Held]:
 
 
 def _cut_by_loops(program: ir.Program) -> set[ir.Value]:
-    """What loops take a row of in each iteration, and what that is computed from."""
+    """What loops take a row of in each iteration, and what that is mostly computed from, outside of tasks."""
     found: set[ir.Value] = set()
     for item in reversed(program.items):
         if isinstance(item, ir.Loop):
             found.update(ir.values(item.slices.values()))
-        elif any(o in found for o in item.outs):
-            found.update(item.reads)
+        elif item.task is None and any(o in found for o in item.outs):
+            found.update(sorted(item.reads, key=lambda v: v.nbytes)[-1:])
     return found

@@ -115,12 +115,12 @@ def _pulls(program: ir.Program, replaced: Mapping[int, Mesh]) -> Homes:
 
 def _has_homeless(placed: ir.Program, state: State) -> bool:
     """Whether something large went anywhere because nothing says whose it is."""
-    on: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
+    on: dict[ir.Value, set[Mesh]] = {v: set() for v in placed.inputs if v not in state.owners.data and not is_small(v)}
     for op in all_ops(placed):
         for v in map(state.owners.outside, op.reads):
-            if op.mesh is not None and v in state.owners.floating and not is_small(v):
+            if op.mesh is not None and v in on:
                 on[v].add(op.mesh)
-    held = any(len(meshes) > 1 and state.owners.of(v) is None for v, meshes in on.items() if v in placed.inputs)
+    held = any(len(meshes) > 1 and state.owners.of(v) is None for v, meshes in on.items())
     return held or bool(state.lost)
 
 
