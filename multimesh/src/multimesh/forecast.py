@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from multimesh import checks
 from multimesh.errors import UsageError
+from multimesh.schedules.scheduler import run
 from multimesh.simulate import PHASES, UNIT_COSTS, cost
 from multimesh.timeline import Hop, Span, Steps, Timeline, live_steps
 
@@ -136,22 +137,22 @@ def forecast(plan: Plan, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> Tim
 
 
 def _times(plan: Plan, costs: Costs) -> Times:
-    clock = [0.0] * len(plan.submeshes)
-    links: dict[tuple[int, int], float] = collections.defaultdict(float)
-    there: dict[int, float] = collections.defaultdict(float)  # slot to when its array is complete
-    times: dict[int, tuple[float, float]] = {}
+    """Programs of a submesh follow each other, and so do transfers between the same two submeshes."""
+    rows: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+    lasts: list[float] = [0.0] * len(plan.instructions)
+    needs: dict[int, set[int]] = {}
+    maker: dict[int, int] = {}  # slot to what last filled it
     for number, step, transfer in timed(plan):
-        start = max((there[slot] for slot in step.ins), default=0.0)
+        needs[number] = {maker[slot] for slot in step.ins if slot in maker}
         if transfer is not None:
             link = (transfer.source, transfer.target)
-            start = max(start, links[link])
-            end = links[link] = start + costs.transfers.get((*link, plan.bytes_of(transfer)), costs.transfer)
+            lasts[number] = costs.transfers.get((*link, plan.bytes_of(transfer)), costs.transfer)
+            rows[link].append(number)
         else:
-            start = max(start, clock[step.submesh])
-            end = clock[step.submesh] = start + costs.programs[step.kernel or 0]
-        times[number] = (start, end)
-        there.update(dict.fromkeys(step.outs if transfer is None else transfer.outs, end))
-    return times
+            lasts[number] = costs.programs[step.kernel or 0]
+            rows[step.submesh,].append(number)
+        maker.update(dict.fromkeys(step.outs if transfer is None else transfer.outs, number))
+    return run(list(rows.values()), needs.__getitem__, lasts.__getitem__)
 
 
 def timed(plan: Plan) -> Iterator[tuple[int, Instruction, Transfer | None]]:

@@ -6,7 +6,8 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 
 from multimesh.errors import UsageError
-from multimesh.schedules import Cell, Table, needs
+from multimesh.schedules import Table, needs
+from multimesh.schedules.scheduler import run
 from multimesh.timeline import Hop, Span, Steps, Timeline, live_steps
 
 PHASES = ("F", "B", "W")
@@ -94,29 +95,18 @@ def simulate(
     covers = covered((cell.stage, cell.phase) for cell in place)
     stages = 1 + max((cell.stage for cell in place), default=0)
     reads = {cell: [source for source in needs(cell, stages) if source in place] for cell in place}
-    queues = [collections.deque(row) for row in table]
-    clock = [0.0] * len(table)
-    spans: list[Span] = []
-    transfers: list[Hop] = []
-    done: dict[Cell, int] = {}
-    while any(queues):
-        starts: list[tuple[float, int]] = []
-        for row, queue in enumerate(queues):
-            if queue and all(source in done for source in reads[queue[0]]):
-                arrivals = [spans[done[s]].end + (transfer if place[s] != row else 0.0) for s in reads[queue[0]]]
-                starts.append((max([clock[row], *arrivals]), row))
-        if not starts:
-            waiting = ", ".join(str(q[0]) for q in queues if q)
-            raise UsageError(f"the schedule deadlocks: {waiting} wait for what comes later")
-        start, row = min(starts)
-        cell = queues[row].popleft()
-        clock[row] = start + sum(costs[phase] for phase in covers[cell.stage, cell.phase])
-        for source in reads[cell]:
-            if place[source] != row:
-                sent = spans[done[source]].end
-                transfers.append(Hop(place[source], row, sent, sent + transfer, None, done[source], (len(spans),)))
-        done[cell] = len(spans)
-        spans.append(Span(row, start, clock[row], cell.phase, "", cell.stage, cell.microbatch))
+    times = run(table, reads.__getitem__, lambda cell: sum(costs[p] for p in covers[cell.stage, cell.phase]), transfer)
+    if len(times) < len(place):
+        waiting = (next((cell for cell in row if cell not in times), None) for row in table)
+        stuck = ", ".join(str(cell) for cell in waiting if cell is not None)
+        raise UsageError(f"the schedule deadlocks: {stuck} wait for what comes later")
+    number = {cell: n for n, cell in enumerate(times)}
+    spans = [Span(place[c], *times[c], c.phase, "", c.stage, c.microbatch) for c in times]
+    transfers = []
+    for cell, reader in number.items():
+        for source in (source for source in reads[cell] if place[source] != place[cell]):
+            sent = times[source][1]
+            transfers.append(Hop(place[source], place[cell], sent, sent + transfer, None, number[source], (reader,)))
     rows = tuple(f"submesh {row}" for row in range(len(table)))
     several = any(len({cell.stage for cell in row}) > 1 for row in table)
     note = f"forecast with {_described(costs, covers.values())}, transfers {transfer:g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import functools
 import itertools
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from multimesh.passes.recompute import keep_less
 from multimesh.passes.stages import Pipeline
 from multimesh.passes.weights import split_weights
 from multimesh.schedules import Cell, Table
+from multimesh.schedules.scheduler import run
 from multimesh.submesh import describe
 
 
@@ -161,7 +161,7 @@ def _merged(stages: Sequence[Stage], rows: Sequence[Sequence[Cell]], mark: LoopM
     queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in rows]
     front = {(index[c.phase, c.stage], c.microbatch): mark.schedule.front(c, number) for c in _cells(rows)}
     if None in front.values():
-        return LoopOrder(tuple(stages), _simulate(stages, queues))
+        return LoopOrder(tuple(stages), _by_start(stages, queues))
     position = {cell: (rank, n) for rank, queue in enumerate(queues) for n, cell in enumerate(queue)}
     forward = {i for i, s in enumerate(stages) if s.phase == "F"}
     cells = sorted(front, key=lambda cell: (front[cell], cell[0] not in forward, *position[cell]))
@@ -169,30 +169,15 @@ def _merged(stages: Sequence[Stage], rows: Sequence[Sequence[Cell]], mark: LoopM
     return LoopOrder(tuple(stages), tuple(cells), fronts, mark.schedule.ahead or 0)
 
 
-def _simulate(stages: Sequence[Stage], rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
+def _by_start(stages: Sequence[Stage], rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
     """Merge per-submesh orders into one global order by the time each cell could start."""
     needs = _needs(stages)
     split = any(s.phase == "W" for s in stages)
-    cost = [1.0 + (s.phase == "B" and not split) for s in stages]  # relative, for the order of dispatch only
-    queues = [collections.deque(row) for row in rows]
-    clock = [0.0] * len(queues)
-    finished: dict[tuple[int, int], float] = {}
-    cells: list[tuple[int, int]] = []
-    while any(queues):
-        best: tuple[float, int] | None = None
-        for rank, queue in enumerate(queues):
-            if not queue:
-                continue
-            stage, microbatch = queue[0]
-            if any((n, microbatch) not in finished for n in needs[stage]):
-                continue
-            start = max([clock[rank], *(finished[n, microbatch] for n in needs[stage])])
-            if best is None or start < best[0]:
-                best = (start, rank)
-        if best is None:
-            raise internal_error("stages wait for each other although the table is valid")
-        start, rank = best
-        cell = queues[rank].popleft()
-        clock[rank] = finished[cell] = start + cost[cell[0]]
-        cells.append(cell)
-    return tuple(cells)
+    times = run(
+        rows,
+        needs=lambda cell: [(source, cell[1]) for source in needs[cell[0]]],
+        cost=lambda cell: 1.0 + (stages[cell[0]].phase == "B" and not split),  # relative, for the order only
+    )
+    if len(times) < sum(map(len, rows)):
+        raise internal_error("stages wait for each other although the table is valid")
+    return tuple(times)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from multimesh.checks import many, refuse
 from multimesh.errors import UsageError
+from multimesh.schedules.scheduler import run
 from multimesh.schedules.table import Cell, Table
 
 
@@ -41,7 +42,7 @@ def validate(table: Table, submeshes: int, chunks: int, microbatches: int, backw
             raise UsageError(
                 f"schedule table: {cell} is missing; it belongs in the row of submesh {cell.stage % submeshes}"
             )
-    _run(table, where, submeshes * chunks)
+    _refuse_deadlock(table, where, submeshes * chunks)
 
 
 def _expected(stages: int, microbatches: int, backward: bool, split: bool) -> Iterator[Cell]:
@@ -82,26 +83,17 @@ def needs(cell: Cell, stages: int) -> tuple[Cell, ...]:
     return (Cell("F", cell.stage, cell.microbatch), *after)
 
 
-def _run(table: Table, where: dict[Cell, tuple[int, int]], stages: int) -> None:
+def _refuse_deadlock(table: Table, where: dict[Cell, tuple[int, int]], stages: int) -> None:
     """Run the rows as far as they go; raise for what is left."""
-    done: set[Cell] = set()
-    position = [0] * len(table)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(table):
-            while position[rank] < len(row) and all(n in done for n in needs(row[position[rank]], stages)):
-                done.add(row[position[rank]])
-                position[rank] += 1
-                moved = True
-    stuck = [(rank, row[position[rank]]) for rank, row in enumerate(table) if position[rank] < len(row)]
+    done = run(table, lambda cell: needs(cell, stages), lambda cell: 1.0)
+    stuck = [(rank, cell) for rank, row in enumerate(table) if (cell := next((c for c in row if c not in done), None))]
     if not stuck:
         return
     waits = []
     for rank, cell in stuck:
         missing = next(n for n in needs(cell, stages) if n not in done)
         on, at = where[missing]
-        place = f"submesh {rank}, position {position[rank]}: {cell} waits for {missing}"
+        place = f"submesh {rank}, position {where[cell][1]}: {cell} waits for {missing}"
         if on == rank:
             raise UsageError(f"schedule table: {place}, which comes later in the same row (position {at}); swap them")
         waits.append(f"{place} (submesh {on}, position {at})")

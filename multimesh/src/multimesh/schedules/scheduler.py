@@ -1,0 +1,69 @@
+"""The list scheduler: rows of cells, each begun as soon as its row is free and what it needs has arrived.
+
+Whatever asks when cells run, in which order, or whether they run at all, asks here: `schedules.validate`, the order in
+which a loop is dispatched (``passes/order.py``), and the forecasts of tables and of plans.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+C = TypeVar("C", bound=Hashable)
+
+
+def run(
+    rows: Sequence[Sequence[C]],
+    needs: Callable[[C], Iterable[C]],
+    cost: Callable[[C], float],
+    transfer: float = 0.0,
+) -> dict[C, tuple[float, float]]:
+    """Start and end of every cell; of two that start at the same time, that of the first row comes first.
+
+    Parameters
+    ----------
+    rows
+        Cells that share a resource (a submesh, a link), in the order in which they use it.
+    needs
+        Cells that must have ended before a cell starts.
+    cost
+        Time that a cell takes.
+    transfer
+        Time between the end of a cell and the start of one in another row that needs it.
+
+    Returns
+    -------
+    dict
+        In the order in which cells start. Cells that wait for each other, and those behind them, are not in it.
+    """
+    place = {cell: row for row, cells in enumerate(rows) for cell in cells}
+    times: dict[C, tuple[float, float]] = {}
+    clock, position = [0.0] * len(rows), [0] * len(rows)
+    waiting: dict[C, list[int]] = collections.defaultdict(list)  # rows whose next cell waits for this one
+    ready: list[tuple[float, int]] = []
+
+    def look_at(row: int) -> None:
+        """Queue the next cell of a row, or note what it waits for."""
+        if position[row] == len(rows[row]):
+            return
+        start = clock[row]
+        for source in needs(rows[row][position[row]]):
+            if source not in times:
+                waiting[source].append(row)
+                return
+            start = max(start, times[source][1] + (transfer if place[source] != row else 0.0))
+        heapq.heappush(ready, (start, row))
+
+    for row in range(len(rows)):
+        look_at(row)
+    while ready:
+        start, row = heapq.heappop(ready)
+        cell = rows[row][position[row]]
+        clock[row] = start + cost(cell)
+        times[cell] = (start, clock[row])
+        position[row] += 1
+        for other in (row, *waiting.pop(cell, ())):
+            look_at(other)
+    return times
