@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.telling import pytest_collection_modifyitems  # noqa: F401
 
 from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job
 from multimesh_maxtext.errors import MissingPartError

@@ -72,6 +72,7 @@ def test_the_profile_has_timelines(trained: Path):
     assert "submesh  measured" in (timelines / "timeline.txt").read_text()
 
 
+@pytest.mark.full
 def test_dump_only_compiles_and_trains_nothing(run: Run, tmp_path: Path):
     done = run(*JOB, "--output", tmp_path / "out", "--dump", tmp_path / "dump", "--dump-only", "--hlo")
     assert (done.code, done.stdout) == (0, f"compiled; the plan is in {tmp_path / 'dump'}\n"), done.stderr

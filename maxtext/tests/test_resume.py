@@ -149,6 +149,7 @@ def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
         assert len(compared) >= 2
 
 
+@pytest.mark.full
 def test_one_program_goes_on_from_a_pipelines_checkpoint(whole: Whole, run: Run, tmp_path: Path):
     ck = whole.up_to(2, tmp_path / "ck")
     spmd = ("--backend", "spmd", "--no-scan-layers", "--cpus", 2, "--tp", 2)
@@ -233,6 +234,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.full
 def test_a_full_disk_is_named_and_harms_no_checkpoint(run: Run, small_disk: Path, tmp_path: Path):
     arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", small_disk, "--checkpoint-every", 1)
     done = run(*arguments, "--output", tmp_path / "out")

@@ -22,6 +22,7 @@ def records(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_validate_cpu(run: Run, tmp_path: Path):
     metrics = tmp_path / "m.jsonl"
     done = run("--output", tmp_path / "out put", "--metrics-file", metrics, script="validate-cpu.sh")
@@ -72,6 +73,7 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
     assert index["total_tokens"] == (root / "LICENSE").stat().st_size + 1
 
 
+@pytest.mark.full
 def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Path):
     def losses(seed: int) -> list[float]:
         done = run("--seed", seed, "--num-steps", 2, *TINY, "--json", "--output", tmp_path, "--text", root / "LICENSE")
@@ -83,6 +85,7 @@ def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Pa
     assert first[0] != losses(2)[0]
 
 
+@pytest.mark.telling("raises", "nan")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -101,6 +104,7 @@ def test_a_bad_trainer_fails_the_script(run: Run, tmp_path: Path, arguments: tup
     assert message in last
 
 
+@pytest.mark.telling("15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtext: Path, number: signal.Signals):
     line = [sys.executable, str(root / "maxtext/run.py"), "--num-steps", "100000", *TINY, "--output", str(tmp_path)]

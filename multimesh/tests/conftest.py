@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.telling import pytest_collection_modifyitems  # noqa: F401
+
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ.setdefault("NPROC", "64")  # fewer threads than device programs in flight: collectives wait for ever
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import Model, Stage, plain
@@ -168,8 +167,3 @@ def foreign_inputs(plan: mm.Plan, leaves: Sequence[int]) -> dict[int, list[int]]
         if leaf in held:
             held[leaf].append(plan.slots[slot].submesh)
     return {leaf: on for leaf, on in held.items() if len(on) > 1}
-
-
-def telling(cases, *chosen):
-    """Cases to parametrize a test with; those that are not chosen are for ``-m full``."""
-    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.full) for case in cases]

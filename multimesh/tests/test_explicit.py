@@ -34,6 +34,9 @@ def place(split, params, owners):
     )
 
 
+@pytest.mark.telling(
+    "gpipe-outside-mixed axes", "1f1b-inside-explicit", "zb-h1-inside-one submesh", "wavefront-outside-explicit"
+)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize(
     ("schedule", "where"), [("gpipe", "outside"), ("1f1b", "inside"), ("zb-h1", "inside"), ("wavefront", "outside")]
@@ -61,6 +64,7 @@ def test_a_training_step(kinds, schedule, where):
     assert len(jitted.compiled) == 1
 
 
+@pytest.mark.telling("transformer-scope", "dropout-context", "dropout-wrapper")
 @pytest.mark.parametrize("form", ["wrapper", "context", "scope"])
 @pytest.mark.parametrize("model", [TRANSFORMER, DROPOUT], ids=lambda m: m.name)
 def test_every_form_of_a_task(form, model):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pipelines import SCHEDULES, Split, assert_at_home, assert_same, microbatched, submeshes, telling
+from pipelines import SCHEDULES, Split, assert_at_home, assert_same, microbatched, submeshes
 
 import multimesh as mm
 
@@ -83,14 +83,10 @@ def owners(params):
     return jax.tree.map_with_path(lambda path, _: stage_of(path), params)
 
 
+@pytest.mark.telling("Decoder-1f1b", "Rematted-gpipe", "Scanned-1f1b")
 @pytest.mark.parametrize(
     ("cls", "schedule"),
-    telling(
-        itertools.product([Decoder, Rematted, Scanned], SCHEDULES),
-        (Decoder, "1f1b"),
-        (Rematted, "gpipe"),
-        (Scanned, "1f1b"),
-    ),
+    list(itertools.product([Decoder, Rematted, Scanned], SCHEDULES)),
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_registered_scopes(cls, schedule):

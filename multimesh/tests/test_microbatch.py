@@ -52,6 +52,7 @@ def test_another_dimension_and_another_argument(split):
     assert_same(f(2.0, columns, params), jax.jit(whole)(2.0, columns, params))
 
 
+@pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stacked_beside_summed(split, schedule):
     """The stack prefix marks a subtree: losses and predictions a microbatch, gradients summed."""
@@ -86,6 +87,7 @@ def test_typed_keys_can_be_stacked(split):
     assert_same(f(keys), jnp.stack([want[i::COUNT] for i in range(COUNT)]))
 
 
+@pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_loops(split, schedule):
     """The second loop uses what the first one summed, and another number of microbatches."""
@@ -105,6 +107,7 @@ def test_two_loops(split, schedule):
     assert_same(mm.jit(make(split, mm_loop))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
 
 
+@pytest.mark.full
 def test_two_independent_loops(split):
     params, batch, other = MLP.init(2), MLP.batch(ROWS, 0), MLP.batch(4, 1)
 
@@ -263,6 +266,7 @@ def with_statistics(stage):
     return f
 
 
+@pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_a_state_from_microbatch_to_microbatch(schedule):
     stages = 4 if schedule == "interleaved" else 2
@@ -290,6 +294,7 @@ def test_a_state_from_microbatch_to_microbatch(schedule):
     assert_same(again(params, batch, again(params, batch, state)[0]), jax.jit(by_loop)(params, batch, want[0]))
 
 
+@pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_mean_index_and_rows_that_are_cut(schedule):
     """A dropout key of each microbatch, and a batch with a leading dimension of microbatches."""

@@ -85,6 +85,7 @@ def loss_of(stage, penalty=lambda params: 0.0):
     return lambda params, batch: MLP.loss(params, batch, stage) + 0.01 * penalty(params)
 
 
+@pytest.mark.telling("l2-inside", "l1-after", "l2-straight")
 @pytest.mark.parametrize(
     ("name", "where"),
     [
@@ -125,6 +126,7 @@ def test_a_penalty_inside_the_tasks():
     check(make)
 
 
+@pytest.mark.telling("clipped-1f1b")
 @pytest.mark.parametrize(("change", "schedule"), [(clipped, "1f1b"), (guarded, "wavefront"), (raveled, "gpipe")])
 def test_gradients_changed_per_microbatch(change, schedule):
     def make(stage, loop):
@@ -160,6 +162,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.telling("flat")
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_gradients_changed_after_the_loop(update):
     def make(stage, loop):
@@ -182,6 +185,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.telling("adamw with a mask", "lamb")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_and_an_average_with_a_penalty(optimizer):
     """The moments and an exponential average of the weights are computed beside them."""
@@ -200,6 +204,7 @@ def test_optimizers_and_an_average_with_a_penalty(optimizer):
     check(make, jax.jit(optimizer.init)(params), params)
 
 
+@pytest.mark.telling("where")
 @pytest.mark.parametrize("form", ["cond", "where"])
 def test_loss_scaling_skips_an_update(form):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3, eps=1e-4))
@@ -252,6 +257,7 @@ TAKES = {
 }
 
 
+@pytest.mark.telling("slice-inside", "index-outside")
 @pytest.mark.parametrize(
     ("take", "where"), [("slice", "inside"), ("slice", "outside"), ("split", "outside"), ("index", "outside")]
 )
@@ -294,6 +300,7 @@ def test_stacked_weights_of_which_each_stage_takes_a_part(take, where):
     assert sum(n * size for size, n in sent.items() if size > LARGEST) == 2 * (STAGES - 1) * part
 
 
+@pytest.mark.telling("zb-h1")
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b", "interleaved"])
 def test_only_layers_are_tasks_and_the_table_is_tied(schedule):
     """Embedding, head and loss are unmarked, and gradients are added to zeros: as many stages as there are tasks."""

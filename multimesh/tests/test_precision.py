@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from models import MLP, MOE, TRANSFORMER, plain
-from pipelines import SCHEDULES, Split, assert_at_home, assert_same, gradient, submeshes, telling
+from pipelines import SCHEDULES, Split, assert_at_home, assert_same, gradient, submeshes
 
 import multimesh as mm
 
@@ -23,9 +23,10 @@ def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
+@pytest.mark.telling("mlp-gpipe", "transformer-1f1b")
 @pytest.mark.parametrize(
     ("model", "schedule"),
-    telling(itertools.product([MLP, TRANSFORMER], SCHEDULES), (MLP, "gpipe"), (TRANSFORMER, "1f1b")),
+    list(itertools.product([MLP, TRANSFORMER], SCHEDULES)),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_bfloat16(model, schedule):

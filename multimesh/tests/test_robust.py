@@ -161,6 +161,7 @@ def test_deletion_frees_the_programs():
     assert executables() <= before
 
 
+@pytest.mark.full
 def test_many_functions_do_not_pile_up():
     """Compiled and dropped ten times: no programs and no arrays stay."""
     split = Split(submeshes(2, (1,)))

@@ -37,6 +37,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.telling("sizes 4 + 2", "overlapping", "same devices, other order")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(layout):
     split = Split(LAYOUTS[layout])
@@ -59,6 +60,7 @@ RULES = (
 )
 
 
+@pytest.mark.telling("loop")
 @pytest.mark.parametrize("loop", ["no loop", "loop"])
 def test_logical_axes(loop):
     """Stage 0 is data x tensor parallel, stage 1 data parallel over both of its axes."""
@@ -186,6 +188,13 @@ def put_targets():
     }
 
 
+@pytest.mark.telling(
+    "microbatch-layout of the next submesh",
+    "grad-another mesh",
+    "straight-explicit layout",
+    "grad-device",
+    "microbatch-sharding of a device",
+)
 @pytest.mark.parametrize("target", put_targets())
 @pytest.mark.parametrize("how", ["straight", "grad", "microbatch"])
 def test_device_put_between_tasks(target, how):

@@ -11,17 +11,20 @@ from pipelines import SCHEDULES, Split, assert_same, gradient, submeshes
 import multimesh as mm
 
 
+@pytest.mark.telling("mlp-gpipe", "transformer-1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", [MLP, TRANSFORMER, MOE], ids=lambda m: m.name)
 def test_adamw(model, schedule):
     check(model, OPTIMIZERS["adamw"](), schedule, Split(submeshes(2, (2, 2))), 2)
 
 
+@pytest.mark.telling("clip")
 @pytest.mark.parametrize("name", ["clip", "schedule", "multisteps"])
 def test_optimizers(name):
     check(TRANSFORMER, OPTIMIZERS[name](), "1f1b", Split(submeshes(2, (2,))), 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["clip"])
 def test_four_stages(name):
     check(TRANSFORMER, OPTIMIZERS[name](), "1f1b", Split(submeshes(4, (2,))), 4)

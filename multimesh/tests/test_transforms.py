@@ -104,6 +104,7 @@ def test_hessian_vector_product():
     both(make, params, jax.tree.map(np.sin, params), MLP.batch(ROWS, 0))
 
 
+@pytest.mark.telling("names-inside")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpoint_inside_a_task(policy, where):
@@ -151,6 +152,7 @@ def test_what_a_scan_offloads_to_the_host_waits_there_for_its_backward():
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
+@pytest.mark.telling("each task-1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("what", ["each task", "the loss"])
 def test_checkpoint_around(what, schedule):
@@ -189,6 +191,7 @@ def named_loss(stage, wrap=lambda loss: loss):
     return wrap(loss)
 
 
+@pytest.mark.telling("names", "offload")
 @pytest.mark.parametrize("policy", AROUND)
 def test_checkpoint_around_a_microbatch_loop(policy):
     if policy == "offload" and jax.__version_info__ < (0, 10):
@@ -201,6 +204,7 @@ def test_checkpoint_around_a_microbatch_loop(policy):
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
+@pytest.mark.full
 def test_checkpoint_around_two_loops_of_checkpointed_losses():
     """The product makes the backward of each loop read the other's sum."""
 
@@ -215,6 +219,7 @@ def test_checkpoint_around_two_loops_of_checkpointed_losses():
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
+@pytest.mark.telling("the submeshes' name-wrapper", "Explicit-context")
 @pytest.mark.parametrize("form", ["wrapper", "context"])
 @pytest.mark.parametrize("axes", ["names of their own", "the submeshes' name", "Explicit"])
 def test_a_call_under_set_mesh_of_all_devices(form, axes):
@@ -303,6 +308,7 @@ BODIES = {
 }
 
 
+@pytest.mark.telling("scan", "linalg", "custom_vjp")
 @pytest.mark.parametrize("body", BODIES)
 def test_inside_a_task(body):
     def make(stage, microbatch):
@@ -316,6 +322,7 @@ def test_inside_a_task(body):
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
+@pytest.mark.telling("scan")
 @pytest.mark.parametrize("body", ["scan", "cond", "custom_vjp"])
 def test_inside_a_task_with_the_gradient_outside_the_loop(body):
     def make(stage, microbatch):
@@ -416,6 +423,7 @@ OUTSIDE = {  # a function of (f, params, tangent, x), where f is jitted
 }
 
 
+@pytest.mark.telling("grad", "jvp", "vmap", "concrete under grad")
 @pytest.mark.parametrize("transform", OUTSIDE)
 def test_outside(transform, compilations):
     """Of a jitted function whose arguments lie on their submeshes; once compiled it stays so."""
@@ -455,6 +463,7 @@ INSIDE = {  # f() has no arguments of the trace
 }
 
 
+@pytest.mark.telling("checkpoint", "scan", "jit")
 @pytest.mark.parametrize("trace", INSIDE)
 def test_concrete_arguments_inside_another_trace(trace):
     split = split_two()

@@ -89,6 +89,7 @@ def test_results_are_divided_at_least_as_xla_divides_them(fn, shapes, specs):
     test_layouts_are_those_that_xla_chooses(fn, shapes, specs)
 
 
+@pytest.mark.telling("1f1b-mlp", "zb-h1-transformer")
 @pytest.mark.parametrize("model", [MLP, TRANSFORMER], ids=lambda m: m.name)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_no_slot_of_a_plan_is_divided_less_than_xla_would(model, schedule):

@@ -68,6 +68,7 @@ def reduces(step, *args):
     return counts[True], counts[False]
 
 
+@pytest.mark.telling("1f1b", "zb-h1")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "wavefront"])
 def test_once_after_the_loop(schedule):
     """Of a matrix, an embedding, a norm's gain, a bias, heads, and the loss: none is reduced in the loop."""

@@ -88,6 +88,7 @@ def fragments(stack, schedule="zb-h1"):
     return {s.phase: s.fragment for s in part.order.stages if s.number == 1}
 
 
+@pytest.mark.telling("nested", "with_rows", "checkpointed")
 @pytest.mark.parametrize("stack", STACKS[1:], ids=lambda f: f.__name__)
 def test_the_gradients_are_those_of_plain_jit(stack):
     args = arguments(2)
