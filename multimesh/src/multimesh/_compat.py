@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ def _private(module: str) -> Any:
 _compiler = _private("compiler")
 _config = _private("config")
 _core = _private("core")
+_distributed = _private("distributed")
 _mesh = _private("mesh")
 _source_info = _private("source_info_util")
 _tracing = _private("interpreters.partial_eval")
@@ -69,6 +71,33 @@ def tried_version() -> Iterator[None]:
             f"this version of MultiMesh needs {SUPPORTED} and does not work with {jax.__version__} ({error}): "
             f"pip install '{SUPPORTED}', or upgrade multimesh-jax"
         ) from error
+
+
+def key_value_store() -> Any:
+    """Where the processes of ``jax.distributed`` leave each other messages; ``jax.process_count()`` is more than one.
+
+    Raises
+    ------
+    MultiMeshError
+        Where JAX does not give it.
+    """
+    client = None if _distributed is None else _distributed.global_state.client
+    if client is None:
+        raise MultiMeshError(
+            f"several processes need the key-value store of jax.distributed, which jax {jax.__version__} does not give "
+            f"here: call jax.distributed.initialize() first, with {SUPPORTED} and without MULTIMESH_PUBLIC_JAX"
+        )
+    return client
+
+
+def own_address() -> str:
+    """Address of this machine as the coordinator of ``jax.distributed``, and so every other process, reaches it."""
+    host, _, port = _distributed.global_state.coordinator_address.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram socket: nothing is sent
+        found: str = probe.getsockname()[0]
+    return f"[{found}]" if ":" in found else found
 
 
 Literal = _extend.Literal
