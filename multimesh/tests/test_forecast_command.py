@@ -15,6 +15,7 @@ p=4 submeshes, m=8 microbatches, tF=1, tB=1, tW=1, transfers 0
 schedule            makespan  idle  published                     bubble  peak activations
 gpipe                     33     9          9  (p-1)(tF+tB+tW)    27.3 %           8 8 8 8
 1f1b                      33     9          9  (p-1)(tF+tB+tW)    27.3 %           4 3 2 1
+eager-1f1b                33     9          9  (p-1)(tF+tB+tW)    27.3 %           7 5 3 1
 interleaved, v=2        28.5   4.5        4.5  (p-1)(tF+tB+tW)/v  15.8 %   5.5 4.5 3.5 2.5
 zb-h1                     27     3          3  (p-1)(tF+tB-tW)    11.1 %           4 4 4 4
 wavefront                 33     9          -                     27.3 %           8 6 4 2

@@ -18,7 +18,13 @@ import multimesh as mm
 from multimesh import schedules
 
 ROWS, SIZE = 16, 4
-NEW = ("interleaved", "zb-h1", "wavefront", "prefetch-wavefront")  # the other tests are about gpipe and 1f1b
+NEW = (
+    "eager-1f1b",
+    "interleaved",
+    "zb-h1",
+    "wavefront",
+    "prefetch-wavefront",
+)  # the other tests are about gpipe and 1f1b
 NAMES = ("gpipe", "1f1b", *NEW)
 CUSTOM = [  # two stages, four microbatches: the first stage runs two ahead
     ["F0", "F0", "F0", "B0", "W0", "F0", "B0", "B0", "W0", "W0", "B0", "W0"],
@@ -47,6 +53,7 @@ def check(model, schedule, where, stages=4, rows=ROWS):
         (MLP, "interleaved", "outside"),
         pytest.param(TRANSFORMER, "interleaved", "inside", marks=pytest.mark.full),
         pytest.param(MOE, "interleaved", "inside", marks=pytest.mark.full),
+        (MLP, "eager-1f1b", "inside"),
         (MLP, "zb-h1", "inside"),
         (SKIP, "zb-h1", "outside"),
         (TRANSFORMER, "zb-h1", "inside"),
@@ -212,8 +219,11 @@ def live(row, end):
 
 def test_live_activations():
     stages, count = 4, 12
-    peaks = {s: [live(row, "B") for row in cells(plan_of(s, stages, count))] for s in ("1f1b", "wavefront", "gpipe")}
-    assert peaks == {"1f1b": [4, 3, 2, 1], "wavefront": [8, 6, 4, 2], "gpipe": [12] * 4}
+    peaks = {
+        s: [live(row, "B") for row in cells(plan_of(s, stages, count))]
+        for s in ("1f1b", "eager-1f1b", "wavefront", "gpipe")
+    }
+    assert peaks == {"1f1b": [4, 3, 2, 1], "eager-1f1b": [7, 5, 3, 1], "wavefront": [8, 6, 4, 2], "gpipe": [12] * 4}
     first, *others = cells(plan_of("zb-h1", stages, count))
     assert [live(first, "B"), *(live(row, "W") for row in others)] == [4] * 4
     for r, row in enumerate(cells(plan_of("interleaved", 8, count, chunks=2))):

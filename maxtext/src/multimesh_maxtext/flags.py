@@ -11,7 +11,17 @@ from multimesh_maxtext.errors import UsageError
 
 BACKENDS = ("multimesh", "spmd", "cuda", "cpu")
 
-SCHEDULES = ("fill-drain", "gpipe", "1f1b", "interleaved", "zb-h1", "wavefront", "prefetch-wavefront", "custom")
+SCHEDULES = (
+    "fill-drain",
+    "gpipe",
+    "1f1b",
+    "eager-1f1b",
+    "interleaved",
+    "zb-h1",
+    "wavefront",
+    "prefetch-wavefront",
+    "custom",
+)
 
 ATTENTION = ("autoselected", "dot_product", "flash", "cudnn_flash_te")
 

@@ -116,7 +116,8 @@ def _add_demo(commands: Any) -> None:
         choices=schedules.names(),
         default="1f1b",
         help="order in which a submesh runs its microbatches: gpipe (or fill-drain) all forwards, then all backwards; "
-        "1f1b one forward, one backward, which keeps fewer activations; interleaved the same with two stages on each "
+        "1f1b one forward, one backward, which keeps fewer activations; eager-1f1b the same with more forwards first, "
+        "so that transfers take place beside programs; interleaved the same with two stages on each "
         "submesh; zb-h1 1f1b with the weight gradients apart, to fill idle time; wavefront each task as soon as its "
         "inputs allow; prefetch-wavefront with transfers issued ahead (default: %(default)s)",
     )

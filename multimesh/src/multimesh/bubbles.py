@@ -39,16 +39,16 @@ def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COS
 
     ``costs`` are those of a whole submesh, in all its ``v`` stages together.
 
-    GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2019): ``(p - 1) (tF + tB + tW)``. Interleaved (Narayanan et
-    al. 2021): that divided by ``v``, where ``p`` divides ``m``. ZB-H1 (Qi et al. 2023): ``(p - 1) (tF + tB - tW)``. It
-    holds for at least ``p`` microbatches and ``tW <= tF``; the paper assumes equal times. Longer weight gradients do
-    not fit into the gaps that they fill.
+    GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019) and eager 1F1B: ``(p - 1) (tF + tB + tW)``. Interleaved
+    (Narayanan et al. 2021): that divided by ``v``, where ``p`` divides ``m``. ZB-H1 (Qi et al. 2023):
+    ``(p - 1) (tF + tB - tW)``. It holds for at least ``p`` microbatches and ``tW <= tF``; the paper assumes equal
+    times. Longer weight gradients do not fit into the gaps that they fill.
     """
     p, v, m = shape.submeshes, shape.chunks, shape.microbatches
     full = (p - 1) * (costs["F"] + costs["B"] + costs["W"])
-    if schedule in ("gpipe", "fill-drain", "1f1b") and v == 1:
+    if schedule in ("gpipe", "fill-drain", "1f1b", "eager-1f1b") and v == 1:
         return Published(full, "(p-1)(tF+tB+tW)")
-    if schedule in ("1f1b", "interleaved"):
+    if schedule in ("1f1b", "eager-1f1b", "interleaved"):
         return Published(full / v, "(p-1)(tF+tB+tW)/v", "" if m % p == 0 or v == 1 else "p does not divide m")
     if schedule == "zb-h1":
         unless = "m < p" if m < p else "tW > tF" if costs["W"] > costs["F"] else ""

@@ -46,6 +46,15 @@ def test_1f1b_with_fewer_microbatches_than_stages():
     assert drawn("1f1b", 3, 1) == ["F0 B0"] * 3
 
 
+def test_eager_1f1b_has_twice_the_warm_up():
+    assert drawn("eager-1f1b", 3, 5) == [
+        "F0 F1 F2 F3 F4 B0 B1 B2 B3 B4",
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ]
+    assert drawn("eager-1f1b", 3, 5, chunks=2) == drawn("interleaved", 3, 5, chunks=2)
+
+
 def test_interleaved_goes_through_the_chunks_in_groups_of_p_microbatches():
     assert drawn("interleaved", 2, 4, chunks=2) == [
         "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
@@ -120,6 +129,7 @@ def test_live_activations_are_bounded():
 
             assert held("gpipe", v=chunks) == chunks * m
             assert held("1f1b") == min(p - r, m)
+            assert held("eager-1f1b") == min(2 * (p - r) - 1, m)
             assert held("zb-h1", "W") == min(p, m)
             assert held("wavefront") <= min(2 * (p - r), m)
             if chunks > 1:
@@ -142,7 +152,8 @@ def test_names():
     assert schedules.get("fill-drain") == schedules.get("gpipe")
     assert schedules.get(schedules.get("1f1b")) is schedules.get("1f1b")
     assert set(schedules.names()) == {
-        *("gpipe", "fill-drain", "1f1b", "interleaved", "zb-h1", "wavefront", "prefetch-wavefront")
+        *("gpipe", "fill-drain", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "wavefront"),
+        "prefetch-wavefront",
     }
     with pytest.raises(mm.UsageError, match="unknown schedule 'zigzag'; known: gpipe, "):
         schedules.get("zigzag")

@@ -10,7 +10,7 @@ from multimesh.checks import refuse
 from multimesh.errors import UsageError
 from multimesh.schedules.custom import Custom, custom, load
 from multimesh.schedules.gpipe import GPipe
-from multimesh.schedules.one_f_one_b import Interleaved, OneFOneB
+from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, OneFOneB
 from multimesh.schedules.table import Cell, Row, Schedule, Table
 from multimesh.schedules.validation import needs, validate
 from multimesh.schedules.wavefront import PrefetchWavefront, Wavefront
@@ -20,6 +20,7 @@ __all__ = [
     "ZBH1",
     "Cell",
     "Custom",
+    "EagerOneFOneB",
     "GPipe",
     "Interleaved",
     "OneFOneB",
@@ -36,7 +37,10 @@ __all__ = [
     "validate",
 ]
 
-_ALL: tuple[Schedule, ...] = (GPipe(), OneFOneB(), Interleaved(), ZBH1(), Wavefront(), PrefetchWavefront())
+_ALL: tuple[Schedule, ...] = (
+    *(GPipe(), OneFOneB(), EagerOneFOneB(), Interleaved()),
+    *(ZBH1(), Wavefront(), PrefetchWavefront()),
+)
 _BY_NAME: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL} | {"fill-drain": GPipe()}
 
 

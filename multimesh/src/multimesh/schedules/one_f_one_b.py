@@ -1,6 +1,7 @@
-"""1F1B, plain and interleaved: in the steady state every submesh alternates between a forward and a backward.
+"""1F1B, plain, eager and interleaved: in the steady state every submesh alternates between a forward and a backward.
 
 Plain: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, in its synchronous form.
+Eager: Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023.
 Interleaved: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 """
 
@@ -66,6 +67,28 @@ class OneFOneB(Schedule):
         """``p - r - 1`` forwards, then pairs, then the remaining backwards."""
         if chunks > 1:
             return Interleaved().row(rank, submeshes, chunks, microbatches)
-        forwards = [Cell("F", rank, i) for i in range(microbatches)]
-        backwards = [Cell("B", rank, i) for i in range(microbatches)]
-        return alternated(forwards, backwards, submeshes - rank - 1)
+        return _one_stage(rank, microbatches, submeshes - rank - 1)
+
+
+@dataclass(frozen=True)
+class EagerOneFOneB(Schedule):
+    """1F1B with twice the warm-up: a transfer has the time of a microbatch before its reader waits for it.
+
+    Submesh ``r`` of ``p`` holds at most ``2 (p - r) - 1`` microbatches, where 1F1B holds ``p - r``. With transfers that
+    take no time it waits as long as 1F1B. With several stages on each submesh this is `Interleaved`, which has that
+    warm-up already.
+    """
+
+    name: ClassVar[str] = "eager-1f1b"
+
+    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
+        """``2 (p - r - 1)`` forwards, then pairs, then the remaining backwards."""
+        if chunks > 1:
+            return Interleaved().row(rank, submeshes, chunks, microbatches)
+        return _one_stage(rank, microbatches, 2 * (submeshes - rank - 1))
+
+
+def _one_stage(rank: int, microbatches: int, warm: int) -> Iterator[Cell]:
+    forwards = [Cell("F", rank, i) for i in range(microbatches)]
+    backwards = [Cell("B", rank, i) for i in range(microbatches)]
+    return alternated(forwards, backwards, warm)
