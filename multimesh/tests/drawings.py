@@ -14,7 +14,9 @@ OTHERS = ("maxtext.svg", "layouts.svg")  # of a measured run, whose times nobody
 
 def drawings() -> dict[str, str]:
     """File name to what the file must hold."""
-    from multimesh import bubbles, svg
+    from multimesh.views import svg
+
+    from multimesh import bubbles
 
     made = {}
     for name, shape in bubbles.compared(None, submeshes=4, chunks=None, microbatches=8):

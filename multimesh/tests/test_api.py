@@ -26,11 +26,16 @@ def test_every_public_name_is_there():
         _ = mm.no_such_name
 
 
-def imported(path, modules):
-    """Modules of the library that a file imports at its top or within functions; not those of types only."""
+def imported(path, modules, within=True):
+    """Modules of the library that a file imports at its top, or also within functions; not those of types only."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    types = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    skipped = {id(inner) for node in types for inner in ast.walk(node)}
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        or (isinstance(node, ast.FunctionDef) and not within)
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
         if id(node) in skipped:
             continue
@@ -41,12 +46,26 @@ def imported(path, modules):
             yield from {alias.name for alias in node.names} & set(modules)
 
 
-def test_no_module_imports_itself_through_others():
+def import_graph(within=True):
     root = Path(mm.__file__).parent
     paths = {".".join(p.relative_to(root.parent).with_suffix("").parts): p for p in root.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
-    graph = {name: set(imported(path, modules)) - {name} for name, path in modules.items()}
+    return {name: set(imported(path, modules, within)) - {name} for name, path in modules.items()}
+
+
+def test_no_module_imports_itself_through_others():
+    graph = import_graph()
     order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names them
     for name in order:
         print(f"{name}: {' '.join(sorted(graph[name]))}")
-    assert len(order) == len(modules)
+    assert len(order) == len(graph)
+
+
+@pytest.mark.parametrize("data", ["plan", "ir", "schedules", "passes.planning"])
+def test_data_can_be_had_without_its_views(data):
+    graph, found, left = import_graph(within=False), set(), [f"multimesh.{data}"]
+    while left:
+        name = left.pop()
+        found.add(name)
+        left += graph[name] - found
+    assert not [name for name in found if name.startswith("multimesh.views")]

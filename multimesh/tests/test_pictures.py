@@ -8,11 +8,12 @@ import xml.etree.ElementTree as ET
 import drawings
 import pytest
 from multimesh.bubbles import Shape
-from multimesh.simulate import UNIT_COSTS
-from multimesh.timeline import Span, Timeline
+from multimesh.costs import UNIT_COSTS
+from multimesh.views import perfetto, svg
+from multimesh.views.timeline import Span, Timeline
 
 import multimesh as mm
-from multimesh import bubbles, perfetto, svg
+from multimesh import bubbles
 
 SHAPES = [
     ("gpipe", Shape(2, 1, 3)),

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 from multimesh.bubbles import Shape
+from multimesh.forecast import simulate
 from multimesh.schedules import Cell
-from multimesh.simulate import simulate
 
 import multimesh as mm
 from multimesh import bubbles, schedules

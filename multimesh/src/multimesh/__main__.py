@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from multimesh import bubbles, schedules
+from multimesh.costs import parsed_costs
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
-from multimesh.timeline import Timeline
+from multimesh.views.timeline import Timeline
 
 INTERRUPTED = 130
 
@@ -219,7 +220,7 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     if options.schedule is None and (options.svg or options.perfetto):
         raise UsageError("--svg and --perfetto show one schedule; name it with --schedule")
-    costs = bubbles.parsed_costs(options.costs)
+    costs = parsed_costs(options.costs)
     wanted = bubbles.compared(options.schedule, options.stages, options.interleave, options.microbatches)
     results = [bubbles.forecast(name, shape, costs, options.transfer) for name, shape in wanted]
     _write(options, results[0].timeline)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multimesh import schedules
-from multimesh.errors import UsageError
-from multimesh.forecast import sizes
-from multimesh.simulate import UNIT_COSTS, checked, cost, simulate
-from multimesh.timeline import Timeline
+from multimesh.costs import UNIT_COSTS, checked, cost
+from multimesh.forecast import simulate, sizes
 from multimesh.units import columns
+from multimesh.views.timeline import Timeline
 
 CLOSE = 1e-9  # relative difference of rounding
 
@@ -140,24 +139,6 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{100 * result.timeline.bubble:.1f} %",
         " ".join(f"{peak:g}" for peak in result.peaks),
     )
-
-
-def parsed_costs(text: str) -> dict[str, float]:
-    """Costs written as ``F=1,B=1,W=1``.
-
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        phase, _, value = part.partition("=")
-        try:
-            found[phase.strip()] = float(value)
-        except ValueError:
-            raise UsageError(f"--costs: expected F=1,B=1,W=1 with your numbers, got {text!r}") from None
-    return checked(found)
 
 
 def compared(name: str | None, submeshes: int, chunks: int | None, microbatches: int) -> list[tuple[str, Shape]]:

@@ -1,97 +1,88 @@
-"""Simulation of a plan: when its programs run and what is alive, given what each costs."""
+"""Forecasts: when the cells of a schedule's table, or the programs of a plan, run on ideal submeshes."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from multimesh import checks
+from multimesh.costs import UNIT_COSTS, Costs, checked, cost, costs_of, covered
 from multimesh.errors import UsageError
+from multimesh.schedules import Table, needs
 from multimesh.schedules.scheduler import run
-from multimesh.simulate import PHASES, UNIT_COSTS, cost
-from multimesh.timeline import Hop, Span, Steps, Timeline, live_steps
+from multimesh.views.timeline import Hop, Span, Steps, Timeline, live_steps
 
 if TYPE_CHECKING:
     from multimesh.plan import Instruction, Plan, Transfer
 
-Key = str | tuple[str | int, str]
 
+def simulate(
+    table: Table, costs: Mapping[str, float] = UNIT_COSTS, *, transfer: float = 0.0, title: str = ""
+) -> Timeline:
+    """Run a table on ideal submeshes.
 
-@dataclass(frozen=True)
-class Costs:
-    """Time of every program of a plan, and of its transfers.
+    A submesh starts its next cell as soon as it is free and what the cell needs has arrived. A transfer starts when its
+    cell ends, whenever the schedule issues it, and keeps no submesh from computing.
 
-    Attributes
+    Parameters
     ----------
-    programs
-        For each of the plan's kernels.
-    transfers
-        (from submesh, to submesh, bytes) to the time of such a transfer; others take ``transfer``.
+    table
+        For each submesh its cells in order.
+    costs
+        Time of F, B and W of one stage; where a table has no W, its B takes the time of both.
     transfer
-        Time of a transfer that ``transfers`` does not name.
-    unit
-        ``s``, or empty for relative times.
-    note
-        Where they are from.
-    """
+        Time between the end of a cell and the arrival of its result on another submesh.
+    title
+        Of the timeline.
 
-    programs: tuple[float, ...]
-    transfers: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
-    transfer: float = 0.0
-    unit: str = ""
-    note: str = ""
-
-
-def costs_of(plan: Plan, given: Mapping[Any, float]) -> Costs:
-    """Costs of a plan's programs from a mapping.
-
-    The first key that fits counts: (stage, phase), (task, phase), task, phase. A program that covers several phases
-    costs their sum: B makes the weight gradients too unless the plan has programs for W, and the last stage's B runs
-    its forward where `jit` joined the two. ``transfer`` is the time of each transfer, by default 0. Programs outside
-    of microbatch loops are free unless their task is named.
+    Returns
+    -------
+    Timeline
+        Its ``live`` counts activations: that of a stage and microbatch is alive from the start of F to the end of its
+        last phase.
 
     Raises
     ------
     UsageError
-        For a key that nothing in the plan has, a phase without a cost, and what is no cost.
+        When cells wait for each other; names them.
     """
-    given = dict(checks.pairs("costs", given, "a mapping of a phase, task or stage to a time"))
-    runs = {step.kernel: step for step in plan.instructions if step.kind == "RUN" and step.kernel is not None}
-    covers = plan.covers
-    known: dict[Key, None] = {"transfer": None}
-    for step in runs.values():
-        phases = covers.get((step.stage or 0, step.phase or ""), "") if step.phase else ""
-        known |= dict.fromkeys([key for p in phases for key in _keys(step, p)])
-        known[step.task] = None
-    for key in given:
-        if key not in known and key not in PHASES:
-            names = ", ".join(sorted({repr(k) for k in known if isinstance(k, str) and k}))
-            raise UsageError(f"costs: {key!r} is no phase, task or stage of this plan; it has {names}")
-    times = {key: cost(value, repr(key)) for key, value in given.items()}
-
-    def time(step: Instruction) -> float:
-        if step.phase is None:
-            return times.get(step.task, 0.0)
-        phases = covers[step.stage or 0, step.phase]
-        if step.task in times and not any(key in times for phase in phases for key in _keys(step, phase)[:2]):
-            return times[step.task]
-        total = 0.0
-        for phase in phases:
-            key = next((k for k in _keys(step, phase) if k in times), None)
-            if key is None and phase == step.phase:
-                raise UsageError(f"costs: none for {phase} of stage {step.stage} (task {step.task!r})")
-            total += times[key] if key is not None else 0.0
-        return total
-
-    shown = ", ".join(f"{'.'.join(map(str, k)) if isinstance(k, tuple) else k} {v:g}" for k, v in times.items())
-    programs = tuple(time(runs[k]) if k in runs else 0.0 for k in range(len(plan.kernels)))
-    return Costs(programs, {}, times.get("transfer", 0.0), "", f"costs given: {shown}")
+    costs, transfer = checked(costs), cost(transfer, "a transfer")
+    place = {cell: row for row, cells in enumerate(table) for cell in cells}
+    covers = covered((cell.stage, cell.phase) for cell in place)
+    stages = 1 + max((cell.stage for cell in place), default=0)
+    reads = {cell: [source for source in needs(cell, stages) if source in place] for cell in place}
+    times = run(table, reads.__getitem__, lambda cell: sum(costs[p] for p in covers[cell.stage, cell.phase]), transfer)
+    if len(times) < len(place):
+        waiting = (next((cell for cell in row if cell not in times), None) for row in table)
+        stuck = ", ".join(str(cell) for cell in waiting if cell is not None)
+        raise UsageError(f"the schedule deadlocks: {stuck} wait for what comes later")
+    number = {cell: n for n, cell in enumerate(times)}
+    spans = [Span(place[c], *times[c], c.phase, "", c.stage, c.microbatch) for c in times]
+    transfers = []
+    for cell, reader in number.items():
+        for source in (source for source in reads[cell] if place[source] != place[cell]):
+            sent = times[source][1]
+            transfers.append(Hop(place[source], place[cell], sent, sent + transfer, None, number[source], (reader,)))
+    rows = tuple(f"submesh {row}" for row in range(len(table)))
+    several = any(len({cell.stage for cell in row}) > 1 for row in table)
+    note = f"forecast with {_described(costs, covers.values())}, transfers {transfer:g}"
+    note += "; an activation is that of one stage" if several else ""
+    live = tuple(_activations([s for s in spans if s.row == row]) for row in range(len(table)))
+    return Timeline(title, note, "", rows, tuple(spans), tuple(transfers), live, "activations")
 
 
-def _keys(step: Instruction, phase: str) -> tuple[Key, ...]:
-    return ((step.stage or 0, phase), (step.task, phase), phase)
+def _described(costs: Mapping[str, float], covers: Iterable[str]) -> str:
+    names = sorted(set(covers), key="FBW".find)
+    return ", ".join(f"{'+'.join(name)} {sum(costs[p] for p in name):g}" for name in names)
+
+
+def _activations(spans: Sequence[Span]) -> Steps:
+    ends: dict[tuple[int | None, int | None], tuple[float, int]] = {}
+    for order, span in enumerate(spans):
+        ends[span.stage, span.microbatch] = (span.end, 2 * order + 1)
+    made = [(span.start, 2 * order, 1.0) for order, span in enumerate(spans) if span.phases == "F"]
+    return live_steps([*made, *((end, order, -1.0) for end, order in ends.values())])
 
 
 def title(plan: Plan) -> str:

@@ -38,9 +38,9 @@ from multimesh.passes.pipeline import Traced, passes
 from multimesh.passes.place import has_tasks
 from multimesh.plan import Plan
 from multimesh.submesh import describe
-from multimesh.timeline import amount
 from multimesh.tracing import partitioning, recorded
 from multimesh.transforms import Call
+from multimesh.units import amount
 
 if TYPE_CHECKING:
     from multimesh.profiling import Profile

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh import fingerprint, ir, listing
-from multimesh.forecast import Costs, forecast
-from multimesh.simulate import UNIT_COSTS, covered
+from multimesh import fingerprint, ir
+from multimesh.costs import UNIT_COSTS, Costs, covered
 from multimesh.submesh import carry_over
 
 if TYPE_CHECKING:
-    from multimesh.timeline import Timeline
+    from multimesh.views.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class Plan:
         ----------
         costs
             The ``costs`` of a profile, or a mapping in a unit of your choice: of phases ``F``, ``B``, ``W``, of tasks,
-            of (stage, phase), of (task, phase), and of ``transfer``. See `multimesh.forecast.costs_of`.
+            of (stage, phase), of (task, phase), and of ``transfer``. See `multimesh.costs.costs_of`.
 
         Returns
         -------
@@ -234,7 +233,9 @@ class Plan:
         UsageError
             For costs that do not fit the plan.
         """
-        return forecast(self, costs)
+        from multimesh import forecast
+
+        return forecast.forecast(self, costs)
 
     def to_svg(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
         """Write a picture of `forecast`. ``profile.measured.to_svg`` draws a measured run."""
@@ -245,6 +246,8 @@ class Plan:
         self.forecast(costs).to_perfetto(path)
 
     def __str__(self) -> str:
+        from multimesh.views import listing
+
         return listing.text(self)
 
     def fingerprint(self) -> str:

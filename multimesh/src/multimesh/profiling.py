@@ -13,11 +13,12 @@ from typing import Any
 import jax
 
 from multimesh.compiling import CompiledPlan
-from multimesh.forecast import Costs, Times, assembled, forecast, timed
+from multimesh.costs import Costs
+from multimesh.forecast import Times, assembled, forecast, timed
 from multimesh.plan import Plan, Transfer
-from multimesh.timeline import Timeline
 from multimesh.transport import Call, Transport
 from multimesh.units import amount, columns
+from multimesh.views.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh import checks
-from multimesh.perfetto import trace
-from multimesh.svg import draw
 from multimesh.units import amount, columns
+from multimesh.views.perfetto import trace
+from multimesh.views.svg import draw
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Timeline:
         return f"makespan {amount(self.makespan, self.unit)}, bubble {100 * self.bubble:.1f} % in all"
 
     def to_svg(self, path: str | Path) -> None:
-        """Write a picture of it; see `multimesh.svg`."""
+        """Write a picture of it; see `multimesh.views.svg`."""
         Path(checks.path("to_svg: path", path)).write_text(draw(self), encoding="utf-8")
 
     def to_perfetto(self, path: str | Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multimesh.timeline import Hop, Span, Timeline
+    from multimesh.views.timeline import Hop, Span, Timeline
 
 _PID = 1
 _FIRST = 2  # thread of the first submesh: in Perfetto 0 is the idle thread, and 1 that of the process

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from multimesh.units import amount
 
 if TYPE_CHECKING:
-    from multimesh.timeline import Span, Timeline
+    from multimesh.views.timeline import Span, Timeline
 
 _COLOURS = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "": "#8a8f98"}
 _MEANING = {
