@@ -17,7 +17,7 @@ from multimesh import schedules
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(Path(multimesh_maxtext.__file__).parent.glob("*.py"))
 PUBLIC = {"multimesh": multimesh.__all__, "multimesh.schedules": schedules.__all__}
-ROOMS = (("run", "cli", "launch", "checks", "options"), ("hooks", "stages"))  # --pp in both processes, as in README
+ROOMS = (("run", "cli", "launch", "checks", "options"), ("hooks", "placement"))  # --pp in both processes, as in README
 
 
 def chain(node: ast.expr) -> list[str]:

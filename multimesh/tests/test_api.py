@@ -1,6 +1,7 @@
 """The public names, under both import paths, and which module imports which."""
 
 import ast
+import collections
 import graphlib
 import importlib
 from pathlib import Path
@@ -69,3 +70,17 @@ def test_data_can_be_had_without_its_views(data):
         found.add(name)
         left += graph[name] - found
     assert not [name for name in found if name.startswith("multimesh.views")]
+
+
+def test_one_name_has_one_meaning():
+    """No two modules of one name, and no two classes but those that `multimesh.jax` has as the original had them."""
+    root = Path(mm.__file__).parent
+    paths = [path for path in root.rglob("*.py") if not path.stem.startswith("__")]
+    classes = [
+        node.name
+        for path in paths
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    for names in ([path.stem for path in paths], classes):
+        assert [name for name, count in collections.Counter(names).items() if count > 1] == []

@@ -44,7 +44,7 @@ def test_each_loss_is_that_of_one_device(schedule):
 def test_everything_is_divided_as_the_help_says():
     """Parameters over their own stage's model axis, activations over its data axis."""
     submeshes = demo.meshes()
-    step = mm.jit(demo.make_step(demo.Options(microbatches=2), submeshes), donate_argnums=0)
+    step = mm.jit(demo.make_step(demo.Job(microbatches=2), submeshes), donate_argnums=0)
     given = demo.place(demo.init(), submeshes), demo.divided(demo.batch(1, 2 * demo.ROWS), submeshes)
     compiled = step.lower(*given).compile()
     params, _ = compiled(*given)
@@ -61,9 +61,9 @@ def test_everything_is_divided_as_the_help_says():
         assert layouts[s].shard_shape(slots[s].shape)[0] == demo.ROWS // demo.DATA
 
 
-RIGHT = demo.Step(1, 2.0, 2.000001)
-WRONG = demo.Step(2, 1.9, 1.8)
-NO_NUMBER = demo.Step(2, float("nan"), float("nan"))
+RIGHT = demo.StepLosses(1, 2.0, 2.000001)
+WRONG = demo.StepLosses(2, 1.9, 1.8)
+NO_NUMBER = demo.StepLosses(2, float("nan"), float("nan"))
 
 
 def shown(capsys, monkeypatch, argv, steps, columns=60):

@@ -21,8 +21,8 @@ from multimesh_maxtext import relayout
 from multimesh_maxtext.checks import find_schedule
 from multimesh_maxtext.errors import LauncherError
 from multimesh_maxtext.launch import Handoff, received
-from multimesh_maxtext.stages import Stages, apply_stack, deal, list_stacks, write_placement
-from multimesh_maxtext.step import Step, accumulate_microbatches, unallocated
+from multimesh_maxtext.placement import Stages, apply_stack, deal, list_stacks, write_placement
+from multimesh_maxtext.step import StepFunction, accumulate_microbatches, unallocated
 
 _stages: Stages | None = None
 
@@ -124,6 +124,6 @@ def accumulate(
     return accumulate_microbatches(body, init, batch, length=length, home=home, **loop)
 
 
-def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> Step:
+def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> StepFunction:
     """Compile a step; arguments keep their layouts, and the new state takes that of the old."""
-    return Step(fn, donate_argnums, _handoff())
+    return StepFunction(fn, donate_argnums, _handoff())

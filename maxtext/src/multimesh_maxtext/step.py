@@ -20,7 +20,7 @@ from multimesh_maxtext import memory
 from multimesh_maxtext.errors import LauncherError, UnsupportedError
 from multimesh_maxtext.launch import Handoff
 from multimesh_maxtext.memory import Need
-from multimesh_maxtext.stages import write_placement
+from multimesh_maxtext.placement import write_placement
 
 _PARAMETERS = "ga_params"
 """What MaxText carries through its loop and no microbatch changes."""
@@ -32,7 +32,7 @@ _CALLS = ("jit", "checkpoint", "remat2")
 _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is how values leave a task
 
 
-class Step:
+class StepFunction:
     """A train or evaluation step, with what MaxText uses of a jitted function."""
 
     def __init__(self, fn: Callable[..., Any], donate_argnums: Any, handoff: Handoff) -> None:

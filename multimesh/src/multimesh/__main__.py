@@ -206,7 +206,7 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
         os.environ.update(virtual_devices(dict(os.environ), 8))
     from multimesh import demo  # imports JAX, which reads the environment
 
-    job = demo.Options(options.schedule, options.steps, options.microbatches)
+    job = demo.Job(options.schedule, options.steps, options.microbatches)
     found = demo.run(job, show_plan=options.plan, quiet=options.json)
     if options.profile or options.svg or options.perfetto:
         profile = demo.profile(job)

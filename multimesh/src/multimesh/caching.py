@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multimesh.arguments import Signature, stripped
 
 T = TypeVar("T")
 
@@ -87,3 +90,18 @@ def weak(fn: Callable[..., Any]) -> Callable[..., Any]:
     except TypeError:
         return fn
     return lambda *args, **kwargs: reference()(*args, **kwargs)  # type: ignore[misc]
+
+
+def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None:
+    """What was compiled for a like signature: the arguments now have the layouts that were derived for them then."""
+    for other, compiled in known.items():
+        lowered = getattr(compiled, "lowered", None)
+        if lowered is not None and replace(other, specs=signature.specs) == signature:
+            shardings = lowered.input_shardings
+            if all(map(_agree, signature.specs, other.specs, shardings)):
+                return compiled
+    return None
+
+
+def _agree(now: PartitionSpec | None, then: PartitionSpec | None, sharding: NamedSharding | None) -> bool:
+    return now == then or (then is None and sharding is not None and now == stripped(sharding.spec))

@@ -36,7 +36,7 @@ class LossesDifferError(DisagreementError):
 
 
 @dataclass(frozen=True)
-class Options:
+class Job:
     """What to run: a schedule by name, the number of steps, and of microbatches a step."""
 
     schedule: str = "1f1b"
@@ -50,7 +50,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepLosses:
     """Loss of one step on the submeshes and on one device."""
 
     step: int
@@ -150,7 +150,7 @@ def _normalised(x: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-def make_step(options: Options, submeshes: tuple[Mesh, ...]) -> Callable[[Params, Any], tuple[Params, Any]]:
+def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, Any], tuple[Params, Any]]:
     """``(params, tokens) -> (new params, loss)``; runs under `multimesh.jit` and under ``jax.jit``."""
     axes = {"rows": "data"}  # the constraint's name for rows, and the axis of a submesh that divides them
 
@@ -180,7 +180,7 @@ def make_step(options: Options, submeshes: tuple[Mesh, ...]) -> Callable[[Params
     return step
 
 
-def train(options: Options, submeshes: tuple[Mesh, ...]) -> Iterator[Step]:
+def train(options: Job, submeshes: tuple[Mesh, ...]) -> Iterator[StepLosses]:
     """Train twice from the same start: on the submeshes and on one device."""
     pipelined, plain = _jitted(options, submeshes), jax.jit(make_step(options, submeshes))
     params, reference = place(init(options.chunks), submeshes), init(options.chunks)
@@ -188,31 +188,31 @@ def train(options: Options, submeshes: tuple[Mesh, ...]) -> Iterator[Step]:
         tokens = batch(number, ROWS * options.microbatches)
         params, loss = pipelined(params, divided(tokens, submeshes))
         reference, expected = plain(reference, tokens)
-        yield Step(number, float(loss), float(expected))
+        yield StepLosses(number, float(loss), float(expected))
 
 
-def plan(options: Options, submeshes: tuple[Mesh, ...]) -> mm.Plan:
+def plan(options: Job, submeshes: tuple[Mesh, ...]) -> mm.Plan:
     """What `train` runs on the submeshes in each step."""
     return _jitted(options, submeshes).plan(*_first(options, submeshes))
 
 
-def profile(options: Options) -> Profile:
+def profile(options: Job) -> Profile:
     """Measure a step of `train`."""
     submeshes = meshes()
     return _jitted(options, submeshes).profile(*_first(options, submeshes))
 
 
 @functools.cache
-def _jitted(options: Options, submeshes: tuple[Mesh, ...]) -> Any:
+def _jitted(options: Job, submeshes: tuple[Mesh, ...]) -> Any:
     return mm.jit(make_step(options, submeshes), donate_argnums=0)
 
 
-def _first(options: Options, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
+def _first(options: Job, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
     """Arguments of the first step."""
     return place(init(options.chunks), submeshes), divided(batch(1, ROWS * options.microbatches), submeshes)
 
 
-def run(options: Options, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
+def run(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
     """Train, print unless ``quiet``, and return the same as data for JSON.
 
     Raises
@@ -244,7 +244,7 @@ def run(options: Options, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
     return found
 
 
-def _headline(options: Options) -> str:
+def _headline(options: Job) -> str:
     return (
         f"transformer, {STAGES * LAYERS} layers, tied embedding; {STAGES * DATA * MODEL} {jax.devices()[0].platform} "
         f"devices: pp {STAGES} dp {DATA} tp {MODEL}\n{options.schedule}, {options.microbatches} microbatches of {ROWS} "
@@ -252,7 +252,7 @@ def _headline(options: Options) -> str:
     )
 
 
-def _summary(options: Options, steps: list[Step], shown: mm.Plan | None) -> dict[str, Any]:
+def _summary(options: Job, steps: list[StepLosses], shown: mm.Plan | None) -> dict[str, Any]:
     rows = [{k: _finite(v) for k, v in (*asdict(s).items(), ("difference", s.difference))} for s in steps]
     agrees = all(s.agrees for s in steps)
     found = {**asdict(options), "steps": rows, "tolerance": TOLERANCE, "agrees": agrees}
@@ -263,7 +263,7 @@ def _finite(number: float) -> float | None:
     return number if np.isfinite(number) else None  # JSON has no NaN
 
 
-def print_table(steps: list[Step]) -> None:
+def print_table(steps: list[StepLosses]) -> None:
     """Print one line a step; with rich, where it is installed."""
     titles = ("step", "submeshes", "one device", "difference")
     rows = [(str(s.step), f"{s.loss:.6f}", f"{s.reference:.6f}", f"{s.difference:.1e}") for s in steps]

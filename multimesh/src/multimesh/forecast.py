@@ -11,7 +11,7 @@ from multimesh.costs import UNIT_COSTS, Costs, checked, cost, costs_of, covered
 from multimesh.errors import UsageError
 from multimesh.schedules import Table, needs
 from multimesh.schedules.scheduler import run
-from multimesh.views.timeline import Hop, Span, Steps, Timeline, live_steps
+from multimesh.views.timeline import Hop, Levels, Span, Timeline, levels
 
 if TYPE_CHECKING:
     from multimesh.plan import Instruction, Plan, Transfer
@@ -77,12 +77,12 @@ def _described(costs: Mapping[str, float], covers: Iterable[str]) -> str:
     return ", ".join(f"{'+'.join(name)} {sum(costs[p] for p in name):g}" for name in names)
 
 
-def _activations(spans: Sequence[Span]) -> Steps:
+def _activations(spans: Sequence[Span]) -> Levels:
     ends: dict[tuple[int | None, int | None], tuple[float, int]] = {}
     for order, span in enumerate(spans):
         ends[span.stage, span.microbatch] = (span.end, 2 * order + 1)
     made = [(span.start, 2 * order, 1.0) for order, span in enumerate(spans) if span.phases == "F"]
-    return live_steps([*made, *((end, order, -1.0) for end, order in ends.values())])
+    return levels([*made, *((end, order, -1.0) for end, order in ends.values())])
 
 
 def title(plan: Plan) -> str:
@@ -181,7 +181,7 @@ def assembled(plan: Plan, times: Times, note: str, unit: str) -> Timeline:
     return Timeline(title(plan), note, unit, rows, tuple(spans), sends, _live(plan, times))
 
 
-def _live(plan: Plan, times: Times) -> tuple[Steps, ...]:
+def _live(plan: Plan, times: Times) -> tuple[Levels, ...]:
     given = {slot for _, slot in (*plan.inputs, *plan.constants)}
     until: dict[int, tuple[float, int]] = {}  # slot to the end of its last use, and the number of that
     alive: set[int] = set()
@@ -197,4 +197,4 @@ def _live(plan: Plan, times: Times) -> tuple[Steps, ...]:
     for step in plan.instructions:
         for slot in alive.intersection(step.ins) if step.kind == "FREE" else ():
             changes[step.submesh].append((*until[slot], -plan.slots[slot].nbytes))
-    return tuple(live_steps(part) for part in changes)
+    return tuple(levels(part) for part in changes)

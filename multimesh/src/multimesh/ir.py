@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from multimesh import _compat
 from multimesh.marks import LoopMark
-from multimesh.submesh import Task
+from multimesh.submesh import Placement
 
 _numbers = itertools.count()
 
@@ -49,7 +49,7 @@ class Op:
     params: dict[str, Any]
     ins: tuple[Atom, ...]
     outs: tuple[Value, ...]
-    task: Task | None = None
+    task: Placement | None = None
     mesh: Mesh | None = None
     backward: bool = False
     ctx: Any = None

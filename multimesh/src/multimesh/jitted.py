@@ -28,13 +28,13 @@ from multimesh.arguments import (
     spec_of,
     stripped,
 )
-from multimesh.caching import Cache, Recent, kept, traits, weak
+from multimesh.caching import Cache, Recent, kept, matching, traits, weak
 from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
-from multimesh.layouts import matching
 from multimesh.lowered import Compiled, Lowered, Plain, TracedFunction
+from multimesh.passes import pipeline
 from multimesh.passes.owners import held
-from multimesh.passes.pipeline import Traced, passes
+from multimesh.passes.pipeline import Traced
 from multimesh.passes.place import has_tasks
 from multimesh.plan import Plan
 from multimesh.submesh import describe
@@ -263,7 +263,7 @@ class Jitted:
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
         out_specs = self._result_specs(out_tree)
         traced = Traced(closed, devices, options, home, signature.specs, donated, alike, out_specs)
-        stages = passes(traced)
+        stages = pipeline.run(traced)
         if not has_tasks(next(stages).made) and options.enable_fast_path:
             return self._plain(jax.jit(flat, donate_argnums=tuple(donated)))
         made = {stage.name: stage.made for stage in stages}

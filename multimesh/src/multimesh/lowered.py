@@ -15,9 +15,9 @@ from multimesh import _compat, checks
 from multimesh.arguments import abstract, stripped
 from multimesh.compiling import CompiledPlan, compile_plan
 from multimesh.errors import UsageError
-from multimesh.layouts import input_shardings
 from multimesh.memory import MemoryForecast, forecast
-from multimesh.passes.pipeline import Pass, Traced, passes
+from multimesh.passes import pipeline
+from multimesh.passes.pipeline import Pass, Traced
 from multimesh.plan import Plan
 from multimesh.profiling import Profile, profile
 from multimesh.runtime import Runner
@@ -52,8 +52,21 @@ class Lowered:
 
     @property
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
-        """Submesh and layout of each argument leaf; None for one that no operation reads."""
-        return input_shardings(self.plan, len(self.traced.specs))
+        """Submesh and layout of each argument leaf; None for one that no operation reads.
+
+        Of several submeshes that read it: the one that makes the result which replaces it, else the first.
+        """
+        plan = self.plan
+        made_on = {
+            plan.like[slot]: plan.slots[slot].submesh
+            for kind, slot in plan.outputs
+            if kind == "slot" and slot in plan.like
+        }
+        homes: dict[int, int] = {}
+        for arg, slot in plan.inputs:
+            if arg not in homes or plan.slots[slot].submesh == made_on.get((arg,)):
+                homes[arg] = slot
+        return tuple(plan.layouts[homes[arg]] if arg in homes else None for arg in range(len(self.traced.specs)))
 
     def passes(self) -> tuple[Pass, ...]:
         """Run the passes again: what each made, with its ``name``, in order; ``str`` of one is its dump.
@@ -63,7 +76,7 @@ class Lowered:
         tuple[Pass, ...]
             Programs, then parts of them, at last the plan.
         """
-        return tuple(passes(self.traced))
+        return tuple(pipeline.run(self.traced))
 
     def memory_forecast(self) -> tuple[MemoryForecast, ...]:
         """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.

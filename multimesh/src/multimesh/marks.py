@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from multimesh import _compat, checks
 from multimesh.errors import UsageError
 from multimesh.fingerprint import text
-from multimesh.submesh import AxisMap, Task, make_task
+from multimesh.submesh import AxisMap, Placement, make_task
 
 T = TypeVar("T", bound=Hashable)
 
@@ -65,7 +65,7 @@ class LoopMark:
     carries: bool = False
 
 
-TASKS: Interned[Task] = Interned("multimesh.task:")
+TASKS: Interned[Placement] = Interned("multimesh.task:")
 CONSTRAINTS: Interned[tuple[PartitionSpec, int]] = Interned("multimesh.constraint:")  # spec and rank
 LOOPS: Interned[LoopMark] = Interned("multimesh.loop:")
 BODY = "multimesh.body"  # name of the inner jit that is the body of a microbatch loop
@@ -82,7 +82,7 @@ class Registration:
     """A rule that places every named scope its pattern matches; also a context manager that ends it."""
 
     pattern: re.Pattern[str]
-    task: Task | None = None
+    task: Placement | None = None
     callback: Callable[[str, bool], tuple[tuple[int, int], str]] | None = None
     dims: tuple[int, ...] | None = None
     device_axes: tuple[str, ...] | None = None
@@ -101,8 +101,8 @@ class Registration:
     def __exit__(self, *exc: object) -> None:
         self.remove()
 
-    def resolve(self, path: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Task | None:
-        """Task of a scope path (``decoder/layers_3/mlp``), or None where the pattern does not match."""
+    def resolve(self, path: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Placement | None:
+        """Placement of a scope path (``decoder/layers_3/mlp``), or None where the pattern does not match."""
         match = None
         for match in self.pattern.finditer(path):  # noqa: B007 - the innermost match counts
             pass
@@ -113,7 +113,7 @@ class Registration:
             return self.task
         return self._place(self.callback(label, backprop), label, devices)
 
-    def _place(self, answer: tuple[tuple[int, int], str], label: str, devices: tuple[jax.Device, ...]) -> Task:
+    def _place(self, answer: tuple[tuple[int, int], str], label: str, devices: tuple[jax.Device, ...]) -> Placement:
         here = f"register_task({self.pattern.pattern!r}): what the callback returned for {label!r}"
         wanted = "((start, stop), task_name)"
         try:

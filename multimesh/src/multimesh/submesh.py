@@ -17,7 +17,7 @@ AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "st
 
 
 @dataclass(frozen=True)
-class Task:
+class Placement:
     """A named place for computation: a submesh and the meaning of logical axes on it."""
 
     name: str
@@ -25,7 +25,7 @@ class Task:
     logical_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __repr__(self) -> str:
-        return f"Task({self.name!r}, {describe(self.mesh)})"
+        return f"Placement({self.name!r}, {describe(self.mesh)})"
 
 
 def describe(mesh: Mesh) -> str:
@@ -45,7 +45,7 @@ def make_task(
     devices: Any = None,
     device_axes: Sequence[str] | None = None,
     logical_axes: AxisMap | None = None,
-) -> Task:
+) -> Placement:
     """Check the arguments of ``task`` and ``register_task`` and build the task they mean."""
     checks.text(f"task {name!r}: name=", name)
     if (mesh is None) == (devices is None):
@@ -64,7 +64,9 @@ def make_task(
         )
     elif logical_axes is None:
         logical_axes = {}
-    return Task(name, mesh, _axis_items(name, mesh, logical_axes, named=device_axes is not None or devices is None))
+    return Placement(
+        name, mesh, _axis_items(name, mesh, logical_axes, named=device_axes is not None or devices is None)
+    )
 
 
 def _mesh_of(name: str, devices: Any, device_axes: Sequence[str] | None) -> Mesh:
@@ -117,7 +119,7 @@ def _axis_items(
     return tuple(sorted(items))
 
 
-def translate(spec: PartitionSpec, task: Task) -> PartitionSpec:
+def translate(spec: PartitionSpec, task: Placement) -> PartitionSpec:
     """Replace the logical names of a spec by the axes of the task's submesh.
 
     A name that is no logical axis of the task must be an axis of its submesh.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from multimesh import _compat, checks, contexts, marks
 from multimesh.errors import UsageError
 from multimesh.modules import subclass, with_call
-from multimesh.submesh import AxisMap, Task, make_task, translate
+from multimesh.submesh import AxisMap, Placement, make_task, translate
 from multimesh.tracing import current_task, inside, partitioned_trace, recorded
 
 
@@ -72,7 +72,7 @@ def task(
 
 
 @contextlib.contextmanager
-def _scope(placed: Task) -> Iterator[None]:
+def _scope(placed: Placement) -> Iterator[None]:
     if contexts.ignoring():
         yield
         return
@@ -80,7 +80,7 @@ def _scope(placed: Task) -> Iterator[None]:
         yield
 
 
-def _scoped(call: Callable[..., Any], placed: Task) -> Callable[..., Any]:
+def _scoped(call: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
     @functools.wraps(call)
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with _scope(placed):
@@ -144,7 +144,7 @@ def _label(name: str) -> str:
     return f"task {placed.name!r}" if placed is not None else "microbatch"
 
 
-def _marked(fn: Callable[..., Any], placed: Task) -> Callable[..., Any]:
+def _marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with inside(placed):
             return fn(*args, **kwargs)

@@ -11,10 +11,10 @@ import jax
 
 from multimesh import _compat
 from multimesh.errors import UsageError
-from multimesh.submesh import Task
+from multimesh.submesh import Placement
 
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_tracing", default=False)
-_task: contextvars.ContextVar[Task | None] = contextvars.ContextVar("multimesh_task", default=None)
+_task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multimesh_task", default=None)
 
 
 def partitioned_trace() -> bool:
@@ -27,13 +27,13 @@ def recorded() -> bool:
     return partitioned_trace() or _compat.staged()
 
 
-def current_task() -> Task | None:
+def current_task() -> Placement | None:
     """The innermost task around the code that is traced."""
     return _task.get()
 
 
 @contextlib.contextmanager
-def inside(task: Task) -> Iterator[None]:
+def inside(task: Placement) -> Iterator[None]:
     """Trace code of a task: bare partition specs name the axes of its submesh. Outside such a trace it does nothing.
 
     All axes are Auto inside, whatever they are in the mesh that the user gave.
@@ -62,7 +62,7 @@ def inside(task: Task) -> Iterator[None]:
         _task.reset(token)
 
 
-def _explicit_remedy(message: str, task: Task) -> str | None:
+def _explicit_remedy(message: str, task: Placement) -> str | None:
     """What to do about what JAX says of code for Explicit axes where they are Auto; None for any other error."""
     if "context mesh" in message and "shard_map" in message:
         return "drop mesh= of jax.shard_map, which takes the submesh from its context"

@@ -23,7 +23,7 @@ from multimesh.specs import AnyMesh, Axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Decomposition:
     """A transform: which dimensions, their sizes, and who holds what."""
 
     mesh: AnyMesh
@@ -61,7 +61,7 @@ class Layout:
         return (*self.batch, *((self.second, self.first) if self.second else (self.first, ())), ())
 
 
-def _exchange(x: Array, axes: Axes, split: int, concat: int, layout: Layout) -> Array:
+def _exchange(x: Array, axes: Axes, split: int, concat: int, layout: Decomposition) -> Array:
     """Shard dimension ``split``, padded with zeros to a multiple of its devices, instead of ``concat``."""
     missing = -x.shape[split] % specs.size(layout.mesh, axes)
     if missing:
@@ -75,7 +75,7 @@ def _chunked(f: Callable[[Array], Array], x: Array, dim: int, to: int, chunks: i
     return f(x) if chunks <= 1 else jnp.concatenate([f(part) for part in jnp.array_split(x, chunks, dim)], to)
 
 
-def forward(x: Array, layout: Layout) -> Array:
+def forward(x: Array, layout: Decomposition) -> Array:
     """My shard of the transform."""
     norm, chunks = layout.norm, layout.chunks
     fft = functools.partial(jnp.fft.fft, norm=norm)
@@ -109,7 +109,7 @@ def forward(x: Array, layout: Layout) -> Array:
     return x if layout.transposed else jnp.moveaxis(x, layout.turned, layout.dims)
 
 
-def inverse(x: Array, layout: Layout) -> Array:
+def inverse(x: Array, layout: Decomposition) -> Array:
     """My shard of the inverse transform."""
     norm, chunks = layout.norm, layout.chunks
     ifft = functools.partial(jnp.fft.ifft, norm=norm)

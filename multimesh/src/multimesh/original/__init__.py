@@ -1,7 +1,6 @@
 """Calls of the original MultiMesh whose form `multimesh` has not, for ``multimesh.jax``."""
 
 from multimesh.original.calls import clear_tasks, microbatch, register_task, task, tasks
-from multimesh.original.layouts import mjit, with_sharding_constraint
 from multimesh.original.meshes import MultiMesh, Task, TaskMesh
 from multimesh.original.options import (
     Context,
@@ -22,6 +21,7 @@ from multimesh.original.options import (
     shutdown,
     slice_global_mesh,
 )
+from multimesh.original.shardings import mjit, with_sharding_constraint
 
 __all__ = [
     "Context",

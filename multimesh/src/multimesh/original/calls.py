@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from multimesh import marks, microbatching
 from multimesh import tasks as here
 from multimesh.errors import UsageError
-from multimesh.original.layouts import with_sharding_constraint
 from multimesh.original.meshes import Entered, Task, TaskMesh, put_in_force, registration
+from multimesh.original.shardings import with_sharding_constraint
 from multimesh.submesh import make_task
 
 

@@ -86,7 +86,7 @@ class Task:
     split_backprop: tuple[str, str] | None = None
     loop_dependent_mesh_slice: Callable[[int], Mapping[str, int]] | None = None
 
-    def placed(self, default: str, devices: Sequence[jax.Device]) -> submesh.Task:
+    def placed(self, default: str, devices: Sequence[jax.Device]) -> submesh.Placement:
         """The task on its submesh among these devices, under its own name or the default."""
         name = self.name or default
         if self.split_backprop is not None:
@@ -207,7 +207,7 @@ class MultiMesh(contextlib.ContextDecorator):
 class _Registered(marks.Registration):
     """A registration whose callback answers as the original's do: with a `Task`, or with a range and a name."""
 
-    def _place(self, answer: Any, label: str, devices: tuple[jax.Device, ...]) -> submesh.Task:
+    def _place(self, answer: Any, label: str, devices: tuple[jax.Device, ...]) -> submesh.Placement:
         if isinstance(answer, Task):
             return answer.placed(label, devices)
         return super()._place(answer, label, devices)
@@ -218,7 +218,7 @@ def registration(
     *,
     callback: Any = None,
     task: Task | None = None,
-    fixed: submesh.Task | None = None,
+    fixed: submesh.Placement | None = None,
     dims: tuple[int, ...] | None = None,
     device_axes: tuple[str, ...] | None = None,
     logical_axes: Pairs = (),

@@ -17,7 +17,7 @@ from multimesh import _compat, ir, marks
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.passes import loops
 from multimesh.passes.primitives import is_pure
-from multimesh.submesh import Task, carry_over, describe
+from multimesh.submesh import Placement, carry_over, describe
 
 _CALLS = {  # primitive name -> parameter that holds the called jaxpr
     "jit": "jaxpr",
@@ -35,7 +35,7 @@ _CALLS = {  # primitive name -> parameter that holds the called jaxpr
 class _Where:
     """Context of an equation, inherited by everything that it calls."""
 
-    task: Task | None = None
+    task: Placement | None = None
     backward: bool = False
     loop: tuple[marks.LoopMark, str] | None = None
     scope: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class _Inliner:
     def __init__(self, devices: tuple[jax.Device, ...]):
         self._devices = devices
         self._registrations = marks.registrations()
-        self._scope_cache: dict[tuple[tuple[str, ...], bool], Task | None] = {}
+        self._scope_cache: dict[tuple[tuple[str, ...], bool], Placement | None] = {}
         self._paths: dict[str, None] = {}  # of the named scopes that were met, outside tasks
         self.consts: dict[ir.Value, Any] = {}
 
@@ -145,7 +145,7 @@ class _Inliner:
             where = replace(where, task=_nested(eqn, where, marked))
         return replace(where, task=self._registered(names, where) or where.task)
 
-    def _registered(self, names: tuple[str, ...], where: _Where) -> Task | None:
+    def _registered(self, names: tuple[str, ...], where: _Where) -> Placement | None:
         if where.task is not None or not names or not self._registrations:
             return None
         key = (where.scope, where.backward)
@@ -209,7 +209,7 @@ class _Inliner:
                 target = NamedSharding(Mesh(np.array([*devices]), ("device",)), PartitionSpec(), memory_kind=kind)
             if isinstance(target, NamedSharding) and isinstance(target.mesh, Mesh):
                 if task is None:
-                    op = replace(op, task=Task("device_put", target.mesh))
+                    op = replace(op, task=Placement("device_put", target.mesh))
                 elif set(task.mesh.devices.flat) != target.device_set:
                     raise MultiMeshError(
                         f"{where.line(eqn)}: device_put to {describe(target.mesh)} inside task {task.name!r}, which "
@@ -252,7 +252,7 @@ class _Inliner:
         out.append(replace(made, backward=where.backward, source=eqn.source_info))
         return outs
 
-    def _task_inside(self, eqn: Any, where: _Where) -> Task | None:
+    def _task_inside(self, eqn: Any, where: _Where) -> Placement | None:
         """The task of a control-flow operation whose body is marked: all of it must be on one submesh."""
         found = dict.fromkeys(self._tasks_in(_compat.subjaxprs(eqn.params), where))
         meshes = {task.mesh for task in found}
@@ -265,7 +265,7 @@ class _Inliner:
             )
         return next(iter(found), None)
 
-    def _tasks_in(self, jaxprs: Iterable[Any], where: _Where) -> Iterable[Task]:
+    def _tasks_in(self, jaxprs: Iterable[Any], where: _Where) -> Iterable[Placement]:
         for jaxpr in jaxprs:
             for eqn in jaxpr.eqns:
                 inner = self._at(eqn, where)
@@ -308,7 +308,7 @@ def _holds_loop(jaxpr: Any) -> bool:
     return False
 
 
-def _nested(eqn: Any, where: _Where, inner: Task) -> Task:
+def _nested(eqn: Any, where: _Where, inner: Placement) -> Placement:
     outer = where.task
     if outer is not None and outer.mesh != inner.mesh:
         raise MultiMeshError(

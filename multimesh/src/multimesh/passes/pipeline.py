@@ -70,7 +70,7 @@ class Pass:
         return "\n\n".join(filter(None, map(str, self.made))) if isinstance(self.made, Sequence) else str(self.made)
 
 
-def passes(traced: Traced) -> Iterator[Pass]:
+def run(traced: Traced) -> Iterator[Pass]:
     """Run every pass, one at each step of the iterator."""
     with _compat.tried_version():
         program = inline(traced.closed, traced.devices)

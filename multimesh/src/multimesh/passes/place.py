@@ -19,7 +19,7 @@ from multimesh.passes.follow import Follower, Homes, State
 from multimesh.passes.loops import rename_loop
 from multimesh.passes.owners import Owners, all_ops, is_small
 from multimesh.passes.pieces import in_pieces
-from multimesh.submesh import Task
+from multimesh.submesh import Placement
 
 Moved = dict[ir.Value, ir.Value]
 
@@ -142,9 +142,9 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
         if not any(isinstance(i, ir.Op) and "logical" in i.params and i.task is None for i in ops):
             return list(ops)
         producer = {o: i for i in ops if isinstance(i, ir.Op) for o in i.outs}
-        rename: dict[tuple[ir.Value, Task | None], ir.Value] = {}
+        rename: dict[tuple[ir.Value, Placement | None], ir.Value] = {}
         out: list[ir.Item] = []
-        readers: dict[ir.Value, dict[Task, None]] = collections.defaultdict(dict)
+        readers: dict[ir.Value, dict[Placement, None]] = collections.defaultdict(dict)
         for item in ops:
             if isinstance(item, ir.Op) and item.task is not None:
                 for v in item.reads:
@@ -183,7 +183,9 @@ def _only_ops(items: Iterable[ir.Item]) -> tuple[ir.Op, ...]:
     return tuple(item for item in items if isinstance(item, ir.Op))
 
 
-def _seen_by(atom: ir.Atom, task: Task | None, rename: dict[tuple[ir.Value, Task | None], ir.Value]) -> ir.Atom:
+def _seen_by(
+    atom: ir.Atom, task: Placement | None, rename: dict[tuple[ir.Value, Placement | None], ir.Value]
+) -> ir.Atom:
     if not isinstance(atom, ir.Value):
         return atom
     return rename.get((atom, task), atom)

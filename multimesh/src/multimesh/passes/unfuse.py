@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from multimesh import ir
 from multimesh.passes.fragment import Fragment
 from multimesh.passes.order import LoopOrder, Stage
-from multimesh.submesh import Task
+from multimesh.submesh import Placement
 
 
 @dataclass(frozen=True)
 class _Kind:
     """What the operations of a piece have in common; unmarked ones join any task."""
 
-    task: Task | None
+    task: Placement | None
     backward: bool
 
-    def takes(self, task: Task | None, backward: bool) -> bool:
+    def takes(self, task: Placement | None, backward: bool) -> bool:
         return self.backward == backward and (task is None or task == self.task)
 
 

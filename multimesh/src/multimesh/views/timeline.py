@@ -65,7 +65,7 @@ class Hop:
     consumers: tuple[int, ...] = ()
 
 
-Steps = tuple[tuple[float, float], ...]
+Levels = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Timeline:
     rows: tuple[str, ...]
     spans: tuple[Span, ...]
     transfers: tuple[Hop, ...] = ()
-    live: tuple[Steps, ...] = ()
+    live: tuple[Levels, ...] = ()
     live_unit: str = "bytes"
 
     @functools.cached_property
@@ -162,7 +162,7 @@ class Timeline:
         Path(checks.path("to_perfetto: path", path)).write_text(trace(self), encoding="utf-8")
 
 
-def live_steps(changes: Iterable[tuple[float, int, float]]) -> Steps:
+def levels(changes: Iterable[tuple[float, int, float]]) -> Levels:
     """Running total of changes, each (time, order among those of that time, by how much)."""
     ordered = sorted(changes)
     return tuple(zip((time for time, _, _ in ordered), itertools.accumulate(by for _, _, by in ordered), strict=True))

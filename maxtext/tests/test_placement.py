@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh_maxtext.stages import Stages, deal
+from multimesh_maxtext.placement import Stages, deal
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_pieces_are_dealt_to_the_stages_in_turn():
 def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
     from flax import nnx
 
-    from multimesh_maxtext.stages import list_stacks
+    from multimesh_maxtext.placement import list_stacks
 
     pieces = [range(0, 3), range(3, 6)]
     assert [(name, length) for name, length, _ in list_stacks(pieces, None)] == [("layers_0_2", 3), ("layers_3_5", 3)]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from multimesh import specs
 from multimesh.errors import UsageError
 from multimesh.fft import shards
-from multimesh.fft.shards import Layout
+from multimesh.fft.shards import Decomposition
 from multimesh.specs import AnyMesh, Axes, entry, lay_out
 
 
@@ -162,16 +162,16 @@ def _transform(
     batch = tuple(e for d, e in enumerate(entries) if d not in at)
     first, second = _inverse_axes(what, order, transposed) if inverse else _forward_axes(what, order, dims)
     shape = [x.shape[d] for d in at]
-    layout = Layout(mesh, dims, (0,) * len(dims), first, second, batch, "r" in what, transposed, norm, chunks)
+    layout = Decomposition(mesh, dims, (0,) * len(dims), first, second, batch, "r" in what, transposed, norm, chunks)
     if inverse and transposed:
         shape = [shape[place] for place in layout.turned]  # X, Y, Z
     sizes = _sizes(what, shape, s, layout, inverse)
-    layout = Layout(mesh, dims, sizes, first, second, batch, "r" in what, transposed, norm, chunks)
+    layout = Decomposition(mesh, dims, sizes, first, second, batch, "r" in what, transposed, norm, chunks)
     return _program(layout, inverse)(x)
 
 
 @functools.cache
-def _program(layout: Layout, inverse: bool) -> Callable[[Array], Array]:
+def _program(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
     given, made = (layout.after, layout.before) if inverse else (layout.before, layout.after)
     in_spec, out_spec = (P(*map(entry, axes)) for axes in (given, made))
     f = functools.partial(shards.inverse if inverse else shards.forward, layout=layout)
@@ -234,7 +234,7 @@ def _inverse_axes(what: str, order: list[Axes], transposed: bool) -> tuple[Axes,
     return first, second
 
 
-def _sizes(what: str, shape: list[int], s: Any, layout: Layout, inverse: bool) -> tuple[int, ...]:
+def _sizes(what: str, shape: list[int], s: Any, layout: Decomposition, inverse: bool) -> tuple[int, ...]:
     """Sizes of X, Y and Z where the array is not transformed."""
     if not (inverse and layout.real):
         return tuple(s or shape)
