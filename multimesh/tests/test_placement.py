@@ -332,5 +332,7 @@ def test_only_layers_are_tasks_and_the_table_is_tied(schedule):
     step = mm.jit(make(SPLIT, mm.microbatch))
     assert_same(step(params, tokens), jax.jit(make(plain, microbatched))(params, tokens))
     plan = step.compiled[0].plan
+    tied = len(params["stages"])  # its number among the leaves
+    assert f"arguments on several submeshes: {tied} (16.4 kB) on " in str(plan)
     assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= table.nbytes
     assert sum(plan.slots[s].nbytes == table.nbytes for t in plan.transfers for s in t.ins) <= 2

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _NARROWEST = 40
 _ROWS = 24  # submeshes that are shown; of more, the first and the last
+_HELD = 4  # arguments on several submeshes that are shown
 _NAME = 14  # characters of the name of a program outside of loops
 _KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one program"}
 
@@ -34,7 +35,7 @@ def text(plan: Plan, width: int | None = None) -> str:
         for i, mesh in enumerate(plan.submeshes)
     ]
     total = f"{len(plan.kernels)} programs, {kinds['RUN']} runs, {count} arrays ({amount(size, 'bytes')}) sent"
-    lines = [*_middle(meshes, "submeshes"), *textwrap.wrap(total, width)]
+    lines = [*_middle(meshes, "submeshes"), *textwrap.wrap(total, width), *textwrap.wrap(_held(plan), width)]
     runs: list[list[Instruction]] = [[] for _ in plan.submeshes]
     for step in plan.instructions:
         if step.kind == "RUN":
@@ -52,6 +53,19 @@ def text(plan: Plan, width: int | None = None) -> str:
         for head, row in zip(heads, runs, strict=True)
     ]
     return "\n".join([*lines, *_middle(rows, "submeshes")])
+
+
+def _held(plan: Plan) -> str:
+    """Arguments that lie on several submeshes, by their number among the leaves; the largest first."""
+    on: dict[int, list[int]] = collections.defaultdict(list)
+    size: dict[int, int] = {}
+    for leaf, slot in plan.inputs:
+        on[leaf].append(plan.slots[slot].submesh)
+        size[leaf] = plan.slots[slot].nbytes
+    several = sorted((leaf for leaf in on if len(on[leaf]) > 1), key=lambda leaf: -size[leaf])
+    named = [f"{leaf} ({amount(size[leaf], 'bytes')}) on {', '.join(map(str, on[leaf]))}" for leaf in several[:_HELD]]
+    more = [f"{len(several) - _HELD} more"] * (len(several) > _HELD)
+    return f"arguments on several submeshes: {'; '.join([*named, *more])}" if several else ""
 
 
 def _legend(plan: Plan, several: bool) -> str:
