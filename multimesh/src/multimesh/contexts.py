@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -30,6 +31,7 @@ class Options:
     enable_recomputation: bool = True
     enable_fast_path: bool = True
     ignore_transforms: bool = False
+    transport: str | None = None
 
     @property
     def fuse_loops(self) -> bool:
@@ -64,7 +66,10 @@ def ignoring() -> bool:
     return _options.get().ignore_transforms
 
 
-def context(**options: bool | None) -> Manager:
+TRANSPORTS = ("pull", "device_put", "ppermute")
+
+
+def context(**options: bool | str | None) -> Manager:
     """Set several options for the calls inside a ``with`` block (or inside a function that it decorates).
 
     Parameters
@@ -73,6 +78,10 @@ def context(**options: bool | None) -> Manager:
         ``autoshard``, ``enable_task_fusion``, ``only_fuse_loop_tasks``, ``enable_recomputation``,
         ``enable_fast_path``, ``ignore_transforms``: True, False, or None, which leaves an option as it is. Each is
         explained at the function of its name.
+    transport
+        How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``; where there are CPUs the
+        default), ``"device_put"`` (NCCL; the default elsewhere) or ``"ppermute"``, with which sender and receiver wait
+        for each other.
 
     Raises
     ------
@@ -85,20 +94,23 @@ def context(**options: bool | None) -> Manager:
     >>> with mm.context(enable_task_fusion=False, enable_recomputation=False):  # doctest: +SKIP
     ...     step(params, batch)
     """
-    changes: dict[str, bool] = {}
+    changes: dict[str, bool | str] = {}
     for name, value in options.items():
         if name not in _NAMES:
             raise UsageError(f"context: unknown option {name!r}; options are {', '.join(_NAMES)}")
         if value is None:
             continue
-        if not isinstance(value, bool):
+        if name == "transport":
+            if value not in TRANSPORTS:
+                raise UsageError(f"transport: give one of {', '.join(TRANSPORTS)} or None (as it is), not {value!r}")
+        elif not isinstance(value, bool):
             raise UsageError(f"{name}: give True, False or None (as it is), not {value!r}")
         changes[name] = value
     return _opened(changes)
 
 
 @contextlib.contextmanager
-def _opened(changes: dict[str, bool]) -> Iterator[None]:
+def _opened(changes: dict[str, Any]) -> Iterator[None]:
     late = [name for name in changes if name != "ignore_transforms"]
     if late and partitioned_trace():
         raise UsageError(f"{late[0]}: opened inside a function that multimesh.jit traces; open it around the call")

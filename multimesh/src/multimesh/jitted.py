@@ -279,6 +279,7 @@ class Jitted:
             jax.tree.structure(given.trees()),
             names,
             {} if self._out_shardings is None else memory_kinds(self._out_shardings, out_tree, "out_shardings"),
+            self._name,
         )
 
     def _tell_held(self, program: ir.Program, names: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh import _compat, checks
+from multimesh import _compat, checks, distributed, fingerprint
 from multimesh.arguments import abstract, stripped
 from multimesh.compiling import CompiledPlan, compile_plan
 from multimesh.errors import UsageError
@@ -20,7 +20,8 @@ from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Pass, Traced
 from multimesh.plan import Plan
 from multimesh.profiling import Profile, profile
-from multimesh.runtime import Runner
+from multimesh.project import processes
+from multimesh.runtime import PartRunner, Runner
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,7 @@ class Lowered:
     in_tree: Any = None
     names: tuple[str, ...] = ()
     out_kinds: Mapping[int, str] = dataclasses.field(default_factory=dict)  # result leaf to a kind of memory
+    name: str = ""
 
     @property
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
@@ -95,8 +97,12 @@ class Lowered:
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile every program, several at a time. Options go to XLA as they are."""
         with _compat.without_mesh():
+            if not distributed.several():
+                return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))
+            spans = len(frozenset().union(*processes(self.plan))) > 1
+            number = distributed.agree_on_plan(self.name, fingerprint.lines(self.plan)) if spans else None
             compiled = compile_plan(self.plan, compiler_options)
-            return Compiled(self, Runner(compiled, self.names))
+            return Compiled(self, PartRunner(compiled, self.names, self.name, number))
 
     def as_text(self) -> str:
         """The plan, then the operations of each program."""
@@ -163,7 +169,8 @@ class Compiled:
     def as_text(self) -> str:
         """The plan, then the optimized code of each program."""
         programs = zip(self.plan.kernels, self.compiled_plan.programs, strict=True)
-        return "\n\n".join([str(self.plan), *(f"program {k.name}:\n{program.as_text()}" for k, program in programs)])
+        texts = (f"program {k.name}:\n{p.as_text() if p else 'of other processes'}" for k, p in programs)
+        return "\n\n".join([str(self.plan), *texts])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run; the arguments without the static ones."""
@@ -185,10 +192,7 @@ class Compiled:
     def run_flat(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat list of (non-static) argument leaves."""
         with _compat.without_mesh(concrete_only=True):
-            results = self.runner(leaves)
-            for position, layout in self._moved.items():
-                results[position] = jax.device_put(results[position], layout)
-            return jax.tree.unflatten(self.lowered.out_tree, results)
+            return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves, self._moved))
 
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
         """Measure a call: run every program and transfer by itself, ``repeats`` times after a first time.
@@ -202,6 +206,8 @@ class Compiled:
             Prints as a table of measured against forecast; has both as timelines, and the ``costs``.
         """
         repeats = checks.whole("profile: repeats", repeats, 1)
+        if distributed.several():
+            raise UsageError("profile: this plan runs in several processes; profile it in one, with as many devices")
         leaves = self._leaves(args, kwargs)
         with _compat.without_mesh(concrete_only=True):
             return profile(self.compiled_plan, self.runner, leaves, repeats)
@@ -209,7 +215,8 @@ class Compiled:
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
         """Bytes per submesh, of whole arrays.
 
-        ``arguments``, ``results``, ``intermediates`` alive at the peak, ``scratch`` of the largest program.
+        ``arguments``, ``results``, ``intermediates`` alive at the peak, ``scratch`` of the largest program that this
+        process compiled.
         """
         plan = self.plan
         peaks = plan.peak_bytes()
@@ -217,7 +224,7 @@ class Compiled:
         results = {value for kind, value in plan.outputs if kind == "slot"}
         scratch = [0] * len(plan.submeshes)
         for kernel, program in zip(plan.kernels, self.compiled_plan.programs, strict=True):
-            stats = program.memory_analysis()
+            stats = program.memory_analysis() if program is not None else None
             if stats is not None:
                 size = stats.temp_size_in_bytes * plan.submeshes[kernel.submesh].size
                 scratch[kernel.submesh] = max(scratch[kernel.submesh], size)
@@ -235,7 +242,7 @@ class Compiled:
         """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them."""
         plan = self.plan
         totals = [{"flops": 0.0, "bytes accessed": 0.0} for _ in plan.submeshes]
-        costs = [program.cost_analysis() or {} for program in self.compiled_plan.programs]
+        costs = [program.cost_analysis() or {} if program else {} for program in self.compiled_plan.programs]
         for step in plan.instructions:
             if step.kind == "RUN" and step.kernel is not None:
                 for key in totals[step.submesh]:

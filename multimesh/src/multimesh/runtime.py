@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from multimesh import _compat, _executables
+from multimesh import _compat, _executables, distributed, exchange, fingerprint
 from multimesh.compiling import CompiledPlan, first_invalid
 from multimesh.errors import UsageError
+from multimesh.plan import Instruction, Plan
+from multimesh.project import Step, owner, processes, project
 from multimesh.submesh import describe
-from multimesh.transport import Transport
+from multimesh.transport import Transport, here
+
+_Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Runner:
@@ -26,20 +31,22 @@ class Runner:
     behind but donated arguments that were already consumed.
     """
 
+    _everyone = False  # whether this process takes part in moves between others
+
     def __init__(self, compiled: CompiledPlan, names: Sequence[str]):
         self.compiled = compiled
         self._names = names
         self._moved: dict[int, int] = {}  # argument to the calls that moved it
         plan = compiled.plan
         self._inputs = tuple((arg, slot, compiled.layouts[slot]) for arg, slot in plan.inputs)
-        layouts = [compiled.layouts[slot] for _, slot in plan.constants]
-        placed = jax.device_put([_fixed(array) for array, _ in plan.constants], layouts)
         self._blank: list[Any] = [None] * len(plan.slots)
+        layouts = [compiled.layouts[slot] for _, slot in plan.constants]
+        placed = self._put([_fixed(array) for array, _ in plan.constants], layouts)
         for (_, slot), array in zip(plan.constants, placed, strict=True):
             self._blank[slot] = array
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
         self._transport = Transport()
-        self.steps = tuple(_steps(compiled, self._transport))
+        self.steps = tuple(self._steps())
         self._donated = _donated(compiled)
         self._aliases = _aliases(compiled, self._donated)
 
@@ -48,8 +55,8 @@ class Runner:
         """Slots that hold the same array in every call."""
         return {slot: array for slot, array in enumerate(self._blank) if array is not None}
 
-    def __call__(self, args: Sequence[Any]) -> list[Any]:
-        """Run on flat arguments; returns flat results.
+    def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
+        """Run on flat arguments; returns flat results, those in ``moved`` with another layout than they were made with.
 
         Raises
         ------
@@ -74,12 +81,32 @@ class Runner:
                 for slot in frees:
                     env[slot] = None
         results = [
-            env[value] if kind == "slot" else _copy(args[value] if kind == "arg" else value)
+            env[value] if kind == "slot" else _copied(args[value] if kind == "arg" else value)
             for kind, value in self._outputs
         ]
         if self._aliases:
             _results.update((id(x), x) for x in results)
+        for position, layout in moved.items():
+            results[position] = self._relaid(position, results[position], layout)
         return results
+
+    def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
+        placed: Sequence[Any] = jax.device_put(list(arrays), list(layouts))
+        return placed
+
+    def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
+        return jax.device_put(result, layout)
+
+    def _steps(self) -> Iterator[_Step]:
+        """(call, inputs, outputs, frees) of programs and transfers in order."""
+        plan, programs = self.compiled.plan, self.compiled.programs
+        for step in project(plan, jax.process_index(), everyone=self._everyone):
+            call = self._mover(step) if step.kernel is None else programs[step.kernel]
+            yield call, step.ins, step.outs, step.frees
+
+    def _mover(self, step: Step) -> Callable[..., Sequence[Any]]:
+        sources, targets = ([self.compiled.layouts[slot] for slot in slots] for slots in (step.ins, step.outs))
+        return self._transport.mover(sources, targets, [self.compiled.plan.slots[slot] for slot in step.ins])
 
     def _check_buffers(self, env: Sequence[Any]) -> None:
         """XLA would refuse a donated buffer that is there twice on one device, and end the process on several.
@@ -149,6 +176,104 @@ class Runner:
             )
 
 
+class PartRunner(Runner):
+    """Executes what one of several processes does of a compiled plan.
+
+    Processes compare the plan before it runs, unless all that it touches is of one process: a process may run such a
+    plan alone. Threads that call wait for each other, as all processes must run their plans in one order.
+    """
+
+    def __init__(self, compiled: CompiledPlan, names: Sequence[str], name: str, number: int | None):
+        """``number`` is what the processes agreed to call the plan, and None of a plan of one process."""
+        plan, self._name = compiled.plan, name
+        self._owners = processes(plan)
+        self._exchange: exchange.Exchange | None = None
+        donated = {slot for run in plan.instructions if run.kernel is not None for slot in _donated_by(plan, run)}
+        kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
+        self._lent = frozenset(donated | kept)  # a later program, or one of the next call, may reuse their buffers
+        self._known: dict[Any, Callable[..., Sequence[Any]]] = {}
+        self._sources: dict[tuple[Any, ...], bool] = {}  # where arguments lie: whether another process has part in it
+        if number is not None:
+            self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
+            self._everyone = self._exchange.carrier.everyone
+        super().__init__(compiled, names)
+        for slot in kept:
+            if not here(compiled.layouts[slot].device_set):
+                self._blank[slot] = exchange.absent(plan.slots[slot], compiled.layouts[slot])
+        if number is not None:
+            distributed.barrier(f"plan {number} is compiled")
+
+    @property
+    def _shared(self) -> exchange.Exchange:
+        """The exchange with other processes, which agree on the plan of one process when first they have part in it."""
+        if self._exchange is None:
+            plan = self.compiled.plan
+            number = distributed.agree_on_plan(self._name, fingerprint.lines(plan))
+            self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
+        return self._exchange
+
+    def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
+        """See `Runner`."""
+        with exchange.turn:
+            return super().__call__(args, moved)
+
+    def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
+        return [exchange.place(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
+
+    def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
+        return self._moved_to(len(self._inputs) + position, result, layout)
+
+    def _mover(self, step: Step) -> Callable[..., Sequence[Any]]:
+        plan, layouts = self.compiled.plan, self.compiled.layouts
+        if len(frozenset().union(*(self._owners[submesh] for submesh in step.submeshes))) == 1:
+            return super()._mover(step) if here(layouts[step.ins[0]].device_set) else lambda *_: ()
+        sources, targets = ([layouts[slot] for slot in slots] for slots in (step.ins, step.outs))
+        avals, lent = [plan.slots[slot] for slot in step.ins], [slot in self._lent for slot in step.ins]
+        return self._shared.mover(step.number, sources, targets, avals, lent)
+
+    def _staged(self, args: Sequence[Any]) -> list[Any]:
+        sources = tuple(x.sharding if _is_placed(x) else None for x in args)
+        if sources not in self._sources:
+            self._sources[sources] = self._compared(sources)
+        if self._sources[sources]:
+            self._shared.begin()
+        env = list(self._blank)
+        for number, (arg, slot, layout) in enumerate(self._inputs):
+            env[slot] = self._moved_to(number, args[arg], layout)
+        return env
+
+    def _compared(self, sources: tuple[Any, ...]) -> bool:
+        """Whether several processes have part in a call, which then compare where its arguments lie.
+
+        A process that has them elsewhere would wait for what nobody sends.
+        """
+        owners = frozenset().union(*self._owners, *(map(owner, s.device_set) for s in sources if s is not None))
+        if len(owners) == 1:
+            return False
+        places = (f"{name} {fingerprint.text(s)}" for name, s in zip(self._names, sources, strict=True))
+        number = sum(self._sources.values())
+        distributed.agree(f"arguments of plan {self._shared.plan}, {number}", places)
+        return True
+
+    def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
+        """A value of the caller with a layout: all processes have it, or it is moved from where it lies."""
+        source = x.sharding if _is_placed(x) else None
+        if source == layout:
+            return x
+        if source is None:
+            return exchange.place(x, layout)
+        key = (number, source, layout)
+        if key not in self._known:
+            first = len(self.compiled.plan.instructions)  # after the numbers of all steps
+            self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True])
+        (result,) = self._known[key](x)
+        return exchange.absent(x, layout) if result is None else result
+
+
+def _is_placed(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.committed
+
+
 def _where(sharding: jax.sharding.Sharding) -> str:
     """Short text of a layout: its mesh and spec, or its devices."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -165,12 +290,22 @@ def _fixed(array: Any) -> Any:
 _copy = jax.jit(lambda x: x)  # every result has a buffer of its own
 
 
+def _copied(x: Any) -> Any:
+    elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
+    return x if elsewhere else _copy(x)
+
+
 def _donated(compiled: CompiledPlan) -> frozenset[int]:
     """Slots of arguments whose buffers a program may reuse."""
     plan = compiled.plan
     given = {slot for _, slot in plan.inputs}
-    runs = (step for step in plan.instructions if step.kind == "RUN" and step.kernel is not None)
-    return frozenset(given.intersection(step.ins[i] for step in runs for i in plan.donations.get(step.kernel or 0, ())))
+    runs = (step for step in plan.instructions if step.kernel is not None)
+    return frozenset(given.intersection(slot for step in runs for slot in _donated_by(plan, step)))
+
+
+def _donated_by(plan: Plan, run: Instruction) -> list[int]:
+    """Slots whose buffers a RUN may reuse."""
+    return [run.ins[i] for i in plan.donations.get(run.kernel or 0, ())]
 
 
 def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -187,34 +322,3 @@ def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[tup
 
 # Results of runners that may come back as arguments, by identity.
 _results: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-_Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _steps(compiled: CompiledPlan, transport: Transport) -> list[_Step]:
-    """(call, inputs, outputs, frees) of programs and transfers in order; transfers between two programs are one call.
-
-    Within a process a SEND does all of a transfer.
-    """
-    plan = compiled.plan
-    steps: list[list[Any]] = []
-    for step in plan.instructions:
-        if step.kind == "RUN" and step.kernel is not None:
-            program = compiled.programs[step.kernel]
-            steps.append([program, step.ins, step.outs, ()])
-        elif step.kind == "SEND":
-            transfer = plan.transfers[step.transfer or 0]
-            if not steps or steps[-1][0] is not None:
-                steps.append([None, (), (), ()])
-            steps[-1][1] += transfer.ins
-            steps[-1][2] += transfer.outs
-        elif step.kind == "FREE":
-            steps[-1][3] += step.ins
-    return [(call or _transfer(compiled, transport, ins, outs), ins, outs, frees) for call, ins, outs, frees in steps]
-
-
-def _transfer(
-    compiled: CompiledPlan, transport: Transport, ins: Sequence[int], outs: Sequence[int]
-) -> Callable[..., Sequence[Any]]:
-    sources, targets = ([compiled.layouts[slot] for slot in slots] for slots in (ins, outs))
-    return transport.mover(sources, targets, [compiled.plan.slots[slot] for slot in ins])

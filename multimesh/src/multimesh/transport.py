@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,11 @@ def _places(
     return list(itertools.product(*(range(a, a + count) for a, count in zip(starts, counts, strict=True))))
 
 
+def here(devices: Iterable[jax.Device]) -> bool:
+    """Whether one of them is of this process."""
+    return any(device.process_index == jax.process_index() for device in devices)
+
+
 class Transport:
     """Makes the functions that move arrays within a process, and compiles what they need once."""
 
@@ -145,8 +150,42 @@ def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, 
     return list(source.devices_indices_map(shape).values()) != list(target.devices_indices_map(shape).values())
 
 
-def _resharder(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[Any], Any]:
-    """A function of an array of ``source`` that gives it with the layout ``target``."""
+@dataclass(frozen=True)
+class Ends:
+    """What becomes of an array where it leaves and where it arrives, and its `Way` between.
+
+    ``piece`` is the type of a piece; ``layout`` and ``stacked`` are layout and shape of one piece a device. A process
+    makes the programs of a side only where it has a device of that side.
+    """
+
+    way: Way
+    cut: Callable[[Any], Sequence[Any]] | None
+    join: Callable[..., Sequence[Any]] | None
+    piece: jax.ShapeDtypeStruct
+    layout: NamedSharding
+    stacked: tuple[int, ...]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether pieces are buffers of their own."""
+        return self.cut is not None
+
+    def leave(self, x: Any) -> list[dict[jax.Device, Any]]:
+        """Pieces of an array on this process's devices of its source, by their number and device."""
+        return [{s.device: s.data for s in part.addressable_shards} for part in (self.cut(x) if self.cut else (x,))]
+
+    def arrive(self, pieces: Sequence[Any]) -> Any:
+        """The array of the pieces, in the order of the way, that are for devices of this process."""
+        count = math.prod(self.way.joins)
+        arrays = [
+            jax.make_array_from_single_device_arrays(self.stacked, self.layout, pieces[number::count])
+            for number in range(count)
+        ]
+        return self.join(*arrays)[0] if self.join else arrays[0]
+
+
+def ends(source: NamedSharding, target: NamedSharding, aval: Any) -> Ends:
+    """How an array of ``source`` gets to have the layout ``target``."""
     keys = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
     shape = tuple(aval.shape)
     found = way(source, target, shape)
@@ -155,19 +194,22 @@ def _resharder(source: NamedSharding, target: NamedSharding, aval: Any) -> Calla
     parts = [n * size for n, size in zip(_parts(target, shape), one, strict=True)]
     between = NamedSharding(_compat.auto(target.mesh), target.spec, memory_kind=target.memory_kind)
     count = math.prod(found.joins)
-    struct = jax.ShapeDtypeStruct((*parts, *pieces[0].shape[len(shape) :]), pieces[0].dtype, sharding=between)
+    rest = pieces[0].shape[len(shape) :]  # of the data of random keys
+    struct = jax.ShapeDtypeStruct((*parts, *rest), pieces[0].dtype, sharding=between)
     join = _join(target, [struct] * count, found.joins, impl)
-    places = [SingleDeviceSharding(piece.target, memory_kind=target.memory_kind) for piece in found.pieces]
+    piece = jax.ShapeDtypeStruct((*one, *rest), struct.dtype)
+    return Ends(found, cut, join, piece, between if impl is not None or count > 1 else target, struct.shape)
+
+
+def _resharder(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[Any], Any]:
+    """A function of an array of ``source`` that gives it with the layout ``target``."""
+    both = ends(source, target, aval)
+    pieces = both.way.pieces
+    places = [SingleDeviceSharding(piece.target, memory_kind=target.memory_kind) for piece in pieces]
 
     def reshard(x: Any) -> Any:
-        held = [{shard.device: shard.data for shard in part.addressable_shards} for part in (cut(x) if cut else (x,))]
-        moved = jax.device_put([held[piece.cut][piece.source] for piece in found.pieces], places)
-        layout = between if join else target
-        arrays = [
-            jax.make_array_from_single_device_arrays(struct.shape, layout, moved[number::count])
-            for number in range(count)
-        ]
-        return join(*arrays)[0] if join else arrays[0]
+        held = both.leave(x)
+        return both.arrive(jax.device_put([held[piece.cut][piece.source] for piece in pieces], places))
 
     return reshard
 
@@ -218,9 +260,11 @@ def _join(target: NamedSharding, pieces: Sequence[Any], joins: tuple[int, ...], 
 
 
 def _compiled(fn: Any, args: Sequence[Any], mesh: Any, layouts: Any = None) -> tuple[Any, Sequence[Any]]:
-    """A program with its results on a mesh, and their types."""
+    """A program with its results on a mesh, where this process has a device of it, and their types."""
     jitted = jax.jit(fn, out_shardings=layouts)
     with _compat.abstract_mesh_context(mesh):
-        lowered = jitted.lower(*args)
         types = jax.eval_shape(fn, *args)
+        if not here(mesh.devices.flat):
+            return None, types
+        lowered = jitted.lower(*args)
     return _executables.finished(lowered.compile(), lowered, mesh, jitted), types

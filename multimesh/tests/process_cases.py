@@ -1,0 +1,330 @@
+"""What each of several processes does in `test_processes`: every case against plain ``jax.jit`` on one device."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from typing import Any
+
+faulthandler.dump_traceback_later(float(os.environ.get("PATIENCE", "240")), exit=True)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import multimesh as mm  # noqa: E402
+from multimesh import distributed  # noqa: E402
+
+RTOL = 1e-5
+
+
+def meet() -> None:
+    from spawning import free_port
+
+    jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{free_port()}")
+    jax.distributed.initialize(
+        os.environ["COORDINATOR"],
+        int(os.environ["PROCESSES"]),
+        int(os.environ["PROCESS"]),
+        heartbeat_timeout_seconds=60,
+    )
+
+
+def assert_shards(got: Any, want: Any, rtol: float = RTOL) -> int:
+    """Every shard that this process has is that part of ``want``; returns their number."""
+    count = 0
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), w in zip(jax.tree.flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
+        where = jax.tree_util.keystr(path)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            if not x.sharding.addressable_devices:
+                continue
+            x, w = jax.random.key_data(x), jax.random.key_data(w)
+        w = np.asarray(w)
+        assert (x.shape, x.dtype) == (w.shape, w.dtype), where
+        scale = np.abs(w.astype(np.float64)).max(initial=0.0) if w.dtype.kind not in "bc" else np.abs(w).max(initial=0)
+        for shard in x.addressable_shards:
+            part, have = w[shard.index], np.asarray(shard.data)
+            if w.dtype.kind in "biu":
+                np.testing.assert_array_equal(have, part, err_msg=where)
+            else:
+                kind = np.complex128 if w.dtype.kind == "c" else np.float64
+                error = np.abs(have.astype(kind) - part.astype(kind)).max(initial=0.0)
+                assert error <= rtol * scale, f"{where}: {error:.3e} > {rtol:g} x {scale:.3e}"
+            count += 1
+    return count
+
+
+REPLICATED = P()
+
+
+def on(mesh: Mesh, x: Any, spec: P = REPLICATED) -> Any:
+    """A value on a mesh that may be another process's."""
+    layout = NamedSharding(mesh, spec)
+    x = np.asarray(x)
+    parts = [x[index] for d, index in layout.devices_indices_map(x.shape).items() if d in layout.addressable_devices]
+    devices = [d for d in layout.devices_indices_map(x.shape) if d in layout.addressable_devices]
+    arrays = [jax.device_put(part, d) for part, d in zip(parts, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(x.shape, layout, arrays, dtype=x.dtype)
+
+
+def meshes(count: int = 2, axes: tuple[str, ...] = ("data",)) -> list[Mesh]:
+    """All devices in order, cut into so many."""
+    return [Mesh(d, axes) for d in np.array(jax.devices()).reshape(count, -1)]
+
+
+def crossed() -> list[Mesh]:
+    """Two submeshes, each with devices of every process."""
+    grid = np.array(jax.devices()).reshape(jax.process_count(), -1)
+    half = grid.shape[1] // 2
+    return [Mesh(d.reshape(-1), ("data",)) for d in (grid[:, :half], grid[:, half:])]
+
+
+SPLITS: dict[str, Any] = {
+    "halves": meshes,
+    "quarters": lambda: meshes(4),
+    "crossed": crossed,
+    "one in all": lambda: [Mesh(np.array(jax.devices()), ("data",)), Mesh(np.array(jax.devices()[:1]), ("data",))],
+    "two to one": lambda: [Mesh(np.array(jax.devices()[:2]), ("data",)), Mesh(np.array(jax.devices()[-1:]), ("data",))],
+    "one to two": lambda: [Mesh(np.array(jax.devices()[:1]), ("data",)), Mesh(np.array(jax.devices()[-2:]), ("data",))],
+    "other axes": lambda: [
+        Mesh(np.array(jax.devices()[: jax.device_count() // 2]), ("data",)),
+        Mesh(np.array(jax.devices()[jax.device_count() // 2 :]), ("model",)),
+    ],
+    "backwards": lambda: meshes()[::-1],
+}
+
+
+def pipeline(split: str, model: str, schedule: str, where: str = "inside") -> None:
+    """Loss and gradients of a model over stages, twice, in one layout and schedule."""
+    from models import MODELS
+    from pipelines import Split, gradient, reference_gradient
+
+    rows, size = 16, 4
+    found = next(m for m in MODELS if m.name == model)
+    parts = SPLITS[split]()
+    stages = len(parts) * (2 if schedule == "interleaved" else 1)
+    split_ = Split(tuple(parts))
+    params, batch = found.init(stages), found.batch(rows, 0)
+    owners = found.owners(params)
+    placed = jax.tree.map(lambda x, o: on(split_.mesh(o[0]), x), params, owners)
+    data = {k: x if _is_key(x) else on(split_.mesh(0), x, P("data")) for k, x in batch.items()}
+    interleaved = {"interleave": 2} if stages > len(parts) else {}
+    step = mm.jit(gradient(found, split_, size=size, rows=rows, where=where, schedule=schedule, **interleaved))
+    want = reference_gradient(found, stages, rows, size)
+    for _ in range(2):
+        got = step(placed, data)
+        assert_shards(got, want)
+    for g, o in zip(
+        jax.tree.leaves(got[1]), jax.tree.leaves(owners, is_leaf=lambda o: isinstance(o, tuple)), strict=True
+    ):
+        assert g.sharding.device_set in [split_.devices(s) for s in o]
+    assert sum(len(x.addressable_shards) for x in jax.tree.leaves(got)) or jax.process_count() > len(parts)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def training(split: str) -> None:
+    """Donated parameters and moments over several steps, with what is sent also donated by the next call."""
+    parts = SPLITS[split]()
+    rng = np.random.default_rng(0)
+    w = [rng.normal(size=(16, 16)).astype(np.float32) / 4 for _ in parts]
+    m = [np.zeros_like(x) for x in w]
+    x = rng.normal(size=(16, 16)).astype(np.float32)
+
+    def loss(w: Any, x: Any, tasks: bool) -> Any:
+        for s, (each, mesh) in enumerate(zip(w, parts, strict=True)):
+            f = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+            x = (mm.task(f, name=f"s{s}", mesh=mesh) if tasks else f)(each, x)
+        return jnp.mean(x**2)
+
+    def step(w: Any, m: Any, x: Any, tasks: bool) -> Any:
+        total, g = jax.value_and_grad(loss)(w, x, tasks)
+        norm = jnp.sqrt(sum(jnp.sum(y**2) for y in g))
+        m = [0.9 * a + b / jnp.maximum(norm, 1.0) for a, b in zip(m, g, strict=True)]
+        shifted = [a - 0.1 * b for a, b in zip(w, m, strict=True)]
+        # the last stage's parameter is also added to the first: an argument is sent that the call may overwrite
+        shifted[0] = shifted[0] + 0.01 * w[-1]
+        return shifted, m, total
+
+    got = [on(p, a) for p, a in zip(parts, w, strict=True)], [on(p, a) for p, a in zip(parts, m, strict=True)]
+    want = w, m
+    ours = mm.jit(lambda w, m, x: step(w, m, x, True), donate_argnums=(0, 1))
+    plain = jax.jit(lambda w, m, x: step(w, m, x, False))
+    for _ in range(4):
+        *got, total = ours(*got, x)
+        *want, expected = plain(*want, x)
+    assert_shards((got, total), (want, expected))
+    assert len(ours.compiled) <= 2
+
+
+def retrace(split: str) -> None:
+    """A second shape and a second dtype, then the first again."""
+    parts = SPLITS[split]()
+    f = mm.jit(lambda x: mm.task(lambda y: y * 2, "b", mesh=parts[1])(mm.task(jnp.sin, "a", mesh=parts[0])(x)))
+    for shape in ((8, 4), (4, 4), (8, 4)):
+        x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        assert_shards(f(x), 2 * np.sin(x))
+    assert len(f.compiled) == 2
+
+
+DTYPES = ("float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64", "int4", "float8_e4m3fn")
+
+
+def dtypes(transport: str | None) -> None:
+    """Every dtype, scalars, empty arrays and random keys go to the other side and back, whole and cut."""
+    parts = meshes()
+    with mm.context(transport=transport):
+        for spec in (P(), P("data")):
+            arrays = {d: jnp.arange(32).reshape(8, 4).astype(d) for d in DTYPES}
+            arrays |= {
+                "scalar": jnp.float32(3),
+                "empty": jnp.zeros((0, 4)),
+                "key": jax.random.split(jax.random.key(3), 8),
+            }
+
+            def there(tree: Any) -> Any:
+                return jax.tree.map(lambda x: x if x.ndim == 0 else mm.with_sharding_constraint(x, spec), tree)
+
+            def keep(tree: Any) -> Any:
+                return jax.tree.map(lambda x: x if _key(x) else jnp.flip(x), tree)
+
+            back = mm.jit(
+                lambda t: mm.task(keep, "c", mesh=parts[0])(
+                    mm.task(lambda t: there(keep(t)), "b", mesh=parts[1])(mm.task(keep, "a", mesh=parts[0])(t))
+                )
+            )
+            assert_shards(back(arrays), jax.tree.map(lambda x: x if _key(x) else jnp.flip(x), arrays))
+
+
+def _key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def arguments(transport: str | None) -> None:
+    """Values that all processes have, arrays on other devices, arguments that come back, results laid out anew."""
+    parts, x = meshes(), np.arange(64, dtype=np.float32).reshape(8, 8)
+
+    def f(x: Any, y: Any, unused: Any) -> Any:
+        a = mm.task(lambda x: x * 2, "a", mesh=parts[0])(x)
+        return mm.task(lambda a, y: a + y, "b", mesh=parts[1])(a, y), a, unused, 1.5
+
+    with mm.context(transport=transport):
+        g = mm.jit(f)
+        want = (3 * x, 2 * x, x, 1.5)
+        for given in (x, jnp.asarray(x), on(parts[1], x), on(parts[0], x, P("data")), on(parts[1], x, P(None, "data"))):
+            for _ in range(2):
+                a, b, c, d = g(given, given, given)
+                assert_shards((a, b), want[:2])
+                assert_shards(c, x)
+                assert float(d) == 1.5
+        out = NamedSharding(parts[1], P("data"))
+        h = mm.jit(lambda x: mm.task(lambda x: x * 2, "a", mesh=parts[1])(x), out_shardings=out)
+        assert_shards(h(x), 2 * x)
+
+
+def transports(transport: str) -> None:
+    """A pipeline over neighbours with other layouts, with each transport."""
+    with mm.context(transport=transport):
+        pipeline("halves", "mlp", "1f1b")
+        training("halves")
+
+
+def uneven_compilation() -> None:
+    """A process that compiles much longer than the others."""
+    from multimesh import compiling
+
+    whole = compiling.compile_plan
+
+    def slow(*args: Any) -> Any:
+        time.sleep(float(os.environ.get("SLOW", "3")) * (jax.process_index() == 1))
+        return whole(*args)
+
+    import multimesh.lowered
+
+    multimesh.lowered.compile_plan = slow
+    try:
+        retrace("halves")
+        if jax.device_count() > 2:
+            retrace("crossed")
+    finally:
+        multimesh.lowered.compile_plan = whole
+
+
+def not_in_it() -> None:
+    """A plan on the devices of process 0 only; the others get arrays without shards."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    x = np.ones((4, 4), np.float32)
+    y = mm.jit(lambda x: mm.task(lambda x: x + 1, "a", mesh=mesh)(x))(x)
+    assert len(y.addressable_shards) == (jax.process_index() == 0)
+    assert_shards(y, x + 1)
+
+
+def disagreement() -> None:
+    """Another constant, and another place of an argument, are errors in all processes."""
+    parts = meshes()
+    number = 1.0 + jax.process_index()
+    f = mm.jit(lambda x: mm.task(lambda y: y * number, "b", mesh=parts[1])(mm.task(jnp.sin, "a", mesh=parts[0])(x)))
+    with pytest.raises(mm.MultiMeshError, match="plan"):
+        f(np.ones((4, 4), np.float32))
+    g = mm.jit(lambda x: mm.task(lambda y: y * 2, "b", mesh=parts[1])(mm.task(jnp.sin, "a", mesh=parts[0])(x)))
+    with pytest.raises(mm.MultiMeshError, match="arguments"):
+        g(jax.device_put(np.ones((4, 4), np.float32), jax.local_devices()[0]))
+
+
+def graphs(first: str, count: str) -> None:
+    """Random graphs of operations over random submeshes."""
+    import random
+
+    import test_random_graphs as found
+
+    for seed in range(int(first), int(first) + int(count)):
+        rng = random.Random(seed)
+        total = jax.device_count()
+        sizes = [rng.choice([n for n in (1, 2, 4) if n <= total]) for _ in range(rng.randint(1, 3))]
+        starts = tuple((rng.randint(0, total - n), n) for n in sizes)
+        nodes = []
+        for k in range(rng.randint(2, 7)):
+            submesh = rng.choice([None, *range(len(sizes))])
+            left, right = (rng.randint(0, found.INPUTS + k - 1) for _ in range(2))
+            nodes.append(found.Node(rng.choice(sorted(found.OPERATIONS)), left, right, submesh))
+        nodes[-1] = found.dataclasses.replace(nodes[-1], submesh=rng.randrange(len(sizes)))
+        last = found.INPUTS + len(nodes) - 1
+        outputs = tuple(rng.randint(0, last) for _ in range(rng.randint(1, 3)))
+        graph = found.Graph(starts, tuple(nodes), (*outputs, last))
+        args = found.inputs()
+
+        def loss(*a: Any, graph: Any = graph, tasks: bool = True) -> Any:
+            return sum(jnp.square(y).mean() for y in graph.run(a, tasks))
+
+        if seed % 2:
+            ours = mm.jit(lambda *a, graph=graph: graph.run(a, True))
+            plain = jax.jit(lambda *a, graph=graph: graph.run(a, False))
+        else:
+            ours = mm.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+            plain = jax.jit(jax.value_and_grad(lambda *a, loss=loss: loss(*a, tasks=False), argnums=(0, 1, 2)))
+        try:
+            assert_shards(ours(*args), plain(*args))
+        except AssertionError as error:
+            raise AssertionError(f"graph {seed}: {graph}") from error
+
+
+def main() -> None:
+    meet()
+    for n, text in enumerate(sys.argv[1:]):
+        name, *args = text.split(":")
+        start = time.monotonic()
+        globals()[name](*(None if a == "None" else a for a in args))
+        distributed.barrier(f"test {n}")
+        print(f"done {text} {time.monotonic() - start:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
