@@ -55,6 +55,7 @@ _core = _private("core")
 _distributed = _private("distributed")
 _mesh = _private("mesh")
 _source_info = _private("source_info_util")
+_xla_bridge = _private("xla_bridge")
 _tracing = _private("interpreters.partial_eval")
 _xla_client: Any = getattr(_private("lib"), "xla_client", None)
 
@@ -98,6 +99,12 @@ def own_address() -> str:
         probe.connect(address)  # of a datagram socket: nothing is sent
         found: str = probe.getsockname()[0]
     return f"[{found}]" if ":" in found else found
+
+
+def device_put_address() -> str:
+    """Where this process listens for ``jax.device_put`` from others; empty where it does not."""
+    flag = getattr(_xla_bridge, "CROSS_HOST_TRANSFER_SOCKET_ADDRESS", None)
+    return flag.value if flag is not None else ""
 
 
 Literal = _extend.Literal

@@ -107,11 +107,9 @@ def _number(key: Key, target: int) -> int:
 class Put:
     """``jax.device_put`` between processes: on GPUs NCCL. The two parties, in one order; on CPUs all processes."""
 
-    late = False
-
     def __init__(self) -> None:
-        self.everyone = jax.devices()[0].platform == "cpu"
-        if self.everyone and not jax.config.jax_cross_host_transfer_socket_address:
+        self.everyone = self.late = jax.devices()[0].platform == "cpu"
+        if self.everyone and not _compat.device_put_address():
             raise UsageError(
                 "transport='device_put' on CPUs: set jax_cross_host_transfer_socket_address to an address of this "
                 "machine with a free port (not 0) before the first use of a device"
@@ -197,10 +195,16 @@ class Permute:
 CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (Pull, Put, Permute), strict=True))
 
 
-@functools.cache
 def carrier(name: str | None) -> Carrier:
-    """The transport of a name; of None that of the platform."""
-    return CARRIERS[name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put")]()
+    """The transport of a name, made once; of None that of the platform."""
+    name = name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put")
+    with turn:
+        if name not in _carriers:
+            _carriers[name] = CARRIERS[name]()
+        return _carriers[name]
+
+
+_carriers: dict[str, Carrier] = {}
 
 
 @functools.cache

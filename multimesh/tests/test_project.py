@@ -1,0 +1,145 @@
+"""What each process does of a plan, worked out in one: the parts make up the whole, and no process waits for ever."""
+
+import collections
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from models import MODELS
+from multimesh.project import by_devices, project, routes, steps
+from multimesh.transport import way
+from pipelines import Split, gradient, submeshes
+from test_random_graphs import LIMITS, graphs, inputs
+
+import multimesh as mm
+
+TRANSFORMER = next(m for m in MODELS if m.name == "transformer")
+OWNERS = {
+    "4x2": lambda d: d.id // 2,
+    "2x4": lambda d: d.id // 4,
+    "8x1": lambda d: d.id,
+    "alternating": lambda d: d.id % 2,
+}
+
+
+@functools.cache
+def pipeline(schedule):
+    split = Split(submeshes(4))
+    f = mm.jit(gradient(TRANSFORMER, split, size=2, rows=16, schedule=schedule))
+    return f.plan(TRANSFORMER.init(4), TRANSFORMER.batch(16, 0))
+
+
+def ways(plan, step):
+    moved = zip(step.ins, step.outs, strict=True)
+    return [way(plan.layouts[a], plan.layouts[b], plan.slots[a].shape) for a, b in moved]
+
+
+def check(plan, owner):
+    """Parts in the order of the whole, in which no step is missing; replayed, all come to their end."""
+    count = 1 + max(owner(d) for mesh in plan.submeshes for d in mesh.devices.flat)
+    parts = [project(plan, process, owner) for process in range(count)]
+    whole = {
+        step.number: step
+        for step in steps(plan, by_route=len({owner(d) for m in plan.submeshes for d in m.devices.flat}) > 1)
+    }
+    assert set().union(*({s.number for s in part} for part in parts)) == set(whole)
+    freed = collections.Counter(slot for part in parts for step in part for slot in step.frees)
+    for process, part in enumerate(parts):
+        assert [s.number for s in part] == sorted(s.number for s in part)
+        mine = {i for i, mesh in enumerate(plan.submeshes) if process in map(owner, mesh.devices.flat)}
+        for step in part:
+            whole_step = whole[step.number]
+            assert (step.kernel, step.ins, step.outs) == (whole_step.kernel, whole_step.ins, whole_step.outs)
+            assert mine & set(step.submeshes)
+    for slot in (slot for step in whole.values() for slot in step.frees):
+        mesh = plan.submeshes[plan.slots[slot].submesh]
+        assert freed[slot] == len(set(map(owner, mesh.devices.flat)))
+    replay(plan, parts, owner)
+
+
+def replay(plan, parts, owner):
+    """Run the parts in turns: what is read is there; who receives waits, who sends does not."""
+    env = [{slot for _, slot in (*plan.inputs, *plan.constants)} for _ in parts]
+    sent = collections.Counter()
+    left = [collections.deque(part) for part in parts]
+    moved = True
+    while moved:
+        moved = False
+        for me, queue in enumerate(left):
+            while queue:
+                step = queue[0]
+                needed = []
+                if step.kernel is None:
+                    found = routes(ways(plan, step), owner)
+                    for route in found:
+                        if route.source == me and ("sent", step.number, me, route.target) not in sent:
+                            sent["sent", step.number, me, route.target] += 1
+                            assert {step.ins[p.array] for p in route.parcels} <= env[me]
+                    needed = [r for r in found if r.target == me != r.source]
+                else:
+                    assert set(step.ins) <= env[me]
+                if any(not sent["sent", step.number, r.source, me] for r in needed):
+                    break
+                moved = True
+                queue.popleft()
+                here = [i for i, mesh in enumerate(plan.submeshes) if me in map(owner, mesh.devices.flat)]
+                env[me] |= {slot for slot in step.outs if plan.slots[slot].submesh in here}
+                env[me] -= set(step.frees)
+    assert not any(left), "a process waits for ever"
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "prefetch-wavefront"])
+def test_parts_of_a_pipeline(schedule, owner):
+    check(pipeline(schedule), OWNERS[owner])
+
+
+@settings(max_examples=25, **LIMITS)
+@given(graphs(), st.sampled_from(sorted(OWNERS)))
+def test_parts_of_random_graphs(graph, owner):
+    def loss(*a):
+        return sum((y**2).mean() for y in graph.run(a, True))
+
+    check(mm.jit(jax.grad(loss, argnums=(0, 1, 2))).plan(*inputs()), OWNERS[owner])
+
+
+def test_one_process_has_every_step_and_as_few_calls_as_can_be():
+    plan = pipeline("1f1b")
+    (part,) = [project(plan, 0, lambda d: 0)]
+    kinds = [step.kernel is None for step in part]
+    assert not any(a and b for a, b in itertools.pairwise(kinds))
+    assert sum(map(len, (s.ins for s in part if s.kernel is None))) == plan.traffic()[0]
+
+
+def test_grouping_does_not_depend_on_the_process():
+    """A process that is no party to the first of two transfers still gives the second the number of the others."""
+    plan = pipeline("zb-h1")
+    for owner in OWNERS.values():
+        numbers = collections.defaultdict(set)
+        for process in range(8):
+            for step in project(plan, process, owner):
+                numbers[step.number].add((step.kernel, step.ins, step.outs))
+        assert all(len(found) == 1 for found in numbers.values())
+
+
+def test_every_byte_crosses_once_where_cuts_fit():
+    devices = np.array(jax.devices())
+    source = NamedSharding(Mesh(devices[:4], ("data",)), P("data"))
+    target = NamedSharding(Mesh(devices[4:].reshape(2, 2), ("data", "model")), P("data", "model"))
+    found = routes([way(source, target, (8, 8))], OWNERS["4x2"])
+    assert sum(len(r.parcels) for r in found) * 8 == 64
+    assert [(r.source, r.target) for r in found] == [(0, 2), (1, 3)]
+    pairs = [(a.id, b.id) for r in found for a, b, _ in by_devices(r)]
+    assert pairs == sorted(set(pairs))
+
+
+def test_all_processes_make_all_moves_where_the_transport_wants_it():
+    plan = pipeline("1f1b")
+    parts = [project(plan, process, OWNERS["4x2"], everyone=True) for process in range(4)]
+    assert len({tuple(s.number for s in part if s.kernel is None) for part in parts}) == 1
