@@ -160,6 +160,11 @@ def _short(aval: Any) -> str:
     return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
 
 
+def shape(atom: Atom) -> tuple[int, ...]:
+    """Shape of a value or literal; () for what has none, such as a token."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
 def values(atoms: Iterable[Atom]) -> Iterator[Value]:
     """Values among atoms (the rest are literals)."""
     return (a for a in atoms if isinstance(a, Value))

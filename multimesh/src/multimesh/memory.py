@@ -10,25 +10,9 @@ from dataclasses import astuple, dataclass
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.passes.primitives import known as facts
 from multimesh.passes.propagate import Inner, Known, kernel_axes, ways
 from multimesh.plan import Instruction, Plan
-
-_ARRAYS = frozenset(
-    {
-        *("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cumsum", "top_k"),
-        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "dynamic_update_slice"),
-        *("concatenate", "pad", "random_bits", "scan", "while", "cond", "transpose"),
-    }
-)
-"""Operations whose results are arrays of their own; others are made where they are used if that is in one place."""
-
-_SAME = frozenset({"sharding_constraint", "name", "optimization_barrier", "reshape", "squeeze", "copy", "copy_p"})
-"""Operations whose results are their operands, one by one."""
-
-_CHEAP = frozenset(
-    {"broadcast_in_dim", "iota", "convert_element_type", "eq", "lt", "le", "gt", "ge", "and", "or", "not"}
-)
-"""Operations that are made again wherever they are used."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +110,9 @@ def _peak(
     """Most bytes of results alive at once; a result that is fused away keeps alive what it is made of."""
     same: dict[ir.Value, ir.Value] = {}
     for op in ops:
-        if op.prim.name in _SAME:
+        if facts(op).buffer == "operand":
             same |= {o: same.get(i, i) for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value)}
-    users = collections.Counter(same.get(v, v) for op in ops if op.prim.name not in _SAME for v in set(op.reads))
+    users = collections.Counter(same.get(v, v) for op in ops if facts(op).buffer != "operand" for v in set(op.reads))
     outside = outside | {same.get(v, v) for v in outside}
     made_of: dict[ir.Value, tuple[ir.Value, ...]] = {}
 
@@ -142,9 +126,8 @@ def _peak(
     for n, op in enumerate(ops):
         through = tuple(dict.fromkeys(arrays(op.ins)))
         last |= dict.fromkeys(through, n)
-        name = op.prim.name
-        kept = name in _ARRAYS
-        mine = [v for v in op.outs if kept or v in outside or (users[v] > 1 and name not in _CHEAP | _SAME)]
+        buffer = facts(op).buffer
+        mine = [v for v in op.outs if buffer == "own" or v in outside or (buffer == "fused" and users[v] > 1)]
         made_of |= {v: (v,) if v in mine else through for v in op.outs}
         own.append(mine)
     last |= dict.fromkeys(arrays(wanted), len(ops))

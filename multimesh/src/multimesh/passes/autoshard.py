@@ -70,10 +70,10 @@ class Layouts:
         for value, meshes in self.meshes.items():
             first, *others = meshes
             for other in others:
-                for d in range(len(_shape(value))):
+                for d in range(len(ir.shape(value))):
                     self._join([(value, first, d), (value, other, d)])
         for value, spec in (given or {}).items():
-            divided = [(d, axes) for d, axes in entries(spec, len(_shape(value))) if axes]
+            divided = [(d, axes) for d, axes in entries(spec, len(ir.shape(value))) if axes]
             self._sources += [((value, mesh, d), axes) for mesh in self.meshes[value] for d, axes in divided]
 
     def _join(self, nodes: Iterable[Node]) -> None:
@@ -97,7 +97,7 @@ class Layouts:
         for value in (*op.reads, *op.outs):
             self._sources += [((value, mesh, d), axes) for d, axes in given]
         for value in op.reads:
-            for d in set(range(len(_shape(value)))).difference(decided):
+            for d in set(range(len(ir.shape(value)))).difference(decided):
                 self._join([(value, mesh, d), (op.outs[0], mesh, d)])
 
     def _loop(self, loop: ir.Loop) -> None:
@@ -119,7 +119,7 @@ class Layouts:
         if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
             for mesh in tuple(self.meshes[inner]):
                 self.meshes[outer][mesh] = None
-                for d in range(len(_shape(inner))):
+                for d in range(len(ir.shape(inner))):
                     self._join([(inner, mesh, d), (outer, mesh, d + shift)])
 
     def spread(self) -> dict[Node, Axes]:
@@ -130,16 +130,12 @@ class Layouts:
         while queue:
             (value, mesh, d), axes = queue.popleft()
             node = (value, mesh, d)
-            if node in found or used[value, mesh].intersection(axes) or not _fits(axes, mesh, _shape(value)[d]):
+            if node in found or used[value, mesh].intersection(axes) or not _fits(axes, mesh, ir.shape(value)[d]):
                 continue
             found[node] = axes
             used[value, mesh].update(axes)
             queue.extend((other, axes) for other in self._next[node])
         return found
-
-
-def _shape(value: ir.Value) -> tuple[int, ...]:
-    return tuple(getattr(value.aval, "shape", ()))
 
 
 def _fits(axes: Axes, mesh: Mesh, size: int) -> bool:
@@ -151,7 +147,7 @@ def constraint(op: ir.Op) -> list[tuple[int, Axes]] | None:
     """Dimensions that a constraint decides with their axes; None for what is no constraint."""
     if op.prim is not _compat.sharding_constraint_p or op.params.get("identity"):
         return None
-    rank = len(_shape(op.outs[0]))
+    rank = len(ir.shape(op.outs[0]))
     if "logical" in op.params:
         if op.task is None or op.params["rank"] != rank:
             return None

@@ -20,18 +20,10 @@ from jax.sharding import Mesh
 from multimesh import _compat, ir
 from multimesh.passes.conditionals import split
 from multimesh.passes.owners import Owners, is_small, leading_to_tasks
+from multimesh.passes.primitives import known
 
 Homes = dict[ir.Value, Mesh]
 Roots = dict[ir.Value, Mesh]  # what a value is computed from, where it runs wherever it is read; else itself
-
-_SPREADING = frozenset(
-    (
-        *("broadcast_in_dim", "pad", "dynamic_update_slice", "scatter", "scatter-add", "iota", "reshape", "transpose"),
-        *("squeeze", "expand_dims", "convert_element_type", "copy", "copy_p", "neg", "add", "add_any", "sub", "mul"),
-        *("div", "select_n", "max", "min", "and", "or", "not", "eq", "ne", "lt", "le", "gt", "ge", "rev", "sign"),
-    )
-)
-_CONTROL = frozenset(("scan", "while", "cond"))
 
 
 @dataclass
@@ -167,7 +159,7 @@ class Follower:
 
     def _spreads(self, op: ir.Op, roots: Roots, floats: bool) -> bool:
         """Whether sending what a result is made from takes at most half of what sending the result takes."""
-        if op.effects or op.prim.name in _CONTROL or not (floats or op.prim.name in _SPREADING):
+        if op.effects or known(op).control or not (floats or known(op).spreads):
             return False
         return 0 < 2 * sum(v.nbytes for v in roots) <= sum(o.nbytes for o in op.outs)
 
@@ -247,4 +239,4 @@ def _is_mixed(roots: Roots) -> bool:
 
 def _keeps(op: ir.Op, roots: Roots) -> bool:
     """Whether a result is as large as what it is made from (the square of a weight): its reader says where it goes."""
-    return op.prim.name not in _CONTROL and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
+    return not known(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)

@@ -25,7 +25,7 @@ other. Layouts never change a result, so an operation without a rule links nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,6 +65,13 @@ class Primitive:
         Whether its result can't differ by rounding from one program to another.
     compares
         Whether it is true or false of two operands, so that a last bit decides.
+    buffer
+        Where the compiler keeps its result: ``fused`` into the only operation that reads it, an array of its ``own``,
+        its ``operand``, or made ``again`` wherever it is read.
+    spreads
+        Whether its result may be larger than what it is made from, and is then better made where it is read.
+    control
+        Whether it runs programs of its own: a loop or a condition.
     """
 
     links: _Rule | None = None
@@ -74,6 +81,9 @@ class Primitive:
     adds: bool = False
     exact: bool = False
     compares: bool = False
+    buffer: str = "fused"
+    spreads: bool = False
+    control: bool = False
 
 
 def reorders(dtype: Any) -> bool:
@@ -142,26 +152,22 @@ def _of_values(groups: Any) -> Iterator[Group]:
             yield kept
 
 
-def _shape(atom: ir.Atom) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
 def _same_shape(op: ir.Op) -> _Groups:
     """Elementwise; several results (a barrier) each go with their own operand."""
     if len(op.outs) > 1:
         for given, out in zip(op.ins, op.outs, strict=False):
-            yield from ([(given, d), (out, d)] for d in range(len(_shape(out))))
+            yield from ([(given, d), (out, d)] for d in range(len(ir.shape(out))))
         return
     (out,) = op.outs
-    alike = [i for i in op.ins if len(_shape(i)) == len(_shape(out))]
-    for d, size in enumerate(_shape(out)):
-        yield [(out, d), *((i, d) for i in alike if _shape(i)[d] == size)]
+    alike = [i for i in op.ins if len(ir.shape(i)) == len(ir.shape(out))]
+    for d, size in enumerate(ir.shape(out)):
+        yield [(out, d), *((i, d) for i in alike if ir.shape(i)[d] == size)]
 
 
 def _broadcast(op: ir.Op) -> _Groups:
     x, out = op.ins[0], op.outs[0]
     for d, at in enumerate(op.params["broadcast_dimensions"]):
-        if _shape(x)[d] == _shape(out)[at]:
+        if ir.shape(x)[d] == ir.shape(out)[at]:
             yield [(x, d), (out, at)]
 
 
@@ -172,7 +178,7 @@ def _transpose(op: ir.Op) -> _Groups:
 def _reshape(op: ir.Op) -> _Groups:
     """Dimensions that stay; of those that are split or merged the outermost, along which shards stay contiguous."""
     x, out = op.ins[0], op.outs[0]
-    old, new = _shape(x), _shape(out)
+    old, new = ir.shape(x), ir.shape(out)
     i = j = 0
     while i < len(old) and j < len(new):
         i_end, j_end, left, right = i + 1, j + 1, old[i], new[j]
@@ -192,15 +198,15 @@ def _outermost(shape: Sequence[int], start: int, end: int) -> int:
 
 
 def _squeeze(op: ir.Op) -> _Groups:
-    x, gone = op.ins[0], {d % len(_shape(op.ins[0])) for d in op.params["dimensions"]}
-    kept = (d for d in range(len(_shape(x))) if d not in gone)
+    x, gone = op.ins[0], {d % len(ir.shape(op.ins[0])) for d in op.params["dimensions"]}
+    kept = (d for d in range(len(ir.shape(x))) if d not in gone)
     yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(kept))
 
 
 def _reduce(op: ir.Op) -> _Groups:
     gone = set(op.params["axes"])
     for x in op.ins:
-        kept = (d for d in range(len(_shape(x))) if d not in gone)
+        kept = (d for d in range(len(ir.shape(x))) if d not in gone)
         yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(kept))
 
 
@@ -214,7 +220,7 @@ def _dot(op: ir.Op) -> _Groups:
         yield [(left, a), (right, b), (out, at)]
         at += 1
     for x, used in ((left, {*left_sum, *left_batch}), (right, {*right_sum, *right_batch})):
-        for d in range(len(_shape(x))):
+        for d in range(len(ir.shape(x))):
             if d not in used:
                 yield [(x, d), (out, at)]
                 at += 1
@@ -225,13 +231,13 @@ def _gather(op: ir.Op) -> _Groups:
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     x, indices, out = op.ins[0], op.ins[1], op.outs[0]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    whole = [d for d in range(len(_shape(x))) if d not in gone]
+    whole = [d for d in range(len(ir.shape(x))) if d not in gone]
     for d, at in zip(whole, numbers.offset_dims, strict=True):
-        if sizes[d] == _shape(x)[d]:
+        if sizes[d] == ir.shape(x)[d]:
             yield [(x, d), (out, at)]
     for d, at in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         yield [(x, d), (indices, at)]
-    rest = [at for at in range(len(_shape(out))) if at not in numbers.offset_dims]
+    rest = [at for at in range(len(ir.shape(out))) if at not in numbers.offset_dims]
     yield from ([(indices, d), (out, at)] for d, at in enumerate(rest))
 
 
@@ -239,8 +245,8 @@ def _same_index(op: ir.Op) -> _Groups:
     """Slices, padding, concatenation: dimensions of one size at one place."""
     for x in op.ins:
         for out in op.outs:
-            if len(_shape(x)) == len(_shape(out)):
-                yield from ([(x, d), (out, d)] for d, n in enumerate(_shape(out)) if _shape(x)[d] == n)
+            if len(ir.shape(x)) == len(ir.shape(out)):
+                yield from ([(x, d), (out, d)] for d, n in enumerate(ir.shape(out)) if ir.shape(x)[d] == n)
 
 
 def _scatter(op: ir.Op) -> _Groups:
@@ -248,11 +254,11 @@ def _scatter(op: ir.Op) -> _Groups:
     numbers = op.params["dimension_numbers"]
     x, indices, updates = op.ins
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = dict(zip((d for d in range(len(_shape(x))) if d not in gone), numbers.update_window_dims, strict=True))
-    for d, size in enumerate(_shape(x)):
-        whole = d in window and _shape(updates)[window[d]] == size
+    window = dict(zip((d for d in range(len(ir.shape(x))) if d not in gone), numbers.update_window_dims, strict=True))
+    for d, size in enumerate(ir.shape(x)):
+        whole = d in window and ir.shape(updates)[window[d]] == size
         yield [(x, d), (op.outs[0], d), *([(updates, window[d])] if whole else [])]
-    rest = [at for at in range(len(_shape(updates))) if at not in numbers.update_window_dims]
+    rest = [at for at in range(len(ir.shape(updates))) if at not in numbers.update_window_dims]
     yield from ([(indices, d), (updates, at)] for d, at in enumerate(rest))
 
 
@@ -268,7 +274,7 @@ def _convolution(op: ir.Op) -> _Groups:
         yield [(x, features), (kernel, inputs)]
         yield [(kernel, outputs), (out, out_features)]
     for d, at in zip(places, out_places, strict=True):
-        if _shape(x)[d] == _shape(out)[at]:
+        if ir.shape(x)[d] == ir.shape(out)[at]:
             yield [(x, d), (out, at)]
 
 
@@ -354,8 +360,39 @@ def _table() -> Iterator[tuple[str, Primitive]]:
         yield name, Primitive(_same_index)
 
 
+_BUFFERS = {
+    "own": (
+        *("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cumsum", "top_k"),
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "dynamic_update_slice"),
+        *("concatenate", "pad", "random_bits", "scan", "while", "cond", "transpose"),
+    ),
+    "operand": ("sharding_constraint", "name", "optimization_barrier", "reshape", "squeeze", "copy"),
+    "again": (*("broadcast_in_dim", "iota", "convert_element_type", "eq", "lt", "le", "gt", "ge", "and", "or", "not"),),
+}
+_SPREADS = frozenset(
+    (
+        *("broadcast_in_dim", "pad", "dynamic_update_slice", "scatter", "scatter-add", "iota", "reshape", "transpose"),
+        *("squeeze", "convert_element_type", "copy", "neg", "add", "add_any", "sub", "mul", "div", "select_n", "max"),
+        *("min", "and", "or", "not", "eq", "ne", "lt", "le", "gt", "ge", "rev", "sign"),
+    )
+)
+
+
+def _registry() -> Iterator[tuple[Any, Primitive]]:
+    rules = dict(_table())
+    buffers = {name: buffer for buffer, names in _BUFFERS.items() for name in names}
+    for name in {**rules, **buffers}:
+        if name in _compat.PRIMITIVES:
+            facts = rules.get(name, _UNKNOWN)
+            control = name in ("scan", "while", "cond")
+            yield (
+                _compat.PRIMITIVES[name],
+                replace(facts, buffer=buffers.get(name, "fused"), spreads=name in _SPREADS, control=control),
+            )
+
+
 _UNKNOWN = Primitive()
-_REGISTRY = {_compat.PRIMITIVES[name]: facts for name, facts in _table() if name in _compat.PRIMITIVES}
+_REGISTRY = dict(_registry())
 _DRAWS = _compat.PRIMITIVES.get("rng_uniform")
 _SCATTER_ADD = _compat.PRIMITIVES["scatter-add"]
 _KEEP_ZERO = frozenset(_compat.PRIMITIVES[name] for name in ("broadcast_in_dim", "convert_element_type", "copy"))

@@ -285,8 +285,8 @@ def _called(op: ir.Op) -> Any:
     """The program that an operation stands for; None for one that computes by itself."""
     called = op.params.get("jaxpr") or op.params.get("call_jaxpr")
     jaxpr = getattr(called, "jaxpr", called)
-    shapes = [[_shape(v) for v in part] for part in (op.ins, op.outs)]
-    if jaxpr is None or [[_shape(v) for v in part] for part in (jaxpr.invars, jaxpr.outvars)] != shapes:
+    shapes = [[ir.shape(v) for v in part] for part in (op.ins, op.outs)]
+    if jaxpr is None or [[ir.shape(v) for v in part] for part in (jaxpr.invars, jaxpr.outvars)] != shapes:
         return None
     return called
 
@@ -306,12 +306,8 @@ def _inner(op: ir.Op, called: Any) -> Inner:
 def _alike(op: ir.Op) -> Iterable[Sequence[tuple[ir.Value, int]]]:
     """Where no rule says which dimensions go together: those of one size at one place."""
     for out in op.outs:
-        operands = [v for v in op.reads if len(_shape(v)) == len(_shape(out))]
-        yield from ([(out, d), *((v, d) for v in operands if _shape(v)[d] == n)] for d, n in enumerate(_shape(out)))
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
+        operands = [v for v in op.reads if len(ir.shape(v)) == len(ir.shape(out))]
+        yield from ([(out, d), *((v, d) for v in operands if ir.shape(v)[d] == n)] for d, n in enumerate(ir.shape(out)))
 
 
 class _Slots(_Arrays):
