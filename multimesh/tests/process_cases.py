@@ -114,8 +114,7 @@ def pipeline(split: str, model: str, schedule: str, where: str = "inside") -> No
     owners = found.owners(params)
     placed = jax.tree.map(lambda x, o: on(split_.mesh(o[0]), x), params, owners)
     data = {k: x if _is_key(x) else on(split_.mesh(0), x, P("data")) for k, x in batch.items()}
-    interleaved = {"interleave": 2} if stages > len(parts) else {}
-    step = mm.jit(gradient(found, split_, size=size, rows=rows, where=where, schedule=schedule, **interleaved))
+    step = mm.jit(gradient(found, split_, size=size, rows=rows, where=where, schedule=schedule))
     want = reference_gradient(found, stages, rows, size)
     for _ in range(2):
         got = step(placed, data)
@@ -235,6 +234,29 @@ def transports(transport: str) -> None:
     with mm.context(transport=transport):
         pipeline("halves", "mlp", "1f1b")
         training("halves")
+
+
+def parallelized() -> None:
+    """Parameters and batches made where they are read, by ``mm.parallelize``."""
+    parts = meshes()
+
+    def init() -> Any:
+        keys = jax.random.split(jax.random.key(0))
+        return [jax.random.normal(key, (8, 8)) for key in keys]
+
+    def fn(params: Any, x: Any) -> Any:
+        for n, (w, mesh) in enumerate(zip(params, parts, strict=True)):
+            x = mm.task(lambda w, x: jnp.tanh(x @ w), f"s{n}", mesh=mesh)(w, x)
+        return x
+
+    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+    for batch in (lambda: x, lambda: jnp.asarray(x) * 1):
+        ours, make, load = mm.parallelize(fn, init_params=init, get_input_batch=batch)
+        params = make()
+        assert_shards(params, init())
+        assert [p.sharding.device_set for p in params] == [set(mesh.devices.flat) for mesh in parts]
+        w = init()
+        assert_shards(ours(params, load()), jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
 
 
 def uneven_compilation() -> None:

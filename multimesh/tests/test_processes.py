@@ -20,6 +20,7 @@ SHORT = {
         "retrace:halves",
         "dtypes:None",
         "arguments:None",
+        "parallelized",
         *(f"transports:{name}" for name in TRANSPORTS),
         "uneven_compilation",
         "not_in_it",
@@ -68,6 +69,7 @@ FULL = {
         "training:crossed",
         "dtypes:None",
         "arguments:None",
+        "parallelized",
         "graphs:4000:100",
     ),
 }

@@ -137,10 +137,15 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
 
     No threads within a device's program where each submesh alone has a device for every core: there is no core left
     that they could use, and handing them work costs more than it takes.
+
+    On GPUs of several processes each process tunes its programs alone: XLA would wait for what processes that do not
+    compile a program have found.
     """
     chosen = {} if options is None else dict(checks.pairs("compile: compiler_options", options))
-    if any(d.platform != "cpu" for mesh in plan.submeshes for d in mesh.devices.flat):
-        return chosen
+    platforms = {d.platform for mesh in plan.submeshes for d in mesh.devices.flat}
+    if platforms != {"cpu"}:
+        alone = {"xla_gpu_shard_autotuning": False} if "gpu" in platforms and jax.process_count() > 1 else {}
+        return alone | chosen
     defaults: dict[str, Any] = {"xla_backend_optimization_level": 2}
     if all(mesh.size >= cores() for mesh in plan.submeshes):
         defaults["xla_cpu_multi_thread_eigen"] = False

@@ -12,10 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from multimesh import _compat, contexts
+from multimesh import _compat, contexts, exchange
+from multimesh.distributed import several
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.jitted import Jitted
 from multimesh.lowered import Compiled
+from multimesh.transport import here
 
 Make = Callable[[], Any]
 
@@ -122,10 +124,14 @@ class _Maker:
         """Call it: every leaf with its sharding."""
         tree = jax.tree.structure(self.shapes)
         if self._closed is None:
-            return jax.device_put(self._called(), jax.tree.unflatten(tree, shardings))
+            given, layouts = self._called(), jax.tree.unflatten(tree, shardings)
+            return jax.tree.map(exchange.place, given, layouts) if several() else jax.device_put(given, layouts)
         leaves: list[Any] = [None] * tree.num_leaves
+        for i, (shape, sharding) in enumerate(zip(jax.tree.leaves(self.shapes), shardings, strict=True)):
+            if not here(sharding.device_set):
+                leaves[i] = exchange.absent(shape, sharding)
         for i, held in _compat.captured(self._closed).items():
-            leaves[i] = jax.device_put(held, shardings[i])
+            leaves[i] = exchange.place(held, shardings[i])
         for program, positions in self._programs(shardings):
             for i, leaf in zip(positions, program(), strict=True):
                 leaves[i] = leaf
@@ -144,11 +150,11 @@ class _Maker:
 
 
 def programs(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """For each submesh a compiled program that makes its results, each in its layout, and their positions."""
+    """For each submesh of this process a compiled program that makes its results in their layouts; their positions."""
     held = _compat.captured(closed)
     groups: dict[Any, list[int]] = collections.defaultdict(list)
     for i, sharding in enumerate(shardings):
-        if i not in held:
+        if i not in held and here(sharding.device_set):
             groups[sharding.mesh].append(i)
     for positions in groups.values():
         program = jax.jit(_compat.part(closed, positions), out_shardings=[shardings[i] for i in positions])

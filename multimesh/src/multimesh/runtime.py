@@ -238,8 +238,18 @@ class PartRunner(Runner):
         if self._sources[sources]:
             self._shared.begin()
         env = list(self._blank)
+        given: list[tuple[int, Any, NamedSharding]] = []
         for number, (arg, slot, layout) in enumerate(self._inputs):
-            env[slot] = self._moved_to(number, args[arg], layout)
+            if sources[arg] is None and layout.is_fully_addressable:
+                given.append((slot, args[arg], layout))
+            else:
+                env[slot] = self._moved_to(number, args[arg], layout)
+        arrays = jax.device_put([x for _, x, _ in given], [layout for _, _, layout in given])
+        for (slot, _, _), array in zip(given, arrays, strict=True):
+            env[slot] = array
+        for arg in dict.fromkeys(arg for arg, _, layout in self._inputs if sources[arg] not in (None, layout)):
+            if self._moved.get(arg, 0) < 2:
+                self._note_move(arg, args[arg], [(sources[a] == at, at) for a, _, at in self._inputs if a == arg])
         return env
 
     def _compared(self, sources: tuple[Any, ...]) -> bool:
