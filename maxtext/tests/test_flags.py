@@ -229,10 +229,6 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
         ("--model-name mixtral-8x7b --ep 2", r"--ep 2: with sparse_matmul=True .* add sparse_matmul=false"),
         ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
         ("quantization=int8", r"with quantization=int8 yet"),
-        (
-            "--nodes 2 --cpus 4 --dp 4",
-            r"is one process for now; use --backend spmd, or --nodes 1 with --cpus 8 in place of --nodes 2",
-        ),
     ],
 )
 def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):

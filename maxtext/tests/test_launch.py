@@ -19,12 +19,14 @@ from multimesh_maxtext.translate import Paths
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
+SPAWNED = {"MULTIMESH_MAXTEXT_RANK": "1", "MULTIMESH_MAXTEXT_SIZE": "16"}
 MPI = {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 
 
 @pytest.mark.parametrize("launcher", [SLURM, MPI], ids=["srun", "mpirun"])
 def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
     assert member(parse(["--nodes", "16"]), launcher) == Member(9, 16, 1)
+    assert member(parse(["--nodes", "16", "--spawn"]), SPAWNED) == Member(1, 16, 1)
     assert member(parse([]), launcher) == Member()  # a job of one process may run anywhere
 
 
@@ -39,7 +41,7 @@ def test_the_first_process_writes_where_the_user_says(paths: Paths):
         (
             "--nodes 2",
             {},
-            "no launcher started this process; use `srun --ntasks=2 ...` or `mpirun -n 2 ...`, or --nodes 1",
+            "no launcher started this process; use `srun --ntasks=2 ...` or `mpirun -n 2 ...`, or --spawn",
         ),
         ("--nodes 2", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "no launcher"),  # a batch script, outside of srun
         ("--nodes 2", SLURM, "the launcher started 16 processes; make them agree"),
@@ -51,9 +53,13 @@ def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, s
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("flag", ["--spawn", "--checkpoint c", "--text f", "--profile", "--dump d"])
+@pytest.mark.parametrize(
+    "flag", ["--checkpoint c", "--text f", "--profile", "--dump d", "--pp 2 --verify", "--pp 2 --use-tfds-dataset"]
+)
 def test_what_several_processes_cannot_do_is_refused(flag: str):
-    with pytest.raises(UnsupportedError, match=f"{flag.split()[0]} is for one process so far: .*; leave it out"):
+    with pytest.raises(
+        UnsupportedError, match=f"{flag.removeprefix('--pp 2 ').split()[0]} is for one process so far: .*; leave it out"
+    ):
         member(parse(["--nodes", "16", *flag.split()]), SLURM)
 
 

@@ -99,11 +99,6 @@ def check_backend(options: Options) -> None:
         if options.backend != "multimesh":
             raise UnsupportedError(f"--backend {options.backend} has no use for {flag}: {reason}; leave it out")
         _refuse(options.pp == 1, f"{flag} is about pipeline stages; add --pp")
-    if options.nodes > 1 and options.staged:
-        raise UnsupportedError(
-            f"a pipeline of --backend multimesh is one process for now; use --backend spmd, or --nodes 1 with "
-            f"{'--gpus' if options.gpus else '--cpus'} {options.parallelism} in place of --nodes {options.nodes}"
-        )
 
 
 def check_flags(options: Options) -> None:

@@ -21,6 +21,7 @@ from multimesh_maxtext.memory import Need, check_fits
 from multimesh_maxtext.model import describe_model, find_maxtext, has_package
 from multimesh_maxtext.options import Options, parse
 from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
+from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
 from multimesh_maxtext.trainer import Outcome, forecast, inspect, tail, terminate_as_interrupt, train
 from multimesh_maxtext.translate import JAX_FRACTION, Paths, memory_fraction, warning
@@ -40,7 +41,12 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     """
     try:
         with terminate_as_interrupt():
-            return _run(parse(argv), root)
+            options = parse(argv)
+            if options.spawn and options.nodes > 1 and not options.dry_run:
+                check_backend(options)
+                check_flags(options)
+                return spawn(argv, options, root)
+            return _run(options, root)
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         if "--json" in argv:
@@ -113,7 +119,7 @@ def _limit(job: Job, gpu_memory: int | None) -> int | None:
     o = job.options
     if o.device_memory is not None:
         return o.device_memory
-    if not o.staged or gpu_memory is None:
+    if not o.staged or gpu_memory is None or o.nodes > 1:
         return None
     fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem else JAX_FRACTION
     return int(gpu_memory * 2**20 * fraction)

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 import multimesh
-from multimesh_maxtext import relayout
+from multimesh_maxtext import processes, relayout
 from multimesh_maxtext.checks import find_schedule
 from multimesh_maxtext.errors import LauncherError
 from multimesh_maxtext.launch import Handoff, received
@@ -86,6 +86,24 @@ def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any)
         return state
 
     return create
+
+
+def make_batches(fn: Callable[..., Any], *, out_shardings: Any, static_argnums: int) -> Callable[..., Any]:
+    """Jit what makes a batch on the first stage; a process without a device of it gets arrays without shards."""
+    if processes.has_device(jax.tree.leaves(out_shardings)[0]):
+        return jax.jit(fn, out_shardings=out_shardings, static_argnums=static_argnums)
+
+    def absent(config: Any, data: Any) -> Any:
+        types = jax.eval_shape(functools.partial(fn, config), data)
+        layouts = jax.tree.broadcast(out_shardings, types)
+        return jax.tree.map(processes.absent, types, layouts)
+
+    return absent
+
+
+def everywhere(tree: Any) -> Any:
+    """Bring scalars to every process, which MaxText reads in all of them."""
+    return processes.everywhere(tree)
 
 
 def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:

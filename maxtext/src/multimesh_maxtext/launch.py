@@ -36,17 +36,27 @@ _CHECKPOINTED = {"run_name", "enable_checkpointing"}
 _LAUNCHERS = {
     "SLURM_STEP_NODELIST": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "MULTIMESH_MAXTEXT_RANK": ("MULTIMESH_MAXTEXT_RANK", "MULTIMESH_MAXTEXT_SIZE", "MULTIMESH_MAXTEXT_RANK"),
 }
 """A variable that only the launcher's processes have, and those with rank, number and rank on this machine."""
 
 _ALONE = {
-    "spawn": "srun or mpirun starts them",
     "checkpoint": "checkpoints of several processes were never tried",
     "text": "every process would read all of it",
     "profile": "every process would record its own",
     "dump": "every process would write the same files",
 }
 """Flags that only one process can honour so far, and why."""
+
+
+_STAGED_ALONE = {
+    "use_tfds_dataset": "only processes of the first stage have the data's devices",
+    "eval_every": "only processes of the first stage have the data's devices",
+    "forecast": "one process forecasts for all devices",
+    "device_memory": "one process forecasts for all devices",
+    "verify": "the reference is another job",
+}
+"""Further ones where stages are programs of their own."""
 
 
 @dataclass(frozen=True)
@@ -201,14 +211,16 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
     """
     if options.nodes == 1:
         return Member()
-    for name, reason in _ALONE.items():
+    for name, reason in (_ALONE | (_STAGED_ALONE if options.staged else {})).items():
         if options.has(name):
-            raise UnsupportedError(f"--{name} is for one process so far: {reason}; leave it out, or use --nodes 1")
+            raise UnsupportedError(
+                f"--{name.replace('_', '-')} is for one process so far: {reason}; leave it out, or use --nodes 1"
+            )
     found = next((names for mark, names in _LAUNCHERS.items() if mark in environment), None)
     if found is None:
         raise UsageError(
             f"--nodes {options.nodes}: no launcher started this process; use `srun --ntasks={options.nodes} ...` or "
-            f"`mpirun -n {options.nodes} ...`, or --nodes 1"
+            f"`mpirun -n {options.nodes} ...`, or --spawn to start all here, or --nodes 1"
         )
     rank, count, local = (int(environment[name]) for name in found)
     if count != options.nodes:
@@ -234,10 +246,11 @@ def join(arguments: Sequence[str]) -> None:
     """Be MaxText's trainer as one of several processes, in this one.
 
     JAX finds the others by the variables of srun or mpirun, and the first of them by JAX_COORDINATOR_ADDRESS where
-    that is set.
+    that is set; those that ``--spawn`` started are told.
     """
     import jax  # only here: the command that starts the trainers never does
 
-    jax.distributed.initialize()
+    rank, size = (os.environ.get(f"MULTIMESH_MAXTEXT_{name}") for name in ("RANK", "SIZE"))
+    jax.distributed.initialize(num_processes=size and int(size), process_id=rank and int(rank))
     sys.argv = [TRAINER, *arguments]
     runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)

@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 import multimesh
+from multimesh_maxtext.processes import absent, has_device
 
 _LAYER = re.compile(r"\blayers_(\d+)(?:_\d+)?\b")
 
@@ -94,7 +95,11 @@ class Stages:
         leaves: list[Any] = [None] * len(layouts)
         for mesh in self.meshes:
             mine = [i for i, layout in enumerate(layouts) if layout.mesh == mesh]
-            for i, leaf in zip(mine, _program(closed, mine, layouts)(), strict=True):
+            if mine and has_device(layouts[mine[0]]):
+                made = _program(closed, mine, layouts)()
+            else:
+                made = [absent(closed.out_avals[i], layouts[i]) for i in mine]
+            for i, leaf in zip(mine, made, strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 

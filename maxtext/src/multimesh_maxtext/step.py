@@ -21,6 +21,7 @@ from multimesh_maxtext.errors import LauncherError, UnsupportedError
 from multimesh_maxtext.launch import Handoff
 from multimesh_maxtext.memory import Need
 from multimesh_maxtext.placement import write_placement
+from multimesh_maxtext.processes import everywhere
 
 _PARAMETERS = "ga_params"
 """What MaxText carries through its loop and no microbatch changes."""
@@ -50,7 +51,9 @@ class StepFunction:
         if self._first and self._trains:
             write_placement(Path(self._handoff.placement), stepped=result[0])
         self._first = False
-        return result
+        if self._trains:
+            return result[0], everywhere(result[1])
+        return everywhere(result)
 
     def lower(self, state: Any, batch: Any) -> Ahead:
         """Stand in for a compilation that MaxText makes only to print its memory; where nothing trains, end here."""

@@ -1,0 +1,34 @@
+"""A pipeline over several processes, as the trainer in each of them sees it: what lies elsewhere, and what all read."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+import multimesh
+
+
+def has_device(layout: Sharding) -> bool:
+    """Whether this process has a device of a layout."""
+    return bool(layout.addressable_devices)
+
+
+def absent(like: Any, layout: Sharding) -> jax.Array:
+    """Return an array of a type and a layout that is elsewhere: it has no shard in this process."""
+    return jax.make_array_from_single_device_arrays(like.shape, layout, [], dtype=like.dtype)
+
+
+def everywhere(tree: Any) -> Any:
+    """Send arrays, wherever they lie, to one device of every process; nothing waits for them here."""
+    return tree if jax.process_count() == 1 else _sender()(tree)
+
+
+@functools.cache
+def _sender() -> multimesh.Jitted:
+    firsts = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), ("process",))
+    return multimesh.jit(multimesh.task(lambda tree: tree, "everywhere", mesh=mesh))
