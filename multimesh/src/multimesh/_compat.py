@@ -49,6 +49,7 @@ def _private(module: str) -> Any:
         ) from error
 
 
+_clusters = _private("clusters")
 _compiler = _private("compiler")
 _config = _private("config")
 _core = _private("core")
@@ -57,6 +58,7 @@ _mesh = _private("mesh")
 _source_info = _private("source_info_util")
 _xla_bridge = _private("xla_bridge")
 _tracing = _private("interpreters.partial_eval")
+_xla_bridge = _private("xla_bridge")
 _xla_client: Any = getattr(_private("lib"), "xla_client", None)
 
 
@@ -72,6 +74,18 @@ def tried_version() -> Iterator[None]:
             f"this version of MultiMesh needs {SUPPORTED} and does not work with {jax.__version__} ({error}): "
             f"pip install '{SUPPORTED}', or upgrade multimesh-jax"
         ) from error
+
+
+def launcher(method: str | None) -> Any:
+    """JAX's knowledge of what launched this process; None where that is nothing it knows, or where it is not used."""
+    known = () if _clusters is None else _clusters.ClusterEnv._cluster_types
+    asked = (env for env in known if (not env.opt_in_only_method if method is None else env.name == method))
+    return next((env for env in asked if env.is_env_present()), None)
+
+
+def backends_started() -> bool:
+    """Whether JAX knows its devices already; without its own answer, no."""
+    return _xla_bridge is not None and _xla_bridge.backends_are_initialized()
 
 
 def key_value_store() -> Any:

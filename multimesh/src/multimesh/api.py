@@ -1,6 +1,6 @@
 """The public names of the library, each imported from where it is: ``import multimesh as mm`` has all of them."""
 
-from multimesh import fft, linalg, schedules
+from multimesh import distributed, fft, linalg, schedules
 from multimesh.contexts import (
     autoshard,
     context,
@@ -32,6 +32,7 @@ __all__ = [
     "UsageError",
     "autoshard",
     "context",
+    "distributed",
     "enable_fast_path",
     "enable_recomputation",
     "enable_task_fusion",

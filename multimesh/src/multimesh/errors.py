@@ -31,6 +31,12 @@ class DisagreementError(MultiMeshError):
     exit_code = 14
 
 
+class LostProcessError(MultiMeshError):
+    """Another process of the job was killed, stopped, or has not come; also the exit code of those that end with it."""
+
+    exit_code = 17
+
+
 def internal_error(what: str) -> MultiMeshError:
     """Error of a case that the passes should have excluded."""
     return MultiMeshError(f"internal error of MultiMesh: {what}; please report it with the function that you compiled")

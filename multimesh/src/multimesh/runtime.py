@@ -215,7 +215,9 @@ class PartRunner(Runner):
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
         """See `Runner`."""
         with exchange.turn:
-            return super().__call__(args, moved)
+            results = super().__call__(args, moved)
+            distributed.count_step()
+            return results
 
     def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
         return [exchange.place(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
@@ -262,7 +264,7 @@ class PartRunner(Runner):
             return False
         places = (f"{name} {fingerprint.text(s)}" for name, s in zip(self._names, sources, strict=True))
         number = sum(self._sources.values())
-        distributed.agree(f"arguments of plan {self._shared.plan}, {number}", places)
+        distributed.agree_on(f"arguments of plan {self._shared.plan}, {number}", places)
         return True
 
     def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:

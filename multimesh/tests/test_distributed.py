@@ -1,0 +1,398 @@
+"""Processes that meet, agree, and end together: real processes, and every fault within its time."""
+
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import multimesh as mm
+from multimesh import distributed, watcher
+
+START = """
+import os, sys, time
+rank, count, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+import jax, numpy as np
+import multimesh as mm
+"""
+JOIN = START + "job = mm.distributed.initialize(address, count, rank)\n"
+STEPS = """
+mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
+whole, parts = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("x")))
+x = jax.make_array_from_callback((count,), parts, lambda index: np.ones(1, np.float32))
+total = jax.jit(lambda x: x.sum(), out_shardings=whole)
+for step in range(100000):  # each waits for all
+    total(x).block_until_ready()
+    mm.distributed.count_step()
+    if step == 3:
+        print("ready", flush=True)
+    if step == 5 and rank == count - 1:
+        LAST
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    code: int
+    seconds: float
+    said: str
+
+
+@pytest.fixture
+def address():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    yield f"127.0.0.1:{port}"
+    _until(3, lambda: not _mentioning(f"127.0.0.1:{port}"))
+    socket.create_server(("127.0.0.1", port)).close()  # and no port
+
+
+def _mentioning(address):
+    """Command lines of running processes, among them watchers, that name an address."""
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if address.encode() in _read(path)]
+
+
+def _read(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def job(tmp_path, address):
+    """Run processes; with ``fault`` = (numbers, signal), send it when all are ready, and count the time from then."""
+
+    def run(body, count=2, *, ranks=None, fault=None, limit=60, environ=lambda rank: {}, words=lambda rank: ()):
+        script = tmp_path / "job.py"
+        script.write_text(body)
+        base = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"JAX_NUM_CPU_DEVICES": "1"}
+        started = {}
+        for place, rank in enumerate(ranks or range(count)):
+            with (tmp_path / f"{place}.log").open("w") as log:
+                argv = [sys.executable, script, str(rank), str(count), address, *words(place)]
+                started[place] = subprocess.Popen(argv, env=base | environ(place), stdout=log, stderr=log)
+        logs = [tmp_path / f"{place}.log" for place in started]
+        since = time.monotonic()
+        if fault:
+            _until(limit, lambda: all("ready" in log.read_text() for log in logs) or any(map(_ended, started.values())))
+            since = time.monotonic()
+            for number in fault[0]:
+                started[number].send_signal(fault[1])
+        seconds = {}
+        try:
+            _until(limit, lambda: _note(started, seconds, since))
+        finally:
+            for process in started.values():
+                process.kill()
+        return [Ended(started[n].wait(), seconds[n], logs[n].read_text()) for n in started]
+
+    return run
+
+
+def _ended(process):
+    """Whether a process ended, without telling the system to forget how: its watcher may not have asked yet."""
+    return process.returncode is not None or os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _note(started, seconds, since):
+    seconds |= {n: time.monotonic() - since for n, p in started.items() if n not in seconds and _ended(p)}
+    return len(seconds) == len(started)
+
+
+def _until(limit, true):
+    deadline = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.02)
+
+
+def _named(rank, count=2):
+    return rf"process {rank} of {count} \(\S+, pid \d+\)"
+
+
+AGREE = """
+import jax.numpy as jnp
+from multimesh import fingerprint
+assert (job.launcher, job.rank, job.mode) == ("arguments", rank, "one process per device"), job
+mm.distributed.agree_on("words", ["the", "same"])
+
+def grads(w, x):
+    def loss(w, x):
+        x = mm.task(jax.checkpoint(lambda w, x: jnp.tanh(x @ w), policy=POLICY), "first", mesh=meshes[0])(w, x)
+        return mm.task(lambda x: (x**2).sum(), "second", mesh=meshes[1])(x)
+    return mm.microbatch(jax.grad(loss), argnum=1, size=2)(w, x)
+
+POLICY = jax.checkpoint_policies.save_only_these_names("a", "b", "c")
+meshes = [jax.sharding.Mesh(np.array([d]), "x") for d in jax.devices()[:2]]
+plan = mm.jit(grads).plan(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32))
+mm.distributed.agree_on("plan", fingerprint.lines(plan))
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
+at = lambda *spec: jax.sharding.NamedSharding(mesh, jax.P(*spec))
+def array(value, sharding):
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+table = np.arange(12, dtype=np.float32).reshape(4, 3)
+far = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+mine = [jax.device_put(table, d) for d in far.device_set if d.process_index == rank]
+tree = {
+    "rows": array(table, at("x")), "all": array(table, at()), "there": jax.make_array_from_single_device_arrays(
+        table.shape, far, mine, dtype=table.dtype), "number": 3, "here": jnp.arange(2), "numpy": table, "none": None,
+    "half": array(table.astype(jnp.bfloat16), at("x")), "empty": array(table[:0], at("x")),
+    "scalar": array(np.float32(5).reshape(()), at()), "key": jax.random.key(7),
+}
+for _ in range(2):
+    found = mm.distributed.gather(tree)
+    for name in ("rows", "all", "there", "numpy", "half", "empty"):
+        want = table[:0] if name == "empty" else table
+        assert type(found[name]) is np.ndarray and found[name].dtype == tree[name].dtype, name
+        np.testing.assert_array_equal(found[name].astype(np.float32), want)
+    assert found["number"] == 3 and found["scalar"] == 5 and found["none"] is None and found["here"].sum() == 1
+    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(jax.random.key(7)).tolist()
+try:
+    mm.distributed.gather(array(np.zeros((count, (18 << 20) // count), np.float32), at("x")))
+except mm.UsageError as error:
+    assert "75,497,472 bytes" in str(error), error
+else:
+    raise AssertionError("too large")
+if rank:
+    time.sleep(LATE)
+print("the end", flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("count", "late"), [(2, 1), pytest.param(2, 14, marks=pytest.mark.full), pytest.param(4, 0, marks=pytest.mark.full)]
+)
+def test_processes_agree_whatever_their_hash_seeds_and_end_together(job, count, late):
+    ended = job(JOIN + AGREE.replace("LATE", str(late)), count, environ=lambda rank: {"PYTHONHASHSEED": str(rank)})
+    assert [(e.code, e.said.splitlines()[0]) for e in ended] == [(0, "the end")] * count, ended
+    waited = [re.search(f"multimesh: {_named(0, count)} is done and waits for others\n", e.said) for e in ended]
+    assert [bool(w) for w in waited] == [late > 10] + [False] * (count - 1), ended
+
+
+FULL = pytest.mark.full
+KILL_WATCHER = "os.kill(int(open(f'/proc/self/task/{os.getpid()}/children').read()), 9)"
+GONE = "is gone with its watcher: all its processes were killed, or its machine is down"
+LEAVE = {  # what the last process does, its exit code, and what the others say of it
+    "raise": ("raise RuntimeError('a fault\\nin one process')", 1, "failed after 6 steps: RuntimeError: a fault"),
+    "usage": ("raise mm.UsageError('a fault')", 2, "failed after 6 steps: UsageError: a fault"),
+    "fail": ("mm.distributed.fail(ValueError('a fault'))", 1, "failed after 6 steps: ValueError: a fault"),
+    "exit": ("sys.exit(3)", 3, r"failed after 6 steps: sys.exit\(3\)"),
+    "_exit": ("os._exit(4)", 4, "ended with exit code 4 after 6 steps"),
+    "abort": ("os.abort()", -signal.SIGABRT, "was killed by SIGABRT after 6 steps"),
+    "watcher": (KILL_WATCHER, 17, GONE),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        ("raise", 2),
+        pytest.param("raise", 4, marks=FULL),
+        ("exit", 2),
+        *(pytest.param(how, 2, marks=FULL) for how in ("usage", "fail", "_exit", "abort", "watcher")),
+    ],
+)
+def test_a_process_that_fails_leaves_at_once_and_the_others_name_it(job, how, count):
+    """JAX alone: the process waits at its exit for the others, which wait for it."""
+    what, code, told = LEAVE[how]
+    *others, last = job(JOIN + STEPS.replace("LAST", f"print('fault', time.time(), flush=True); {what}"), count)
+    assert last.code == code, last
+    assert ("Traceback" in last.said) == (how in ("raise", "usage")), last
+    assert "a fault" in last.said or how not in ("raise", "usage", "fail"), last
+    for rank, other in enumerate(others):
+        line = rf"multimesh: {_named(rank, count)} ends because {_named(count - 1, count)} {told}\n"
+        assert re.search(line, other.said), other
+        assert "Traceback" not in other.said, other
+        assert other.code == (code if how in ("raise", "usage", "fail", "exit") else 17), other
+        assert abs(other.seconds - last.seconds) < 5, (other, last)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("rank", "count"), [(1, 2), (0, 2), pytest.param(2, 4, marks=FULL)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=FULL)])
+def test_a_killed_process_is_named(job, rank, count, number):
+    """JAX alone: an error without a name and 40 s in its barrier at exit; of process 0: SIGABRT of all.
+
+    Also SIGTERM ends a process, which JAX's preemption service would swallow.
+    """
+    ended = job(JOIN + STEPS.replace("LAST", "pass"), count, fault=([rank], number))
+    dead = ended.pop(rank)
+    assert dead.code == -number
+    told = rf"{_named(rank, count)} was killed by {number.name} after \d+ steps\n"
+    assert re.search(f"multimesh: {told}", dead.said), dead
+    for other in ended:
+        assert re.search(f"ends because {told}", other.said), other
+        assert "Traceback" not in other.said
+        assert other.seconds < 5, other
+        # JAX aborts all when it misses process 0: most often later than we leave
+        assert other.code == 17 or (rank == 0 and other.code == -signal.SIGABRT), other
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("rank", "count"), [(1, 2), pytest.param(0, 2, marks=FULL), pytest.param(1, 4, marks=FULL)])
+def test_a_stopped_process_is_named_and_ended(job, rank, count):
+    """JAX alone: SIGABRT of all when the heartbeat's 100 s have passed, and the process stays."""
+    ended = job(JOIN + STEPS.replace("LAST", "pass"), count, fault=([rank], signal.SIGSTOP))
+    assert ended[rank].code == -signal.SIGKILL
+    assert all(e.seconds < 15 for e in ended), ended
+    for other in ended[:rank] + ended[rank + 1 :]:
+        told = rf"{_named(rank, count)} has been stopped \(SIGSTOP\) for \d s after \d+ steps\n"
+        assert re.search(f"ends because {told}", other.said), other
+        assert other.code == 17, other
+
+
+@pytest.mark.multiprocess
+@pytest.mark.full
+def test_a_process_out_of_reach_is_named(job, address):
+    """A watcher that is stopped says as little as one behind a broken network."""
+    stop = KILL_WATCHER.replace("9)", "19); time.sleep(100)")
+    first, second = job(JOIN + STEPS.replace("LAST", stop))
+    for left in _mentioning(address):
+        os.kill(int(left.parent.name), signal.SIGKILL)
+    assert re.search(rf"ends because {_named(1)} has been out of reach for \d s\n", first.said), first
+    assert (first.code, second.code) == (17, -signal.SIGABRT), second  # by JAX: its watcher cannot
+
+
+@pytest.mark.multiprocess
+def test_one_that_does_not_start_is_named(job):
+    begin = time.monotonic()
+    first, second = job(JOIN.replace("rank)", "rank, initialization_timeout=4)"), 4, ranks=[0, 2])
+    told = "UsageError: process 1, 3 of 4 did not start within 4 s; see what the launcher says"
+    assert all(told in e.said and e.code == 1 for e in (first, second)), (first, second)
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.multiprocess
+def test_a_coordinator_that_is_not_there_is_named(job, address):
+    (only,) = job(JOIN.replace("rank)", "rank, initialization_timeout=2)"), ranks=[1])
+    told = f"process 1 of 2 cannot meet process 0 at {address} within 2 s: Connection refused"
+    assert told in only.said
+    assert only.code == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", [[0, 0], pytest.param([0, 1, 1], marks=FULL)])
+def test_two_processes_with_one_number_are_named(job, ranks):
+    ended = job(JOIN, 3, ranks=ranks)
+    told = f"{_named(ranks[-1], 3)} and {_named(ranks[-1], 3)} cannot be of one job; give each process a process_id"
+    assert all(re.search(told, e.said) and e.code == 1 for e in ended), ended
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("environ", "word", "told"),
+    [
+        ({"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "", "XLA_FLAGS: {} has nothing where {} has '--xla_cpu_en"),
+        pytest.param({"JAX_ENABLE_X64": "1"}, "", "of JAX: {} has 'jax_enable_x64=False' where {} has", marks=FULL),
+        pytest.param({}, "--steps=3", "command line: {} has nothing where {} has '--steps=3'", marks=FULL),
+    ],
+)
+def test_what_differs_is_named_before_anything_is_compiled(job, environ, word, told):
+    ended = job(JOIN, environ=lambda rank: environ if rank else {}, words=lambda rank: [word] if rank and word else [])
+    told = told.format(_named(0), _named(1))
+    assert all(re.search(told, e.said) and e.code == 1 for e in ended), ended
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("odd", [1, pytest.param(0, marks=FULL)])
+def test_the_first_line_that_differs_is_named(job, odd):
+    body = f"""
+lines = [f"operation {{i}} " + "x" * 200 + ("sin" if rank == {odd} and i > 3 else "cos") for i in range(9)]
+mm.distributed.agree_on("plan 1 (train)", lines)
+"""
+    ended = job(JOIN + body, 3 if odd == 0 else 2)
+    told = f"plan 1 (train): process {odd} of {len(ended)} differs from process {1 - odd}, first in line 5, which is "
+    for e in ended:
+        assert re.search(re.escape(told) + "'[.]{3}x+sin' in place of '[.]{3}x+cos'; start all", e.said), e
+        assert e.code == 2
+
+
+def _member(rank, *words):
+    return {
+        "rank": rank,
+        "count": 4,
+        "host": f"n{rank}",
+        "pid": 7,
+        "facts": {"command line": list(words)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (lambda r: ["a.py", "--steps=1"], ""),
+        (lambda r: ["a.py", str(r), "4", f"--log=/tmp/{r}.log", f"--me=n{r}"], ""),
+        (lambda r: ["a.py", str(r), "1"], ""),  # which is also the number of one
+        (lambda r: ["a.py", "1" if r == 2 else "3"], "has '3' where process 2 of 4 (n2, pid 7) has '1'"),
+        (lambda r: ["a.py"] + ["-v"] * (r > 1), "has nothing where process 2 of 4 (n2, pid 7) (and 1 more) has '-v'"),
+        (lambda r: ["a.py", f"1{r}"], "has '10' where process 1 of 4 (n1, pid 7) (and 2 more) has '11'"),
+        (
+            lambda r: ["-a", "-b"] if r else ["-b", "-a"],
+            "has '-b -a' where process 1 of 4 (n1, pid 7) (and 2 more) has",
+        ),
+    ],
+)
+def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words, told):
+    said = watcher.difference([_member(rank, *words(rank)) for rank in range(4)])
+    assert (told in said and "command line: process 0 of 4 (n0, pid 7) " in said) if told else said == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "lacks coordinator_address, num_processes, process_id: start the processes with srun or mpirun"),
+        ({"coordinator_address": "n1:1", "num_processes": 2}, "lacks process_id"),
+        ({"coordinator_address": "n1", "num_processes": 2, "process_id": 0}, "'n1:61440'; got 'n1'"),
+        ({"coordinator_address": "n1:99999", "num_processes": 2, "process_id": 0}, "got 'n1:99999'"),
+        ({"coordinator_address": "n1:1", "num_processes": 2, "process_id": 2}, "got process_id=2 of 2"),
+        ({"coordinator_address": "n1:1", "num_processes": 2, "process_id": "1"}, "got process_id='1' of 2"),
+        ({"cluster_detection_method": "slurm"}, "cluster_detection_method='slurm' finds nothing here"),
+    ],
+)
+def test_arguments_that_do_not_do_are_refused(monkeypatch, given, told):
+    monkeypatch.setattr("multimesh._compat.backends_started", lambda: False)
+    with pytest.raises(mm.UsageError, match=re.escape(told)):
+        mm.distributed.initialize(**given)
+
+
+def test_devices_in_use_are_refused():
+    jax.devices()
+    with pytest.raises(mm.UsageError, match="must come before anything that uses a device"):
+        mm.distributed.initialize("n1:1", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
+         | {"SLURM_LOCALID": "0"}, ("Slurm", ("n3:61445", 4, 2, [0]))),
+        ({"OMPI_MCA_orte_hnp_uri": "8192.0;tcp://10.0.0.1:3", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}
+         | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, ("Open MPI", ("10.0.0.1:61442", 3, 1, [1]))),
+        ({"JAX_COORDINATOR_ADDRESS": "n:3", "JAX_LOCAL_DEVICE_IDS": "0,2"}, ("arguments", ("n:3", None, None, [0, 2]))),
+    ],
+    ids=["Slurm", "Open MPI", "environment"],
+)  # fmt: skip
+def test_launchers_are_found(monkeypatch, environ, told):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert distributed._complete((None,) * 4, None, 1) == told
+    explicit = ("n9:1", 8, 7, None)
+    assert distributed._complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
+
+
+def test_one_process_gathers_what_it_has():
+    found = mm.distributed.gather({"a": jax.numpy.arange(3), "b": 2})
+    assert type(found["a"]) is np.ndarray
+    assert (found["a"].tolist(), found["b"]) == ([0, 1, 2], 2)
