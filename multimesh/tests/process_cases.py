@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import faulthandler
 import os
 import sys
@@ -224,6 +225,8 @@ def arguments(transport: str | None) -> None:
                 assert_shards((a, b), want[:2])
                 assert_shards(c, x)
                 assert float(d) == 1.5
+        on_host = jax.device_put(on(parts[0], x), NamedSharding(parts[0], P(), memory_kind="pinned_host"))
+        assert_shards(g(on_host, on_host, x)[:2], want[:2])
         out = NamedSharding(parts[1], P("data"))
         h = mm.jit(lambda x: mm.task(lambda x: x * 2, "a", mesh=parts[1])(x), out_shardings=out)
         assert_shards(h(x), 2 * x)
@@ -234,6 +237,39 @@ def transports(transport: str) -> None:
     with mm.context(transport=transport):
         pipeline("halves", "mlp", "1f1b")
         training("halves")
+
+
+def two_layers() -> Any:
+    """A jitted function of two tasks, its like in plain JAX, parameters in their places and as NumPy, and a batch."""
+    parts, rng = meshes(), np.random.default_rng(0)
+
+    def fn(w: Any, x: Any, tasks: bool = True) -> Any:
+        for s, (each, mesh) in enumerate(zip(w, parts, strict=True)):
+            f = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+            x = (mm.task(f, f"s{s}", mesh=mesh) if tasks else f)(each, x)
+        return jnp.sum(x**2)
+
+    w = [rng.normal(size=(8, 8)).astype(np.float32) for _ in parts]
+    placed = [on(mesh, each) for mesh, each in zip(parts, w, strict=True)]
+    return mm.jit(fn), lambda w, x: fn(w, x, False), placed, w, rng.normal(size=(8, 8)).astype(np.float32)
+
+
+def transformed() -> None:
+    """``jax.value_and_grad`` and ``jax.vmap`` around the jitted function."""
+    ours, plain, placed, w, x = two_layers()
+    for _ in range(2):
+        assert_shards(jax.value_and_grad(ours)(placed, x), jax.value_and_grad(plain)(w, x))
+    rows, over = np.stack([x, x + 1]), (None, 0)
+    assert_shards(jax.vmap(ours, over)(placed, rows), jax.vmap(plain, over)(w, rows))
+
+
+def threads() -> None:
+    """Threads that call at once wait for each other, and each call has its own transfers."""
+    ours, plain, placed, w, x = two_layers()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: ours(placed, x), range(40)))
+    for result in results:
+        assert_shards(result, plain(w, x))
 
 
 def parallelized() -> None:
@@ -259,14 +295,14 @@ def parallelized() -> None:
         assert_shards(ours(params, load()), jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
 
 
-def uneven_compilation() -> None:
+def uneven_compilation(seconds: str) -> None:
     """A process that compiles much longer than the others."""
     from multimesh import compiling
 
     whole = compiling.compile_plan
 
     def slow(*args: Any) -> Any:
-        time.sleep(float(os.environ.get("SLOW", "3")) * (jax.process_index() == 1))
+        time.sleep(float(seconds) * (jax.process_index() == 1))
         return whole(*args)
 
     import multimesh.lowered

@@ -299,7 +299,8 @@ class Exchange:
 
             pieces = {parcel: jnp.copy(piece(parcel)) if parcel in copied else piece(parcel) for parcel in sent}
             got = empty | carry((self.plan, self._run, number), pieces)
-            got.update(zip(stays, jax.device_put([piece(parcel) for parcel in stays], places), strict=True))
+            if stays:
+                got.update(zip(stays, jax.device_put([piece(parcel) for parcel in stays], places), strict=True))
             return [
                 end.arrive([got[parcel] for parcel in wanted]) if wanted else None
                 for end, wanted in zip(both, mine, strict=True)
