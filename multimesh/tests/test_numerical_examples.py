@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,6 +40,20 @@ def test_potrs_in_two_processes():
         assert "[0. 0.]\n [7. 0.]\n [0. 8.]]" in text
     assert "shard\n [[1.]\n [0.]" in first
     assert "[0.]\n [5.]\n [0.]" in second
+
+
+@pytest.mark.multiprocess
+def test_multi_process():
+    """The page's grid and shards, in its order, then a pipeline with a stage in each process."""
+    out = run(EXAMPLES / "multi_process.sh", PYTHON=sys.executable, COORDINATOR=f"localhost:{free_port()}")
+    column = "shard\n [[0. 0.]\n [0. 0.]\n [0. 0.]\n [0. 0.]\n [0. 0.]\n [0. 0.]\n [7. 0.]\n [0. 8.]]"
+    for rank, text in enumerate(re.split("=+ process 1 output =+", out)):
+        said = [f"Rank {rank}\nLocal devices 4\nGlobal devices 8\nWorld size 2\nDevice grid[[CpuDevice(id=0) "]
+        said += ["shard\n " + str(np.eye(8)[:, [n]] * (n + 1)) for n in range(4 * rank, 4 * rank + 4)]
+        said += [column, f"gradient of {'second' if rank else 'first'}: (16, 16) on ", "loss ", ", as on one device"]
+        places = [text.index(line) for line in said]
+        assert places == sorted(places), text
+        assert f"gradient of {'first' if rank else 'second'}: elsewhere" in text
 
 
 def test_fft3d():
