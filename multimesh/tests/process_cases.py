@@ -28,12 +28,7 @@ def meet() -> None:
     from spawning import free_port
 
     jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{free_port()}")
-    jax.distributed.initialize(
-        os.environ["COORDINATOR"],
-        int(os.environ["PROCESSES"]),
-        int(os.environ["PROCESS"]),
-        heartbeat_timeout_seconds=60,
-    )
+    mm.distributed.initialize(os.environ["COORDINATOR"], int(os.environ["PROCESSES"]), int(os.environ["PROCESS"]))
 
 
 def assert_shards(got: Any, want: Any, rtol: float = RTOL) -> int:

@@ -245,12 +245,15 @@ def visible_gpu_memory() -> list[int] | None:
 def join(arguments: Sequence[str]) -> None:
     """Be MaxText's trainer as one of several processes, in this one.
 
-    JAX finds the others by the variables of srun or mpirun, and the first of them by JAX_COORDINATOR_ADDRESS where
-    that is set; those that ``--spawn`` started are told.
+    It finds the others by the variables of srun or mpirun, and the first of them by JAX_COORDINATOR_ADDRESS where that
+    is set; those that ``--spawn`` started are told.
     """
-    import jax  # only here: the command that starts the trainers never does
+    from multimesh import distributed  # only here: the command that starts the trainers never imports JAX
 
     rank, size = (os.environ.get(f"MULTIMESH_MAXTEXT_{name}") for name in ("RANK", "SIZE"))
-    jax.distributed.initialize(num_processes=size and int(size), process_id=rank and int(rank))
+    # Each writes to a folder of its own, which its command names.
+    distributed.initialize(
+        num_processes=int(size) if size else None, process_id=int(rank) if rank else None, same_command=False
+    )
     sys.argv = [TRAINER, *arguments]
     runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)
