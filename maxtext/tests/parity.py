@@ -29,7 +29,7 @@ METRICS = ("learning/loss", "learning/raw_grad_norm", "learning/grad_norm", "lea
 SMALL = "--model-dims 32 --mlp-dims 32 --sequence-length 32 --attention dot_product --batch-size 8"
 CORPUS = ROOT / "LICENSE"  # text, so that every step and every microbatch has tokens of its own
 # Half the time to compile; both trainings are compiled alike.
-XLA = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count="
+XLA = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_force_host_platform_device_count="
 GRADIENTLESS = "['self_attention']['key']['bias']"
 """Softmax does not see a bias of the keys: its gradient is the rounding of a zero, which Adam makes steps of."""
 

@@ -51,7 +51,11 @@ def test_programs_are_compiled_once_each_and_at_the_same_time(monkeypatch):
 
 
 @pytest.mark.telling("two devices")
-@pytest.mark.parametrize(("model", "shape"), [(MLP, (1,)), (TRANSFORMER, (1, 2))], ids=["one device", "two devices"])
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(MLP, (1,)), (MLP, (1, 2)), (TRANSFORMER, (1, 2))],
+    ids=["one device", "two devices", "transformer"],
+)
 def test_equal_stages_share_one_compilation_and_stay_on_their_devices(monkeypatch, compilations, model, shape):
     split = Split(submeshes(STAGES, shape))
     placed, batch = inputs(model, split)

@@ -28,6 +28,7 @@ def free_port():
         return s.getsockname()[1]
 
 
+@pytest.mark.full
 def test_potrs_in_two_processes():
     """The page's cells, in two processes of four devices; the last two solve in each process, and over all devices."""
     out = run(EXAMPLES / "potrs.sh", PYTHON=sys.executable, COORDINATOR=f"localhost:{free_port()}")

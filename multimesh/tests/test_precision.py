@@ -23,7 +23,7 @@ def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-@pytest.mark.telling("mlp-gpipe", "transformer-1f1b")
+@pytest.mark.telling("mlp-gpipe")
 @pytest.mark.parametrize(
     ("model", "schedule"),
     list(itertools.product([MLP, TRANSFORMER], SCHEDULES)),

@@ -140,7 +140,7 @@ CHECKS = {"forward": check_forward, "gradient": check_gradient, "loop": check_lo
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_random_graphs(check):
-    @settings(max_examples=12, **LIMITS)
+    @settings(max_examples=6, **LIMITS)
     @given(graphs())
     def holds(graph):
         CHECKS[check](graph)

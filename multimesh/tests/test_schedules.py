@@ -56,7 +56,7 @@ def check(model, schedule, where, stages=4, rows=ROWS):
         (MLP, "eager-1f1b", "inside"),
         (MLP, "zb-h1", "inside"),
         (SKIP, "zb-h1", "outside"),
-        (TRANSFORMER, "zb-h1", "inside"),
+        pytest.param(TRANSFORMER, "zb-h1", "inside", marks=pytest.mark.full),  # in every change: test_adamw
         pytest.param(MOE, "zb-h1", "outside", marks=pytest.mark.full),
         (SKIP, "wavefront", "inside"),
         (DROPOUT, "wavefront", "outside"),

@@ -99,11 +99,6 @@ class Kernel:
     outs: tuple[ir.Value, ...] = ()
     make: str = "ops"  # "zeros" makes outs of zeros, "stack" stacks its inputs
 
-    @property
-    def arity(self) -> int:
-        """Number of arguments."""
-        return len(self.sums) + (1 + len(self.rows) if self.rows else 0) + len(self.ins)
-
 
 @dataclass(frozen=True)
 class Slot:

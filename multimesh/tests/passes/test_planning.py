@@ -97,7 +97,6 @@ def test_sums_grow_in_place():
         count = len(plan.kernels[step.kernel].sums)
         assert step.ins[:count] == step.outs[:count]
         assert plan.donations[step.kernel] == tuple(range(count))
-        assert len(step.ins) == plan.kernels[step.kernel].arity
 
 
 def donated_arguments(plan):
