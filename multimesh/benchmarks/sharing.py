@@ -1,8 +1,7 @@
 """What submeshes save that share compilations: CPU time to compile a step and to run it.
 
 A training step of a small transformer (adam, 1f1b) on 2 and on 4 submeshes: where every submesh has each of its
-programs compiled; where equal programs are shared; and where programs are cut in two besides, so that more of them are
-equal. `_executables.shares_programs` quotes the result.
+programs compiled, and where equal programs are shared. `_executables.shares_programs` quotes the result.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ def listen(event: str, duration: float, **_: Any) -> None:
 
 WAYS: dict[str, dict[str, Callable[..., Any]]] = {
     "no": {"multimesh._executables.shares_programs": lambda _: False},
-    "equal ones": {"multimesh.passes.arrange.cut_common": lambda fragments, _: tuple(fragments)},
-    "cut too": {},
+    "equal ones": {},
 }
 
 

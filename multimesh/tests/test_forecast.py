@@ -174,7 +174,7 @@ def test_measured_against_forecast_in_one_table(step):
 
 def test_costs_of_another_plan(step):
     compiled, args = step
-    message = "costs: measured on a plan of 11 programs, but this one has 12; profile it"
+    message = "costs: measured on a plan of 9 programs, but this one has 10; profile it"
     with pytest.raises(mm.UsageError, match=message):
         plan_of("gpipe", 2, 2).forecast(compiled.profile(*args, repeats=1).costs)
 

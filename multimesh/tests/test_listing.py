@@ -28,14 +28,14 @@ def test_a_line_for_each_submesh(monkeypatch):
     assert [line.split(" | ")[1].replace("unmarked ", "").replace(" unmarked", "") for line in lines[5:]] == [
         "zeros F0 F1 F2 B0 F3 B1 B2 B3",
         "zeros F0 F1 B0 F2 B1 F3 B2 B3",
-        "zeros zeros FB0 FB1 FB2 FB3",
+        "zeros FB0 FB1 FB2 FB3",
     ]
 
 
 def test_of_a_long_line_both_ends_are_shown(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     row = str(plan_of("gpipe", 2, 32)).splitlines()[-1]
-    assert row == "1 | unmarked zeros zeros ... 64 more ... unmarked unmarked"
+    assert row == "1 | unmarked zeros F0 F1 ... 60 more ... B30 B31 unmarked"
 
 
 def test_of_many_submeshes_the_first_and_last_are_shown():

@@ -56,13 +56,13 @@ explicit_transfers = (
 def shares_programs(devices: Iterable[jax.Device]) -> bool:
     """Whether a program compiled for some of these devices may run on others: the one place that decides it.
 
-    On CPUs it pays. Compilation takes 0.92 of the CPU time on 2 submeshes (8 compilations instead of 9) and 0.63 on 4
-    (12 instead of 17). A step takes 1.01 and 1.08, for it runs 32 programs instead of 30, and 70 instead of 66; so what
-    is saved at 4 submeshes, 5.6 s, lasts for 370 steps. Measured by ``benchmarks/sharing.py`` on 2026-11-22, JAX and
-    jaxlib 0.10.2, 2 busy cores: 8 layers of width 64, adam, 1f1b, medians of 3 compilations and 60 steps.
+    On CPUs it pays: on 4 submeshes 12 compilations instead of 17 take 0.72 of the CPU time; on 2, 8 instead of 9 no
+    less within what repeats (0.9 to 1.2). To cut programs in two besides, so that the layers' optimizer is the same
+    program everywhere, does not pay: that was 12 and 8 compilations too, in the same time, and two runs a step more.
+    Measured by ``benchmarks/sharing.py`` on 2026-11-22, JAX and jaxlib 0.10.2, 2 busy cores: a transformer of 8 layers
+    of width 64, adam, 1f1b.
 
-    Elsewhere code may depend on which devices are neighbours, so that cutting a program into what submeshes have in
-    common and the rest would cost a run of it a step and save no compilation.
+    Elsewhere code may depend on which devices are neighbours.
     """
     return all(device.platform == "cpu" for device in devices)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from multimesh import ir
 from multimesh.contexts import Options
 from multimesh.errors import UsageError
-from multimesh.passes.common import cut_common
 from multimesh.passes.fragment import Fragment, fragment
 from multimesh.passes.order import LoopOrder, order
 from multimesh.passes.recompute import send_less
@@ -83,14 +82,14 @@ def _cut(loop: ir.Loop, rows: set[ir.Value], options: Options) -> CutLoop:
 
 
 def arrange(parts: Sequence[Segment | CutLoop], options: Options | None = None) -> tuple[Segment | OrderedLoop, ...]:
-    """Order each loop by its schedule, and cut what is straight so that submeshes share programs."""
+    """Order each loop by its schedule."""
     options = options or Options()
     return tuple(_segment(part, options) if isinstance(part, Segment) else _ordered(part, options) for part in parts)
 
 
 def _segment(part: Segment, options: Options) -> Segment:
     straight = part.fragments if options.fuse_segments else unfused(part.fragments)
-    return Segment(cut_common(straight, set(part.results)), part.results)
+    return Segment(straight, part.results)
 
 
 def _ordered(part: CutLoop, options: Options) -> OrderedLoop:

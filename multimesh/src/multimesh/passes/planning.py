@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from multimesh import _compat, _executables, ir
+from multimesh import _compat, ir
 from multimesh.passes.arrange import OrderedLoop, Segment
-from multimesh.passes.common import in_two
 from multimesh.passes.fragment import Fragment
 from multimesh.passes.place import Homes, task_meshes
 from multimesh.plan import Instruction, Kernel, Plan, Slot, Transfer
@@ -162,16 +161,12 @@ class _Builder:
         sums: dict[int, list[ir.Sum]] = collections.defaultdict(list)
         for s in part.loop.sums:
             sums[self._submesh(self.homes[s.out])].append(s)
-        kinds = [[(_compat.shape_of(s.out.aval), s.over) for s in mine] for mine in sums.values()]
-        shared = _executables.shares_programs(d for submesh in sums for d in self.meshes[submesh].devices.flat)
-        halves = in_two(list(sums.values()), kinds) if shared else [[mine] for mine in sums.values()]
-        for submesh, pieces in sorted(zip(sums, halves, strict=True)):
-            for mine in pieces:
-                kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
-                outs = tuple(self._slot(s.out, submesh) for s in mine)
-                self._accumulators += outs
-                self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
-                self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
+        for submesh, mine in sorted(sums.items()):
+            kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
+            outs = tuple(self._slot(s.out, submesh) for s in mine)
+            self._accumulators += outs
+            self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
+            self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
         kernels = [self._stage_kernel(part.loop, stage.fragment, stage) for stage in part.order.stages]
         waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
         for n, (index, microbatch) in enumerate(part.order.cells):
