@@ -158,6 +158,7 @@ def lock_images(clone: Path, known: Mapping[str, tuple[str, str]]) -> None:
     git(clone, "commit", "-q", "-a", "-m", "Lock images of this machine")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.stand_in("servers and a runner on this machine")
 def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
