@@ -258,6 +258,19 @@ def transformed() -> None:
     assert_shards(jax.vmap(ours, over)(placed, rows), jax.vmap(plain, over)(w, rows))
 
 
+def analyses() -> None:
+    """What a compiled function tells of programs that other processes have; a profile is refused."""
+    ours, plain, placed, w, x = two_layers()
+    compiled = ours.lower(placed, x).compile()
+    mine = [mesh.devices.flat[0].process_index == jax.process_index() for mesh in meshes()]
+    assert "of other processes" in compiled.as_text()
+    assert [cost["flops"] > 0 for cost in compiled.cost_analysis()] == mine
+    assert all(m["arguments"] for m in compiled.memory_analysis())
+    with pytest.raises(mm.UsageError, match="profile it in one"):
+        compiled.profile(placed, x)
+    assert_shards(compiled(placed, x), plain(w, x))
+
+
 def threads() -> None:
     """Threads that call at once wait for each other, and each call has its own transfers."""
     ours, plain, placed, w, x = two_layers()

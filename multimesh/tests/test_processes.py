@@ -23,6 +23,7 @@ SHORT = {
         "parallelized",
         "transformed",
         "threads",
+        "analyses",
         *(f"transports:{name}" for name in TRANSPORTS),
         "uneven_compilation:3",
         "not_in_it",
