@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -317,6 +318,35 @@ mm.distributed.agree_on("plan 1 (train)", lines)
     for e in ended:
         assert re.search(re.escape(told) + "'[.]{3}x+sin' in place of '[.]{3}x+cos'; start all", e.said), e
         assert e.code == 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.mpi
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("last", "code", "told"),
+    [
+        ("break", 0, ""),
+        ("raise ValueError('a fault')", 1, "failed after 6 steps: ValueError: a fault"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL after 6 steps"),
+    ],
+)
+def test_under_mpirun(tmp_path, last, code, told):
+    """Open MPI says who is who; its own exit code is that of the process that failed."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun on this machine: apt-get install openmpi-bin")
+    who = "True" if last == "break" else "rank == 1"
+    steps = STEPS.replace("rank == count - 1", who).replace("LAST", last)
+    join = "import os, jax, numpy as np, multimesh as mm\njob = mm.distributed.initialize()\nprint(job)\n"
+    script = tmp_path / "job.py"
+    script.write_text(f"{join}rank, count = job.rank, len(job.hosts)\n{steps}")
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"JAX_NUM_CPU_DEVICES": "1"}
+    argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done
+    for rank in range(2):
+        assert re.search(rf"process {rank} of 2 on \S+, found by Open MPI: one process per device", done.stdout), done
+    assert not told or re.search(f"multimesh: .*{_named(1)} {told}\n", done.stderr), done
 
 
 def _member(rank, *words):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -33,6 +34,7 @@ BEAT = 1.0  # seconds between two signs of life
 STOPPED = 3.0  # seconds that a process may be stopped; JAX aborts all others 5 to 10 s after one was
 HOLD = 1.0  # seconds in which the cause of an error may turn out to be that another process died
 GRACE = 3.0  # seconds that a process has to end by itself
+EXIT_INFO = 8  # that of what Linux knows of a process
 FOREIGN = 1 << 20  # bytes without an end of line, as only a stranger sends them
 
 Message = dict[str, Any]
@@ -168,7 +170,7 @@ class Meeting:
             line.send(members=found)
         return self._links, found
 
-    def guest(self) -> tuple[Line, list[Member]]:
+    def guest(self) -> tuple[dict[int, Line], list[Member]]:
         """Meet the hub; the connection to it, and who all are."""
         why = "no answer"
         while time.monotonic() < self._deadline:
@@ -181,7 +183,7 @@ class Meeting:
                 if "refused" in answer:
                     raise RefusedError(answer["refused"])
                 if "members" in answer:
-                    return line, answer["members"]
+                    return {0: line}, answer["members"]
                 why = "what listens there is no process of this job, or ended"
                 line.link.close()
             until = time.monotonic() + 0.2
@@ -298,6 +300,7 @@ class Watch:
     ) -> None:
         self._own, self._members, self._process, self._links = own, members, process, dict(links)
         self._parent, self._steps, self._silence, self._lost = own["pid"], steps, silence, lost
+        self._parent_handle = _handle(own["pid"])
         self._heard = dict.fromkeys(links, time.monotonic())
         self._ready = selectors.DefaultSelector()
         self._ready.register(process, selectors.EVENT_READ)
@@ -361,7 +364,7 @@ class Watch:
 
     def _dead(self) -> None:
         self._alive = False
-        self._report(self._own["rank"], death(self._parent))
+        self._report(self._own["rank"], death(self._parent, self._parent_handle))
 
     def _report(self, rank: int, how: str, *, why: str = "", code: int | None = None, near: bool = True) -> None:
         """Tell the hub what happened to a process; decide without it where that is what is not ``near``."""
@@ -438,17 +441,32 @@ def state(pid: int) -> str:
     return (_stat(pid) or [""])[0]
 
 
-def death(pid: int) -> str:
+def death(pid: int, handle: int | None) -> str:
     """How a process ended that has just done so, as far as the system still knows."""
     fields = _stat(pid)
-    code = int(fields[-1]) if fields else None
+    code = int(fields[-1]) if fields else _code_after(handle)
     if not code:
         return "ended without a word: it was killed (perhaps for lack of memory), crashed, or left by os._exit"
     if code & 127:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(code & 127).name}"
-        return f"was killed by signal {code & 127}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(code & 127, f'signal {code & 127}')}"
     return f"ended with exit code {code >> 8}"
+
+
+def _handle(pid: int) -> int | None:
+    """What keeps the code of a process that its parent asked for before us."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.pidfd_open(pid)
+    return None
+
+
+def _code_after(handle: int | None) -> int | None:
+    """The code of a process that its parent has asked for; Linux tells since 6.15 (PIDFD_GET_INFO)."""
+    info = bytearray(struct.pack("<Q56x", EXIT_INFO))
+    with contextlib.suppress(OSError, ValueError):
+        fcntl.ioctl(-1 if handle is None else handle, 0xC0 << 24 | len(info) << 16 | 0xFF << 8 | 11, info)
+    known, code = struct.unpack("<Q52xi", info)
+    return code if known & EXIT_INFO else None
 
 
 def _stat(pid: int) -> list[str]:
@@ -466,11 +484,7 @@ def main(given: Mapping[str, Any]) -> None:
     process, own = Line(socket.socket(fileno=given["socket"])), given["own"]
     meeting = Meeting(own, given["address"], given["bind"], given["timeout"], process)
     try:
-        if own["rank"]:
-            hub, members = meeting.guest()
-            links = {0: hub}
-        else:
-            links, members = meeting.hub()
+        links, members = meeting.guest() if own["rank"] else meeting.hub()
     except RefusedError as error:
         process.send(refused=str(error))
         return
