@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from multimesh_maxtext.cli import main
 
+Run = Callable[..., Any]
 STEP = (
     "--num-steps=3",
     "--batch-size=8",
@@ -29,6 +32,17 @@ def test_the_code_of_the_process_that_fails_is_that_of_all(root: Path, tmp_path:
     argv = ["--spawn", "--nodes", "2", "--cpus", "1", "--pp", "3", "--output", str(tmp_path)]
     assert main(argv, root=root) == 2
     assert "error: " in capfd.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.mpi
+@pytest.mark.multiprocess
+def test_validate_mpi(run: Run, tmp_path: Path):
+    done = run("--output", tmp_path, script="validate-mpi.sh")
+    assert done.code == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("ok: 3 steps, loss ")
+    assert last.endswith("; the same without the pipeline")
 
 
 @pytest.mark.full

@@ -88,7 +88,7 @@ def _run(options: Options, root: Path | None) -> int:
         return _say_dumped(options)
     with beginning(job, paths.checkpoints) as begin:
         outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
-    if options.verify and not outcome.error:
+    if options.verify and not outcome.error and this.rank == 0:
         other, beside = reference_job(job), replace(paths, output=paths.output / "spmd")
         beside = replace(beside, metrics=beside.output / "metrics.jsonl")
         _prepare(other, beside, texts)

@@ -54,9 +54,11 @@ _STAGED_ALONE = {
     "eval_every": "only processes of the first stage have the data's devices",
     "forecast": "one process forecasts for all devices",
     "device_memory": "one process forecasts for all devices",
-    "verify": "the reference is another job",
 }
 """Further ones where stages are programs of their own."""
+
+_GPUS_ALONE = {"verify": "the reference trains on all GPUs of a stage in one process"}
+"""Further ones where these are on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
     """
     if options.nodes == 1:
         return Member()
-    for name, reason in (_ALONE | (_STAGED_ALONE if options.staged else {})).items():
+    staged = _STAGED_ALONE | (_GPUS_ALONE if options.gpus else {}) if options.staged else {}
+    for name, reason in (_ALONE | staged).items():
         if options.has(name):
             raise UnsupportedError(
                 f"--{name.replace('_', '-')} is for one process so far: {reason}; leave it out, or use --nodes 1"

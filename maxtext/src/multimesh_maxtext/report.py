@@ -146,7 +146,8 @@ class Pair:
 def reference_job(job: Job) -> Job:
     """Return the job that a pipeline is compared with.
 
-    One program on the devices of one stage, its layers unrolled like the pipeline's, accumulates the same microbatches.
+    One program in one process, on the devices of one stage, its layers unrolled like the pipeline's, accumulates the
+    same microbatches.
     """
     o = job.options
     changes = {
@@ -160,6 +161,7 @@ def reference_job(job: Job) -> Job:
         "scan_layers": bool(o.scan_layers),
         "cpus": None if o.gpus else job.mesh_devices,
         "gpus": job.mesh_devices if o.gpus else 0,
+        "nodes": 1,
     }
     return check_job(Options(**{**vars(o), **changes}), job.model)
 
