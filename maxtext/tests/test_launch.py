@@ -55,13 +55,10 @@ def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, s
 
 @pytest.mark.parametrize(
     "flag",
-    ["--checkpoint c", "--text f", "--profile", "--dump d", "--pp 2 --gpus 1 --verify", "--pp 2 --use-tfds-dataset"],
+    ["--checkpoint c", "--text f", "--profile", "--dump d", "--verify --pp 2 --gpus 1", "--use-tfds-dataset --pp 2"],
 )
 def test_what_several_processes_cannot_do_is_refused(flag: str):
-    with pytest.raises(
-        UnsupportedError,
-        match=f"{flag.removeprefix('--pp 2 ').removeprefix('--gpus 1 ').split()[0]} is for one process so far: .*; leave it out",
-    ):
+    with pytest.raises(UnsupportedError, match=f"{flag.split()[0]} is for one process so far: .*; leave it out"):
         member(parse(["--nodes", "16", *flag.split()]), SLURM)
 
 
