@@ -112,8 +112,12 @@ def stop_all() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill and reap: ``Popen.wait`` never returns where an interrupt left its lock taken."""
     _signal(process, signal.SIGKILL)
-    process.wait()
+    if process.returncode is None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, 0)
+        process.returncode = -signal.SIGKILL
 
 
 def _signal(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,9 @@ import pytest
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UnsupportedError, UsageError
-from multimesh_maxtext.launch import VARIABLE, Handoff, Member, launch, member, received
+from multimesh_maxtext.launch import VARIABLE, Handoff, Launch, Member, launch, member, received
 from multimesh_maxtext.options import parse
+from multimesh_maxtext.trainer import trainer
 from multimesh_maxtext.translate import Paths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,3 +135,12 @@ def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
         assert losses(place / "metrics.jsonl") == pytest.approx(alone, rel=1e-6)
     assert (tmp_path / "two.0").read_text().count("ok: 3 steps") == 1
     assert (tmp_path / "two.1").read_text() == ""
+
+
+def test_an_interrupt_while_the_trainer_is_waited_for_ends_it(paths: Paths):
+    """CPython's `Popen.wait` may be left with its lock taken."""
+    paths.output.mkdir(parents=True, exist_ok=True)
+    with trainer(Launch(("sleep", "1000"), {}, {}), paths) as process:
+        process._waitpid_lock.acquire()
+    assert process.returncode == -signal.SIGTERM
+    assert not Path(f"/proc/{process.pid}").exists()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,12 @@ def test_a_malformed_lock_is_named(tmp_path: Path, fault: object) -> None:
     (tmp_path / lock.FILE).write_text(json.dumps({"images": {"x": fault}, "files": {}}), encoding="utf-8")
     with pytest.raises(errors.ManifestError, match=r"images\.lock: is malformed"):
         lock.load(tmp_path)
+
+
+def test_a_program_ends_though_an_interrupt_left_the_lock_of_popen_taken() -> None:
+    proc = build.proc
+    process = subprocess.Popen(["sleep", "1000"], process_group=0)
+    process._waitpid_lock.acquire()  # type: ignore[attr-defined]
+    proc._end(process)
+    assert process.returncode == -signal.SIGKILL
+    assert not Path(f"/proc/{process.pid}").exists()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -157,10 +159,24 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
 def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_PATIENCE)
+        _reap(process, _PATIENCE)
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    _reap(process, math.inf)
+
+
+def _reap(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the end of a process: ``Popen.wait`` never returns where an interrupt left its lock taken."""
+    end = time.monotonic() + seconds
+    while process.returncode is None and time.monotonic() < end:
+        try:
+            pid, status = os.waitpid(process.pid, os.WNOHANG)
+        except ChildProcessError:  # it was reaped, and the interrupt came before that was noted
+            process.returncode = -signal.SIGKILL
+            break
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(_POLL)
 
 
 @contextmanager
