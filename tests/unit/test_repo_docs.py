@@ -70,7 +70,17 @@ def test_every_command_is_there_with_its_flags(name: str) -> None:
             assert [flag for flag in flags if flag not in done.stdout] == []
 
 
-@pytest.mark.parametrize("name", [name for name in markdown_files() if blocks(ROOT / name, "python")])
+SLOW = ("docs/numerics.md",)  # multimesh/tests/test_linalg.py and test_fft.py imply it
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in SLOW else ())
+        for name in markdown_files()
+        if blocks(ROOT / name, "python")
+    ],
+)
 def test_python_examples_run(name: str, tmp_path: Path) -> None:
     done = python("-c", "\n".join(blocks(ROOT / name, "python")), cwd=tmp_path)
     assert done.returncode == 0, f"the python blocks of {name}: {done.stderr}"
