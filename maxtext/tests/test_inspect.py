@@ -14,6 +14,8 @@ import pytest
 
 from multimesh_maxtext import memory
 
+pytestmark = pytest.mark.training
+
 Run = Callable[..., Any]
 JOB = ("--cpus", 4, "--tp", 2, "--pp", 2, "--num-layers", 2, "--model-dims", 64, "--mlp-dims", 64, "--num-steps", 3)
 JOB += ("--sequence-length", 32, "--batch-size", 4, "--attention", "dot_product", "--remat", "full")

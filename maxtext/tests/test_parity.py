@@ -6,6 +6,8 @@ import grid
 import pytest
 from parity import METRICS, Result, compare
 
+pytestmark = pytest.mark.training
+
 _EXPERTS = "decoder_block=mixtral num_experts=4 base_moe_mlp_dim=32"
 CASES = {
     "llama 1f1b fsdp sgd": "--fsdp 2 --pp 2 --num-layers 2 --remat full opt_type=sgd",

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.training
+
 Run = Callable[..., Any]
 GRID = ("--cpus", 8, "--dp", 2, "--tp", 2, "--pp", 2, "--batch-size", 16, "--microbatch-size", 2)
 TINY = ("--model-dims", 64, "--mlp-dims", 64, "--sequence-length", 64, "--attention", "dot_product", "dtype=float32")

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.training
+
 Run = Callable[..., Any]
 STEPS = 8
 MODEL = ("--num-layers", 4, "--model-dims", 64, "--mlp-dims", 64, "--sequence-length", 32, "--attention", "dot_product")

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.training
+
 Run = Callable[..., Any]
 TINY = ("--num-layers", "1", "--model-dims", "64", "--mlp-dims", "64", "--sequence-length", "32")
 
