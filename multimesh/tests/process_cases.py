@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-faulthandler.dump_traceback_later(float(os.environ.get("PATIENCE", "240")), exit=True)
+faulthandler.dump_traceback_later(float(os.environ["PATIENCE"]), exit=True)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

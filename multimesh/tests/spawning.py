@@ -30,10 +30,11 @@ class Ended:
     err: str
 
 
-def environment(rank: int, count: int, devices: int, port: int) -> dict[str, str]:
+def environment(rank: int, count: int, devices: int, port: int, timeout: float = 300.0) -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     own = {"PROCESS": str(rank), "PROCESSES": str(count), "COORDINATOR": f"127.0.0.1:{port}"}
+    own["PATIENCE"] = str(timeout - 10)  # then it says where it waits, before it is killed
     fixed = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "16", "OPENBLAS_NUM_THREADS": "1"}
     return os.environ | fixed | own | {"PYTHONPATH": path, "PYTHONHASHSEED": str(rank)}
 
@@ -46,7 +47,7 @@ def run(count: int, devices: int, script: Path, *args: str, timeout: float = 300
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(count)]
         try:
             for rank, (out, err) in enumerate(files):
-                env = environment(rank, count, devices, port)
+                env = environment(rank, count, devices, port, timeout)
                 command: Sequence[str] = [sys.executable, str(script), *args]
                 started.append(subprocess.Popen(command, env=env, stdout=out, stderr=err, text=True))
             deadline = time.monotonic() + timeout
