@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import faulthandler
+import itertools
 import os
+import statistics
 import sys
 import time
 from typing import Any
@@ -259,16 +261,58 @@ def transformed() -> None:
 
 
 def analyses() -> None:
-    """What a compiled function tells of programs that other processes have; a profile is refused."""
+    """What a compiled function tells of programs that other processes have."""
     ours, plain, placed, w, x = two_layers()
     compiled = ours.lower(placed, x).compile()
     mine = [mesh.devices.flat[0].process_index == jax.process_index() for mesh in meshes()]
     assert "of other processes" in compiled.as_text()
     assert [cost["flops"] > 0 for cost in compiled.cost_analysis()] == mine
     assert all(m["arguments"] for m in compiled.memory_analysis())
-    with pytest.raises(mm.UsageError, match="profile it in one"):
-        compiled.profile(placed, x)
     assert_shards(compiled(placed, x), plain(w, x))
+
+
+def profiled(split: str, skew: str, transport: str | None = None) -> None:
+    """A profile has all that any process did, in order on one clock, also where their clocks differ; alike in all."""
+    from multimesh.views import perfetto, svg
+
+    from multimesh import clocks
+
+    parts, ahead = SPLITS[split](), float(skew) * jax.process_index()
+    w = [on(mesh, np.eye(64, dtype=np.float32)) for mesh in parts]
+
+    def loss(w: Any, x: Any) -> Any:
+        for s, (each, mesh) in enumerate(zip(w, parts, strict=True)):
+            x = mm.task(lambda w, x: jnp.tanh(x @ w), f"s{s}", mesh=mesh)(each, x)
+        return jnp.sum(x**2)
+
+    def step(w: Any, x: Any) -> Any:
+        total, g = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=8)(w, x)
+        return [a - b for a, b in zip(w, g, strict=True)], total
+
+    with mm.context(transport=transport), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clocks, "now", lambda: time.perf_counter() + ahead)
+        offset = clocks.offset(f"of test {split} {skew}")
+        assert abs(offset.seconds + ahead) <= offset.error + 1e-6  # the processes of one machine have one clock
+        jitted = mm.jit(step, donate_argnums=0)
+        found = jitted.profile(w, np.ones((32, 64), np.float32))
+    plan, line = jitted.compiled[0].plan, found.measured
+    assert len(line.spans) == sum(i.kind == "RUN" for i in plan.instructions)
+    assert len(line.transfers) == sum(i.kind == "SEND" for i in plan.instructions) > 0
+    for hop in line.transfers:
+        assert hop.start <= hop.end <= min(line.spans[c].start for c in hop.consumers) + 1e-6
+    late = [line.spans[t.producer].end - t.start for t in line.transfers if t.producer is not None]
+    assert statistics.median(late) <= found.clocks + 1e-6
+    assert max(late) <= 0.1  # on a busy machine a process may notice late that its program has ended
+    for row in range(len(parts)):
+        spans = line.row(row)
+        assert all(a.end <= b.start + 1e-6 for a, b in itertools.pairwise(spans))
+    assert 0 < line.makespan < 5
+    assert 0 < found.call < 5
+    assert all(seconds > 0 for seconds in found.costs.programs)
+    assert f"of {jax.process_count()} processes" in line.note
+    said = [repr(found), str(found), svg.draw(line), perfetto.trace(line)]
+    distributed.agree_on(f"what a profile says: {split} {skew} {transport}", said)
+    assert not any(x.is_deleted() for x in w)
 
 
 def threads() -> None:

@@ -272,6 +272,17 @@ def agree_on_plan(name: str, lines: Iterable[str]) -> int:
     return number
 
 
+def exchanged(name: str, mine: bytes, timeout: float = WAIT) -> list[bytes]:
+    """What every process says, in all processes; ``name`` is used once."""
+    me, key = jax.process_index(), f"multimesh/exchanged/{name}"
+    _put(f"{key}/{me}", zlib.compress(mine))
+    every = [zlib.decompress(_get(f"{key}/{rank}", name, rank, timeout)) for rank in range(jax.process_count())]
+    barrier(f"exchanged/{name}", timeout)
+    if me == 0:
+        _compat.key_value_store().key_value_delete(f"{key}/")
+    return every
+
+
 def gather(tree: Any, timeout: float = WAIT) -> Any:
     """Bring a small tree to every process; all processes call it, in the same order.
 

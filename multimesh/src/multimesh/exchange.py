@@ -40,10 +40,13 @@ class Carrier(Protocol):
         Whether a process that neither sends nor receives has to make the call too.
     late
         Whether a piece is read after the call returned, so that it must not be donated.
+    beside
+        Whether programs run while arrays are on their way.
     """
 
     everyone: bool
     late: bool
+    beside: bool
 
     def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """A function of a key and the pieces that this process sends; it returns those that it gets.
@@ -56,7 +59,7 @@ class Carrier(Protocol):
 class Pull:
     """Shards pulled over TCP through ``jax.experimental.transfer``: the two parties, in any order, beside programs."""
 
-    everyone, late = False, True
+    everyone, late, beside = False, True, True
 
     def __init__(self) -> None:
         from jax.experimental import transfer
@@ -107,6 +110,8 @@ def _number(key: Key, target: int) -> int:
 class Put:
     """``jax.device_put`` between processes: on GPUs NCCL. The two parties, in one order; on CPUs all processes."""
 
+    beside = True
+
     def __init__(self) -> None:
         self.everyone = self.late = jax.devices()[0].platform == "cpu"
         if self.everyone and not _compat.device_put_address():
@@ -141,7 +146,7 @@ class Put:
 class Permute:
     """``lax.ppermute`` on the two devices: each waits for the other in the order of its programs."""
 
-    everyone = late = False
+    everyone = late = beside = False
 
     def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """See `Carrier`."""

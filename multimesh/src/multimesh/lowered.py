@@ -198,7 +198,8 @@ class Compiled:
         """Measure a call: run every program and transfer by itself, ``repeats`` times after a first time.
 
         Takes the arguments of a call, which stay valid: donated ones are copied. Peak memory is that of a call and one
-        more copy of the arguments.
+        more copy of the arguments. Of several processes all call it: each measures its programs and what it receives
+        while the others measure theirs, and all get one result, on the clock of process 0.
 
         Returns
         -------
@@ -206,11 +207,9 @@ class Compiled:
             Prints as a table of measured against forecast; has both as timelines, and the ``costs``.
         """
         repeats = checks.whole("profile: repeats", repeats, 1)
-        if distributed.several():
-            raise UsageError("profile: this plan runs in several processes; profile it in one, with as many devices")
         leaves = self._leaves(args, kwargs)
         with _compat.without_mesh(concrete_only=True):
-            return profile(self.compiled_plan, self.runner, leaves, repeats)
+            return profile(self.runner, leaves, repeats)
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
         """Bytes per submesh, of whole arrays.

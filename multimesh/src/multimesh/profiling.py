@@ -1,22 +1,22 @@
-"""A measured run of a plan: every program and every transfer by itself, each waited for."""
+"""What a call of a plan costs: its measured run, and what follows from it."""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from multimesh.compiling import CompiledPlan
+from multimesh import distributed, exchange
 from multimesh.costs import Costs
-from multimesh.forecast import Times, assembled, forecast, timed
-from multimesh.plan import Plan, Transfer
-from multimesh.transport import Call, Transport
+from multimesh.forecast import assembled, forecast, timed
+from multimesh.measuring import Alone, Run, Together
+from multimesh.plan import Plan
+from multimesh.project import processes
+from multimesh.runtime import Runner
 from multimesh.units import amount, columns
 from multimesh.views.timeline import Timeline
 
@@ -28,7 +28,8 @@ class Profile:
     Attributes
     ----------
     measured
-        Timeline of the fastest profiled run. One program ran at a time, so its idle time says nothing about overlap.
+        Timeline of the fastest profiled run. In each process one program ran at a time: of a single process, idle time
+        says nothing about overlap. Times of several are those of the clock of process 0.
     forecast
         The same programs at their median costs, on submeshes that run at the same time.
     costs
@@ -39,6 +40,10 @@ class Profile:
         Of the devices.
     serial
         Whether the programs of an ordinary call run one after another here, whatever the schedule.
+    processes
+        How many processes have devices of the plan.
+    clocks
+        Seconds by which times of two processes may be wrong against each other.
     """
 
     measured: Timeline
@@ -47,6 +52,8 @@ class Profile:
     call: float
     platform: str
     serial: bool
+    processes: int = 1
+    clocks: float = 0.0
 
     def __str__(self) -> str:
         both = (self.measured, self.forecast)
@@ -78,8 +85,9 @@ class Profile:
 
     def totals(self) -> list[str]:
         """Makespan of the measured run, of the forecast and of an ordinary call, and what they mean."""
+        alone = "one program at a time, each waited for"
         lines = [
-            f"measured  {amount(self.measured.makespan, 's'):>8}  one program at a time, each waited for",
+            f"measured  {amount(self.measured.makespan, 's'):>8}  {alone}{', in each process' * (self.processes > 1)}",
             f"forecast  {amount(self.forecast.makespan, 's'):>8}  submeshes and transfers at the same time",
             f"a call    {amount(self.call, 's'):>8}  as it runs without profiling",
         ]
@@ -88,85 +96,35 @@ class Profile:
         return lines
 
 
-def profile(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: Sequence[Any], repeats: int) -> Profile:
+def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
     """Run a compiled plan; see `multimesh.lowered.Compiled.profile`."""
-    plan = compiled.plan
-    moves = _moves(compiled)
-    runs = [_run(compiled, args, moves) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
-    calls = [_call(compiled, call, args) for _ in range(repeats + 1)][1:]
+    plan, several = runner.compiled.plan, distributed.several()
+    with exchange.turn:
+        measure = Together(runner) if several else Alone(runner)
+        runs = [measure.run(args) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
+        calls = [measure.call(args) for _ in range(repeats + 1)][1:]
     costs = _medians(plan, runs)
-    fastest = min(runs, key=lambda times: max(end for _, end in times.values()))
-    devices = plan.submeshes[0].devices.flat
-    platform = devices[0].platform
-    count = len({device for mesh in plan.submeshes for device in mesh.devices.flat})
-    note = f"measured on {count} {platform} devices, one program at a time, each waited for: nothing overlaps here"
-    measured = assembled(plan, fastest, note, "s")
-    serial = platform == "cpu" and any(mesh.size > 1 for mesh in plan.submeshes)
-    return Profile(measured, forecast(plan, costs), costs, statistics.median(calls), platform, serial)
+    fastest = min(runs, key=lambda run: run.end)
+    owners = processes(plan)
+    count, involved = len({d for mesh in plan.submeshes for d in mesh.devices.flat}), len(frozenset().union(*owners))
+    platform = plan.submeshes[0].devices.flat[0].platform
+    where = f"{count} {platform} devices" + (f" of {involved} processes" if several else "")
+    note = f"measured on {where}, {measure.note}"
+    if several:
+        note += f"; clocks agree within {amount(fastest.error, 's')}"
+    shared = not several or any(a & b for a, b in itertools.combinations(owners, 2))
+    serial = platform == "cpu" and any(mesh.size > 1 for mesh in plan.submeshes) and shared
+    measured = assembled(plan, fastest.times, note, "s")
+    return Profile(
+        measured, forecast(plan, costs), costs, statistics.median(calls), platform, serial, involved, fastest.error
+    )
 
 
-def _moves(compiled: CompiledPlan) -> dict[int, Call]:
-    """For each SEND what makes its transfer."""
-    plan, layouts, transport = compiled.plan, compiled.layouts, Transport()
-
-    def move(transfer: Transfer) -> Call:
-        sources, targets = ([layouts[slot] for slot in slots] for slots in (transfer.ins, transfer.outs))
-        return transport.mover(sources, targets, [plan.slots[slot] for slot in transfer.ins])
-
-    return {number: move(transfer) for number, _, transfer in timed(plan) if transfer is not None}
-
-
-def _run(compiled: CompiledPlan, args: Sequence[Any], moves: dict[int, Call]) -> Times:
-    """Start and end of each RUN and SEND, in seconds from the first."""
-    plan = compiled.plan
-    env = _staged(compiled, args)
-    waited = {number: transfer for number, _, transfer in timed(plan)}
-    times: dict[int, tuple[float, float]] = {}
-    origin = time.perf_counter()
-    for number, step in enumerate(plan.instructions):
-        if number in waited:
-            start = time.perf_counter()
-            given = [env[slot] for slot in step.ins]
-            transfer = waited[number]
-            made = step.outs if transfer is None else transfer.outs
-            call = moves[number] if step.kernel is None else compiled.programs[step.kernel]
-            results = call(*given)
-            del given
-            jax.block_until_ready(results)
-            times[number] = (start - origin, time.perf_counter() - origin)
-            env.update(zip(made, results, strict=True))
-        elif step.kind == "FREE":
-            for slot in step.ins:
-                del env[slot]
-    return times
-
-
-def _staged(compiled: CompiledPlan, args: Sequence[Any]) -> dict[int, Any]:
-    """Arguments and constants on their submeshes; copies, so that a donated argument stays the caller's."""
-    plan = compiled.plan
-    given = [*((args[arg], slot) for arg, slot in plan.inputs), *plan.constants]
-    layouts = [compiled.layouts[slot] for _, slot in given]
-    arrays = jax.device_put([x for x, _ in given], layouts, may_alias=False)
-    jax.block_until_ready(arrays)
-    return dict(zip((slot for _, slot in given), arrays, strict=True))
-
-
-def _call(compiled: CompiledPlan, call: Callable[[Sequence[Any]], Any], args: Sequence[Any]) -> float:
-    """Seconds of an ordinary call on copies of the arguments."""
-    env = _staged(compiled, args)
-    copies = list(args)
-    for arg, slot in compiled.plan.inputs:
-        copies[arg] = env[slot]
-    start = time.perf_counter()
-    jax.block_until_ready(call(copies))
-    return time.perf_counter() - start
-
-
-def _medians(plan: Plan, runs: Sequence[Times]) -> Costs:
+def _medians(plan: Plan, runs: Sequence[Run]) -> Costs:
     programs: dict[int, list[float]] = collections.defaultdict(list)
     transfers: dict[tuple[int, int, int], list[float]] = collections.defaultdict(list)
     for number, step, transfer in timed(plan):
-        lengths = [times[number][1] - times[number][0] for times in runs]
+        lengths = [run.lasts[number] for run in runs]
         if transfer is not None:
             transfers[transfer.source, transfer.target, plan.bytes_of(transfer)] += lengths
         else:

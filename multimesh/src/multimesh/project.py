@@ -40,6 +40,8 @@ class Step:
         Index into ``Plan.kernels``; None for arrays that move.
     ins, outs
         Slots read and written.
+    instructions
+        Numbers of its RUN or its SENDs in ``Plan.instructions``.
     frees
         Slots that are empty afterwards.
     """
@@ -49,6 +51,7 @@ class Step:
     kernel: int | None
     ins: tuple[int, ...]
     outs: tuple[int, ...]
+    instructions: tuple[int, ...]
     frees: tuple[int, ...] = ()
 
 
@@ -60,18 +63,23 @@ def steps(plan: Plan, by_route: bool = True) -> tuple[Step, ...]:
     """
     found: list[Step] = []
     moves: dict[tuple[int, ...], int] = {}  # since the last program: the pair of submeshes to the place in found
-    for step in plan.instructions:
+    for number, step in enumerate(plan.instructions):
         if step.kind == "RUN":
-            found.append(Step(len(found), (step.submesh,), step.kernel, step.ins, step.outs))
+            found.append(Step(len(found), (step.submesh,), step.kernel, step.ins, step.outs, (number,)))
             moves.clear()
         elif step.kind == "SEND":
             transfer = plan.transfers[step.transfer or 0]
             route = (transfer.source, transfer.target) if by_route else ()
             if route not in moves:
                 moves[route] = len(found)
-                found.append(Step(len(found), (transfer.source, transfer.target), None, (), ()))
+                found.append(Step(len(found), (transfer.source, transfer.target), None, (), (), ()))
             at = found[moves[route]]
-            found[moves[route]] = replace(at, ins=at.ins + transfer.ins, outs=at.outs + transfer.outs)
+            found[moves[route]] = replace(
+                at,
+                ins=at.ins + transfer.ins,
+                outs=at.outs + transfer.outs,
+                instructions=(*at.instructions, number),
+            )
         elif step.kind == "FREE":
             found[-1] = replace(found[-1], frees=found[-1].frees + step.ins)
     return tuple(found)

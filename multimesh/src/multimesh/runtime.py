@@ -31,6 +31,7 @@ class Runner:
     behind but donated arguments that were already consumed.
     """
 
+    beside = True  # whether transfers run beside programs
     _everyone = False  # whether this process takes part in moves between others
 
     def __init__(self, compiled: CompiledPlan, names: Sequence[str]):
@@ -46,6 +47,7 @@ class Runner:
             self._blank[slot] = array
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
         self._transport = Transport()
+        self.parts = project(plan, jax.process_index(), everyone=self._everyone)
         self.steps = tuple(self._steps())
         self._donated = _donated(compiled)
         self._aliases = _aliases(compiled, self._donated)
@@ -63,7 +65,7 @@ class Runner:
         UsageError
             Where a donated argument and another one are the same buffer.
         """
-        env = self._staged(args)
+        env = self.staged(args)
         if self._aliases:
             self._check_buffers(env)
         with _executables.explicit_transfers():
@@ -81,7 +83,7 @@ class Runner:
                 for slot in frees:
                     env[slot] = None
         results = [
-            env[value] if kind == "slot" else _copied(args[value] if kind == "arg" else value)
+            env[value] if kind == "slot" else copied(args[value] if kind == "arg" else value)
             for kind, value in self._outputs
         ]
         if self._aliases:
@@ -99,9 +101,8 @@ class Runner:
 
     def _steps(self) -> Iterator[_Step]:
         """(call, inputs, outputs, frees) of programs and transfers in order."""
-        plan, programs = self.compiled.plan, self.compiled.programs
-        for step in project(plan, jax.process_index(), everyone=self._everyone):
-            call = self._mover(step) if step.kernel is None else programs[step.kernel]
+        for step in self.parts:
+            call = self._mover(step) if step.kernel is None else self.compiled.programs[step.kernel]
             yield call, step.ins, step.outs, step.frees
 
     def _mover(self, step: Step) -> Callable[..., Sequence[Any]]:
@@ -142,7 +143,8 @@ class Runner:
         line = _compat.user_line(op.source)
         return FloatingPointError(f"{line}: {task}: invalid value ({kind}) encountered in {op.prim.name}")
 
-    def _staged(self, args: Sequence[Any]) -> list[Any]:
+    def staged(self, args: Sequence[Any]) -> list[Any]:
+        """All slots as a call begins: arguments and constants in their places."""
         env = list(self._blank)
         moved: list[tuple[int, int, Any]] = []
         for each in self._inputs:
@@ -195,7 +197,7 @@ class PartRunner(Runner):
         self._sources: dict[tuple[Any, ...], bool] = {}  # where arguments lie: whether another process has part in it
         if number is not None:
             self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
-            self._everyone = self._exchange.carrier.everyone
+            self._everyone, self.beside = self._exchange.carrier.everyone, self._exchange.carrier.beside
         super().__init__(compiled, names)
         for slot in kept:
             if not here(compiled.layouts[slot].device_set):
@@ -233,7 +235,8 @@ class PartRunner(Runner):
         avals, lent = [plan.slots[slot] for slot in step.ins], [slot in self._lent for slot in step.ins]
         return self._shared.mover(step.number, sources, targets, avals, lent)
 
-    def _staged(self, args: Sequence[Any]) -> list[Any]:
+    def staged(self, args: Sequence[Any]) -> list[Any]:
+        """See `Runner.staged`."""
         sources = tuple(x.sharding if _is_placed(x) else None for x in args)
         if sources not in self._sources:
             self._sources[sources] = self._compared(sources)
@@ -302,7 +305,8 @@ def _fixed(array: Any) -> Any:
 _copy = jax.jit(lambda x: x)  # every result has a buffer of its own
 
 
-def _copied(x: Any) -> Any:
+def copied(x: Any) -> Any:
+    """A value with a buffer of its own, unless it has none in this process."""
     elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
     return x if elsewhere else _copy(x)
 
