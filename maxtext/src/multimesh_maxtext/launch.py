@@ -43,7 +43,6 @@ _LAUNCHERS = {
 _ALONE = {
     "checkpoint": "checkpoints of several processes were never tried",
     "text": "every process would read all of it",
-    "profile": "every process would record its own",
     "dump": "every process would write the same files",
 }
 """Flags that only one process can honour so far, and why."""

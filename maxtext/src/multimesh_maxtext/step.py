@@ -125,8 +125,10 @@ def _dump(lowered: multimesh.Lowered, handoff: Handoff) -> None:
 
 
 def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     profile = compiled.profile(state, batch)
+    if jax.process_index():  # the first of several processes, which all have the same, speaks for them
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "timeline.txt").write_text(f"{profile}\n")
     for name, timeline in (("measured", profile.measured), ("forecast", profile.forecast)):
         timeline.to_svg(folder / f"{name}.svg")
