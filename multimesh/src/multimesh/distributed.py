@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
+import json
 import os
 import platform
 import re
@@ -15,13 +17,14 @@ import zlib
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from multimesh import _compat
-from multimesh.errors import LostProcessError, UsageError
+from multimesh.errors import LostProcessError, MissingPartError, MultiMeshError, UsageError
 from multimesh.watched import Watched, start
 
 WAIT = 600.0
@@ -345,6 +348,95 @@ def _gathered(leaves: list[Any], timeout: float) -> list[Any]:
         if me == 0:
             _compat.key_value_store().key_value_delete(f"multimesh/gather/{number}/")
     return whole
+
+
+def save(path: str | os.PathLike[str], tree: Any) -> None:
+    """Write a tree to a new folder; all processes call it, in the same order, and wait until it is whole.
+
+    Each process writes the shards that it holds, each shard once. The folder appears under its name when all is
+    written: whenever a process is killed, it is there whole or not at all, and what was saved before stays as it is.
+
+    Parameters
+    ----------
+    path
+        A folder that does not exist yet, on a file system of all processes: one for each checkpoint, ``"ck/100"``.
+    tree
+        A pytree of arrays of any dtype, keys of ``jax.random.key``, numbers, and None. Committed arrays may lie on any
+        devices, also with no shard in this process; all else is taken to be the same in all processes.
+
+    Raises
+    ------
+    UsageError
+        Where there is something at ``path``, or a leaf can't be saved; where the trees of the processes differ.
+    MultiMeshError
+        In every process, where one can't write.
+    MissingPartError
+        Without the package orbax-checkpoint.
+    """
+    _checkpoints("save").save(Path(path), tree)
+
+
+def restore(path: str | os.PathLike[str], like: Any) -> Any:
+    """Read a tree that `save` wrote; all processes call it.
+
+    There may be other processes than those that saved it, and other layouts: each reads what it is to hold.
+
+    Parameters
+    ----------
+    like
+        A tree as the one saved, of arrays or of ``jax.ShapeDtypeStruct``: it says where each array is to lie. What has
+        no sharding, or is not committed, is read by every process.
+
+    Returns
+    -------
+    The tree, with a NumPy array or a Python number in the place of each such.
+
+    Raises
+    ------
+    UsageError
+        Where there is no whole checkpoint, or its names, shapes or dtypes are others: the first difference.
+    MissingPartError
+        Without the package orbax-checkpoint.
+    """
+    return _checkpoints("restore").restore(Path(path), like)
+
+
+def orbax_handler() -> Any:
+    """Orbax's handler of ``jax.Array``, for arrays of which a process holds all shards or none.
+
+    With it Orbax's own checkpointers and managers save and restore such arrays, which they refuse else.
+
+    Examples
+    --------
+    >>> ocp.type_handlers.register_type_handler(  # doctest: +SKIP
+    ...     jax.Array, mm.distributed.orbax_handler(), override=True
+    ... )
+    """
+    return _checkpoints("orbax_handler").ArrayHandler()
+
+
+def _checkpoints(name: str) -> Any:
+    try:
+        return importlib.import_module("multimesh.checkpoints")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("multimesh"):
+            raise
+        raise MissingPartError(f"mm.distributed.{name} needs a package: pip install orbax-checkpoint") from error
+
+
+def settle(name: str, error: MultiMeshError | None, timeout: float = WAIT) -> None:
+    """Wait for all processes; where one has an error all raise it; ``name`` is used once."""
+    if several():
+        me, count = jax.process_index(), jax.process_count()
+        key = functools.partial("multimesh/settle/{}/{}".format, name)
+        _put(key(me), json.dumps(error and [type(error).__name__, str(error)]).encode())
+        if me == 0:
+            said = [json.loads(_get(key(rank), name, rank, timeout)) for rank in range(count)]
+            _put(key("verdict"), json.dumps(next(filter(None, said), None)).encode())
+        wrong = json.loads(_get(key("verdict"), name, 0, timeout + 10))
+        error = wrong and (UsageError if wrong[0] == "UsageError" else MultiMeshError)(wrong[1])
+    if error:
+        raise error
 
 
 def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:

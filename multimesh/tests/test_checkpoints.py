@@ -1,0 +1,176 @@
+"""Checkpoints of arrays on any devices, in one process and in several: values against NumPy, and kill -9 in between."""
+
+import itertools
+import re
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import process_cases
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from spawning import run
+
+import multimesh as mm
+
+pytestmark = pytest.mark.flax  # Orbax comes with Flax
+CASES = Path(process_cases.__file__)
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"),
+    *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint2", "uint4", "uint8", "uint16", "uint32"),
+    *("uint64", "complex64", "complex128"),
+)
+
+
+def test_every_dtype_comes_back(tmp_path):
+    """On devices and as NumPy, also where Orbax has no such dtype."""
+    layout = NamedSharding(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b")), P("a", "b"))
+    values = {d: np.arange(32).reshape(8, 4).astype(jnp.dtype(d)) for d in DTYPES}
+    with jax.enable_x64(True):
+        tree = {"devices": jax.device_put(values, layout), "host": values}
+        mm.distributed.save(tmp_path / "1", tree)
+        back = mm.distributed.restore(tmp_path / "1", tree)
+    for d, kind in itertools.product(DTYPES, tree):
+        assert back[kind][d].dtype == jnp.dtype(d)
+        assert np.asarray(back[kind][d]).tobytes() == values[d].tobytes(), (d, kind)
+        assert type(back[kind][d]) is type(tree[kind][d])
+        assert kind == "host" or back[kind][d].sharding == layout
+
+
+TREE = {"params": [{"w": np.ones((2, 3), np.float32)}], "step": 3}
+
+
+@pytest.mark.parametrize(
+    ("like", "told"),
+    [
+        (TREE | {"b": 1}, "has no b (int), which `like` has"),
+        ({"params": TREE["params"]}, "has step (int), which `like` lacks"),
+        (TREE | {"step": 3.0}, "has step as int, `like` as float"),
+        (TREE | {"params": [{"w": np.ones((3, 2), np.float32)}]}, "params/0/w as float32[2,3], `like` as float32[3,2]"),
+        (TREE | {"params": [{"w": jnp.ones((2, 3), jnp.bfloat16)}]}, "as float32[2,3], `like` as bfloat16[2,3]"),
+        (TREE | {"step": "3"}, "step is a str; arrays, numbers and None can be saved"),
+    ],
+)
+def test_the_first_difference_is_named(tmp_path, like, told):
+    mm.distributed.save(tmp_path / "1", TREE)
+    with pytest.raises(mm.UsageError, match=re.escape(told)) as raised:
+        mm.distributed.restore(tmp_path / "1", like)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path):
+    for name in ("9", "10"):
+        mm.distributed.save(tmp_path / name, TREE)
+    with pytest.raises(mm.UsageError, match=r"no checkpoint of mm.distributed.save is there; .* has 9, 10$"):
+        mm.distributed.restore(tmp_path / "11", TREE)
+    with pytest.raises(mm.UsageError, match="nor is one beside it"):
+        mm.distributed.restore(tmp_path / "other" / "11", TREE)
+    (tmp_path / "10").rename(tmp_path / "12.orbax-checkpoint-tmp")
+    with pytest.raises(mm.UsageError, match="half-written"):
+        mm.distributed.restore(tmp_path / "12.orbax-checkpoint-tmp", TREE)
+    (tmp_path / "9" / "multimesh.json").write_text("{")
+    with pytest.raises(mm.UsageError, match="is the checkpoint a whole copy"):
+        mm.distributed.restore(tmp_path / "9", TREE)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    mm.distributed.save(tmp_path / "1", TREE)
+    gone = jnp.ones(3)
+    gone.delete()
+    for tree, told in (
+        ({"a": {"b": gone}}, "a/b was donated or deleted"),
+        ({"a": "text"}, "a is a str"),
+        ({"a": np.array(["text"])}, "a is a ndarray of <U4"),
+        ({"a": 2**70}, "a is an int of more than 64 bits"),
+        ({"a": {"b": 1}, "a/b": 2}, "two leaves that are called 'a/b'"),
+    ):
+        with pytest.raises(mm.UsageError, match=re.escape(told)):
+            mm.distributed.save(tmp_path / "2", tree)
+    with pytest.raises(mm.UsageError, match="something already"):
+        mm.distributed.save(tmp_path / "1", TREE)
+    with pytest.raises(mm.UsageError, match="x has no value yet"):
+        jax.jit(lambda x: mm.distributed.save(tmp_path / "2", {"x": x}))(1.0)
+    (tmp_path / "file").touch()
+    with pytest.raises(mm.MultiMeshError, match=r"Not a directory: .*; there is no checkpoint of that name"):
+        mm.distributed.save(tmp_path / "file" / "2", TREE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "file"]
+
+
+def test_without_orbax_the_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "multimesh.checkpoints", None)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    monkeypatch.delitem(sys.modules, "multimesh.checkpoints")
+    with pytest.raises(mm.MultiMeshError, match=r"mm\.distributed\.save needs a package: pip install orbax-checkpoint"):
+        mm.distributed.save("ck", 1)
+
+
+def passed(count, devices, *cases):
+    for ended in run(count, devices, CASES, *cases, timeout=240):
+        assert ended.code == 0, ended.err[-4000:]
+
+
+SAVED = {"2": 2, "1": 1, "0": 0}  # stages by folder; 0: two stages, each with devices of every process
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """What two processes of two devices each saved, in several layouts."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    back = [f"restored:{folder}/{a}:{b}" for a, b in (("2", 4), ("0", 1))]
+    passed(2, 2, *(f"saved:{folder}/{name}:{stages}" for name, stages in SAVED.items()), *back)
+    return folder
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", SAVED)
+def test_one_process_restores_what_several_saved(four, name):
+    like, want = process_cases.state(8 if name == "2" else None)
+    process_cases.assert_restored(mm.distributed.restore(four / name, like), like, want)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.full
+@pytest.mark.parametrize(("count", "devices"), [(4, 1), (1, 4), (2, 2), (2, 1)])
+def test_other_processes_and_stages_restore_what_several_saved(four, count, devices):
+    stages = [n for n in (0, 1, 2, 4) if n <= count * devices and (n or devices > 1)]
+    passed(count, devices, *(f"restored:{four}/{name}:{n}" for name in SAVED for n in stages))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.full
+def test_several_processes_restore_what_one_saved(tmp_path):
+    mm.distributed.save(tmp_path / "1", process_cases.state(4)[0])
+    passed(2, 2, f"restored:{tmp_path}/1:2", f"restored:{tmp_path}/1:0")
+
+
+WHERE = ("begin", "write", "finalize", "rename", "0.05", "0.1", "0.2", "0.3", "0.5", "0.8")
+KILLED = [(w, rank) for w in WHERE for rank in (0, 1) if not (rank and w in ("finalize", "rename"))]  # that is 0's work
+
+
+@pytest.mark.multiprocess
+@pytest.mark.telling("finalize-0")
+@pytest.mark.parametrize(("where", "rank"), KILLED)
+def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, where, rank):
+    ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}", timeout=60)
+    assert ended[rank].code == -signal.SIGKILL, ended
+    assert "was killed by SIGKILL" in ended[1 - rank].err
+    found = {p.name for p in tmp_path.iterdir() if p.name.isdigit()}
+    assert "0" in found
+    for name in found:
+        n = int(name)
+        like = {"step": 0, "w": [np.zeros((64, 64), np.float32)] * 2}
+        back = mm.distributed.restore(tmp_path / name, like)
+        assert back["step"] == n
+        assert all((w == n).all() for w in back["w"])
+    half = [p for p in tmp_path.iterdir() if p.name not in found]
+    for path in half:
+        with pytest.raises(mm.UsageError, match="half-written"):
+            mm.distributed.restore(path, like)
+    n = len(found)
+    mm.distributed.save(tmp_path / str(n), TREE)  # goes on where it ended, over what was half-written
+    assert mm.distributed.restore(tmp_path / str(n), TREE)["step"] == 3
+    assert all(p.name.isdigit() for p in tmp_path.iterdir())
