@@ -4,6 +4,7 @@ import ast
 import collections
 import graphlib
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,16 @@ def test_every_public_name_is_there():
     assert all(getattr(mm, name) is not None for name in mm.__all__)
     with pytest.raises(AttributeError):
         _ = mm.no_such_name
+
+
+def test_the_reference_names_every_public_name_once():
+    rooms = {name for name in mm.__all__ if hasattr(getattr(mm, name), "__path__")} | {"distributed"}
+    public = [name for name in mm.__all__ if name not in rooms]
+    public += [f"{room}.{name}" for room in rooms for name in getattr(mm, room).__all__]
+    page = Path(__file__).parents[2] / "docs" / "api.md"
+    shown = [name for line in re.findall(r"<!-- made: api (.*) -->", page.read_text()) for name in line.split()]
+    assert sorted(set(public) - set(shown)) == []
+    assert [name for name, times in collections.Counter(shown).items() if times > 1] == []
 
 
 def imported(path, modules, within=True):

@@ -136,7 +136,8 @@ def _relock(root: Path, version: str) -> Move:
     text = path.read_text(encoding="utf-8")
     old = next((match[0].partition("==")[2] for match in _JAX.finditer(text)), "")
     locks = {
-        name: (root / "requirements" / f"{name}.txt").read_bytes() for name in ("run", "dev", "workflows", "bench")
+        name: (root / "requirements" / f"{name}.txt").read_bytes()
+        for name in ("run", "dev", "workflows", "bench", "docs")
     }
     try:
         path.write_text(_JAX.sub(lambda match: f"{match[1]}=={version}", text), encoding="utf-8")

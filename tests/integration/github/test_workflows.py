@@ -38,7 +38,7 @@ def test_ci_runs_the_parts_of_ci_run(machine: Machine) -> None:
     machine.workflow("ci.yml")
     text = said(machine, "ci.yml:check")
     assert "ok: 3 steps" in text  # MaxText really trained
-    for part in ("README: test", "lint and types", "MultiMesh on jax 0.9.2", "integration tests"):
+    for part in ("README: test", "lint, types and the site", "MultiMesh on jax 0.9.2", "integration tests"):
         assert f"=== {part}: " in text
     assert "Success: no issues found" in text  # mypy
     assert "tests/integration" in text

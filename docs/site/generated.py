@@ -1,0 +1,94 @@
+"""Fills the lines ``<!-- made: NAME ARGUMENTS -->`` of the pages with what the code says, while the site is built.
+
+On GitHub such a line is an invisible comment, so a page says in words what the site shows there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import messages
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+
+MADE = re.compile(r"^<!-- made: ([a-z-]+) ?(.*?) -->$", re.MULTILINE)
+
+
+def api(names: str) -> Iterator[str]:
+    """Yield the reference of these names, from their docstrings."""
+    for name in names.split():
+        module, _, last = f"multimesh.{name}".rpartition(".")
+        found = getattr(importlib.import_module(module), last)
+        if inspect.isclass(found):
+            kind, options = "autoclass", ["   :members:"]
+            if issubclass(found, Exception):
+                kind, options = "autoexception", ["   :show-inheritance:"]
+        else:
+            kind, options = ("autofunction", []) if callable(found) else ("autodata", [])
+        yield from ("```{eval-rst}", f".. {kind}:: {module}.{last}", *options, "```", "")
+
+
+def errors(package: str) -> Iterator[str]:
+    """Yield a table of the messages for each module of a package."""
+    for module, subject, found in messages.collect(package):
+        yield from (f"### `{module.partition('.')[2]}`", "", subject, "", "| message | what to do |", "|---|---|")
+        yield from (f"| {each.cause} (`{each.kind}`) | {each.remedy} |" for each in found)
+        yield ""
+
+
+def codes(package: str) -> Iterator[str]:
+    """Yield a table of a package's kinds of errors with the exit codes of its commands."""
+    yield from ("| error | exit code | meaning |", "|---|---|---|")
+    for name, kind in vars(importlib.import_module(package)).items():
+        if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__doc__:
+            yield f"| `{name}` | {getattr(kind, 'exit_code', '')} | {messages.plain(inspect.getdoc(kind) or '')} |"
+    yield ""
+
+
+def flags(_: str) -> Iterator[str]:
+    """Yield a table for each group of flags of ``maxtext/run.py``."""
+    options = importlib.import_module("multimesh_maxtext.options")
+    for group in options.parser()._action_groups:
+        shown = [action for action in group._group_actions if action.dest != "help"]
+        if not shown:
+            continue
+        yield from (f"## {(group.title or '').capitalize()}", "", messages.plain(group.description or ""), "")
+        yield from ("| flag | what it does |", "|---|---|")
+        yield from (f"| {_flag(action)} | {_help(action)} |" for action in shown)
+        yield ""
+
+
+def _flag(action: argparse.Action) -> str:
+    return f"`{' '.join(filter(None, (', '.join(action.option_strings), str(action.metavar or ''))))}`"
+
+
+def _help(action: argparse.Action) -> str:
+    text = messages.plain((action.help or "") % (vars(action) | {"prog": "maxtext/run.py"}))
+    if action.choices is None or action.metavar is not None:  # the help names them
+        return text
+    return f"{text} ({', '.join(f'`{choice}`' for choice in action.choices)})"
+
+
+MAKERS = {"api": api, "errors": errors, "codes": codes, "flags": flags}
+
+
+def fill(app: Sphinx, page: str, source: list[str]) -> None:
+    """Replace the marks of a page."""
+
+    def made(match: re.Match[str]) -> str:
+        if match[1] not in MAKERS:
+            raise ExtensionError(f"{page}: nothing makes {match[1]!r}; there are {', '.join(MAKERS)}")
+        return "\n".join(MAKERS[match[1]](match[2]))
+
+    source[0] = MADE.sub(made, source[0])
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Hook into Sphinx."""
+    app.connect("source-read", fill)
+    return {"parallel_read_safe": True}

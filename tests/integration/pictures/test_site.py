@@ -1,0 +1,82 @@
+"""The documentation site: built as CI builds it, then looked at and searched in a real browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.pictures import browser
+
+PAGE = Path(__file__).with_name("site.html")
+PAGES = {  # page: what it must hold
+    "docs/index": "Where to start",
+    "docs/ten-minutes": "Look at it",
+    "docs/tasks": "Compiler contexts",
+    "docs/choosing-a-schedule": "zb-h1",
+    "docs/performance": "First calls",
+    "docs/troubleshooting": "NPROC=64",
+    "docs/errors": "do not divide into microbatches of",
+    "docs/api": "with_sharding_constraint",
+    "docs/maxtext-flags": "--microbatch-size",
+    "maxtext/README": "validate-cpu.sh",
+}
+WIDTHS = (1280, 390)  # a laptop, a phone
+SEARCHES = {"rows divide microbatches": "docs/errors.html", "schedule": "docs/choosing-a-schedule.html"}
+
+
+@pytest.fixture(scope="module")
+def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert importlib.util.find_spec("sphinx"), "sphinx is not installed; it is in requirements/docs.txt"
+    folder = tmp_path_factory.mktemp("site")
+    argv = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "-d", folder / "trees"]
+    done = subprocess.run([*argv, ".", folder / "html"], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "html"
+
+
+def test_pages_hold_what_they_promise(site: Path) -> None:
+    for page, text in PAGES.items():
+        source = (site / f"{page}.html").read_text(encoding="utf-8")
+        assert text in re.sub(r"<[^>]+>", "", source), page
+        assert "<!-- made" not in source, page  # what the code fills in is filled in
+    assert "url=docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_message_of_the_library_is_on_the_page_of_errors(site: Path) -> None:
+    import multimesh as mm
+
+    with pytest.raises(mm.UsageError) as raised:
+        mm.microbatch(lambda x: x, size=3, schedule="lifo")
+    shown = re.sub(r"<[^>]+>", "", (site / "docs" / "errors.html").read_text(encoding="utf-8"))
+    words = str(raised.value).partition("'")[0].strip()
+    assert len(words) > 10
+    assert words in shown
+
+
+@pytest.mark.parametrize("flags", [(), (browser.DARK,)], ids=["light", "dark"])
+def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    wanted = {"pages": [f"/{page}.html" for page in PAGES], "widths": WIDTHS, "searches": list(SEARCHES)}
+    own = {
+        "/look.html": ("text/html", PAGE.read_bytes()),
+        "/wanted.json": ("application/json", json.dumps(wanted).encode()),
+    }
+    found: dict[str, Any] = browser.report(site, own, "/look.html", tmp_path / "profile", *flags)
+    assert len(found["seen"]) == len(PAGES) * len(WIDTHS)
+    for seen in found["seen"]:
+        where = f"{seen['page']} at {seen['width']} pixels"
+        assert seen["title"].endswith("MultiMesh for JAX"), where
+        assert seen["sideways"] <= 0, f"{where} must be scrolled sideways by {seen['sideways']}"
+        assert seen["missing"] == [], where
+        assert seen["menu"] >= 20, where
+        assert seen["text"] > 500, where
+        ground, ink = (sum(map(int, re.findall(r"\d+", seen[key])[:3])) for key in ("background", "ink"))
+        assert (ground < ink) == bool(flags), f"{where}: {seen['ink']} on {seen['background']}"
+    for words, page in SEARCHES.items():
+        assert f"/{page}" in found["found"][words][:5], found["found"]
