@@ -354,7 +354,7 @@ class Watch:
             self._heard[rank] = time.monotonic()
         for message in messages:
             if "failed" in message:
-                self._report(self._own["rank"], "failed", why=message["failed"], code=message["code"])
+                self._report(self._own["rank"], "failed", why=message["failed"], code=message["code"], said=True)
             elif "cause" in message:
                 self._hear(message["cause"])
             elif "done" in message:
@@ -364,14 +364,20 @@ class Watch:
 
     def _dead(self) -> None:
         self._alive = False
-        self._report(self._own["rank"], death(self._parent, self._parent_handle))
+        how, code = death(self._parent, self._parent_handle)
+        self._report(self._own["rank"], how, code=code)
 
-    def _report(self, rank: int, how: str, *, why: str = "", code: int | None = None, near: bool = True) -> None:
-        """Tell the hub what happened to a process; decide without it where that is what is not ``near``."""
+    def _report(
+        self, rank: int, how: str, *, why: str = "", code: int | None = None, said: bool = False, near: bool = True
+    ) -> None:
+        """Tell the hub what happened to a process, which may have ``said`` so; decide alone where that is not near.
+
+        ``code`` is what all end with, if the process has one.
+        """
         steps = struct.unpack("<q", self._steps[:8])[0] if rank == self._own["rank"] else 0
         count = f" after {steps} step{'s' * (steps != 1)}" if steps else ""
         text = f"{named(self._members[rank])} {how}{count}{f': {why}' if why else ''}"
-        cause = {"rank": rank, "text": text, "code": code}
+        cause = {"rank": rank, "text": text, "code": code or self._lost, "said": said}
         if near and self._own["rank"]:
             self._links[0].send(cause=cause)
         else:
@@ -379,7 +385,7 @@ class Watch:
 
     def _hear(self, cause: Message) -> None:
         """Take what the hub decided; at the hub, decide, but hold an error until it can't be what a death led to."""
-        if self._own["rank"] or cause["code"] is None:
+        if self._own["rank"] or not cause["said"]:
             self._decide(cause)
         else:
             self._failed.append((time.monotonic() + HOLD, cause))
@@ -393,12 +399,12 @@ class Watch:
             if rank:
                 line.send(cause=cause)
         own = cause["rank"] == self._own["rank"]
-        if not own or cause["code"] is None:  # otherwise it has said more itself
+        if not own or not cause["said"]:  # otherwise it has said more itself
             text = cause["text"] if own else f"{named(self._own)} ends because {cause['text']}"
             with contextlib.suppress(OSError):
                 os.write(2, f"multimesh: {text}\n".encode())
         self._others_leave(GRACE / 3)  # before process 0: with it JAX's service ends, which then aborts them
-        self._process.send(end=self._lost if cause["code"] is None else cause["code"], own=own)
+        self._process.send(end=cause["code"], own=own)
         until = time.monotonic() + GRACE
         while os.getppid() == self._parent and time.monotonic() < until:
             time.sleep(0.02)
@@ -441,16 +447,16 @@ def state(pid: int) -> str:
     return (_stat(pid) or [""])[0]
 
 
-def death(pid: int, handle: int | None) -> str:
-    """How a process ended that has just done so, as far as the system still knows."""
+def death(pid: int, handle: int | None) -> tuple[str, int | None]:
+    """How a process ended that has just done so, as far as the system still knows; and its exit code, if it had one."""
     fields = _stat(pid)
     code = int(fields[-1]) if fields else _code_after(handle)
     if not code:
-        return "ended without a word: it was killed (perhaps for lack of memory), crashed, or left by os._exit"
+        return "ended without a word: it was killed (perhaps for lack of memory), crashed, or left by os._exit", None
     if code & 127:
         names = {number.value: number.name for number in signal.Signals}
-        return f"was killed by {names.get(code & 127, f'signal {code & 127}')}"
-    return f"ended with exit code {code >> 8}"
+        return f"was killed by {names.get(code & 127, f'signal {code & 127}')}", None
+    return f"ended with exit code {code >> 8}", code >> 8
 
 
 def _handle(pid: int) -> int | None:

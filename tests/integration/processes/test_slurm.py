@@ -1,4 +1,4 @@
-"""Processes of the library under a real Slurm of two nodes: they find each other, agree, and end together."""
+"""Processes of the library, and of MaxText, under a real Slurm of two nodes: they find each other and end together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -32,36 +34,93 @@ step = mm.jit(lambda w, x: mm.microbatch(jax.value_and_grad(loss), argnum=1, siz
 w, x = np.eye(4, dtype=np.float32) / 2, np.arange(32, dtype=np.float32).reshape(8, 4) / 32
 with mm.ignore_transforms():
     want = float(jax.jit(loss)(w, x))
-for number in range(20):
+for number in range(STEPS):
     got = mm.distributed.gather(step(w, x)[0])
     np.testing.assert_allclose(got, want, rtol=1e-5)
+    if number == 5:
+        print(f"job {os.environ['SLURM_JOB_ID']}, pid {os.getpid()}", flush=True)
     if number == 5 and job.rank == 1:
         LAST
 print("done", flush=True)
 """
 
 
+def environment(cluster: Mapping[str, str]) -> dict[str, str]:
+    """That of srun; the nodes have names for Slurm only, so the coordinator's address is given."""
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return clean | cluster | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}"}
+
+
+def alone(cluster: Mapping[str, str]) -> dict[str, str]:
+    """That of processes of the library by itself."""
+    return environment(cluster) | {"PYTHONPATH": f"{ROOT}/multimesh/src", "JAX_NUM_CPU_DEVICES": "1"}
+
+
+def srun(*argv: str, kill: bool) -> list[str]:
+    """One task on each node; ``kill`` says whether Slurm ends the others when one fails."""
+    return ["srun", "--nodes=2", "--ntasks-per-node=1", f"--kill-on-bad-exit={int(kill)}", *argv]
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["watchers end them", "Slurm ends them"])
 @pytest.mark.parametrize(
     ("last", "flag", "code", "told"),
     [
         ("pass", "", 0, "done"),
         ("raise ValueError('a fault')", "", 1, f"0 of 2 {WHO} ends because process 1 of 2 {WHO} failed "),
+        ("os._exit(3)", "", 3, f"0 of 2 {WHO} ends because process 1 of 2 {WHO} ended with exit code 3"),
         ("os.kill(os.getpid(), 9)", "", 137, f"0 of 2 {WHO} ends because process 1 of 2 {WHO} was killed by SIGKILL"),
         ("pass", "--xla_cpu_enable_fast_math=true", 1, f"process 0 of 2 {WHO} has nothing where process 1 of 2 {WHO}"),
     ],
-    ids=["ends", "fails", "is killed", "has another flag"],
+    ids=["ends", "fails", "leaves", "is killed", "has another flag"],
 )
-def test_two_nodes(cluster: dict[str, str], tmp_path: Path, last: str, flag: str, code: int, told: str) -> None:
-    """Without Slurm's help: where it ends the others itself, its own code may be that of its SIGTERM."""
+def test_two_nodes(
+    cluster: dict[str, str], tmp_path: Path, last: str, flag: str, code: int, told: str, kill: bool
+) -> None:
+    """The code of srun is that of the process that failed, whoever ends the other one."""
     script = tmp_path / "job.py"
-    script.write_text(JOB.replace("LAST", last))
-    own = {"PYTHONPATH": f"{ROOT}/multimesh/src", "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
-    own["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{processes.free_port()}"  # the nodes have names for Slurm only
+    script.write_text(JOB.replace("LAST", last).replace("STEPS", "20"))
     word = f'if [ "$SLURM_PROCID" = 1 ]; then export XLA_FLAGS="{flag}"; fi; exec {sys.executable} {script}'
-    argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "bash", "-c", word]
-    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(argv, env=clean | cluster | own, capture_output=True, text=True, timeout=120)
+    argv = srun("bash", "-c", word, kill=kill)
+    done = subprocess.run(argv, env=alone(cluster), capture_output=True, text=True, timeout=120)
     said = done.stdout + done.stderr
     assert done.returncode == code, said
     assert re.search(told, said), said
     assert flag or len(re.findall(r"process \d of 2 on \S+, found by Slurm: one process per device", said)) == 2, said
+
+
+def test_a_cancelled_job(cluster: dict[str, str], tmp_path: Path) -> None:
+    """All processes end, each with a line at most that says why; none is left, nor its watcher."""
+    script, out, err = tmp_path / "job.py", tmp_path / "out", tmp_path / "err"
+    script.write_text(JOB.replace("LAST", "pass").replace("STEPS", "10**9"))
+    with out.open("w") as stdout, err.open("w") as stderr:
+        job = subprocess.Popen(
+            srun(sys.executable, str(script), kill=True), env=alone(cluster), stdout=stdout, stderr=stderr
+        )
+        try:
+            processes.wait_for(lambda: out.read_text().count("pid") == 2, "two processes run", process=job, log=err)
+            pids = [int(pid) for pid in re.findall(r"pid (\d+)", out.read_text())]
+            watchers = [int(pid) for parent in pids for pid in children(parent)]
+            (number,) = {*re.findall(r"job (\d+)", out.read_text())}
+            start = time.monotonic()
+            subprocess.run(["scancel", number], env=alone(cluster), check=True)
+            job.wait(30)
+        finally:
+            processes.stop(job)
+    assert time.monotonic() - start < 5
+    assert len(watchers) == 2
+    processes.wait_for(lambda: not any(map(runs, pids + watchers)), "all have ended", patience_s=5)
+    lines = [line for line in err.read_text().splitlines() if line.startswith("multimesh: ")]
+    assert lines, err.read_text()
+    assert all(re.search(rf"process \d of 2 {WHO} was killed by SIGTERM after \d+ steps$", line) for line in lines)
+    assert len({re.search(r"process (\d) of 2", line)[1] for line in lines}) == len(lines), lines
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
