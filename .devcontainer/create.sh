@@ -6,7 +6,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -r /caches/ca.pem ]]; then
   export SSL_CERT_FILE=/caches/ca.pem PIP_CERT=/caches/ca.pem REQUESTS_CA_BUNDLE=/caches/ca.pem GIT_SSL_CAINFO=/caches/ca.pem
 fi
-./bootstrap.sh --group run --group dev
+groups=(--group run --group dev)
+if nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU'; then
+  groups+=(--group cuda12)
+fi
+./bootstrap.sh "${groups[@]}"
 if [[ -d third_party/jax && -d third_party/xla ]]; then
   .devcontainer/native.sh
 else

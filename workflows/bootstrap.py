@@ -28,9 +28,11 @@ def run(args: argparse.Namespace) -> int:
         failed = error
     if not args.dry_run:
         root = commands.workspace().root
-        environment.install(root, args.groups or quick.GROUPS, offline=args.offline, quiet=args.json)
+        environment.install(root, commands.chosen(args), offline=args.offline, quiet=args.json)
         inputs = quick.signature(str(root), quick.PACKAGES)
-        quick.remember_packages(str(root), inputs, [each for each in quick.GROUPS if environment.ready(root, [each])])
+        quick.remember_packages(
+            str(root), inputs, [each for each in quick.ALL_GROUPS if environment.ready(root, [each])]
+        )
     if failed is not None:
         raise failed
     return code

@@ -14,7 +14,7 @@ from workflows import console, errors, proc
 from workflows.sources.workspace import Workspace, write_json
 
 STAMP = ".multimesh-packages.json"
-REQUIREMENTS = {"run": "run.txt", "dev": "dev.txt"}
+REQUIREMENTS = {"run": "run.txt", "cuda12": "cuda12.txt", "dev": "dev.txt"}
 PATH_FILE = "multimesh-third-party.pth"
 PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
 

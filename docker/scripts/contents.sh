@@ -43,4 +43,19 @@ else
     command -v "$program" >/dev/null || fault "no $program"
   done
 fi
+# JAX ignores a plugin of another version and runs on the CPU.
+if [ -x /opt/.venv/bin/python ]; then
+  said=$(/opt/.venv/bin/python -I -c '
+from importlib.metadata import PackageNotFoundError, version
+found = {}
+for name in ("jaxlib", "jax-cuda12-pjrt", "jax-cuda12-plugin"):
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+if len(set(found.values())) > 1 or len(found) == 2:
+    print("packages of JAX that do not fit: " + ", ".join(" ".join(each) for each in found.items()))
+') || said="no Python that starts"
+  [ -z "$said" ] || fault "$said"
+fi
 [ "$faults" -eq 0 ]

@@ -303,12 +303,13 @@ def test_a_schedule_that_does_not_fit_is_refused(job: Callable[[Sequence[str]], 
     [
         ("--gpus 2", None, r"--gpus 2, but no GPU can be seen here; check nvidia-smi, or use --cpus"),
         ("--gpus 2", 1, r"--gpus 2, but 1 GPUs can be seen here"),
+        ("--gpus 2", 2, r"--gpus 2: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12"),
         ("--use-tfds-dataset", None, r"pip install tensorflow-datasets, or use --text"),
     ],
 )
 def test_what_the_machine_lacks_is_named(argv: str, visible: int | None, message: str):
     with pytest.raises(MissingPartError, match=message) as raised:
-        check_machine(parse(argv.split()), visible_gpus=visible, has_tfds=False)
+        check_machine(parse(argv.split()), visible_gpus=visible, has_plugin=False, has_tfds=False)
     assert raised.value.exit_code == 4
 
 

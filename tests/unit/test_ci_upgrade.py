@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,29 @@ def test_bazel_is_moved_without_a_checksum_that_nobody_read(root: Path, tmp_path
     url = "https://github.com/bazelbuild/bazel/releases/download/99.1.0/bazel-99.1.0-linux-arm64"
     assert after.files["bazel linux/arm64"] == lock.FilePin(url, None)
     assert bump.move_bazel(tmp_path, "99.1.0") == "99.1.0"
+
+
+def test_jax_moves_with_its_plugin_for_gpus_or_not_at_all(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(root / "requirements", tmp_path / "requirements")
+    texts = {path.name: path.read_text() for path in (tmp_path / "requirements").iterdir()}
+    pinned = re.compile(r"^jax(?:lib|-cuda\S+)?==(\S+)$", re.MULTILINE)
+    assert pinned.findall(texts["run.in"] + texts["cuda12.in"]) == ["0.10.2"] * 4
+    locked: list[str] = []
+    monkeypatch.setattr(upgrade, "compile_lock", lambda _root, name: locked.append(name))
+    assert upgrade._relock(tmp_path, "99.0.0") == Move("requirements", "0.10.2", "99.0.0")
+    assert set(locked) == {"run", "cuda12", "dev", "workflows", "bench", "docs"}
+    moved = (tmp_path / "requirements" / "cuda12.in").read_text()
+    assert "\njax-cuda12-pjrt==99.0.0\njax-cuda12-plugin[with-cuda]==99.0.0\n" in moved
+    assert "0.10.2" not in moved + (tmp_path / "requirements" / "run.in").read_text().partition("jaxlib==")[2][:9]
+
+    def fails(_root: Path, name: str) -> None:
+        (tmp_path / "requirements" / f"{name}.txt").write_text("half")
+        raise errors.ToolError("no index has it")
+
+    for name, text in texts.items():
+        (tmp_path / "requirements" / name).write_text(text)
+    monkeypatch.setattr(upgrade, "compile_lock", fails)
+    assert upgrade._relock(tmp_path, "99.0.0").fault == "no index has it"
+    assert {path.name: path.read_text() for path in (tmp_path / "requirements").iterdir()} == texts

@@ -34,7 +34,9 @@ def decide(root: Path):
     def of(through: str | None, environ: dict[str, str] | None = None, **actions: object) -> attest.Attesting:
         engine = Told(("docker",), "docker", "28.0.0", "28.0.0", "buildx", None, through)
         request = Request(SPEC, MEANS, Actions(upload=True, **actions))  # type: ignore[arg-type]
-        return attest.decide(engine, request, lock.load(root), environ or {})
+        held = lock.load(root)
+        images = {name: lock.ImagePin(pin.reference, None) for name, pin in held.images.items()}
+        return attest.decide(engine, request, lock.ImageLock(images, held.files), environ or {})
 
     return of
 

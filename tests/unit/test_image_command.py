@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workflows import errors
-from workflows.image import build, command, lock, network
+from workflows.image import build, command, context, lock, network
 from workflows.image.engine import Engine
 from workflows.image.reference import make
 from workflows.image.spec import ImageSpec, Means
@@ -135,6 +135,39 @@ def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_pa
     build.proc.run(["git", "-C", tree, *name, "commit", "-q", "--allow-empty", "-m", "m"])
     with pytest.raises(errors.PinError, match="the lock says"):
         build._maxtext(tmp_path)
+
+
+def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C"]
+    tracked = {context.IGNORE: (root / context.IGNORE).read_bytes(), ".gitignore": b".env\nbuild/\n/third_party/\n"}
+    tracked |= dict.fromkeys(("maxtext/run.py", "multimesh/src/multimesh/plan.py", "docs/a b.md"), b"")
+    harmless = ("build/key", ".venv/secret", "notes.txt", "multimesh/src/multimesh/__pycache__/plan.pyc",
+                "third_party/.synced", "third_party/jax/new.py", "docker/context/python.tar.gz")  # fmt: skip
+    planted = ("docker/id_rsa", "docs/.env", "maxtext/.env", "multimesh/src/multimesh/trial.py",
+               "requirements/mine.txt", "third_party/maxtext/src/.env",
+               "third_party/maxtext/src/maxtext/id_rsa")  # fmt: skip
+    trees = {
+        tmp_path: tracked,
+        tmp_path / "third_party/maxtext": {"src/maxtext/train.py": b"", ".gitignore": b".env\n"},
+    }
+
+    def write(tree: Path, files: dict[str, bytes]) -> None:
+        for name, content in files.items():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes(content)
+
+    for tree, files in trees.items():
+        write(tree, files)
+        for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "m"]):
+            build.proc.run([*git, tree, *words])
+    write(tmp_path, dict.fromkeys(harmless, b""))
+    context.check(tmp_path)
+    assert build._ours(tmp_path) == build._revision(tmp_path)
+    write(tmp_path, dict.fromkeys(planted, b""))
+    assert context.untracked(tmp_path) == planted
+    assert build._ours(tmp_path) == f"{build._revision(tmp_path)}-dirty"
+    with pytest.raises(errors.PinError, match=r"docker/id_rsa, .* and 2 more: git does not track"):
+        context.check(tmp_path)
 
 
 def test_the_lock_is_written_as_it_is_read(root: Path, tmp_path: Path) -> None:

@@ -66,3 +66,9 @@ def test_the_locked_jax_takes_these_arguments(root: Path, tmp_path: Path, accele
     written = (tmp_path / ".jax_configure.bazelrc").read_text(encoding="utf-8")
     assert "HERMETIC_PYTHON_VERSION=3.11" in written
     assert ("HERMETIC_CUDA_VERSION=12.8.1" in written) == (accelerator == "cuda12")
+
+
+def test_a_bazel_without_a_pin_is_not_fetched(tmp_path: Path) -> None:
+    with pytest.raises(jaxlib.Refused, match="Bazel is not pinned"):
+        jaxlib.fetch_bazel("https://example.invalid/bazel", "", tmp_path / "bazel", tmp_path / "ca.pem")
+    assert not (tmp_path / "bazel").exists()

@@ -28,7 +28,7 @@ _ACCELERATORS = {"cuda-devel": "cuda12", "cuda-base": "cuda12", "ubuntu": "cpu"}
 _SAID_LINES = 25
 _XLA = ("third_party/xla/revision.bzl", re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE))
 _BAZEL_VERSION = re.compile(r"^(\d+\.\d+\.\d+)\s*$")
-_JAX = re.compile(r"^(jax|jaxlib)==\S+$", re.MULTILINE)
+_JAX = re.compile(r"^(jax|jaxlib|jax-cuda12-pjrt|jax-cuda12-plugin\[with-cuda\])==\S+$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -131,22 +131,20 @@ def _bazel(here: Workspace, mirror: str | None) -> Move:
 
 
 def _relock(root: Path, version: str) -> Move:
-    """Put a jax version into the requirements and lock them anew."""
-    path = root / "requirements" / "run.in"
-    text = path.read_text(encoding="utf-8")
-    old = next((match[0].partition("==")[2] for match in _JAX.finditer(text)), "")
-    locks = {
-        name: (root / "requirements" / f"{name}.txt").read_bytes()
-        for name in ("run", "dev", "workflows", "bench", "docs")
-    }
+    """Put a jax version into the requirements, its plugin for GPUs too, and lock them anew: all, or none."""
+    folder = root / "requirements"
+    names = ("run", "cuda12", "dev", "workflows", "bench", "docs")
+    before = {path: path.read_bytes() for name in names for path in (folder / f"{name}.in", folder / f"{name}.txt")}
+    old = next((match[0].partition("==")[2] for match in _JAX.finditer((folder / "run.in").read_text("utf-8"))), "")
     try:
-        path.write_text(_JAX.sub(lambda match: f"{match[1]}=={version}", text), encoding="utf-8")
-        for name in locks:
+        for name in ("run", "cuda12"):
+            path = folder / f"{name}.in"
+            path.write_text(_JAX.sub(rf"\g<1>=={version}", path.read_text("utf-8")), encoding="utf-8")
+        for name in names:
             compile_lock(root, name)
     except errors.WorkflowsError as error:
-        path.write_text(text, encoding="utf-8")
-        for name, content in locks.items():
-            (root / "requirements" / f"{name}.txt").write_bytes(content)
+        for path, content in before.items():
+            path.write_bytes(content)
         return Move("requirements", old, version, str(error))
     return Move("requirements", old, version)
 

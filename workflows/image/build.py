@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console, errors, proc
-from workflows.image import bazel, command, failure, lock, network
+from workflows.image import bazel, command, context, failure, lock, network
 from workflows.image.engine import Engine
 from workflows.image.progress import Display, Steps
 from workflows.image.spec import Built, ImageSpec, Layer, Means
@@ -75,7 +75,7 @@ def plan(
     pins = lock.load(root)
     base, access = command.bases(spec, pins), network.access(means, os.environ)
     library = _library(root)
-    stamp = command.Stamp(_revision(root), _maxtext(root))
+    stamp = command.Stamp(_ours(root), _maxtext(root))
     labels = command.labels(root, spec, base, stamp)
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
@@ -129,6 +129,8 @@ def execute(
         where = bazel.reach(means, cache)
         more = (*secret, *attest)
         todo = plan(root, engine, spec, where, result if save else None, more=more, push=push, folder=Path(folder))
+        for name in context.untracked(root):
+            console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
         for reference in todo.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
         for place in todo.access.left_out:
@@ -235,6 +237,14 @@ def _revision(root: Path) -> str | None:
         return None
     changed = any(not line.startswith("#") for line in told.text.splitlines())
     return f"{commit}-dirty" if changed else commit
+
+
+def _ours(root: Path) -> str | None:
+    """Return the commit of this repository, marked also where a build would read what git does not track."""
+    commit = _revision(root)
+    if commit is None or commit.endswith("-dirty") or not context.untracked(root):
+        return commit
+    return f"{commit}-dirty"
 
 
 def _maxtext(root: Path) -> str:

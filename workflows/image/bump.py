@@ -55,10 +55,10 @@ def bump(root: Path) -> list[Answer]:
         Answer(name, file.sha256, sha256 or file.sha256, fault)
         for (name, file), (sha256, fault) in zip(downloads.items(), sums, strict=True)
     ]
-    after = {answer.name: answer.after for answer in answers}
-    images = {name: replace(pin, digest=after[name]) for name, pin in held.images.items()}
-    files = {name: replace(file, sha256=after.get(name, file.sha256)) for name, file in held.files.items()}
-    new = lock.ImageLock(images, files)
+    told = {answer.name: answer.after for answer in answers if not answer.fault}
+    images = {name: replace(held.images[name], digest=told[name], read_in="") for name in held.images.keys() & told}
+    files = {name: replace(held.files[name], sha256=told[name], read_in="") for name in held.files.keys() & told}
+    new = lock.ImageLock(held.images | images, held.files | files)
     lock.save(root, new)
     devcontainer.follow(root, new)
     return answers

@@ -85,18 +85,18 @@ def from_environment(environ: Mapping[str, str], bazelrc: Path) -> Recipe:
 
 
 def fetch_bazel(url: str, sha256: str, path: Path, ca: Path) -> None:
-    """Download Bazel and hold it against its pin; without a pin the build says so and goes on."""
+    """Download Bazel and hold it against its pin."""
     if not url.startswith("https://"):
         raise Refused(f"Bazel's address {url!r} is not https")
+    if not sha256:
+        raise Refused("Bazel is not pinned; run `python -m workflows bump images` where github.com answers")
     context = ssl.create_default_context(cafile=str(ca) if ca.is_file() and ca.stat().st_size else None)
     digest = hashlib.sha256()
     with urllib.request.urlopen(url, context=context, timeout=60) as answer, path.open("wb") as file:  # noqa: S310
         while chunk := answer.read(_CHUNK):
             digest.update(chunk)
             file.write(chunk)
-    if not sha256:
-        print(f"warning: Bazel is not pinned; this one has sha256 {digest.hexdigest()}", flush=True)
-    elif digest.hexdigest() != sha256:
+    if digest.hexdigest() != sha256:
         raise Refused(f"Bazel has sha256 {digest.hexdigest()}, images.lock pins {sha256}; do not use it")
     path.chmod(0o755)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class ImagePin:
-    """An image that others are built from or that runs as a service; ``digest`` is None until a registry was asked."""
+    """An image that others are built from or that runs as a service; ``digest`` is None where nobody told it.
+
+    ``read_in`` names the public files that told it; empty where its registry did.
+    """
 
     reference: str
     digest: str | None
+    read_in: str = ""
 
     @property
     def exact(self) -> str:
@@ -31,10 +35,11 @@ class ImagePin:
 
 @dataclass(frozen=True)
 class FilePin:
-    """A file that a build downloads; ``sha256`` is None until a source was read that says."""
+    """A file that a build downloads; ``sha256`` is None where nobody told it, and ``read_in`` as an image's."""
 
     url: str
     sha256: str | None
+    read_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,27 +66,29 @@ def save(root: Path, lock: ImageLock) -> None:
     """Write new pins into ``images.lock``, whole or not at all; what it says about itself stays."""
     path = root / FILE
     raw = json.loads(path.read_text(encoding="utf-8"))
-    raw["images"] = {name: {"reference": pin.reference, "digest": pin.digest} for name, pin in lock.images.items()}
-    raw["files"] = {name: {"url": pin.url, "sha256": pin.sha256} for name, pin in lock.files.items()}
+    for kind, pins in (("images", lock.images), ("files", lock.files)):
+        raw[kind] = {
+            name: {key: value for key, value in asdict(pin).items() if value != ""} for name, pin in pins.items()
+        }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(_compact(json.dumps(raw, indent=2)) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
 def _compact(text: str) -> str:
-    """Put every image on one line."""
-    return re.sub(r'\{\s+("reference": "[^"]*"),\s+("digest": [^\s]+)\s+\}', r"{\1, \2}", text)
+    """Put an image of which no more is said on one line."""
+    return re.sub(r'\{\s+("reference": "[^"]*"),\s+("digest": [^\s,]+)\s+\}', r"{\1, \2}", text)
 
 
 def _image(name: str, entry: dict[str, Any]) -> ImagePin:
-    pin = ImagePin(str(entry["reference"]), entry["digest"])
+    pin = ImagePin(str(entry["reference"]), entry["digest"], str(entry.get("read_in", "")))
     if pin.digest is not None and not _DIGEST.fullmatch(pin.digest):
         raise ValueError(f"{name}: {pin.digest!r} is no digest")
     return pin
 
 
 def _file(name: str, entry: dict[str, Any]) -> FilePin:
-    pin = FilePin(str(entry["url"]), entry["sha256"])
+    pin = FilePin(str(entry["url"]), entry["sha256"], str(entry.get("read_in", "")))
     if not pin.url.startswith("https://"):
         raise ValueError(f"{name}: {pin.url!r} is not https")
     if pin.sha256 is not None and not _SHA256.fullmatch(pin.sha256):

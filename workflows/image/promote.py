@@ -13,6 +13,7 @@ from workflows.image.retry import Policy
 
 LATEST = "latest"
 _VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
+_FIXED = re.compile(rf"{_VERSION.pattern}(-[0-9A-Za-z.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,10 @@ def tags(reference: Reference, *, latest: bool, version: str | None) -> tuple[st
     return tuple(dict.fromkeys(wanted))
 
 
-def promote(
-    reference: Reference, digest: str, names: Sequence[str], policy: Policy, *, fixed: str | None = None
-) -> tuple[Moved, ...]:
+def promote(reference: Reference, digest: str, names: Sequence[str], policy: Policy) -> tuple[Moved, ...]:
     """Move tags of a repository to a digest that it holds, in order, and read each of them back.
 
-    Parameters
-    ----------
-    fixed
-        A tag that may be new but never move: that of a release.
+    A tag with the shape of a version, as ``v1.2.3`` or ``1.2.3-rc1``, may be new but never moves.
 
     Raises
     ------
@@ -57,8 +53,9 @@ def promote(
     moved: list[Moved] = []
     with Registry(reference, policy) as registry:
         manifest = registry.get(digest)
-        if fixed is not None and registry.digest(fixed) not in (None, digest):
-            raise errors.RegistryError(f"{registry.place}: {fixed} was released before; take the next version")
+        for fixed in filter(_FIXED.fullmatch, names):
+            if registry.digest(fixed) not in (None, digest):
+                raise errors.RegistryError(f"{registry.place}: {fixed} is another image already; take the next version")
         for name in names:
             try:
                 before = registry.digest(name)

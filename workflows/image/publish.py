@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console
-from workflows.image import attest, build, promote, push, release, sign
+from workflows.image import attest, build, context, promote, push, release, sign
 from workflows.image.attest import Attesting
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
@@ -33,6 +33,8 @@ def check_options(request: Request) -> None:
 
 def check_before(root: Path, engine: Engine, request: Request, attesting: Attesting) -> None:
     """Raise what would stop a push after the build: pins or trees that no release may have, or no right to push."""
+    if request.actions.build and not request.actions.commit:
+        context.check(root)
     if request.actions.release is not None:
         check_release(root, engine, request, attesting)
     with Registry(request.spec.reference) as registry:
@@ -77,7 +79,7 @@ def publish(
         signature = sign.sign(reference, pushed.digest, actions.sign_key, plain_http=plain_http)
     started = time.monotonic()
     tags = promote.tags(reference, latest=actions.latest, version=actions.release) if actions.promote else ()
-    moved = promote.promote(reference, pushed.digest, tags, policy, fixed=actions.release)
+    moved = promote.promote(reference, pushed.digest, tags, policy)
     published = Published(pushed, size, moved, time.monotonic() - started, signature, attesting.said, attested)
     document = release.record(root, published, built, asdict(check), actions.release)
     release.write(actions.release_file or root / RECORD, document)

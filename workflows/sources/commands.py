@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from workflows import console, errors
 from workflows.sources import safety
-from workflows.sources.quick import GROUPS
+from workflows.sources.quick import ALL_GROUPS, GROUPS
 from workflows.sources.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ def workspace() -> Workspace:
 def add_sync_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``sync`` and ``bootstrap`` share."""
     parser.add_argument(
-        "--group", action="append", choices=GROUPS, dest="groups",
-        help="only this group; may be repeated (default: all); run: for MaxText, source: for jaxlib, dev: to work here",
+        "--group", action="append", choices=ALL_GROUPS, dest="groups",
+        help="only this group; may be repeated (default: run, source and dev); run: for MaxText; cuda12: run, and the "
+        "packages with which JAX uses NVIDIA GPUs (3 GB); source: for jaxlib; dev: to work here",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     parser.add_argument("--offline", action="store_true", help="use only what is on this disk")
@@ -61,6 +62,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(func=run_diff)
 
 
+def chosen(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the groups that were asked for; packages for GPUs are of no use without what runs on them."""
+    groups = tuple(args.groups or GROUPS)
+    return ("run", *groups) if "cuda12" in groups and "run" not in groups else groups
+
+
 def run_sync(args: argparse.Namespace) -> int:
     """Bring components in; print what happened."""
     from workflows.sources import sync
@@ -72,7 +79,7 @@ def run_sync(args: argparse.Namespace) -> int:
     if args.offline and args.mirror:
         raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
     options = sync.Options(
-        groups=tuple(args.groups or GROUPS),
+        groups=chosen(args),
         jobs=args.jobs,
         offline=args.offline,
         dry_run=args.dry_run,

@@ -13,6 +13,7 @@ import sys
 from workflows.sources.hardened import environment
 
 GROUPS = ("run", "source", "dev")
+ALL_GROUPS = (*GROUPS, "cuda12")  # the last only where asked for: packages of 3 GB, for GPUs
 STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
 # What decides the content of third_party/ and of .venv; the last of a pair are folders, which may be missing.
 SOURCES = (("sources.yaml", "sources.lock"), ("patches",))
@@ -136,7 +137,7 @@ def answer(argv: list[str]) -> None:
     command, groups = argv[:1], argv[2::2]
     if command not in (["sync"], ["bootstrap"]) or argv[1::2] != ["--group"] * len(groups):
         return
-    if not set(groups) <= set(GROUPS) or sys.stdout is None:
+    if not set(groups) <= set(ALL_GROUPS) or sys.stdout is None:
         return
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     if command == ["bootstrap"]:

@@ -295,19 +295,23 @@ def _check_model(o: Options, model: Model) -> None:
     )
 
 
-def check_machine(options: Options, *, visible_gpus: int | None, has_tfds: bool) -> None:
+def check_machine(options: Options, *, visible_gpus: int | None, has_plugin: bool, has_tfds: bool) -> None:
     """Raise for what this machine lacks.
 
     Parameters
     ----------
     visible_gpus
         How many GPUs the driver shows, ``None`` if there is no driver.
+    has_plugin
+        Whether JAX has its plugin for CUDA: without it JAX runs on the CPU, and only warns.
     has_tfds
         Whether tensorflow-datasets is installed.
     """
     if options.gpus > (visible_gpus or 0):
         there = "no GPU" if not visible_gpus else f"{visible_gpus} GPUs"
         raise MissingPartError(f"--gpus {options.gpus}, but {there} can be seen here; check nvidia-smi, or use --cpus")
+    if options.gpus and not has_plugin:
+        raise MissingPartError(f"--gpus {options.gpus}: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12")
     if options.use_tfds_dataset and not has_tfds:
         raise MissingPartError("--use-tfds-dataset needs a package: pip install tensorflow-datasets, or use --text")
 

@@ -68,7 +68,10 @@ def _run(options: Options, root: Path | None) -> int:
     gpu_memory = min(gpus) if gpus else None
     if not options.dry_run:
         check_machine(
-            options, visible_gpus=None if gpus is None else len(gpus), has_tfds=has_package("tensorflow_datasets")
+            options,
+            visible_gpus=None if gpus is None else len(gpus),
+            has_plugin=any(map(has_package, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+            has_tfds=has_package("tensorflow_datasets"),
         )
     note = warning(options, gpu_memory=gpu_memory)
     if note and this.rank == 0:

@@ -1,0 +1,48 @@
+"""What a build would read of this tree although git does not track it: a token in ``.env``, a key, somebody's trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from docker.utils.build import PatternMatcher
+
+from workflows import errors, proc
+
+IGNORE = "docker/Dockerfile.dockerignore"
+# Trees of their own of which images get files, and where a Python that was given lies for as long as a build runs.
+_OTHERS = ("third_party/maxtext", "third_party/multimesh")
+_OURS = "docker/context/"
+
+
+def untracked(root: Path) -> tuple[str, ...]:
+    """Return the files that a build can read and git does not track, ignored ones too; none where git has no tree."""
+    lines = (root / IGNORE).read_text(encoding="utf-8").splitlines()
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    named = [pattern[1:] for pattern in patterns if pattern.startswith("!") and "third_party" not in pattern]
+    found = [name for name in _others(root, *(f":(top){name}" for name in named)) if not name.startswith(_OURS)]
+    for place in _OTHERS:
+        if (root / place / ".git").exists() and not (root / place).is_symlink():
+            found += [f"{place}/{name}" for name in _others(root / place)]
+    ignored: Any = PatternMatcher(patterns)  # its types ask for a path, its code for a name
+    return tuple(sorted(name for name in found if not ignored.matches(name)))
+
+
+def check(root: Path) -> None:
+    """Refuse to push what holds such files.
+
+    Raises
+    ------
+    PinError
+        Names them.
+    """
+    if files := untracked(root):
+        more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+        raise errors.PinError(
+            f"{', '.join(files[:5])}{more}: git does not track what the image would hold; commit, move or remove it"
+        )
+
+
+def _others(tree: Path, *paths: str) -> list[str]:
+    told = proc.run(["git", "-C", tree, "ls-files", "--others", "-z", "--", *paths], check=False)
+    return [] if told.returncode else [name for name in told.text.split("\0") if name]
