@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from tests.telling import pytest_collection_modifyitems  # noqa: F401
 
-from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job
+from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import MissingPartError
-from multimesh_maxtext.model import describe_model, find_maxtext
-from multimesh_maxtext.options import parse
+from multimesh_maxtext.model import find_maxtext
+from multimesh_maxtext.options import read
+from multimesh_maxtext.settle import settle
 from multimesh_maxtext.translate import Paths
 
 # As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.
@@ -82,10 +83,7 @@ def job(maxtext: Path) -> Callable[[Sequence[str]], Job]:
     """Check a command line and return the job it describes."""
 
     def checked(argv: Sequence[str]) -> Job:
-        options = parse(argv)
-        check_backend(options)
-        check_flags(options)
-        return check_job(options, describe_model(options, maxtext / "maxtext"))
+        return settle(read(argv), maxtext / "maxtext").job
 
     return checked
 

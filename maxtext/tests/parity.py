@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from multimesh import schedules
-from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job
+from multimesh_maxtext.checks import Job
 from multimesh_maxtext.launch import TRAINER, VARIABLE, launch
-from multimesh_maxtext.model import describe_model, find_maxtext
-from multimesh_maxtext.options import parse
+from multimesh_maxtext.model import find_maxtext
+from multimesh_maxtext.options import read
 from multimesh_maxtext.report import reference_job
+from multimesh_maxtext.settle import settle
 from multimesh_maxtext.text import read_texts, write_corpus
 from multimesh_maxtext.translate import Paths
 
@@ -87,10 +88,7 @@ def _job(flags: Sequence[str], steps: int, folder: Path) -> Job:
 
 
 def _checked(argv: Sequence[str]) -> Job:
-    options = parse(argv)
-    check_backend(options)
-    check_flags(options)
-    return check_job(options, describe_model(options, find_maxtext(ROOT) / "maxtext"))
+    return settle(read(argv), find_maxtext(ROOT) / "maxtext").job
 
 
 def _write_table(job: Job, folder: Path) -> Path:

@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 
 import multimesh
+import multimesh.jax
 import multimesh_maxtext
 from multimesh import schedules
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(Path(multimesh_maxtext.__file__).parent.glob("*.py"))
-PUBLIC = {"multimesh": multimesh.__all__, "multimesh.schedules": schedules.__all__}
+PUBLIC = {
+    "multimesh": multimesh.__all__,
+    "multimesh.schedules": schedules.__all__,
+    "multimesh.jax": multimesh.jax.__all__,
+}
 ROOMS = (("run", "cli", "launch", "checks", "options"), ("hooks", "placement"))  # --pp in both processes, as in README
 
 

@@ -16,9 +16,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from multimesh import contexts
 from multimesh_maxtext import hooks
 from multimesh_maxtext.errors import LauncherError, UnsupportedError, UsageError
 from multimesh_maxtext.launch import VARIABLE, Handoff
+from multimesh_maxtext.step import StepFunction
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 8
 
@@ -157,6 +159,29 @@ def test_a_step_that_was_dumped_or_profiled_compiles_again_for_other_types(
         assert total == jnp.sum(jnp.ones((rows, WIDTH)) @ (jnp.eye(WIDTH) + number))
     assert traced == [(4, WIDTH), (6, WIDTH)]
     assert list((tmp_path / "out").iterdir())
+
+
+def test_small_arrays_of_the_state_lie_whole_where_that_is_asked_for(handoff: Handoff, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, replace(handoff, replicate_below=64).variables()[VARIABLE])
+    mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",))
+    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), mesh)
+    split = NamedSharding(mesh, P("tensor"))
+    state = {"layers_1": {name: jax.ShapeDtypeStruct((n,), float, sharding=split) for name, n in (("w", 64), ("b", 8))}}
+    types, shardings = hooks.place_state(state, jax.tree.map(lambda x: x.sharding, state))
+    for name, spec in (("w", P("tensor")), ("b", P())):
+        assert types["layers_1"][name].sharding == shardings["layers_1"][name]
+        assert shardings["layers_1"][name].spec == spec
+        assert shardings["layers_1"][name].device_set == set(jax.devices()[4:8])
+
+
+def test_a_step_is_compiled_under_the_contexts_that_were_asked_for(handoff: Handoff, monkeypatch: pytest.MonkeyPatch):
+    asked = {"enable_task_fusion": False, "only_fuse_loop_tasks": True, "autoshard": True}
+    seen = []
+    step = StepFunction(
+        lambda state, batch: (seen.append(contexts.current()), state), (), replace(handoff, context=asked)
+    )
+    step(jnp.zeros(2), jnp.zeros(2))
+    assert {name: getattr(seen[0], name) for name in asked} == asked
 
 
 def test_an_evaluation_gives_nothing_up_and_writes_no_placement(handoff: Handoff):

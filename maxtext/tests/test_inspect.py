@@ -76,7 +76,7 @@ def test_the_profile_has_timelines(trained: Path):
 
 @pytest.mark.full
 def test_dump_only_compiles_and_trains_nothing(run: Run, tmp_path: Path):
-    done = run(*JOB, "--output", tmp_path / "out", "--dump", tmp_path / "dump", "--dump-only", "--hlo")
+    done = run(*JOB, "--output", tmp_path / "out", "--dump", tmp_path / "dump", "--dump-only", "--dump-hlo")
     assert (done.code, done.stdout) == (0, f"compiled; the plan is in {tmp_path / 'dump'}\n"), done.stderr
     assert {path.name for path in (tmp_path / "dump").iterdir()} == {*PLAN, "xla"}
     assert [path for path in (tmp_path / "dump/xla").iterdir() if "B0_layer0" in path.name and path.suffix == ".txt"]

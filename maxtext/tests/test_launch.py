@@ -69,9 +69,13 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
         return launch(job(argv.split()), paths, inherited=inherited, gpu_memory=None).environment
 
     found = variables("--cpus 8 --pp 4 --dp 2 --schedule gpipe", PYTHONPATH="/mine")
+    context = {"autoshard": True, "enable_task_fusion": True, "only_fuse_loop_tasks": False}
     assert received(found) == Handoff(
-        4, interleave=1, schedule="gpipe", table=None, placement=str(paths.output / "placement.json")
+        4, interleave=1, schedule="gpipe", table=None, placement=str(paths.output / "placement.json"), context=context
     )
+    given = received(variables("--pp 2 --no-autoshard --no-fuse-tasks --only-fuse-loop-tasks --replicate-small-params"))
+    assert given.context == {"autoshard": False, "enable_task_fusion": False, "only_fuse_loop_tasks": True}
+    assert given.replicate_below == 4 * 128  # the tokens of a batch
     assert found["PYTHONPATH"] == f"{paths.maxtext}:{ROOT / 'maxtext/src'}:{ROOT / 'multimesh/src'}:/mine"
     assert received(variables("--pp 2")).schedule == "1f1b"
     for one_program in ("--dp 2", "--pp 2 --backend spmd"):

@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.errors import LauncherError, UsageError
 from multimesh_maxtext.launch import launch
+from multimesh_maxtext.options import parse
 from multimesh_maxtext.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
-from multimesh_maxtext.translate import Paths, argument, configuration, environment, per_device
+from multimesh_maxtext.translate import Paths, argument, configuration, environment, notes, per_device
 
 Check = Callable[[Sequence[str]], Job]
 
@@ -80,6 +81,11 @@ def variables(
             {"remat_policy": "full", "attention": "dot_product", "hardware": "cpu"},
         ),
         ("--gpus 2 --tp 2", {"hardware": "gpu"}),
+        ("--model-dims 128", {"base_mlp_dim": 512}),
+        ("--model-dims 128 --mlp-dims 64", {"base_mlp_dim": 64}),
+        ("--remat minimal_flash", {"remat_policy": "minimal_with_context"}),
+        ("--model-name llama3-8b", {"use_iota_embed": None, "logits_dot_in_fp32": None}),
+        ("--compile-topology-num-slices 2", {"compile_topology_num_slices": 2}),
         ("--num-heads 8 --model-dims 128", {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 16}),
         ("--model-name llama3-8b", {"model_name": "llama3-8b", "override_model_config": True}),
         ("--num-steps 9 --profile", {"steps": 9, "profiler": "xplane", "profiler_steps": 5}),
@@ -153,7 +159,7 @@ def test_cpu_environment(job: Check, paths: Paths):
     ("flag", "xla"),
     [
         ("--latency-hiding-scheduler", "--xla_gpu_enable_latency_hiding_scheduler=true"),
-        ("--collective-matmul", "--xla_gpu_threshold_for_windowed_einsum_mib=0"),
+        ("--collective-matmul 512", "--xla_gpu_threshold_for_windowed_einsum_mib=512"),
         ("--xla-pipelining", "--xla_gpu_enable_pipelined_all_gather=true"),
         ("--xla-loop-buffering", "--xla_gpu_enable_while_loop_double_buffering=true"),
         ("--use-nccl-comm-split", "--xla_gpu_enable_nccl_comm_splitting=true"),
@@ -167,16 +173,49 @@ def test_compiler_flags_reach_xla_on_gpus_only(job: Check, paths: Paths, flag: s
     assert xla not in variables(job, paths, flag)["XLA_FLAGS"].split()
 
 
+def test_compiler_flags_for_gpus_are_on_unless_told_otherwise(job: Check, paths: Paths):
+    found = variables(job, paths, "--gpus 1")["XLA_FLAGS"].split()
+    assert "--xla_gpu_enable_while_loop_double_buffering=true" in found
+    assert "--xla_gpu_all_gather_combine_threshold_bytes=4294967296" in found
+    assert "windowed_einsum" not in " ".join(found)
+    mine = {"XLA_FLAGS": "--xla_gpu_all_reduce_combine_threshold_bytes=7 --xla_gpu_enable_nccl_comm_splitting=false"}
+    found = variables(job, paths, "--gpus 1 --no-xla-loop-buffering", mine)["XLA_FLAGS"].split()
+    assert "--xla_gpu_enable_while_loop_double_buffering=false" in found
+    assert [flag for flag in found if "all_reduce_combine" in flag or "comm_splitting" in flag] == mine[
+        "XLA_FLAGS"
+    ].split()
+    # What the command line says comes after it, so it wins.
+    found = variables(job, paths, "--gpus 1 --xla-ar-threshold 9", mine)["XLA_FLAGS"].split()
+    assert [flag[-2:] for flag in found if "all_reduce_combine" in flag] == ["=7", "=9"]
+
+
+def test_a_process_that_sees_its_own_gpus_only_takes_the_first(paths: Paths, job: Check):
+    eight = job(["--nodes", "8", "--gpus", "1", "--dp", "8"])
+    for visible, mine in (("5", "0"), ("0,1,2,3,4,5,6,7", "5"), ("", "5")):
+        inherited = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+        start = launch(eight, paths, inherited=inherited, gpu_memory=None, local_rank=5)
+        assert start.environment["JAX_LOCAL_DEVICE_IDS"] == mine
+
+
 def test_framebuffer_memory_becomes_a_fraction(job: Check, paths: Paths):
     assert variables(job, paths, "--gpus 1 --fbmem 40000", memory=80_000)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
     assert variables(job, paths, "--gpus 1 --fbmem 90000", memory=80_000)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "1.0"
+    assert variables(job, paths, "--gpus 1 --fbmem 77", memory=81_559)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9441"
+    assert notes(parse(["--gpus", "1", "--fbmem", "77"]), gpu_memory=81_559) == [
+        "--fbmem 77: JAX takes 0.9441 of each GPU's 81559 MiB"
+    ]
+    for wrong in ("2000", "0", "3"):
+        with pytest.raises(
+            UsageError, match=rf"--fbmem {wrong} is 0\.\d+ of .* less than 0.05; it counts GB below 1000"
+        ):
+            variables(job, paths, f"--gpus 1 --fbmem {wrong}", memory=80_000)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in variables(job, paths, "--gpus 1 --fbmem 90000")
 
 
 def test_dumps_and_logging(job: Check, paths: Paths, tmp_path: Path):
     folder = tmp_path / "with space"
-    found = environment(
-        job(["--dump", str(folder), "--hlo", "--dump-all-passes", "--debug", "debug"]),
+    found: Mapping[str, str] = environment(
+        job(["--dump", str(folder), "--dump-hlo", "--dump-all-passes", "--debug", "debug"]),
         paths,
         inherited={},
         gpu_memory=None,
@@ -186,7 +225,8 @@ def test_dumps_and_logging(job: Check, paths: Paths, tmp_path: Path):
     # Beside a pipeline's plan XLA's programs are written only where they are asked for.
     assert "xla_dump" not in variables(job, paths, "--pp 2 --dump x")["XLA_FLAGS"]
     assert (
-        f'--xla_dump_to="{Path("x").resolve() / "xla"}"' in variables(job, paths, "--pp 2 --dump x --hlo")["XLA_FLAGS"]
+        f'--xla_dump_to="{Path("x").resolve() / "xla"}"'
+        in variables(job, paths, "--pp 2 --dump x --dump-hlo")["XLA_FLAGS"]
     )
     assert variables(job, paths, "--gpus 1 --debug-nccl")["NCCL_DEBUG"] == "INFO"
 
@@ -232,7 +272,7 @@ def test_text_that_cannot_be_used_is_named(tmp_path: Path, job: Check):
     short.write_text("x")
     with pytest.raises(UsageError, match=r"--text needs 257 tokens .*, the model has 256; use vocab_size=384"):
         job(["vocab_size=256", "--text", str(short)])
-    with pytest.raises(UsageError, match=r"--text and --use-tfds-dataset are two sources; choose one"):
+    with pytest.raises(LauncherError, match=r"--text and --use-tfds-dataset are two sources; choose one"):
         job(["--use-tfds-dataset", "--text", str(short)])
 
 

@@ -1,14 +1,17 @@
 """``python -m multimesh_maxtext``: the command of ``maxtext/run.py`` where there is no repository.
 
-``python -m multimesh_maxtext join CONFIG KEY=VALUE...`` is the trainer that it starts as one of several processes.
+``python -m multimesh_maxtext join CONFIG KEY=VALUE...`` is the trainer that it starts as one of several processes, and
+``... compile FILE`` what ``--hlo`` starts.
 """
 
 import sys
 
 from multimesh_maxtext.cli import main
-from multimesh_maxtext.launch import join
+from multimesh_maxtext.launch import compile_module, join
 
 if sys.argv[1:2] == ["join"]:
     join(sys.argv[2:])
+elif sys.argv[1:2] == ["compile"]:
+    compile_module(sys.argv[2])
 else:
     sys.exit(main(sys.argv[1:]))

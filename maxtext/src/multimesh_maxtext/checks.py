@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import multimesh
-from multimesh_maxtext.errors import MissingPartError, UnsupportedError, UsageError
+from multimesh_maxtext.errors import LauncherError, MissingPartError, UnsupportedError, UsageError
 from multimesh_maxtext.model import Model
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
@@ -16,26 +17,15 @@ from multimesh_maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
 MULTIMESH_ONLY = {
     "schedule": "it runs MaxText's own circular pipeline",
     "custom_schedule_path": "it runs MaxText's own circular pipeline",
-    "load_balance_decoder_norm": "MaxText deals whole layers",
     "forecast": "it has no plan to forecast from",
     "device_memory": "it has no plan to forecast from",
-    "dump_mpmd_passes": "it has one program and no MultiMesh passes",
     "dump_only": "MaxText compiles when it trains; use --num-steps 1",
-    "autoshard": "MaxText shards by its own rules",
-    "replicate_small_params": "MaxText shards by its own rules",
-    "fuse_tasks": "it has no tasks",
-    "only_fuse_loop_tasks": "it has no tasks",
-    "host_offload_min_reuse_distance": "it has no tasks",
     "verify": "it is what a pipeline is compared with",
 }
 """Flags that only the multimesh backend can honour, and why spmd cannot."""
 
-_LATER = (
-    "load_balance_decoder_norm",
-    *("autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks"),
-    *("host_offload_min_reuse_distance",),
-)
-"""Flags that the backend does not honour yet."""
+GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
+"""Kernels that CPU devices lack."""
 
 _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_block": (
@@ -90,94 +80,105 @@ class Job:
         return not self.options.staged if given is None else given
 
 
-def check_backend(options: Options) -> None:
-    """Raise for what the chosen backend cannot do at all."""
+def find_wrong_flags(options: Options) -> Iterator[LauncherError]:
+    """Yield what is wrong with flags, whatever the model."""
+    o = options
     for name, reason in MULTIMESH_ONLY.items():
-        if not options.has(name):
+        if not o.has(name):
             continue
         flag = "--" + name.replace("_", "-")
-        if options.backend != "multimesh":
-            raise UnsupportedError(f"--backend {options.backend} has no use for {flag}: {reason}; leave it out")
-        _refuse(options.pp == 1, f"{flag} is about pipeline stages; add --pp")
+        if o.backend != "multimesh":
+            yield UnsupportedError(f"--backend {o.backend} has no use for {flag}: {reason}; leave it out")
+        elif o.pp == 1:
+            yield UsageError(f"{flag} is about pipeline stages; add --pp")
+    for condition, error in _flags_apart(o):
+        if condition:
+            yield error
 
 
-def check_flags(options: Options) -> None:
-    """Raise for flags that do not fit together, whatever the model."""
-    o = options
-    _refuse(o.backend == "cuda" and not o.gpus, "--backend cuda needs GPUs; add --gpus N or use --backend spmd")
-    _refuse(o.backend == "cpu" and o.gpus > 0, f"--backend cpu trains on CPU devices; remove --gpus {o.gpus}")
-    _refuse(o.interleave > 1 and o.pp == 1, f"--interleave {o.interleave} cuts pipeline stages into pieces; add --pp")
-    _refuse(o.sequence_parallel and o.tp == 1, "--sequence-parallel shards between tensor-parallel blocks; add --tp")
-    _refuse(
+def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
+    yield (
+        o.backend == "cuda" and not o.gpus,
+        UsageError("--backend cuda needs GPUs; add --gpus N or use --backend spmd"),
+    )
+    yield o.backend == "cpu" and o.gpus > 0, UsageError(f"--backend cpu trains on CPU devices; remove --gpus {o.gpus}")
+    yield (
+        o.interleave > 1 and o.pp == 1,
+        UsageError(f"--interleave {o.interleave} cuts pipeline stages into pieces; add --pp"),
+    )
+    yield (
+        o.sequence_parallel and o.tp == 1,
+        UsageError("--sequence-parallel shards between tensor-parallel blocks; add --tp"),
+    )
+    yield (
         o.scan_layers is False and o.pp > 1 and not o.staged,
-        "MaxText's own pipeline scans over layers; remove --no-scan-layers or --pp",
+        UsageError("MaxText's own pipeline scans over layers; remove --no-scan-layers or --pp"),
     )
-    _refuse(
-        o.platform == "cpu" and o.attention in ("flash", "cudnn_flash_te"),
-        f"--attention {o.attention} is a GPU kernel; on CPU devices use --attention dot_product",
+    yield (
+        o.platform == "cpu" and o.attention in GPU_ATTENTION,
+        UsageError(f"--attention {o.attention} is a GPU kernel; on CPU devices use --attention dot_product"),
     )
-    _refuse(bool(o.text) and o.use_tfds_dataset, "--text and --use-tfds-dataset are two sources; choose one")
+    yield o.text and o.use_tfds_dataset, UsageError("--text and --use-tfds-dataset are two sources; choose one")
     for flag, value in (
         ("--dataset-path", o.dataset_path),
         ("--dataset-name", o.dataset_name),
         ("--tokenizer-path", o.tokenizer_path),
     ):
         remedy = "with --text every byte is a token" if o.text else "add --use-tfds-dataset"
-        _refuse(bool(value) and not o.use_tfds_dataset, f"{flag} is for TensorFlow datasets; {remedy}, or remove it")
-    missing = not (o.dataset_path and o.dataset_name)
-    _refuse(
-        o.use_tfds_dataset and missing, "--use-tfds-dataset needs to know which; add --dataset-path and --dataset-name"
+        yield value and not o.use_tfds_dataset, UsageError(f"{flag} is for TensorFlow datasets; {remedy}, or remove it")
+    yield (
+        o.use_tfds_dataset and not (o.dataset_path and o.dataset_name),
+        UsageError("--use-tfds-dataset needs to know which; add --dataset-path and --dataset-name"),
     )
-    for name, needed in (
-        *(("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")),
-    ):
-        missing_one = o.has(name) and not o.has(needed)
-        _refuse(missing_one, f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it")
-    _refuse(
-        bool(o.checkpoint) and o.verify,
-        "--verify trains twice from step 0 to compare; leave out --checkpoint or --verify",
+    for name, needed in (("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")):
+        yield (
+            o.has(name) and not o.has(needed),
+            UsageError(f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it"),
+        )
+    yield (
+        o.checkpoint and o.verify,
+        UsageError("--verify trains twice from step 0 to compare; leave out --checkpoint or --verify"),
     )
-    dumps = ("hlo", "dump_all_passes", "dump_mpmd_passes", "dump_only")
-    for flag, given in (("--" + name.replace("_", "-"), o.has(name)) for name in dumps):
-        _refuse(given and not o.dump, f"{flag} says how to dump; add --dump DIR")
+    for name in ("dump_hlo", "dump_all_passes", "dump_mpmd_passes", "dump_only"):
+        yield o.has(name) and not o.dump, UsageError(f"--{name.replace('_', '-')} says how to dump; add --dump DIR")
     for file in o.text or ():
-        _refuse(not file.is_file(), f"--text {file}: no such file; KEY=VALUE and further flags go before --text")
+        yield (
+            not file.is_file(),
+            UsageError(f"--text {file}: no such file; KEY=VALUE and further flags go before --text"),
+        )
 
 
-def check_job(options: Options, model: Model) -> Job:
-    """Return the job that the flags describe.
-
-    Raises
-    ------
-    UsageError
-        Where a product or a division does not come out; the message names a value that would.
-    """
+def make_job(options: Options, model: Model) -> Job:
+    """Return the job that flags describe, whether or not it comes out."""
     o = options
-    per_process = o.gpus or o.cpus or o.parallelism
-    devices = o.nodes * per_process
-    _check_devices(o, devices)
-    _check_model(o, model)
+    devices = o.nodes * (o.gpus or o.cpus or o.parallelism)
     batch = o.batch_size or 2 * devices
-    rows = o.domains * o.microbatch_size
-    if batch % rows:
-        near = max(rows, round(batch / rows) * rows)
-        raise UsageError(
-            f"a batch of {batch} is no multiple of dp x fsdp x ep x microbatch size = {o.dp} x {o.fsdp} x {o.ep} x "
+    return Job(o, model, devices, batch, max(1, batch // (o.domains * o.microbatch_size)))
+
+
+def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
+    """Yield where a product or a division does not come out, with a value that would, and what stages cannot do."""
+    o, rows = job.options, job.options.domains * job.options.microbatch_size
+    counted = o.batch_size or job.devices == o.parallelism  # the batch is known, or follows from the devices
+    yield from _wrong_devices(o, job.devices)
+    yield from _wrong_model(o, job.model)
+    if job.batch % rows and counted:
+        near = max(rows, round(job.batch / rows) * rows)
+        yield UsageError(
+            f"a batch of {job.batch} is no multiple of dp x fsdp x ep x microbatch size = {o.dp} x {o.fsdp} x {o.ep} x "
             f"{o.microbatch_size} = {rows}; use --batch-size {near}"
         )
-    microbatches = batch // rows
     if o.staged:
-        check_placeable(o, model)
-        check_schedule(o, microbatches)
-    elif o.pp > 1 and microbatches % o.pp:
-        near = max(1, round(microbatches / o.pp)) * o.pp
-        raise UsageError(
-            f"MaxText's own pipeline needs a multiple of pp = {o.pp} microbatches, not {microbatches}; "
+        yield from _not_placeable(job.model)
+        yield from _wrong_schedule(o, job.microbatches)
+    elif o.pp > 1 and counted and job.microbatches % o.pp:
+        near = max(1, round(job.microbatches / o.pp)) * o.pp
+        yield UsageError(
+            f"MaxText's own pipeline needs a multiple of pp = {o.pp} microbatches, not {job.microbatches}; "
             f"use --batch-size {near * rows}"
         )
-    job = Job(options, model, devices, batch, microbatches)
-    _check_shares(job, rows)
-    return job
+    if job.batch % rows == 0:
+        yield from _wrong_shares(job, rows)
 
 
 def find_schedule(name: str, table: Path | str | None) -> multimesh.schedules.Schedule:
@@ -190,70 +191,56 @@ def schedule_name(options: Options) -> str:
     return options.schedule or ("interleaved" if options.interleave > 1 else "1f1b")
 
 
-def check_schedule(options: Options, microbatches: int) -> None:
-    """Raise for a schedule that cannot order these stages and microbatches.
-
-    Raises
-    ------
-    UsageError
-        Naming the flag to change, or the cell of the table that is wrong.
-    """
+def _wrong_schedule(options: Options, microbatches: int) -> Iterator[LauncherError]:
+    """Yield what keeps a schedule from ordering these stages: the flag to change, or the cell of the table."""
     name, path = schedule_name(options), options.custom_schedule_path
     if (name == "custom") != (path is not None):
-        raise UsageError(
+        yield UsageError(
             "--schedule custom needs a table; add --custom-schedule-path FILE"
             if path is None
             else f"--custom-schedule-path {path} is for --schedule custom; add that or leave it out"
         )
+        return
     if name == "interleaved" and options.interleave == 1:
-        raise UsageError("--schedule interleaved is for stages of several pieces; add --interleave 2 or use 1f1b")
+        yield UsageError("--schedule interleaved is for stages of several pieces; add --interleave 2 or use 1f1b")
+        return
     try:
         schedule = find_schedule(name, path)
     except multimesh.UsageError as error:
-        raise UsageError(str(error)) from None
+        yield UsageError(str(error))
+        return
     shape = options.pp, options.interleave, microbatches
     try:
         multimesh.schedules.validate(schedule.table(*shape, backward=True), *shape)
     except multimesh.UsageError as error:
         where = f"--custom-schedule-path {path}" if path else f"--schedule {name}"
-        raise UsageError(
-            f"{where}, --pp {shape[0]}, --interleave {shape[1]}, {shape[2]} microbatches: {error}"
-        ) from None
+        yield UsageError(f"{where}, --pp {shape[0]}, --interleave {shape[1]}, {shape[2]} microbatches: {error}")
 
 
-def check_placeable(options: Options, model: Model) -> None:
-    """Raise for a pipeline that the backend cannot run yet.
-
-    Raises
-    ------
-    UnsupportedError
-        Naming the flag or the setting, why, and what to use.
-    """
-    for name in _LATER:
-        if options.has(name):
-            raise UnsupportedError(f"--backend multimesh has no --{name.replace('_', '-')} yet; leave it out")
+def _not_placeable(model: Model) -> Iterator[LauncherError]:
+    """Yield the settings of a pipeline that the backend cannot run yet, why, and what to use."""
     for key, (values, reason) in _ABLE.items():
         value = model.resolved.get(key, values[0])
         if value not in values:
-            raise UnsupportedError(
+            yield UnsupportedError(
                 f"--backend multimesh cannot train with {key}={value} yet: {reason}; "
                 f"use {key}={values[0]} or --backend spmd"
             )
 
 
-def _check_shares(job: Job, rows: int) -> None:
+def _wrong_shares(job: Job, rows: int) -> Iterator[LauncherError]:
     """MaxText loads real data in equal shares per device of its mesh."""
     o, sharing = job.options, job.mesh_devices
     in_one_program = o.pp > 1 and not o.staged
     forward = job.batch if in_one_program else rows
     if (o.text or o.use_tfds_dataset) and forward > sharing and job.batch % sharing:
-        raise UsageError(
+        yield UsageError(
             f"MaxText loads data in equal shares per device, and {sharing} devices do not divide a batch of "
             f"{job.batch}; use --batch-size {math.lcm(rows * (o.pp if in_one_program else 1), sharing)}"
         )
 
 
-def _check_devices(o: Options, devices: int) -> None:
+def _wrong_devices(o: Options, devices: int) -> Iterator[LauncherError]:
     if o.parallelism == devices:
         return
     product = f"{o.dp} x {o.fsdp} x {o.tp} x {o.pp} x {o.ep} = {o.parallelism}"
@@ -261,14 +248,14 @@ def _check_devices(o: Options, devices: int) -> None:
         remedy = f"use --dp {devices // (o.parallelism // o.dp)}"
     else:
         remedy = f"use {'--gpus' if o.gpus else '--cpus'} {-(-o.parallelism // o.nodes)}"
-    raise UsageError(f"dp x fsdp x tp x pp x ep = {product}, but there are {devices} devices; {remedy}")
+    yield UsageError(f"dp x fsdp x tp x pp x ep = {product}, but there are {devices} devices; {remedy}")
 
 
-def _check_model(o: Options, model: Model) -> None:
+def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
     pieces = o.pp * o.interleave
     if model.layers % pieces:
         near = max(1, round(model.layers / pieces)) * pieces
-        raise UsageError(
+        yield UsageError(
             f"{model.layers} layers cannot be dealt to pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces; "
             f"use --num-layers {near} or another --pp or --interleave"
         )
@@ -282,40 +269,48 @@ def _check_model(o: Options, model: Model) -> None:
         ("sequence", o.sequence_length, "--tp", o.tp if o.sequence_parallel else 1, "--sequence-length"),
     ):
         if size % parts:
-            raise UsageError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
+            yield UsageError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
     if o.platform == "cpu" and o.ep > 1 and model.resolved.get("sparse_matmul"):
-        raise UnsupportedError(
+        yield UnsupportedError(
             f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
             "devices; add sparse_matmul=false"
         )
-    _refuse(
-        bool(o.text) and model.vocabulary < BYTE_TOKENS,
-        f"--text needs {BYTE_TOKENS} tokens (bytes and the end of a document), the model has {model.vocabulary}; "
-        f"use vocab_size={BYTE_VOCABULARY}",
-    )
+    if o.text and model.vocabulary < BYTE_TOKENS:
+        yield UsageError(
+            f"--text needs {BYTE_TOKENS} tokens (bytes and the end of a document), the model has {model.vocabulary}; "
+            f"use vocab_size={BYTE_VOCABULARY}"
+        )
+    if o.attention == "cudnn_flash_jax":
+        windows = model.resolved.get("sliding_window_size") or 0
+        if windows > 0 or model.resolved.get("attention_type", "global") != "global":
+            yield UnsupportedError(
+                "--attention cudnn_flash_jax attends to all earlier tokens, and this model has windows; "
+                "use --attention dot_product, or install TransformerEngine for cudnn_flash_te"
+            )
+        if o.use_tfds_dataset and model.resolved.get("packing", True):
+            yield UnsupportedError(
+                "--attention cudnn_flash_jax attends across documents that are packed into one sequence; add "
+                "packing=false, or install TransformerEngine for cudnn_flash_te"
+            )
 
 
-def check_machine(options: Options, *, visible_gpus: int | None, has_plugin: bool, has_tfds: bool) -> None:
+def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plugin: bool, has_tfds: bool) -> None:
     """Raise for what this machine lacks.
 
     Parameters
     ----------
-    visible_gpus
-        How many GPUs the driver shows, ``None`` if there is no driver.
+    gpu_memory
+        Memory of every GPU that the driver shows, in MiB, ``None`` if there is no driver.
     has_plugin
         Whether JAX has its plugin for CUDA: without it JAX runs on the CPU, and only warns.
     has_tfds
         Whether tensorflow-datasets is installed.
     """
-    if options.gpus > (visible_gpus or 0):
-        there = "no GPU" if not visible_gpus else f"{visible_gpus} GPUs"
+    visible = len(gpu_memory or ())
+    if options.gpus > visible:
+        there = f"{visible} GPUs" if visible else "no GPU"
         raise MissingPartError(f"--gpus {options.gpus}, but {there} can be seen here; check nvidia-smi, or use --cpus")
     if options.gpus and not has_plugin:
         raise MissingPartError(f"--gpus {options.gpus}: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12")
     if options.use_tfds_dataset and not has_tfds:
         raise MissingPartError("--use-tfds-dataset needs a package: pip install tensorflow-datasets, or use --text")
-
-
-def _refuse(condition: bool, message: str) -> None:
-    if condition:
-        raise UsageError(message)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,17 +16,18 @@ from rich.console import Console
 
 from multimesh_maxtext import memory, report
 from multimesh_maxtext.checkpoint import Beginning, beginning
-from multimesh_maxtext.checks import Job, check_backend, check_flags, check_job, check_machine
+from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import LauncherError, TrainerFailedError, UsageError
-from multimesh_maxtext.launch import Launch, forecasting, launch, member, visible_gpu_memory
+from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, member, visible_gpu_memory
 from multimesh_maxtext.memory import Need, check_fits
-from multimesh_maxtext.model import describe_model, find_maxtext, has_package
-from multimesh_maxtext.options import Options, parse
+from multimesh_maxtext.model import find_maxtext, has_package
+from multimesh_maxtext.options import Options, read
 from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
+from multimesh_maxtext.settle import Settled, settle
 from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
 from multimesh_maxtext.trainer import Outcome, forecast, inspect, tail, terminate_as_interrupt, train
-from multimesh_maxtext.translate import JAX_FRACTION, Paths, memory_fraction, warning
+from multimesh_maxtext.translate import JAX_FRACTION, Paths, memory_fraction, notes
 
 INTERRUPTED = 130
 
@@ -41,14 +44,16 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     """
     try:
         with terminate_as_interrupt():
-            options = parse(argv)
+            parsed = read(argv)
+            maxtext = find_maxtext(root)
+            settled = settle(parsed, maxtext / "maxtext")
+            options = settled.job.options
             if options.spawn and options.nodes > 1 and not options.dry_run:
-                check_backend(options)
-                check_flags(options)
                 return spawn(argv, options, root)
-            return _run(options, root)
+            return _run(settled, maxtext)
     except LauncherError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in str(error).splitlines() or [""]:
+            print(f"error: {line}", file=sys.stderr)
         if "--json" in argv:
             print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
         return error.exit_code
@@ -57,29 +62,28 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
         return INTERRUPTED
 
 
-def _run(options: Options, root: Path | None) -> int:
-    check_backend(options)
-    check_flags(options)
+def _run(settled: Settled, maxtext: Path) -> int:
+    job, options = settled.job, settled.job.options
     this = member(options, os.environ)
-    maxtext = find_maxtext(root)
-    job = check_job(options, describe_model(options, maxtext / "maxtext"))
     texts = read_texts(options.text or ())
     gpus = visible_gpu_memory() if options.gpus else None
     gpu_memory = min(gpus) if gpus else None
     if not options.dry_run:
         check_machine(
             options,
-            visible_gpus=None if gpus is None else len(gpus),
+            gpu_memory=gpus,
             has_plugin=any(map(has_package, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
             has_tfds=has_package("tensorflow_datasets"),
         )
-    note = warning(options, gpu_memory=gpu_memory)
-    if note and this.rank == 0:
-        print(f"warning: {note}", file=sys.stderr)
+    for note in (*settled.notes, *notes(options, gpu_memory=gpu_memory)):
+        if this.rank == 0:
+            print(f"warning: {note}", file=sys.stderr)
     paths = this.own(_paths(options, maxtext))
     start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, local_rank=this.local)
     if options.dry_run:
         return _dry_run(start, as_json=options.json)
+    if options.hlo:
+        return _compile(compiling(job, start), options)
     # Of several processes the first speaks for all, unless another fails.
     console = Console(soft_wrap=True, quiet=this.rank > 0)
     _prepare(job, paths, texts)
@@ -124,8 +128,24 @@ def _limit(job: Job, gpu_memory: int | None) -> int | None:
         return o.device_memory
     if not o.staged or gpu_memory is None or o.nodes > 1:
         return None
-    fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem else JAX_FRACTION
+    fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem is not None else JAX_FRACTION
     return int(gpu_memory * 2**20 * fraction)
+
+
+def _compile(start: Launch, o: Options) -> int:
+    """Compile ``--hlo``, and say what it takes."""
+    began = time.monotonic()
+    environment = {**os.environ, **start.environment}
+    done = subprocess.run(start.command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+    found = json.loads(done.stdout)
+    if o.json:
+        print(json.dumps({"hlo": str(o.hlo), "bytes": found}))
+    else:
+        parts = ", ".join(f"{name} {memory.show_size(size)}" for name, size in found.items())
+        print(f"compiled {o.hlo} in {time.monotonic() - began:.1f} s; each device needs {parts}")
+    return 0
 
 
 def _say_dumped(o: Options) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class LauncherError(Exception):
     """Something that keeps a run from being a success; ``maxtext/run.py`` ends with its ``exit_code``."""
@@ -67,3 +69,22 @@ class DoesNotFitError(LauncherError):
     """A run needs more memory than a device has."""
 
     exit_code = 16
+
+
+class Several(LauncherError):
+    """More than one thing wrong with a command line, a line each; the exit code is that of the first."""
+
+    def __init__(self, errors: Iterable[LauncherError]) -> None:
+        """Take at least one."""
+        self.errors = tuple(errors)
+        self.exit_code = self.errors[0].exit_code
+        super().__init__("\n".join(map(str, self.errors)))
+
+
+def raise_all(errors: Iterable[LauncherError]) -> None:
+    """Raise whatever is wrong, at once; return if nothing is."""
+    found = list(dict.fromkeys(errors))
+    if len(found) > 1:
+        raise Several(found)
+    if found:
+        raise found[0]

@@ -6,10 +6,9 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from multimesh_maxtext.errors import UsageError
-
-BACKENDS = ("multimesh", "spmd", "cuda", "cpu")
+BACKENDS = ("multimesh", "spmd", "cuda", "cpu", "legate")
 
 SCHEDULES = (
     "fill-drain",
@@ -23,11 +22,12 @@ SCHEDULES = (
     "custom",
 )
 
-ATTENTION = ("autoselected", "dot_product", "flash", "cudnn_flash_te")
+ATTENTION = ("autoselected", "dot_product", "flash", "cudnn_flash_te", "cudnn_flash_jax")
 
 REMAT = (  # MaxText also reads "none", and recomputes everything
     "full",
     "minimal",
+    "minimal_flash",
     "minimal_with_context",
     "minimal_with_quantization",
     "minimal_with_context_and_quantization",
@@ -40,6 +40,21 @@ REMAT = (  # MaxText also reads "none", and recomputes everything
     "minimal_offloaded",
     "custom",
 )
+
+XLA_SWITCHES = {
+    "latency_hiding_scheduler": "move collectives so that computation hides them",
+    "xla_pipelining": "pipeline collectives of a loop over its iterations",
+    "xla_loop_buffering": "double-buffer loops",
+    "use_nccl_comm_split": "make communicators of subsets by splitting",
+}
+"""Switches that are on for GPUs unless told otherwise, and what they do."""
+
+XLA_THRESHOLDS = {
+    "xla_ar_threshold": ("all-reduces", 2**32),
+    "xla_ag_threshold": ("all-gathers", 2**32),
+    "xla_rs_threshold": ("reduce-scatters", 2**25),
+}
+"""What is combined, and up to which size unless told otherwise."""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -59,17 +74,16 @@ def _count(minimum: int) -> Callable[[str], int]:
     return whole_number
 
 
-def parse_size(text: str) -> int:
-    """Return bytes: ``80GiB``, ``24 GB``, ``1e9`` is none.
+def _switch(group: Any, flag: str, text: str) -> None:
+    """Add ``--X`` and ``--no-X``; ``None`` where neither is given."""
+    group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
 
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
+
+def parse_size(text: str) -> int:
+    """Return bytes: ``80GiB``, ``24 GB``; ``1e9`` is none."""
     found = _SIZE.fullmatch(text.strip())
     if not found:
-        raise UsageError(f"--device-memory: {text!r} is no size; write e.g. 80GiB or 24GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 80GiB or 24GB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -81,8 +95,8 @@ def _processes(root: argparse.ArgumentParser) -> None:
         default="multimesh",
         help=(
             "what runs the pipeline: 'multimesh' gives every stage programs of its own (default); 'spmd' is "
-            "MaxText alone, its own pipeline in one program; 'cuda' and 'cpu' are spmd on that platform. Without "
-            "--pp all are MaxText as it is"
+            "MaxText alone, its own pipeline in one program; 'cuda' and 'cpu' are spmd on that platform; 'legate' is "
+            "an old name of 'multimesh'. Without --pp all are MaxText as it is"
         ),
     )
     group.add_argument(
@@ -122,10 +136,10 @@ def _parallelism(root: argparse.ArgumentParser) -> None:
         ("--interleave", "pieces of the model per stage: more pieces, a smaller bubble, more transfers"),
     ):
         group.add_argument(flag, type=_count(1), default=1, metavar="N", help=f"{text} (default 1)")
-    group.add_argument(
+    _switch(
+        group,
         "--sequence-parallel",
-        action="store_true",
-        help="shard activations between tensor-parallel blocks along the sequence",
+        "shard activations between tensor-parallel blocks along the sequence (default off)",
     )
 
 
@@ -152,7 +166,7 @@ def _loop(root: argparse.ArgumentParser) -> None:
         "--schedule",
         choices=SCHEDULES,
         help=(
-            "order of the microbatches in the pipeline (backend multimesh, default 1f1b, with --interleave "
+            "order of the microbatches in a pipeline of backend multimesh (default 1f1b, with --interleave "
             "interleaved; spmd has only MaxText's own)"
         ),
     )
@@ -200,7 +214,7 @@ def _model(root: argparse.ArgumentParser) -> None:
         "--mlp-dims",
         type=_count(1),
         metavar="N",
-        help="width of the feed-forward blocks (default: the model's, or 256)",
+        help="width of the feed-forward blocks (default: 4 x --model-dims, else the model's, or 256)",
     )
     group.add_argument(
         "--num-heads",
@@ -215,7 +229,10 @@ def _model(root: argparse.ArgumentParser) -> None:
         "--attention",
         choices=ATTENTION,
         default="autoselected",
-        help="attention kernel; dot_product runs everywhere (default autoselected)",
+        help=(
+            "attention kernel; dot_product runs everywhere, cudnn_flash_te is cudnn_flash_jax where TransformerEngine "
+            "is missing (default autoselected)"
+        ),
     )
     group.add_argument(
         "--attention-type",
@@ -227,28 +244,19 @@ def _model(root: argparse.ArgumentParser) -> None:
         choices=REMAT,
         default="minimal",
         metavar="POLICY",
-        help=f"what the backward pass recomputes rather than keeps: {', '.join(REMAT)} (default minimal)",
-    )
-    group.add_argument(
-        "--scan-layers",
-        action=argparse.BooleanOptionalAction,
         help=(
-            "compile one layer and scan over it, or unroll the layers (default: scan, which MaxText's own "
-            "pipeline needs; backend multimesh scans piece by piece, and unrolls by default)"
+            f"what the backward pass recomputes rather than keeps: {', '.join(REMAT)} (default minimal; minimal_flash "
+            "is an old name of minimal_with_context)"
         ),
     )
-    group.add_argument(
-        "--use-iota-embed", action="store_true", help="look embeddings up by a product with one-hot rows"
+    _switch(
+        group,
+        "--scan-layers",
+        "compile one layer and scan over it, or unroll the layers (default: unroll in a pipeline of backend multimesh, "
+        "where a scan goes over the layers of a piece, else scan; MaxText's own pipeline needs that)",
     )
-    group.add_argument("--logits-dot-in-fp32", action="store_true", help="compute the logits in float32")
-    group.add_argument(
-        "--load-balance-decoder-norm",
-        action="store_true",
-        help="count the final norm when layers are dealt to stages (backend multimesh)",
-    )
-    group.add_argument(
-        "settings", nargs="*", default=[], metavar="KEY=VALUE", help="any setting of MaxText that no flag here decides"
-    )
+    _switch(group, "--use-iota-embed", "look embeddings up by a product with one-hot rows (default: the model's)")
+    _switch(group, "--logits-dot-in-fp32", "compute the logits in float32 (default: the model's)")
 
 
 def _data(root: argparse.ArgumentParser) -> None:
@@ -260,10 +268,10 @@ def _data(root: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="train on these UTF-8 files, one token a byte; nothing is downloaded",
     )
-    group.add_argument(
+    _switch(
+        group,
         "--use-tfds-dataset",
-        action="store_true",
-        help="read a TensorFlow dataset (needs tensorflow-datasets, --dataset-path and --dataset-name)",
+        "read a TensorFlow dataset (needs tensorflow-datasets, --dataset-path and --dataset-name)",
     )
     group.add_argument("--dataset-path", metavar="DIR", help="where the TensorFlow datasets lie")
     group.add_argument("--dataset-name", metavar="NAME", help="which of them, e.g. c4/en:3.0.1")
@@ -301,13 +309,11 @@ def _outputs(root: argparse.ArgumentParser) -> None:
             "accumulated) and compare loss and gradient norm of every step; they must agree to 1e-5"
         ),
     )
-    group.add_argument(
+    _switch(
+        group,
         "--profile",
-        action="store_true",
-        help=(
-            "record a profile of some steps after the first (xplane, in the output folder); backend multimesh also "
-            "measures every program and draws timelines of the step"
-        ),
+        "record a profile of some steps after the first (xplane, in the output folder); backend multimesh also "
+        "measures every program and draws timelines of the step (default off)",
     )
 
 
@@ -344,9 +350,7 @@ def _checkpoints(root: argparse.ArgumentParser) -> None:
 
 
 def _runtime(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group(
-        "memory and runtime", "flags of the Realm runtime are mapped to JAX's or named in a warning"
-    )
+    group = root.add_argument_group("memory and runtime")
     group.add_argument(
         "--forecast",
         action="store_true",
@@ -359,13 +363,13 @@ def _runtime(root: argparse.ArgumentParser) -> None:
         help="forecast, and refuse a run that needs more per device, e.g. 80GiB (multimesh; default: what GPUs have)",
     )
     group.add_argument(
-        "--fbmem", type=_count(1), metavar="MIB", help="GPU memory to reserve per device: becomes JAX's memory fraction"
-    )
-    group.add_argument("--zcmem", type=_count(0), metavar="MIB", help="pinned host memory (Realm only)")
-    group.add_argument("--sysmem", type=_count(0), metavar="MIB", help="host memory (Realm only)")
-    group.add_argument("--eager-*", dest="eager", metavar="VALUE", help="settings of eager allocation (Realm only)")
-    group.add_argument(
-        "--network", choices=("none", "gasnetex", "ucx"), help="network layer (Realm only; JAX finds its own)"
+        "--fbmem",
+        type=_count(0),
+        metavar="N",
+        help=(
+            "GPU memory to reserve per device, in GB below 1000, in MB from there on: becomes JAX's memory fraction, "
+            "which is printed (default: JAX's own)"
+        ),
     )
     group.add_argument(
         "--debug",
@@ -373,23 +377,25 @@ def _runtime(root: argparse.ArgumentParser) -> None:
         default="none",
         help="how much JAX and XLA log (default none)",
     )
-    group.add_argument("--debug-nccl", action="store_true", help="let NCCL log what it does")
+    _switch(group, "--debug-nccl", "let NCCL log what it does")
 
 
 def _xla(root: argparse.ArgumentParser) -> None:
     group = root.add_argument_group("XLA", "for GPUs; thresholds are bytes")
-    for flag, text in (
-        ("--collective-matmul", "overlap a matrix product with the gather or scatter of its operands"),
-        ("--latency-hiding-scheduler", "move collectives so that computation hides them"),
-        ("--xla-pipelining", "pipeline collectives of a loop over its iterations"),
-        ("--xla-loop-buffering", "double-buffer loops"),
-        ("--hoist-loop-convert", "hoist conversions out of loops"),
-        ("--use-nccl-comm-split", "make communicators of subsets by splitting"),
-    ):
-        group.add_argument(flag, action="store_true", help=text)
-    for flag, text in (("ar", "all-reduces"), ("ag", "all-gathers"), ("rs", "reduce-scatters")):
+    group.add_argument(
+        "--collective-matmul",
+        type=_count(0),
+        metavar="MIB",
+        help="overlap matrix products from this size with the gather or scatter of their operands (default: do not)",
+    )
+    for name, text in XLA_SWITCHES.items():
+        _switch(group, f"--{name.replace('_', '-')}", f"{text} (default on)")
+    for name, (what, size) in XLA_THRESHOLDS.items():
         group.add_argument(
-            f"--xla-{flag}-threshold", type=_count(0), metavar="BYTES", help=f"combine {text} up to this size"
+            f"--{name.replace('_', '-')}",
+            type=_count(0),
+            metavar="BYTES",
+            help=f"combine {what} up to this size (default {size})",
         )
 
 
@@ -401,32 +407,71 @@ def _dumps(root: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write the plan of the step here, as text, JSON, SVG and for Perfetto (multimesh); else XLA's programs",
     )
-    group.add_argument("--hlo", action="store_true", help="with --dump: XLA's programs as HLO text")
-    group.add_argument("--dump-all-passes", action="store_true", help="with --dump: after every pass of XLA (large)")
+    _switch(group, "--dump-all-passes", "with --dump: also XLA's programs, after every pass of XLA (large)")
+    _switch(group, "--dump-mpmd-passes", "with --dump: after every pass of MultiMesh (pipelines of backend multimesh)")
+    _switch(group, "--dump-only", "with --dump: compile, dump, do not train (backend multimesh)")
+    group.add_argument("--dump-hlo", action="store_true", help="with --dump: also XLA's programs, as HLO text")
     group.add_argument(
-        "--dump-mpmd-passes", action="store_true", help="with --dump: after every pass of MultiMesh (backend multimesh)"
-    )
-    group.add_argument(
-        "--dump-only", action="store_true", help="with --dump: compile, dump, do not train (backend multimesh)"
+        "--hlo",
+        type=Path,
+        metavar="FILE",
+        help="compile this HLO module, as text, for the devices of this process, say what it takes, and end",
     )
 
 
 def _compiler(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("compiler options of --backend multimesh")
-    for flag, text in (
-        ("--autoshard", "derive shardings that the model leaves open"),
-        ("--replicate-small-params", "replicate parameters too small to be worth sharding"),
-        ("--fuse-tasks", "merge neighbouring tasks of a stage"),
-        ("--only-fuse-loop-tasks", "... only inside the microbatch loop"),
+    group = root.add_argument_group("compiler options of --backend multimesh", "for pipelines: contexts of MultiMesh")
+    _switch(
+        group, "--autoshard", "derive layouts that the model leaves open from its sharding constraints (default on)"
+    )
+    _switch(
+        group,
+        "--replicate-small-params",
+        "replicate parameters of fewer elements than a batch has tokens over the devices of their stage (default off)",
+    )
+    _switch(group, "--fuse-tasks", "make one program of the tasks that a stage runs one after the other (default on)")
+    _switch(group, "--only-fuse-loop-tasks", "... only inside the microbatch loop (default off)")
+
+
+def _realm(root: argparse.ArgumentParser) -> None:
+    group = root.add_argument_group(
+        "flags of the original's runtime",
+        "accepted, so that its scripts run unchanged, and named in a warning: nothing here corresponds to them",
+    )
+    for flag, metavar, text in (
+        ("--zcmem", "GB", "pinned host memory"),
+        ("--sysmem", "GB", "host memory"),
+        ("--host-offload-min-reuse-distance", "N", "offload values that rest for this many tasks; see --remat"),
+        ("--compile-topology-num-slices", "N", "goes to MaxText, where only its train_compile reads it"),
     ):
-        group.add_argument(flag, action="store_true", help=text)
+        group.add_argument(flag, type=_count(0), metavar=metavar, help=text)
+    group.add_argument("--network", choices=("none", "gasnetex", "ucx"), help="network layer; JAX finds its own")
+    for flag, text in (
+        ("--hoist-loop-convert", "convert parameters once, before the microbatch loop"),
+        ("--load-balance-embeddings", "embed and make logits on all devices; they are on the first and the last stage"),
+        ("--load-balance-decoder-norm", "the final norm on other devices than those of the last stage"),
+    ):
+        _switch(group, flag, text)
     group.add_argument(
-        "--host-offload-min-reuse-distance",
-        type=_count(0),
-        metavar="N",
-        help="offload values that rest for this many tasks",
+        "--eager-*",
+        dest="realm",
+        metavar="VALUE",
+        help="eager allocation; likewise all flags like -ll:gpu, -lg:prof, -logfile and -level, with their values",
     )
 
 
-GROUPS = (_processes, _parallelism, _loop, _model, _data, _outputs, _checkpoints, _runtime, _xla, _dumps, _compiler)
+GROUPS = (
+    _processes,
+    _parallelism,
+    _loop,
+    _model,
+    _data,
+    _outputs,
+    _checkpoints,
+    _runtime,
+    _xla,
+    _dumps,
+    _compiler,
+    _realm,
+)
 """Each adds its group to a parser, in the order of the help."""

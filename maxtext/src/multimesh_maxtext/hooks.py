@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import multimesh
 from multimesh_maxtext import processes, relayout
@@ -65,7 +66,14 @@ def platform(_mesh: AbstractMesh) -> str:
 
 def place_state(abstract_state: Any, shardings: Any) -> tuple[Any, Any]:
     """Place the types and the shardings of the train state by stage."""
-    stages = _current()
+    stages, below = _current(), _handoff().replicate_below
+    if below:
+        shardings = jax.tree.map(
+            lambda x, s: NamedSharding(s.mesh, P()) if x.size < below else s, abstract_state, shardings
+        )
+        abstract_state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings
+        )
     return stages.structs(abstract_state), stages.shardings(shardings)
 
 

@@ -8,7 +8,8 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from multimesh_maxtext.checks import Job, schedule_name
@@ -82,6 +83,10 @@ class Handoff:
         Folder for the plan of the step; whether every pass of MultiMesh goes there too, and whether that is all to do.
     profile
         Folder for measured timelines of the step.
+    context
+        Options of `multimesh.context` that the step is compiled under.
+    replicate_below
+        Arrays of the train state with fewer elements than this lie whole on each device of their stage.
     """
 
     stages: int
@@ -94,6 +99,8 @@ class Handoff:
     dump_passes: bool = False
     dump_only: bool = False
     profile: str = ""
+    context: Mapping[str, bool] = field(default_factory=dict)
+    replicate_below: int = 0
 
     def variables(self) -> dict[str, str]:
         """Return what to add to the trainer's environment."""
@@ -124,6 +131,13 @@ class Launch:
     configuration: Mapping[str, Any]
 
 
+def decided(job: Job) -> dict[str, Any]:
+    """Return the settings of MaxText that only flags decide."""
+    free = _DEFAULTS - _CHECKPOINTED if job.options.checkpoint else _DEFAULTS
+    settings = configuration(job, Paths(python="", maxtext=Path(), output=Path(), metrics=Path()))
+    return {key: value for key, value in settings.items() if key not in free}
+
+
 def launch(
     job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, local_rank: int = 0
 ) -> Launch:
@@ -138,12 +152,8 @@ def launch(
     local_rank
         Of several processes: which of those on this machine it is, and so which GPUs are its own.
     """
-    settings = configuration(job, paths)
     extra = dict(setting.split("=", 1) for setting in job.options.settings)
-    free = _DEFAULTS - _CHECKPOINTED if job.options.checkpoint else _DEFAULTS
-    for key in extra:
-        if key not in free and key in settings:
-            raise UsageError(f"{key}= is decided by the flags ({key}={settings[key]}); use the flag, or leave it out")
+    settings = configuration(job, paths)
     settings = {key: value for key, value in settings.items() if key not in extra}
     base = job.options.maxtext_config or paths.package / "configs/base.yml"
     arguments = [argument(key, value) for key, value in settings.items()]
@@ -154,7 +164,9 @@ def launch(
     if job.options.staged:
         variables |= handoff(job, paths).variables()
     if job.options.nodes > 1 and job.options.gpus:
-        first = local_rank * job.options.gpus
+        visible = [part for part in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+        # A launcher may show each process its own GPUs only, or all of a machine to each.
+        first = 0 if len(visible) == job.options.gpus else local_rank * job.options.gpus
         variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + job.options.gpus)))
     return Launch(command, variables, {**settings, **extra})
 
@@ -178,9 +190,15 @@ def handoff(job: Job, paths: Paths) -> Handoff:
         table=str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None,
         placement=str(paths.placement),
         dump=str(o.dump.resolve()) if o.dump else "",
-        dump_passes=o.dump_mpmd_passes,
-        dump_only=o.dump_only,
+        dump_passes=bool(o.dump_mpmd_passes),
+        dump_only=bool(o.dump_only),
         profile=str(paths.timelines) if o.profile else "",
+        context={
+            "autoshard": o.autoshard is not False,
+            "enable_task_fusion": o.fuse_tasks is not False,
+            "only_fuse_loop_tasks": bool(o.only_fuse_loop_tasks),
+        },
+        replicate_below=job.batch * o.sequence_length if o.replicate_small_params else 0,
     )
 
 
@@ -219,6 +237,8 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
                 f"--{name.replace('_', '-')} is for one process so far: {reason}; leave it out, or use --nodes 1"
             )
     found = next((names for mark, names in _LAUNCHERS.items() if mark in environment), None)
+    if found is None and options.dry_run:
+        return Member(count=options.nodes)
     if found is None:
         raise UsageError(
             f"--nodes {options.nodes}: no launcher started this process; use `srun --ntasks={options.nodes} ...` or "
@@ -242,6 +262,25 @@ def visible_gpu_memory() -> list[int] | None:
     memory = [int(line) for line in listing.stdout.split() if line.isdigit()]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return memory if chosen is None else memory[: len([part for part in chosen.split(",") if part])]
+
+
+def compiling(job: Job, start: Launch) -> Launch:
+    """Return the process that compiles ``--hlo`` in place of the trainer."""
+    return replace(start, command=(*start.command[:3], "multimesh_maxtext", "compile", str(job.options.hlo)))
+
+
+def compile_module(file: str) -> None:
+    """Compile HLO text for all devices; write what a device needs as JSON, or end with a line of what is wrong."""
+    import jax
+
+    import multimesh.jax
+
+    try:
+        found = multimesh.jax.compile_hlo_module(file, num_partitions=jax.device_count())
+    except multimesh.MultiMeshError as error:
+        sys.exit(f"error: {error}")
+    names = ("argument", "output", "temp")
+    print(json.dumps({name: getattr(found, f"{name}_size_in_bytes") for name in names}))
 
 
 def join(arguments: Sequence[str]) -> None:

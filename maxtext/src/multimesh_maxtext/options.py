@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
 
-from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.errors import UsageError, raise_all
 from multimesh_maxtext.flags import GROUPS
 
 
@@ -27,7 +29,7 @@ class Options(argparse.Namespace):
     pp: int
     ep: int
     interleave: int
-    sequence_parallel: bool
+    sequence_parallel: bool | None
     # training loop
     num_steps: int
     batch_size: int | None
@@ -49,13 +51,12 @@ class Options(argparse.Namespace):
     attention_type: str | None
     remat: str
     scan_layers: bool | None
-    use_iota_embed: bool
-    logits_dot_in_fp32: bool
-    load_balance_decoder_norm: bool
+    use_iota_embed: bool | None
+    logits_dot_in_fp32: bool | None
     settings: list[str]
     # data
     text: list[Path] | None
-    use_tfds_dataset: bool
+    use_tfds_dataset: bool | None
     dataset_path: str | None
     dataset_name: str | None
     tokenizer_path: str | None
@@ -65,7 +66,7 @@ class Options(argparse.Namespace):
     dry_run: bool
     json: bool
     verify: bool
-    profile: bool
+    profile: bool | None
     # checkpoints and evaluation
     checkpoint: Path | None
     checkpoint_every: int | None
@@ -76,37 +77,42 @@ class Options(argparse.Namespace):
     forecast: bool
     device_memory: int | None
     fbmem: int | None
-    zcmem: int | None
-    sysmem: int | None
-    eager: list[str]
-    network: str | None
     # XLA
-    collective_matmul: bool
-    latency_hiding_scheduler: bool
-    xla_pipelining: bool
-    xla_loop_buffering: bool
+    collective_matmul: int | None
+    latency_hiding_scheduler: bool | None
+    xla_pipelining: bool | None
+    xla_loop_buffering: bool | None
     xla_ar_threshold: int | None
     xla_ag_threshold: int | None
     xla_rs_threshold: int | None
-    hoist_loop_convert: bool
-    use_nccl_comm_split: bool
-    debug_nccl: bool
+    use_nccl_comm_split: bool | None
+    debug_nccl: bool | None
     # dumps
     dump: Path | None
-    dump_only: bool
-    dump_mpmd_passes: bool
-    dump_all_passes: bool
-    hlo: bool
+    dump_only: bool | None
+    dump_mpmd_passes: bool | None
+    dump_all_passes: bool | None
+    dump_hlo: bool
+    hlo: Path | None
     debug: str
     # compiler options of MultiMesh
-    autoshard: bool
-    replicate_small_params: bool
-    fuse_tasks: bool
-    only_fuse_loop_tasks: bool
+    autoshard: bool | None
+    replicate_small_params: bool | None
+    fuse_tasks: bool | None
+    only_fuse_loop_tasks: bool | None
+    # the original's runtime
+    zcmem: int | None
+    sysmem: int | None
     host_offload_min_reuse_distance: int | None
+    compile_topology_num_slices: int | None
+    network: str | None
+    hoist_loop_convert: bool | None
+    load_balance_embeddings: bool | None
+    load_balance_decoder_norm: bool | None
+    realm: list[str]
 
     def has(self, name: str) -> bool:
-        """Say whether a flag without a default was given; 0 is a value."""
+        """Say whether a flag without a default was given, other than as ``--no-X``; 0 is a value."""
         value = getattr(self, name)
         return value is not None and value is not False
 
@@ -157,27 +163,48 @@ exit codes:
   130  interrupted"""
 
 
+_REALM = re.compile(r"--eager-.+|-[a-z]+:.+|-(logfile|level|errlevel|cat|tracelog)(=.*)?")
+"""Flags of the Realm and Legion runtimes, which had an open list of them."""
+
+
 class _Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message + "; maxtext/run.py --help lists every flag")
-
 
 def parser() -> _Parser:
-    """Return the parser of every flag."""
+    """Return the parser of every flag; what is wrong with a value is an `argparse.ArgumentError`."""
     root = _Parser(
         prog="maxtext/run.py",
         usage="%(prog)s [flags] [KEY=VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         allow_abbrev=False,
+        exit_on_error=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for add in GROUPS:
         add(root)
     return root
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A command line as far as it can be read.
+
+    Attributes
+    ----------
+    options
+        Flags whose value is wrong have their default.
+    wrong
+        What cannot be read.
+    doubtful
+        Flags that may have been meant by it: what depends on their values is not known.
+    """
+
+    options: Options
+    wrong: tuple[UsageError, ...]
+    doubtful: frozenset[str]
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -186,35 +213,71 @@ def parse(argv: Sequence[str]) -> Options:
     Raises
     ------
     UsageError
-        For a flag that is not known or a value of the wrong kind; the message names the nearest flag.
+        For flags that are not known and values of the wrong kind; the message names the nearest flag.
     """
+    parsed = read(argv)
+    raise_all(parsed.wrong)
+    return parsed.options
+
+
+def read(argv: Sequence[str]) -> Parsed:
+    """Parse a command line, whatever is wrong with it."""
     root = parser()
-    eager, rest = _take_eager(argv)
-    options, unknown = root.parse_known_intermixed_args(rest, namespace=Options(eager=eager))
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], root.flags(), n=1, cutoff=0.7)
-        hint = f"did you mean {near[0]}?" if near else "maxtext/run.py --help lists every flag"
-        raise UsageError(f"{unknown[0]}: no such flag; {hint}")
-    for setting in options.settings:
-        if not setting.split("=")[0].isidentifier() or "=" not in setting:
-            raise UsageError(
-                f"{setting!r} is neither a flag nor a KEY=VALUE for MaxText; write e.g. learning_rate=3e-4"
+    realm, rest = _take_realm(argv)
+    wrong: list[UsageError] = []
+    doubtful: set[str] = set()
+    while True:
+        try:
+            options, others = root.parse_known_args(rest, namespace=Options())
+            break
+        except argparse.ArgumentError as error:
+            names = (error.argument_name or "").split("/")
+            wrong.append(UsageError(f"{error.argument_name}: {error.message}"))
+            doubtful.update(names)
+            rest = _without(rest, names)
+    options.realm = realm
+    options.settings = []
+    for before, word in pairwise(["", *others]):
+        if word.startswith("-"):
+            near = difflib.get_close_matches(word.split("=")[0], root.flags(), n=1, cutoff=0.7)
+            hint = f"did you mean {near[0]}?" if near else "maxtext/run.py --help lists every flag"
+            wrong.append(UsageError(f"{word}: no such flag; {hint}"))
+            doubtful.update(near)
+        elif "=" in word and word.split("=")[0].isidentifier():
+            options.settings.append(word)
+        elif not before.startswith("-"):  # else it is the value of a flag that is not known
+            wrong.append(
+                UsageError(f"{word!r} is neither a flag nor a KEY=VALUE for MaxText; write e.g. learning_rate=3e-4")
             )
-    return options
+    if options.backend == "legate":
+        options.backend = "multimesh"
+    return Parsed(options, tuple(wrong), frozenset(doubtful))
 
 
-def _take_eager(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate ``--eager-NAME [VALUE]`` from the rest: the Realm runtime had an open list of them."""
-    eager: list[str] = []
+def _take_realm(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate flags of the Realm runtime, with their values, from the rest; return their names, and the rest."""
+    realm: list[str] = []
     rest: list[str] = []
     expects_value = False
     for word in argv:
-        if word.startswith("--eager-"):
-            eager.append(word.split("=")[0])
+        if _REALM.fullmatch(word):
+            realm.append(word.split("=")[0])
             expects_value = "=" not in word
-        elif expects_value and not word.startswith("-"):
+        elif expects_value and not word.startswith("-") and ("=" not in word or realm[-1] == "-level"):
             expects_value = False
         else:
             rest.append(word)
             expects_value = False
-    return eager, rest
+    return realm, rest
+
+
+def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Leave out flags and the word after each that can only be its value."""
+    kept: list[str] = []
+    after = False
+    for word in words:
+        named = word.split("=")[0] in flags
+        if not named and not (after and not word.startswith("-") and "=" not in word):
+            kept.append(word)
+        after = named and "=" not in word
+    return kept

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from multimesh_maxtext.checks import Job, check_job
+from multimesh_maxtext.checks import Job, make_job
 from multimesh_maxtext.errors import (
     DisagreementError,
     LauncherError,
@@ -163,7 +163,7 @@ def reference_job(job: Job) -> Job:
         "gpus": job.mesh_devices if o.gpus else 0,
         "nodes": 1,
     }
-    return check_job(Options(**{**vars(o), **changes}), job.model)
+    return make_job(Options(**{**vars(o), **changes}), job.model)
 
 
 def compare(steps: Sequence[Step], reference: Sequence[Step]) -> list[Pair]:

@@ -45,9 +45,10 @@ class StepFunction:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run; the first call compiles, and writes what was asked for about the step."""
-        if self._first and self._trains:
-            _inspect(self._jitted, self._handoff, state, batch)
-        result = self._jitted(state, batch)
+        with multimesh.context(**self._handoff.context):
+            if self._first and self._trains:
+                _inspect(self._jitted, self._handoff, state, batch)
+            result = self._jitted(state, batch)
         if self._first and self._trains:
             write_placement(Path(self._handoff.placement), stepped=result[0])
         self._first = False
@@ -57,7 +58,8 @@ class StepFunction:
 
     def lower(self, state: Any, batch: Any) -> Ahead:
         """Stand in for a compilation that MaxText makes only to print its memory; where nothing trains, end here."""
-        _end_before_training(self._jitted, self._handoff, state, batch)
+        with multimesh.context(**self._handoff.context):
+            _end_before_training(self._jitted, self._handoff, state, batch)
         return Ahead()
 
 

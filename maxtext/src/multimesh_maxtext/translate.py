@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from multimesh_maxtext.checks import Job
+from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.flags import XLA_THRESHOLDS
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import index_path
 
@@ -38,18 +40,14 @@ _LOG_LEVELS = {
 }
 
 _SWITCHES = {
-    "collective_matmul": (
-        "--xla_gpu_threshold_for_windowed_einsum_mib=0",
-        "--xla_gpu_multi_streamed_windowed_einsum=true",
-    ),
-    "latency_hiding_scheduler": ("--xla_gpu_enable_latency_hiding_scheduler=true",),
+    "latency_hiding_scheduler": ("--xla_gpu_enable_latency_hiding_scheduler",),
     "xla_pipelining": (
-        "--xla_gpu_enable_pipelined_all_reduce=true",
-        "--xla_gpu_enable_pipelined_all_gather=true",
-        "--xla_gpu_enable_pipelined_reduce_scatter=true",
+        "--xla_gpu_enable_pipelined_all_reduce",
+        "--xla_gpu_enable_pipelined_all_gather",
+        "--xla_gpu_enable_pipelined_reduce_scatter",
     ),
-    "xla_loop_buffering": ("--xla_gpu_enable_while_loop_double_buffering=true",),
-    "use_nccl_comm_split": ("--xla_gpu_enable_nccl_comm_splitting=true",),
+    "xla_loop_buffering": ("--xla_gpu_enable_while_loop_double_buffering",),
+    "use_nccl_comm_split": ("--xla_gpu_enable_nccl_comm_splitting",),
 }
 
 _THRESHOLDS = {
@@ -58,18 +56,27 @@ _THRESHOLDS = {
     "xla_rs_threshold": "--xla_gpu_reduce_scatter_combine_threshold_bytes",
 }
 
-GPU_ONLY = (
-    "collective_matmul",
-    "latency_hiding_scheduler",
-    "xla_pipelining",
-    "xla_loop_buffering",
-    "xla_ar_threshold",
-    "xla_ag_threshold",
-    "xla_rs_threshold",
-    "use_nccl_comm_split",
-    "debug_nccl",
-    "fbmem",
-)
+GPU_ONLY = ("collective_matmul", *_SWITCHES, *_THRESHOLDS, "debug_nccl", "fbmem")
+
+PIPELINE_ONLY = ("dump_mpmd_passes", "autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks")
+"""Flags that scripts of the original give to jobs without a pipeline too."""
+
+_NOWHERE = {
+    "zcmem": "the Realm runtime",
+    "sysmem": "the Realm runtime",
+    "host_offload_min_reuse_distance": "the original's compiler; --remat minimal_offloaded offloads",
+    "load_balance_embeddings": "the original's compiler",
+    "load_balance_decoder_norm": "the original's compiler",
+    "hoist_loop_convert": "the original's compiler",
+    "compile_topology_num_slices": "MaxText's train_compile",
+}
+"""Flags that nothing here corresponds to, and what they are for."""
+
+_MB_FROM = 1000
+"""``--fbmem`` counts GB below this, and MB from here on."""
+
+_LEAST_FRACTION = 0.05
+"""Of a GPU's memory: with less JAX cannot even load its libraries, and a wrong unit is likely."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +141,15 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         "data_shuffle_seed": o.seed,
         "max_target_length": o.sequence_length,
         "attention": o.attention,
-        "remat_policy": o.remat,
+        "remat_policy": "minimal_with_context" if o.remat == "minimal_flash" else o.remat,
         "scan_layers": job.scans_layers,
-        "use_iota_embed": o.use_iota_embed,
-        "logits_dot_in_fp32": o.logits_dot_in_fp32,
         **_model(job),
         **_grid(job),
         **_dataset(job, paths),
     }
+    for name in ("use_iota_embed", "logits_dot_in_fp32", "compile_topology_num_slices"):
+        if getattr(o, name) is not None:
+            settings[name] = getattr(o, name)
     if o.checkpoint:
         settings |= {"enable_checkpointing": True, "checkpoint_period": o.checkpoint_every or DEFAULT_PERIOD}
     if o.eval_every:
@@ -226,7 +234,8 @@ def _plain(value: str) -> bool:
 def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> dict[str, str]:
     """Return the variables that the trainer gets on top of the inherited ones."""
     o = job.options
-    flags = [inherited.get("XLA_FLAGS", ""), *xla_flags(o, devices=job.devices // o.nodes)]
+    users = inherited.get("XLA_FLAGS", "")
+    flags = [users, *xla_flags(o, devices=job.devices // o.nodes, users=users)]
     packages = [str(folder) for folder in _PACKAGES if folder.name not in ("site-packages", "dist-packages")]
     own = packages if o.staged or o.nodes > 1 else []
     search = [str(paths.maxtext), *own, *filter(None, [inherited.get("PYTHONPATH")])]
@@ -243,62 +252,105 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         # XLA:CPU takes the size of its thread pool from NPROC: fewer threads than waiting collectives deadlock.
         # OpenBLAS threads of every virtual device would fight over the same cores.
         variables |= {"NPROC": str(max(64, 8 * job.devices)), "OPENBLAS_NUM_THREADS": "1"}
-    elif o.fbmem and gpu_memory:
+    elif o.fbmem is not None and gpu_memory:
         variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction(o.fbmem, gpu_memory))
     if o.debug_nccl and o.gpus:
         variables["NCCL_DEBUG"] = "INFO"
     return variables
 
 
-def xla_flags(options: Options, *, devices: int) -> list[str]:
+def xla_flags(options: Options, *, devices: int, users: str = "") -> list[str]:
     """Return the flags for ``XLA_FLAGS``.
 
     Parameters
     ----------
     devices
         Devices of this process; on the CPU platform XLA makes so many of the host.
+    users
+        Flags that are there already: they come before our defaults, and flags of the command line before them.
     """
     flags: list[str] = []
     if options.platform == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={devices}")
     else:
         for name, switches in _SWITCHES.items():
-            flags += switches if getattr(options, name) else ()
+            given = getattr(options, name)
+            value = str(given is not False).lower()
+            flags += [f"{switch}={value}" for switch in switches if given is not None or switch not in users]
         for name, flag in _THRESHOLDS.items():
-            value = getattr(options, name)
-            flags += [f"{flag}={value}"] if value is not None else []
+            given = getattr(options, name)
+            size = XLA_THRESHOLDS[name][1] if given is None else given
+            flags += [f"{flag}={size}"] if given is not None or flag not in users else []
+        if options.collective_matmul is not None:
+            flags += [
+                f"--xla_gpu_threshold_for_windowed_einsum_mib={options.collective_matmul}",
+                "--xla_gpu_multi_streamed_windowed_einsum=true",
+            ]
     # The programs of a pipeline are many: only where they are asked for, beside the plan.
-    if options.dump and (options.hlo or options.dump_all_passes or not options.staged):
+    if options.dump and (options.dump_hlo or options.dump_all_passes or not options.staged):
         folder = options.dump.resolve() / "xla" if options.staged else options.dump.resolve()
         flags.append(f'--xla_dump_to="{folder}"')
-        flags += ["--xla_dump_hlo_as_text=true"] if options.hlo else []
+        flags.append("--xla_dump_hlo_as_text=true")
         flags += ["--xla_dump_hlo_pass_re=.*"] if options.dump_all_passes else []
     return flags
 
 
+def fbmem_mib(fbmem: int) -> int:
+    """Return ``--fbmem`` in MiB, as the original hands it to its runtime."""
+    return fbmem if fbmem >= _MB_FROM else 1000 * fbmem
+
+
 def memory_fraction(fbmem: int, device_memory: int) -> float:
-    """Return JAX's memory fraction for ``--fbmem``; both in MiB. JAX takes at most the whole device."""
-    return round(min(1.0, fbmem / device_memory), 4)
+    """Return JAX's memory fraction for ``--fbmem``, of a device's memory in MiB. JAX takes at most the whole device.
+
+    Raises
+    ------
+    UsageError
+        Where that is next to nothing.
+    """
+    fraction = round(min(1.0, fbmem_mib(fbmem) / device_memory), 4)
+    if fraction < _LEAST_FRACTION:
+        raise UsageError(
+            f"--fbmem {fbmem} is {fraction} of a GPU's {device_memory} MiB, less than {_LEAST_FRACTION}; it counts GB "
+            f"below {_MB_FROM} and MB from there on: use e.g. --fbmem {int(0.9 * device_memory)}, or leave it out"
+        )
+    return fraction
 
 
-def warning(options: Options, *, gpu_memory: int | None) -> str | None:
-    """Return one line that names the flags without an effect, or ``None``.
+def notes(options: Options, *, gpu_memory: int | None) -> list[str]:
+    """Return lines about flags that became something else, or nothing.
 
     Parameters
     ----------
     gpu_memory
         Memory of a visible GPU in MiB, ``None`` if unknown.
     """
-    realm = [flag for flag in ("zcmem", "sysmem") if getattr(options, flag) is not None]
+    lines = []
+    if options.fbmem is not None and options.gpus and gpu_memory is not None:
+        fraction = memory_fraction(options.fbmem, gpu_memory)
+        lines.append(f"--fbmem {options.fbmem}: JAX takes {fraction} of each GPU's {gpu_memory} MiB")
+    missing = _without_effect(options, gpu_memory)
+    return [*lines, f"without effect here: {missing}"] if missing else lines
+
+
+def _without_effect(options: Options, gpu_memory: int | None) -> str:
+    """Name the flags that nothing comes of, and what they are for."""
+
+    def flag(name: str) -> str:
+        return f"--{name.replace('_', '-')}"
+
+    why: dict[str, list[str]] = {}
+    for name, reason in _NOWHERE.items():
+        if options.has(name) and (name, getattr(options, name)) != ("host_offload_min_reuse_distance", 0):
+            why.setdefault(reason, []).append(flag(name))
     if options.network not in (None, "none"):
-        realm.append("network")
-    if options.fbmem and options.gpus and gpu_memory is None:
-        realm.append("fbmem")
-    names = [f"--{name}" for name in realm] + sorted(set(options.eager))
-    parts = [f"{', '.join(names)} (for the Realm runtime)"] if names else []
-    if options.hoist_loop_convert:
-        parts.append("--hoist-loop-convert (XLA has no such switch any more)")
+        why.setdefault("the Realm runtime", []).append("--network")
+    if options.realm:
+        why.setdefault("the Realm runtime", []).extend(dict.fromkeys(options.realm))
+    if options.fbmem is not None and options.gpus and gpu_memory is None:
+        why.setdefault("a GPU, and none can be seen here", []).append("--fbmem")
     if options.platform == "cpu":
-        unused = [f"--{name.replace('_', '-')}" for name in GPU_ONLY if options.has(name)]
-        parts += [f"{', '.join(unused)} (for GPUs)"] if unused else []
-    return f"without effect here: {'; '.join(parts)}" if parts else None
+        why.setdefault("GPUs", []).extend(flag(name) for name in GPU_ONLY if options.has(name))
+    if not options.staged:
+        why.setdefault("pipelines of MultiMesh", []).extend(flag(name) for name in PIPELINE_ONLY if options.has(name))
+    return "; ".join(f"{', '.join(names)} (for {reason})" for reason, names in why.items() if names)

@@ -1,13 +1,14 @@
 """Below ``jax.jit``: copies of shards, and executables that are loaded for other devices or finished for a mesh.
 
-All of it is for speed, or for results on Explicit meshes, and rests on the private parts that `_compat` gives. Without
-them public functions do the same.
+All of it but `compile_hlo` is for speed, or for results on Explicit meshes, and rests on the private parts that
+`_compat` gives. Without them public functions do the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from multimesh import _compat
+from multimesh.errors import MultiMeshError
 
 
 def transfer(
@@ -179,3 +181,31 @@ class _OnMesh:
 def _loaded(unloaded: Any, lowered: Any) -> Any:
     types = lowered.args_info, lowered.out_tree, lowered._no_kwargs, lowered._in_types, lowered._out_types
     return jax.stages.Compiled(unloaded.load(), [], *types)
+
+
+def compile_hlo(text: str, devices: Sequence[jax.Device]) -> Any:
+    """Compile HLO, one partition a device; return XLA's memory statistics of a device.
+
+    Raises
+    ------
+    MultiMeshError
+        Where this JAX has no door for that.
+    ValueError, RuntimeError
+        Where XLA cannot read or compile it.
+    """
+    if _compat._compiler is None or _compat._xla_client is None:
+        raise MultiMeshError(
+            f"HLO cannot be compiled with jax {jax.__version__} and its public API: use {_compat.SUPPORTED}"
+        )
+    hlo, mlir = importlib.import_module("jaxlib._hlo"), importlib.import_module("jaxlib._jax").mlir
+    module = mlir.hlo_to_stablehlo(hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    order = np.array([[device.id for device in devices]])
+    options = _compat._compiler.get_compile_options(
+        num_replicas=1, num_partitions=len(devices), device_assignment=order
+    )
+    # Shardings are in the words of one partitioner or the other.
+    options.executable_build_options.use_shardy_partitioner = "xla.sdy.sharding" in text
+    client = devices[0].client
+    return client.compile_and_load(
+        module, _compat._xla_client.DeviceList(tuple(devices)), options
+    ).get_compiled_memory_stats()

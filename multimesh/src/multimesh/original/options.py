@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from multimesh import contexts
+import jax
+
+from multimesh import _executables, contexts
 from multimesh.errors import UsageError
 
 
@@ -38,6 +41,52 @@ def shutdown() -> None:
     """Do nothing: there is no runtime to stop."""
 
 
+def compile_hlo_module(
+    path: str | Path,
+    num_partitions: int = 1,
+    erase_sharding: bool = False,
+    autoshard: bool = False,
+    platform: str | None = None,
+    device_mem_gb: float | None = None,
+) -> Any:
+    """Compile a file of HLO text, as ``jax.jit(f).lower(...).compiler_ir("hlo").as_hlo_text()`` writes it; run nothing.
+
+    Parameters
+    ----------
+    num_partitions
+        Devices that it is compiled for, of those that ``jax.devices(platform)`` lists.
+    erase_sharding, autoshard
+        There is no such compiler here: an error where they are set.
+    device_mem_gb
+        What a device has, in 10^9 bytes.
+
+    Returns
+    -------
+    What XLA knows of the memory of a device: ``argument_size_in_bytes``, ``output_size_in_bytes``,
+    ``temp_size_in_bytes``, ...
+
+    Raises
+    ------
+    UsageError
+        For a file that cannot be read or compiled, for too few devices, and where a device has less memory.
+    """
+    if erase_sharding or autoshard:
+        raise UsageError(
+            "compile_hlo_module: shardings stay as the module has them; drop erase_sharding= and autoshard="
+        )
+    devices = jax.devices(platform)
+    if len(devices) < num_partitions:
+        raise UsageError(f"compile_hlo_module: {num_partitions} partitions need as many devices, not {len(devices)}")
+    try:
+        found = _executables.compile_hlo(Path(path).read_text(encoding="utf-8"), devices[:num_partitions])
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"compile_hlo_module: {path}: {str(error).splitlines()[0]}") from error
+    needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    if device_mem_gb is not None and needed > device_mem_gb * 1e9:
+        raise UsageError(f"compile_hlo_module: {path} needs {needed / 1e9:.3g} GB, a device has {device_mem_gb:g}")
+    return found
+
+
 def _absent(name: str, remedy: str) -> Callable[..., Any]:
     def absent(*_: Any, **__: Any) -> Any:
         raise UsageError(f"multimesh.jax.{name} has no meaning on stock JAX; {remedy}")
@@ -53,7 +102,6 @@ _STARTUP = "JAX has jax_num_cpu_devices for CPU devices and XLA_PYTHON_CLIENT_ME
 
 Context = _absent("Context", "use register_task in a with statement, or MultiMesh")
 MeshWrapper = _absent("MeshWrapper", "give tasks a jax.sharding.Mesh")
-compile_hlo_module = _absent("compile_hlo_module", _COMPILER)
 custom_partitioning = _absent("custom_partitioning", "call jax.experimental.custom_partitioning inside a task")
 no_op_custom_call = _absent("no_op_custom_call", _COMPILER)
 recompute_from_arguments_if_cost_less_than = _absent("recompute_from_arguments_if_cost_less_than", _REMAT)

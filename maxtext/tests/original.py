@@ -1,0 +1,146 @@
+"""Facts about the launcher of the original MultiMesh: what its scripts give to ``run.py``, and its defaults.
+
+``python maxtext/tests/original.py --write`` renews the table of defaults in docs/migrating.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+SCRIPTS = {
+    "validate-cpu": (
+        "--cpus 8 --gpus 0 --fbmem 0 --sysmem 25 --nodes 1 --dp 2 --tp 2 --pp 2 --fsdp 1 --num-layers 2 --interleave 1 "
+        "--batch-size 8 --microbatch-size 2 --sequence-length 128 --attention dot_product "
+        "--model-dims 256 --num-steps 3 --use-iota-embed --xla-rs-threshold=51200 --remat minimal "
+        "--replicate-small-params --use-nccl-comm-split --dump dump --autoshard --backend multimesh --debug info"
+    ),
+    "validate-gpu": (
+        "--cpus 2 --gpus 2 --fbmem 20 --sysmem 20 --nodes 1 --dp 1 --tp 2 --pp 1 --fsdp 1 --num-layers 4 "
+        "--batch-size 4 --microbatch-size 2 --sequence-length 256 --num-steps 20 "
+        "--use-iota-embed --xla-rs-threshold=51200 --attention cudnn_flash_te --remat minimal "
+        "--replicate-small-params --use-nccl-comm-split --sequence-parallel --dump dump "
+        "--dump-mpmd-passes --autoshard --backend multimesh --debug info"
+    ),
+    "gpt3-175b-64gpus": (
+        "--cpus 1 --gpus 1 --fbmem 77 --nodes 64 --pp 8 --tp 8 --dp 1 --fsdp 1 --num-layers 96 --interleave 12 "
+        "--model-name gpt3-175b --model-dims 12288 --num-heads 96 --xla-rs-threshold=51200 --attention=cudnn_flash_te "
+        "--remat minimal --sequence-length=2048 --batch-size 128 --microbatch-size 4 --network ucx --profile "
+        "--replicate-small-params --schedule wavefront --load-balance-embeddings --no-sequence-parallel --autoshard "
+        "--num-steps 8 --backend legate --debug info"
+    ),
+    "llama3-70b-64gpus": (
+        "--fbmem 78 --cpus 1 --gpus 1 --nodes 64 --dp 1 --fsdp 1 --tp 4 --pp 16 --interleave 5 --model-name llama3-70b "
+        "--num-layers 80 --sequence-length=4096 --batch-size 128 --microbatch-size 2 --remat minimal "
+        "--attention=cudnn_flash_te --xla-rs-threshold=51200 --use-nccl-comm-split --only-fuse-loop-tasks "
+        "--replicate-small-params --hoist-loop-convert --network ucx --schedule prefetch-wavefront --autoshard "
+        "--num-steps 10 --debug info --backend multimesh -logfile jax_%.log"
+    ),
+    "llama3-8b-16gpus": (
+        "--fbmem 78 --cpus 1 --gpus 1 --nodes 16 --dp 2 --fsdp 1 --tp 4 --pp 2 --interleave 8 --model-name llama3-8b "
+        "--num-layers 32 --sequence-length=4096 --batch-size 32 --microbatch-size 2 --remat minimal "
+        "--attention=cudnn_flash_te --xla-rs-threshold=51200 --use-nccl-comm-split --only-fuse-loop-tasks "
+        "--replicate-small-params --hoist-loop-convert --network ucx --schedule prefetch-wavefront --autoshard "
+        "--num-steps 10 --backend multimesh --debug info -logfile jax_%.log"
+    ),
+}
+"""The flags of its five scripts."""
+
+FLAGS = [
+    *("--nodes", "--gpus", "--cpus", "--dp", "--fsdp", "--tp", "--pp", "--ep", "--interleave"),
+    *("--sequence-parallel", "--batch-size", "--microbatch-size", "--schedule"),
+    *("--custom-schedule-path", "--backend", "--maxtext-config", "--model-name", "--num-layers"),
+    *("--model-dims", "--mlp-dims", "--num-heads", "--sequence-length", "--num-steps", "--attention"),
+    *("--attention-type", "--remat", "--scan-layers", "--use-iota-embed", "--logits-dot-in-fp32"),
+    *("--load-balance-decoder-norm", "--load-balance-embeddings"),
+    *("--compile-topology-num-slices", "--use-tfds-dataset", "--dataset-path", "--dataset-name"),
+    *("--tokenizer-path", "--fbmem", "--zcmem", "--sysmem", "--eager-*", "--network", "--profile"),
+    *("--collective-matmul", "--latency-hiding-scheduler", "--xla-pipelining"),
+    *("--xla-loop-buffering", "--xla-ar-threshold", "--xla-ag-threshold", "--xla-rs-threshold"),
+    *("--hoist-loop-convert", "--use-nccl-comm-split", "--debug-nccl", "--dump", "--dump-only"),
+    *("--dump-mpmd-passes", "--dump-all-passes", "--hlo", "--autoshard"),
+    *("--replicate-small-params", "--fuse-tasks", "--only-fuse-loop-tasks"),
+    *("--host-offload-min-reuse-distance", "--debug"),
+]
+"""Every flag that one of its releases had."""
+
+DEFAULTS = {
+    "--gpus": "8",
+    "--cpus": "4",
+    "--fbmem": "70",
+    "--profile": "on",
+    "--use-nccl-comm-split": "on",
+    "--collective-matmul": "do not",
+    "--latency-hiding-scheduler": "on",
+    "--xla-pipelining": "on",
+    "--xla-loop-buffering": "on",
+    "--xla-ar-threshold": "4294967296",
+    "--xla-ag-threshold": "4294967296",
+    "--xla-rs-threshold": "33554432",
+    "--autoshard": "on",
+    "--fuse-tasks": "on",
+    "--only-fuse-loop-tasks": "off",
+    "--replicate-small-params": "on",
+    "--debug": "none",
+    "--dp": "1",
+    "--fsdp": "1",
+    "--tp": "1",
+    "--pp": "1",
+    "--interleave": "1",
+    "--sequence-parallel": "off",
+    "--schedule": "the library's",
+    "--microbatch-size": "the whole batch",
+    "--batch-size": "2 x devices",
+    "--num-steps": "MaxText's",
+    "--num-layers": "MaxText's, an error with --pp",
+    "--model-dims": "MaxText's",
+    "--mlp-dims": "4 x --model-dims, else MaxText's",
+    "--num-heads": "MaxText's",
+    "--sequence-length": "MaxText's, an error with --replicate-small-params",
+    "--attention": "MaxText's",
+    "--attention-type": "the model's",
+    "--remat": "MaxText's",
+    "--scan-layers": "unroll; a scan is an error",
+    "--use-iota-embed": "the model's",
+    "--logits-dot-in-fp32": "the model's",
+    "--nodes": "1",
+}
+"""What its flags are where they are not given."""
+
+BESIDE = {
+    "output folder": ("`logs` in the working folder", "a fresh temporary folder, or `--output`"),
+    "TensorBoard": ("on", "off; `enable_tensorboard=true` turns it on"),
+    "`--dump-only`": ("one CPU device, without parallelism", "all devices of the job, compiled but not run"),
+    "`--dump`": ("XLA's programs", "the plan of a pipeline, with `--dump-hlo` XLA's programs too; else these"),
+    "`XLA_FLAGS` in the environment": ("win over all flags", "win over defaults; flags that are given win over them"),
+}
+"""What no flag's default says: in the original, and here."""
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/migrating.md"
+_BEGIN, _END = "<!-- defaults: maxtext/tests/original.py --write -->", "<!-- end of defaults -->"
+
+
+def table() -> str:
+    """Return the defaults that differ, as Markdown."""
+    from multimesh_maxtext.options import parser
+
+    helps = {flag: action.help or "" for action in parser()._actions for flag in action.option_strings}
+    lines = ["| | original | here |", "|---|---|---|"]
+    for flag, there in DEFAULTS.items():
+        here = re.search(r"\(default:? ((?:[^();]|\([^)]*\))*)", helps[flag])
+        assert here, f"the help of {flag} names no default"
+        if here[1].strip() != there:
+            lines.append(f"| `{flag}` | {there} | {here[1].strip()} |")
+    lines += [f"| {what} | {there} | {here} |" for what, (there, here) in BESIDE.items()]
+    return "\n".join(lines)
+
+
+def documented() -> str:
+    """Return the table in the document."""
+    return DOCUMENT.read_text().split(_BEGIN)[1].split(_END)[0].strip()
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    before, _, rest = DOCUMENT.read_text().partition(_BEGIN)
+    DOCUMENT.write_text(f"{before}{_BEGIN}\n{table()}\n{_END}{rest.partition(_END)[2]}")

@@ -1,0 +1,110 @@
+"""What the original's launcher takes, this one takes; settings that MaxText would refuse never reach it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import original
+import pytest
+import yaml
+
+from multimesh_maxtext.checks import Job
+from multimesh_maxtext.errors import UnsupportedError, UsageError
+from multimesh_maxtext.options import parse, parser
+from multimesh_maxtext.settings import find_wrong_settings
+
+
+@pytest.mark.parametrize("script", original.SCRIPTS)
+def test_scripts_of_the_original_pass_a_dry_run(run: Callable[..., Any], script: str):
+    line = original.SCRIPTS[script].split()
+    done = run("--dry-run", "--json", *line)
+    assert done.code == 0, done.stderr
+    settings, flags = done.json["configuration"], done.json["environment"].get("XLA_FLAGS", "")
+    given = dict(pairwise(line))
+    assert settings["base_num_decoder_layers"] == int(given["--num-layers"])
+    rows = int(given["--microbatch-size"]) * int(given["--dp"])
+    assert settings["gradient_accumulation_steps"] * rows == int(given["--batch-size"])
+    if "--model-dims" in given:
+        assert settings["base_mlp_dim"] == 4 * int(given["--model-dims"])
+    if given["--gpus"] != "0":
+        assert "--xla_gpu_reduce_scatter_combine_threshold_bytes=51200" in flags.split()
+        assert "--xla_gpu_enable_latency_hiding_scheduler=true" in flags.split()
+
+
+def test_flags_of_the_original_keep_their_form(job: Callable[[Sequence[str]], Job]):
+    for action in parser()._actions:
+        for flag in action.option_strings:
+            if flag in original.DEFAULTS and original.DEFAULTS[flag] in ("on", "off"):
+                assert parse([f"--no-{flag[2:]}"]).has(action.dest) is False
+    argv = "--backend legate --collective-matmul 512 --hlo x.hlo --compile-topology-num-slices 2"
+    o = parse(argv.split())
+    assert (o.backend, o.collective_matmul, str(o.hlo), o.compile_topology_num_slices) == ("multimesh", 512, "x.hlo", 2)
+    assert job(["--remat", "minimal_flash"]).options.remat == "minimal_flash"
+
+
+@pytest.mark.training
+def test_a_module_of_hlo_is_compiled_instead_of_training(run: Callable[..., Any], tmp_path: Path):
+    file = tmp_path / "sum.hlo"
+    file.write_text(
+        "HloModule sum, entry_computation_layout={(f32[8]{0})->f32[8]{0}}\n\nENTRY main {\n"
+        "  x = f32[8]{0} parameter(0), sharding={devices=[2]<=[2]}\n  ROOT y = f32[8]{0} add(x, x)\n}\n"
+    )
+    done = run("--hlo", file, "--cpus", 2, "--dp", 2, "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["bytes"]["argument"] == 16  # half of it on each device
+    file.write_text("HloModule nothing")
+    done = run("--hlo", file)
+    assert (done.code, done.stdout, done.stderr.count("\n")) == (10, "", 1)
+    assert "sum.hlo: " in done.stderr
+
+
+def test_the_table_of_defaults_is_that_of_the_flags():
+    assert original.documented() == original.table(), "run maxtext/tests/original.py --write"
+
+
+def test_kernels_that_need_transformer_engine_have_a_substitute(job: Callable[[Sequence[str]], Job]):
+    argv = ["--gpus", "1", "--attention", "cudnn_flash_te"]
+    assert job(argv).options.attention == "cudnn_flash_jax"
+    with pytest.raises(UnsupportedError, match=r"attends to all earlier tokens, and this model has windows; use"):
+        job([*argv, "--model-name", "gemma2-2b"])
+    with pytest.raises(UnsupportedError, match=r"attends across documents that are packed .*; add packing=false"):
+        job([*argv, "--use-tfds-dataset", "--dataset-path", "d", "--dataset-name", "c"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("learning_rat=1", r"no setting learning_rat; did you mean learning_rate"),
+        ("zzqx=1", r"no setting zzqx; its settings are in .*base.yml"),
+        ("dtype=float33", r"no such dtype; it is one of bfloat16, float32, float16"),
+        ("decoder_block=llama", r"no such decoder_block; near it are llama"),
+        ("attention_sink=maybe", None),
+        ("opt_type=sgd", None),
+        ("dpo_beta=0.1", None),
+        ("quantization=", None),
+        ("remat_policy_for_vit=minimal", None),
+    ],
+)
+def test_settings_are_checked_as_maxtext_does(maxtext: Path, setting: str, message: str | None):
+    found = [str(error) for error in find_wrong_settings([setting], maxtext / "maxtext")]
+    assert len(found) == (message is not None)
+    assert all(re.search(message or "", line) for line in found)
+
+
+def test_the_files_of_maxtext_pass_the_check_of_settings(maxtext: Path):
+    package = maxtext / "maxtext"
+    for file in (package / "configs/base.yml", *(package / "configs/models").glob("*.yml")):
+        loaded = yaml.safe_load(file.read_text())
+        settings = [f"{key}={'' if value is None else value}" for key, value in loaded.items()]
+        assert [str(error) for error in find_wrong_settings(settings, package)] == []
+
+
+def test_a_configuration_without_sizes_is_answered_in_one_line(job: Callable[[Sequence[str]], Job], tmp_path: Path):
+    file = tmp_path / "mine.yml"
+    file.write_text("base_emb_dim: 64\n")
+    with pytest.raises(UsageError, match=r"mine.yml: it has no base_num_decoder_layers, .*vocab_size; begin it with"):
+        job(["--maxtext-config", str(file)])
