@@ -68,42 +68,40 @@ WRONG = demo.StepLosses(2, 1.9, 1.8)
 NO_NUMBER = demo.StepLosses(2, float("nan"), float("nan"))
 
 
-def shown(capsys, monkeypatch, argv, steps, columns=60):
-    monkeypatch.setenv("COLUMNS", str(columns))
+def shown(capsys, monkeypatch, argv, steps):
     monkeypatch.setattr(demo, "train", lambda options, submeshes: iter(steps))
     code = main(["demo", *argv])
     return code, *capsys.readouterr()
 
 
 def test_pictures_of_a_step(tmp_path, capsys, monkeypatch):
-    svg, trace = tmp_path / "out.svg", tmp_path / "out.json"
-    argv = ["--microbatches", "3", "--svg", str(svg), "--perfetto", str(trace), "--timeline", "measured", "--json"]
+    svg, trace, html = tmp_path / "out.svg", tmp_path / "out.json", tmp_path / "out.html"
+    argv = ["--microbatches", "3", "--html", str(html), "--svg", str(svg), "--perfetto", str(trace)]
+    argv += ["--timeline", "measured", "--json"]
     code, out, _ = shown(capsys, monkeypatch, argv, [RIGHT])
     assert code == 0
     found = json.loads(out)["profile"]
     assert svg.read_text().startswith("<svg ")
+    assert svg.read_text() in html.read_text()
     drawn = json.loads(trace.read_text())["otherData"]
     assert drawn["title"] == "1f1b: 2 submeshes, 3 microbatches"
     assert drawn["makespan"] == found["measured"]["makespan"] > 0
     assert found["forecast"]["makespan"] > 0
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_table_fits_a_terminal(capsys, monkeypatch, columns):
-    code, out, err = shown(capsys, monkeypatch, [], [RIGHT, RIGHT], columns)
+def test_without_flags_a_table_then_where_the_timeline_is(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, out, err = shown(capsys, monkeypatch, [], [RIGHT, RIGHT])
     assert (code, err) == (0, "")
-    table = [line for line in out.splitlines() if line.split()[:1] in (["step"], ["1"])]
-    assert [line.split() for line in table[1:]] == [["1", "2.000000", "2.000001", "5.0e-07"]] * 2
-    assert max(map(len, table)) <= 60
-    assert out.endswith("ok: 2 steps agree to 1e-05; loss 2.0000 -> 2.0000\n")
-
-
-def test_rich_is_not_needed(capsys, monkeypatch):
-    for name in ("rich", "rich.box", "rich.console", "rich.table"):
-        monkeypatch.setitem(sys.modules, name, None)
-    code, out, _ = shown(capsys, monkeypatch, [], [RIGHT])
-    assert code == 0
-    assert "step  submeshes  one device  difference\n   1   2.000000    2.000001     5.0e-07\n" in out
+    line = "   1   2.000000    2.000001     5.0e-07\n"
+    assert f"step  submeshes  one device  difference\n{line}{line}" in out
+    assert "ok: 2 steps agree to 1e-05; loss 2.0000 -> 2.0000\n" in out
+    wrote, path, what = out.splitlines()[-1].replace(";", "").split(maxsplit=2)
+    assert (wrote, what) == ("wrote", "open it in a browser")
+    assert tmp_path in Path(path).parents
+    page = Path(path).read_text()
+    assert "1f1b: 2 submeshes, 4 microbatches" in page
+    assert "F0 embed microbatch 0\n" in page
 
 
 @pytest.mark.parametrize("bad", [WRONG, NO_NUMBER], ids=["wrong", "nan"])
@@ -127,6 +125,7 @@ def test_losses_that_differ_fail(flags, bad, capsys, monkeypatch):
         (["demo", "--microbatches", "-1"], "--microbatches"),
         (["demo", "--schedule", "zigzag"], "'zigzag' (choose from"),
         (["demo", "--sched", "gpipe"], "--sched"),
+        (["demo", "--html", "no-such-folder/a.html"], "can't write 'no-such-folder/a.html': there is no folder"),
         (["demo", "--svg", "no-such-folder/a.svg"], "can't write 'no-such-folder/a.svg': there is no folder"),
         (["demo", "--perfetto", "/"], "can't write '/': it is a folder"),
         (["demonstrate"], "demonstrate"),

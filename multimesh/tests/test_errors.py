@@ -449,7 +449,7 @@ def test_wrong_arguments_of_what_was_compiled(options):
         with pytest.raises(mm.UsageError, match="profile: repeats must be"):
             compiled.profile(X, repeats=repeats)
     for path in (3, None, [1]):
-        for write in (compiled.plan.to_svg, compiled.plan.to_perfetto):
+        for write in (compiled.plan.to_svg, compiled.plan.to_html, compiled.plan.to_perfetto):
             with pytest.raises(mm.UsageError, match="path must be a path"):
                 write(path)
     for costs in (3, "F", None):

@@ -9,8 +9,8 @@ import drawings
 import pytest
 from multimesh.bubbles import Shape
 from multimesh.costs import UNIT_COSTS
-from multimesh.views import perfetto, svg
-from multimesh.views.timeline import Span, Timeline
+from multimesh.views import hover, perfetto, svg
+from multimesh.views.timeline import Hop, Span, Timeline
 
 import multimesh as mm
 from multimesh import bubbles
@@ -76,7 +76,7 @@ def test_a_picture_says_in_words_what_it_shows():
         "makespan 9, bubble 33.3 % in all. submesh 0 computes 6 and is idle for 3 (33.3 %)"
     )
     tips = [e.find(NAME + "title").text for e in root.iter(NAME + "rect") if e.find(NAME + "title") is not None]
-    assert tips[0] == "F0 microbatch 0, 0 to 1"
+    assert tips[0] == "F0 microbatch 0\n0 to 1 (1)\nsends arrays to submesh 1"
 
 
 def test_names_are_escaped():
@@ -86,10 +86,40 @@ def test_names_are_escaped():
     assert json.loads(perfetto.trace(odd))["traceEvents"][-1]["name"] == "<x>&"
 
 
+def test_who_points_at_a_program_learns_what_it_waited_for_and_how_much_was_sent():
+    spans = (
+        Span(0, 0.0, 2e-3, "F", "front", 0, 0),
+        Span(1, 3e-3, 4e-3, "F", "back", 1, 0),
+        Span(1, 4e-3, 5e-3, "B", "back", 1, 0),
+    )
+    rows = ("submesh 0", "submesh 1")
+    timeline = Timeline("two", "", "s", rows, spans, (Hop(0, 1, 2e-3, 3e-3, 4096, 0, (1,)),))
+    first, second, third = hover.of_programs(timeline)
+    assert first == "F0 front microbatch 0\n0 us to 2 ms (2 ms)\nsends 4.1 kB to submesh 1"
+    assert second.splitlines()[2:] == [
+        "after waiting 3 ms for F0 front microbatch 0 of submesh 0",
+        "receives 4.1 kB from submesh 0",
+    ]
+    assert third == "B1 back microbatch 0\n4 ms to 5 ms (1 ms)"
+    assert hover.of_transfer(timeline, timeline.transfers[0]).splitlines() == [
+        "4.1 kB from submesh 0 to submesh 1",
+        "2 ms to 3 ms (1 ms)",
+        "made by F0 front microbatch 0",
+        "read by F1 back microbatch 0",
+    ]
+
+
+def test_a_page_needs_no_other_file(tmp_path):
+    line("1f1b", Shape(2, 1, 3)).to_html(tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text().replace("http://www.w3.org/2000/svg", "")
+    assert not any(word in text for word in ("http:", "https:", "src=", "href=", "@import", "fetch("))
+
+
 def test_an_empty_timeline_is_a_picture_too(tmp_path):
     empty = Timeline("nothing", "", "", ("submesh 0",), ())
     empty.to_svg(tmp_path / "a.svg")
     empty.to_perfetto(tmp_path / "a.json")
+    empty.to_html(tmp_path / "a.html")
     assert ET.parse(tmp_path / "a.svg").getroot().tag == NAME + "svg"
     assert str(empty).endswith("makespan 0, bubble 0.0 % in all")
 
@@ -143,7 +173,9 @@ def test_a_plan_draws_its_forecast(tmp_path):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     plan = mm.jit(lambda x: mm.task(lambda x: x + 1, "add", mesh=mesh)(x)).plan(np.ones(3))
     plan.to_svg(tmp_path / "a.svg", {"add": 2})
+    plan.to_html(tmp_path / "a.html", {"add": 2})
     plan.to_perfetto(tmp_path / "a.json", {"add": 2})
+    assert (tmp_path / "a.svg").read_text() in (tmp_path / "a.html").read_text()
     assert "makespan 2, " in (tmp_path / "a.svg").read_text()
     assert json.loads((tmp_path / "a.json").read_text())["otherData"]["makespan"] == 2
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,25 +20,32 @@ from multimesh.views.timeline import Timeline
 
 INTERRUPTED = 130
 
+_ROOT = """\
+  python -m multimesh demo                                     # train a small pipeline, and draw it
+  python -m multimesh forecast --stages 4 --microbatches 8     # compare schedules, without devices
+
+MultiMesh for JAX: parts of one jitted function on different submeshes."""
+
 _DEMO = """\
+  python -m multimesh demo
+  python -m multimesh demo --schedule gpipe --microbatches 8 --plan
+  python -m multimesh demo --schedule zb-h1 --microbatches 8 --html out.html
+
 Train a small transformer with a tied embedding as a pipeline of two stages. Each stage is a task on a submesh of 2 x 2
 devices: two for data and two for tensor parallelism. Every batch is cut into microbatches, which the schedule sends
 through the stages; then SGD changes the parameters, each where it lives.
 
 The same function runs once more under plain jax.jit on one device, from the same start. The table shows the loss of
-both after each step. They are equal but for rounding, or the command fails.
-
-  python -m multimesh demo
-  python -m multimesh demo --schedule gpipe --microbatches 8 --plan
-  python -m multimesh demo --schedule zb-h1 --microbatches 8 --svg out.svg"""
+both after each step. They are equal but for rounding, or the command fails. At the end each program is measured, and a
+page shows when it ran: open it in a browser, and point at a box. No GPU is needed. `multimesh-demo` does the same."""
 
 _FORECAST = """\
+  python -m multimesh forecast
+  python -m multimesh forecast --schedule zb-h1 --stages 4 --microbatches 8 --costs F=1,B=1,W=0.8 --html out.html
+
 Simulate pipeline schedules on ideal submeshes, and compare how long each submesh is idle with what is published: p
 submeshes, v stages on each, m microbatches; tF, tB, tW are the times of forward, backward and weight gradients of one
-microbatch on a whole submesh, of which each of its stages takes an equal share. Needs neither devices nor JAX.
-
-  python -m multimesh forecast
-  python -m multimesh forecast --schedule zb-h1 --stages 4 --microbatches 8 --costs F=1,B=1,W=0.8 --svg out.svg"""
+microbatch on a whole submesh, of which each of its stages takes an equal share. Needs neither devices nor JAX."""
 
 _EXIT_CODES = """\
 exit codes:
@@ -94,8 +102,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of every command and flag."""
     root = _Parser(
         prog="python -m multimesh",
-        description="MultiMesh for JAX: parts of one jitted function on different submeshes.",
+        description=_ROOT,
         allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_demo(commands)
@@ -147,16 +156,24 @@ def _add_demo(commands: Any) -> None:
         "--timeline",
         choices=("forecast", "measured"),
         default="forecast",
-        help="what --svg and --perfetto show: the measured programs on submeshes that run at the same time, or the "
-        "measured run, one program at a time (default: %(default)s)",
+        help="what --html, --svg and --perfetto show: the measured programs on submeshes that run at the same time, or "
+        "the measured run, one program at a time (default: %(default)s)",
     )
     demo.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
 
 
 def _add_pictures(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--svg", type=_file, metavar="FILE", help="draw a timeline: a row a submesh, a box a program")
     command.add_argument(
-        "--perfetto", type=_file, metavar="FILE", help="write the timeline as Chrome-trace JSON for ui.perfetto.dev"
+        "--html",
+        type=_file,
+        metavar="FILE",
+        help="write a timeline as a page that explains each box you point at",
+    )
+    command.add_argument(
+        "--svg", type=_file, metavar="FILE", help="draw the timeline: a row a submesh, a box a program"
+    )
+    command.add_argument(
+        "--perfetto", type=_file, metavar="FILE", help="write it as Chrome-trace JSON for ui.perfetto.dev"
     )
 
 
@@ -208,18 +225,23 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
 
     job = demo.Job(options.schedule, options.steps, options.microbatches)
     found = demo.run(job, show_plan=options.plan, quiet=options.json)
-    if options.profile or options.svg or options.perfetto:
+    wanted = options.profile or options.html or options.svg or options.perfetto
+    if not (wanted or options.json):
+        wanted = options.html = Path(tempfile.mkdtemp(prefix="multimesh-demo-")) / "timeline.html"
+    if wanted:
+        if not options.json:
+            print("measuring each program of a step ...", flush=True)
         profile = demo.profile(job)
+        if options.profile and not options.json:
+            print(f"\n{profile}\n")
         _write(options, profile.forecast if options.timeline == "forecast" else profile.measured)
         found |= {"profile": profile.to_json()}
-        if not options.json:
-            print(f"\n{profile}")
     return found
 
 
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
-    if options.schedule is None and (options.svg or options.perfetto):
-        raise UsageError("--svg and --perfetto show one schedule; name it with --schedule")
+    if options.schedule is None and (options.html or options.svg or options.perfetto):
+        raise UsageError("--html, --svg and --perfetto show one schedule; name it with --schedule")
     costs = parsed_costs(options.costs)
     wanted = bubbles.compared(options.schedule, options.stages, options.interleave, options.microbatches)
     results = [bubbles.forecast(name, shape, costs, options.transfer) for name, shape in wanted]
@@ -236,6 +258,7 @@ def _forecast(options: argparse.Namespace) -> dict[str, Any]:
 
 def _write(options: argparse.Namespace, timeline: Timeline) -> None:
     for flag, path, write in (
+        ("--html", options.html, timeline.to_html),
         ("--svg", options.svg, timeline.to_svg),
         ("--perfetto", options.perfetto, timeline.to_perfetto),
     ):
@@ -245,7 +268,12 @@ def _write(options: argparse.Namespace, timeline: Timeline) -> None:
             except OSError as error:
                 raise UsageError(f"{flag} {path}: {error.strerror}") from None
             if not options.json:
-                print(f"wrote {path}")
+                print(f"wrote {path}{'; open it in a browser' if flag == '--html' else ''}")
+
+
+def run_demo() -> NoReturn:
+    """Run the command ``multimesh-demo``."""
+    sys.exit(main(["demo", *sys.argv[1:]]))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ STAGES, DATA, MODEL = 2, 2, 2  # devices: pipeline stages x data x tensor parall
 LAYERS, WIDTH, HEADS, HIDDEN, VOCAB, SEQUENCE = 2, 32, 4, 128, 64, 16  # layers of a stage
 ROWS = 4  # sequences of a microbatch
 RATE = 0.2  # of SGD
+_COLUMNS = ("step", "submeshes", "one device", "difference")
 TOLERANCE = 1e-5  # relative difference of two losses
 
 Params = dict[str, Any]
@@ -228,9 +229,14 @@ def run(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
         print(_headline(options), flush=True)
         if shown is not None:
             print(f"\n{shown}\n", flush=True)
-    steps = list(train(options, submeshes))
+    steps = []
     if not quiet:
-        print_table(steps)
+        print("compiling ...\n\n" + "  ".join(_COLUMNS), flush=True)
+    for step in train(options, submeshes):
+        steps.append(step)
+        if not quiet:
+            cells = (str(step.step), f"{step.loss:.6f}", f"{step.reference:.6f}", f"{step.difference:.1e}")
+            print("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, _COLUMNS, strict=True)), flush=True)
     found = _summary(options, steps, shown)
     wrong = [s for s in steps if not s.agrees]
     if wrong:
@@ -240,7 +246,7 @@ def run(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
             found,
         )
     if not quiet:
-        print(f"ok: {len(steps)} steps agree to {TOLERANCE:g}; loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}")
+        print(f"\nok: {len(steps)} steps agree to {TOLERANCE:g}; loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}")
     return found
 
 
@@ -261,23 +267,3 @@ def _summary(options: Job, steps: list[StepLosses], shown: mm.Plan | None) -> di
 
 def _finite(number: float) -> float | None:
     return number if np.isfinite(number) else None  # JSON has no NaN
-
-
-def print_table(steps: list[StepLosses]) -> None:
-    """Print one line a step; with rich, where it is installed."""
-    titles = ("step", "submeshes", "one device", "difference")
-    rows = [(str(s.step), f"{s.loss:.6f}", f"{s.reference:.6f}", f"{s.difference:.1e}") for s in steps]
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:  # rich only makes it prettier
-        for row in (titles, *rows):
-            print("  ".join(f"{cell:>{len(title)}}" for cell, title in zip(row, titles, strict=True)))
-        return
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in titles:
-        table.add_column(title, justify="right")
-    for row, found in zip(rows, steps, strict=True):
-        table.add_row(*row, style=None if found.agrees else "red")
-    Console().print(table)

@@ -27,7 +27,17 @@ from multimesh import _compat
 from multimesh.errors import LostProcessError, MissingPartError, MultiMeshError, UsageError
 from multimesh.watched import Watched, start
 
-__all__ = ["Processes", "agree_on", "barrier", "fail", "gather", "initialize"]
+__all__ = [
+    "Processes",
+    "agree_on",
+    "barrier",
+    "fail",
+    "gather",
+    "initialize",
+    "orbax_handler",
+    "restore",
+    "save",
+]
 
 WAIT = 600.0
 """Seconds that a process waits for the others to come to the same place."""

@@ -236,6 +236,14 @@ class Plan:
         """Write a picture of `forecast`. ``profile.measured.to_svg`` draws a measured run."""
         self.forecast(costs).to_svg(path)
 
+    def to_html(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
+        """Write `forecast` as one HTML file: the picture of `to_svg`, which explains each box and line you point at.
+
+        For each program: its task and microbatch, when it ran, how long its submesh waited for what, and the bytes that
+        it received and sent. ``profile.measured.to_html`` writes a measured run.
+        """
+        self.forecast(costs).to_html(path)
+
     def to_perfetto(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
         """Write `forecast` as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
         self.forecast(costs).to_perfetto(path)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import textwrap
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
 from multimesh.units import amount
+from multimesh.views import hover
 
 if TYPE_CHECKING:
     from multimesh.views.timeline import Span, Timeline
@@ -115,8 +116,9 @@ class _Picture:
         yield from self.axis()
         yield from (self.track(row) for row in range(len(line.rows)))
         yield from self.transfers()
+        hints = hover.of_programs(line)
         for row in range(len(line.rows)):
-            yield from self.cells(row, name)
+            yield from self.cells(row, name, hints)
         yield from legend
         for number, text in enumerate(note):
             yield _text(_MARGIN, below + 18 * number, text, "soft")
@@ -146,21 +148,21 @@ class _Picture:
             parts.append(_text(self.width - _MARGIN, middle, amount(line.peaks[row], unit), "e"))
         return "\n".join(parts)
 
-    def cells(self, row: int, name: str) -> Iterator[str]:
+    def cells(self, row: int, name: str, hints: Sequence[str]) -> Iterator[str]:
         """Boxes of one submesh, each with the number of its microbatch where that fits."""
         line = self.timeline
         chunks = self.chunks(row)
         yield "<g>"
-        for span in line.row(row):
+        for number in line.order(row):
+            span = line.spans[number]
             if not span.duration:
                 continue
             left, width = self.x(span.start), self.x(span.end) - self.x(span.start)
-            times = f"{amount(span.start, line.unit)} to {amount(span.end, line.unit)}"
             style = f'class="c" fill="url(#{name}g)"' if len(span.phases) > 1 else f'class="c {_kind(span, chunks)}"'
             gap = min(0.8, width / 8)
             yield (
                 f'<rect {style} x="{_n(left)}" y="{_n(self.y(row))}" width="{_n(width - gap)}" height="{_ROW}" rx="2">'
-                f"<title>{escape(f'{span}, {times}')}</title></rect>"
+                f"<title>{escape(hints[number])}</title></rect>"
             )
             label = span.name if span.microbatch is None else str(span.microbatch)
             size = 11 if width >= _ROOMY else 10
@@ -182,11 +184,7 @@ class _Picture:
             start = self.y(t.source) + (_ROW if down else 0)
             end = self.y(t.target) + (0 if down else _ROW)
             path = f'd="M{_n(self.x(t.start))} {_n(start)}L{_n(self.x(t.end))} {_n(end)}"'
-            size = "" if t.nbytes is None else f"{amount(t.nbytes, 'bytes')} "
-            about = f"{size}from {t.source} to {t.target}"
-            yield (
-                f'<path class="x" {path}><title>{escape(about)}</title></path>' if size else f'<path class="x" {path}/>'
-            )
+            yield f'<path class="x" {path}><title>{escape(hover.of_transfer(self.timeline, t))}</title></path>'
 
     def axis(self) -> Iterator[str]:
         """Time axis with round numbers."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from multimesh import checks
 from multimesh.units import amount, columns
+from multimesh.views.html import page
 from multimesh.views.perfetto import trace
 from multimesh.views.svg import draw
 
@@ -134,7 +135,12 @@ class Timeline:
 
     def row(self, number: int) -> tuple[Span, ...]:
         """Programs of one submesh in the order of their start."""
-        return tuple(sorted((s for s in self.spans if s.row == number), key=lambda s: (s.start, s.end)))
+        return tuple(self.spans[index] for index in self.order(number))
+
+    def order(self, row: int) -> tuple[int, ...]:
+        """Indices of the spans of one submesh in the order of their start."""
+        found = (number for number, span in enumerate(self.spans) if span.row == row)
+        return tuple(sorted(found, key=lambda number: (self.spans[number].start, self.spans[number].end)))
 
     def __str__(self) -> str:
         parts: list[tuple[str, Sequence[str]]] = [
@@ -156,6 +162,10 @@ class Timeline:
     def to_svg(self, path: str | Path) -> None:
         """Write a picture of it; see `multimesh.views.svg`."""
         Path(checks.path("to_svg: path", path)).write_text(draw(self), encoding="utf-8")
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the picture as a page that says what one points at; it is one file, and needs no network."""
+        Path(checks.path("to_html: path", path)).write_text(page(self), encoding="utf-8")
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write it as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
