@@ -38,7 +38,10 @@ INTERRUPTED = 130
 def build_parser(modules: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser with the commands of these modules."""
     parser = argparse.ArgumentParser(
-        prog="python -m workflows", description="Sources, images and releases of MultiMesh for JAX."
+        prog="python -m workflows",
+        description="  python -m workflows status\n  python -m workflows bump maxtext 0.2.5\n\n"
+        "Sources, images and releases of MultiMesh for JAX.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -9,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import multimesh.__main__ as multimesh
 import pytest
+from multimesh_maxtext import options
 
 from workflows import cli, errors
 
@@ -85,6 +88,31 @@ SLOW = ("docs/numerics.md",)  # multimesh/tests/test_linalg.py and test_fft.py i
 def test_python_examples_run(name: str, tmp_path: Path) -> None:
     done = python("-c", "\n".join(blocks(ROOT / name, "python")), cwd=tmp_path)
     assert done.returncode == 0, f"the python blocks of {name}: {done.stderr}"
+
+
+def helps() -> dict[str, str]:
+    """Help of every command, by its program."""
+    found = {"maxtext/run.py": options.parser(), "python -m multimesh": multimesh.parser()}
+    found["python -m workflows"] = cli.build_parser(list(dict.fromkeys(cli.COMMANDS.values())))
+    shown = {}
+    for parser in found.values():
+        inner = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        for each in (parser, *(inner[0].values() if inner else ())):
+            if each.add_help:
+                shown[each.prog] = each.format_help()
+    return shown
+
+
+def test_every_help_begins_with_an_example() -> None:
+    found = helps()
+    doors = {"./bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py", "python -m multimesh demo"}
+    assert doors <= set(found)
+    for program, text in found.items():
+        usage, first, *_ = text.split("\n\n")
+        assert usage.startswith(f"usage: {program}"), text
+        for line in first.splitlines():
+            assert line.startswith(f"  {program}"), f"{program} --help begins with {line!r}"
+        assert max(map(len, text.splitlines())) <= 120, program
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:

@@ -8,14 +8,23 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from workflows import console
+from workflows import console, helping
 from workflows.cache import server, settings, usage
 from workflows.image import lock
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("cache", help="a Bazel cache that containers and checkouts of this machine share")
+    parser = subparsers.add_parser(
+        "cache",
+        prog="docker/start-cache.sh",
+        **helping.shown(
+            "a Bazel cache that containers and checkouts of this machine share",
+            "docker/start-cache.sh",
+            "docker/start-cache.sh status",
+            "docker/start-cache.sh --backend nginx --max-size 100G",
+        ),
+    )
     parser.add_argument(
         "action", nargs="?", default="start", choices=("start", "stop", "status", "prune"),
         help="start: does nothing if it runs (default); stop: entries stay; prune: remove what was used longest ago",

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from workflows import console, errors
+from workflows import console, errors, helping
 from workflows.ci import actions, evidence, nightly, release, upgrade
 from workflows.ci.github import GitHub, where
 from workflows.image import devcontainer, flags
@@ -20,7 +20,12 @@ _OWNER = re.compile(r"[A-Za-z0-9](-?[A-Za-z0-9])*")
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command and its parts."""
-    parser = subparsers.add_parser("ci", help="the steps of the GitHub workflows")
+    parser = subparsers.add_parser(
+        "ci",
+        **helping.shown(
+            "the steps of the GitHub workflows", "python -m workflows ci actions", "python -m workflows ci wheel dist"
+        ),
+    )
     parts = parser.add_subparsers(dest="part", metavar="STEP", required=True)
 
     def add(name: str, func: object, help_: str) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workflows import console, errors
+from workflows import console, errors, helping
 from workflows.image import attest, bazel, build, commit, engine, flags, lock, smoke, validate
 from workflows.image.attest import NOTHING, Attesting
 from workflows.image.engine import Engine
@@ -31,8 +31,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "image",
         prog="docker/build.py",
-        help="build an image, check it in a container, and push it",
-        description="Build an image of MultiMesh for JAX, check it in a container, and push it.",
+        usage="%(prog)s --tag T [options]",
+        **helping.shown(
+            "build an image, check it in a container, and push it",
+            "docker/build.py --accelerator cpu --tag T",
+            "docker/build.py --tag T --upload --repo ghcr.io/OWNER/multimesh-jax",
+            "docker/build.py --tag T --dry-run",
+        ),
         epilog="Without an engine, --dry-run shows the commands. docs/sources.md lists the exit codes.",
         allow_abbrev=False,
     )

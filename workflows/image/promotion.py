@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from workflows import console
+from workflows import console, helping
 from workflows.image import attest, promote, reference, release
 from workflows.image.registry import Registry
 from workflows.image.retry import Policy
@@ -17,7 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("promote", help="give public tags to an image that was pushed with --no-promote")
+    parser = subparsers.add_parser(
+        "promote",
+        **helping.shown(
+            "give public tags to an image that was pushed with --no-promote",
+            "python -m workflows promote ghcr.io/OWNER/multimesh-jax@sha256:... --tag main --latest",
+        ),
+    )
     parser.add_argument("image", metavar="REPO@DIGEST", help="as `docker/build.py --no-promote` printed it")
     parser.add_argument("--tag", required=True, help="the tag that it gets")
     parser.add_argument("--latest", action="store_true", help="also latest")

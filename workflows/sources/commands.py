@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workflows import console, errors
+from workflows import console, errors, helping
 from workflows.sources import safety
 from workflows.sources.quick import ALL_GROUPS, GROUPS
 from workflows.sources.workspace import Workspace
@@ -51,13 +51,27 @@ def add_sync_options(parser: argparse.ArgumentParser) -> None:
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands."""
-    parser = subparsers.add_parser("sync", help="bring third_party/ to what sources.lock says")
+    parser = subparsers.add_parser(
+        "sync",
+        **helping.shown(
+            "bring third_party/ to what sources.lock says",
+            "python -m workflows sync",
+            "python -m workflows sync --override multimesh=../multimesh",
+        ),
+    )
     add_sync_options(parser)
     parser.set_defaults(func=run_sync)
-    parser = subparsers.add_parser("status", help="show every component against its pin")
+    parser = subparsers.add_parser(
+        "status", **helping.shown("show every component against its pin", "python -m workflows status")
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run_status)
-    parser = subparsers.add_parser("diff", help="show what was changed in third_party/ since the last sync")
+    parser = subparsers.add_parser(
+        "diff",
+        **helping.shown(
+            "show what was changed in third_party/ since the last sync", "python -m workflows diff maxtext"
+        ),
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="components (default: all)")
     parser.set_defaults(func=run_diff)
 

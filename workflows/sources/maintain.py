@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from workflows import console, errors
+from workflows import console, errors, helping
 from workflows.sources import build, lock, manifest, patch, quick, tidy
 from workflows.sources.commands import workspace
 from workflows.sources.lock import Pin
@@ -15,20 +15,37 @@ from workflows.sources.workspace import Workspace
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands."""
-    parser = subparsers.add_parser("lock", help="record the patches as they are on disk, and what they give")
+    parser = subparsers.add_parser(
+        "lock",
+        **helping.shown(
+            "record the patches as they are on disk, and what they give", "python -m workflows lock maxtext"
+        ),
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="components (default: all whose patches changed)")
     parser.set_defaults(func=run_lock)
-    parser = subparsers.add_parser("refresh", help="turn the commits in third_party/NAME into its patch series")
+    parser = subparsers.add_parser(
+        "refresh",
+        **helping.shown(
+            "turn the commits in third_party/NAME into its patch series", "python -m workflows refresh maxtext"
+        ),
+    )
     parser.add_argument("names", nargs="+", metavar="NAME", help="components")
     parser.set_defaults(func=run_refresh)
     parser = subparsers.add_parser(
-        "bump", help="move a component to another version, with its patches; or fill images.lock"
+        "bump",
+        **helping.shown(
+            "move a component to another version, with its patches; or fill images.lock",
+            "python -m workflows bump maxtext 0.2.5",
+            "python -m workflows bump images",
+        ),
     )
     parser.add_argument("name", metavar="NAME", help="component, or `images` for the base images")
     parser.add_argument("version", metavar="VERSION", nargs="?", help="its new version; a commit where it has no tags")
     parser.add_argument("--mirror", metavar="URL", help="ask URL/ instead of the upstream")
     parser.set_defaults(func=run_bump)
-    parser = subparsers.add_parser("gc", help="remove what nothing needs from third_party/")
+    parser = subparsers.add_parser(
+        "gc", **helping.shown("remove what nothing needs from third_party/", "python -m workflows gc --dry-run")
+    )
     parser.add_argument("--stashes", action="store_true", help="also the trees that --stash put aside")
     parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
     parser.set_defaults(func=run_gc)

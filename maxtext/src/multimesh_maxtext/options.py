@@ -138,11 +138,11 @@ class Options(argparse.Namespace):
 
 
 DESCRIPTION = """\
-Train a MaxText model. The devices form a grid of dp x fsdp x tp x pp x ep; the global batch is cut into rows for each
-of its dp x fsdp x ep domains, and each domain works through its rows in microbatches.
-
   maxtext/run.py --cpus 8 --dp 2 --tp 2 --pp 2 --batch-size 8 --microbatch-size 2
   maxtext/run.py --text my-notes.md --num-steps 50
+
+Train a MaxText model. The devices form a grid of dp x fsdp x tp x pp x ep; the global batch is cut into rows for each
+of its dp x fsdp x ep domains, and each domain works through its rows in microbatches.
 
 KEY=VALUE arguments go to MaxText as they are (learning_rate=3e-4, dtype=float32, num_experts=8, ...)."""
 

@@ -116,6 +116,7 @@ def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a small transformer as a pipeline, beside the same function on one device",
+        usage="%(prog)s [flags]",
         description=_DEMO,
         epilog=_EXIT_CODES,
         allow_abbrev=False,
@@ -181,6 +182,7 @@ def _add_forecast(commands: Any) -> None:
     command = commands.add_parser(
         "forecast",
         help="simulate pipeline schedules, beside the published formulas",
+        usage="%(prog)s [flags]",
         description=_FORECAST,
         epilog=_FORECAST_EXIT_CODES,
         allow_abbrev=False,
