@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One process of the job, as srun starts it: binds itself to the cores and the memory beside its GPU, then trains.
+# One process of the job, as srun starts it. Made by maxtext/jobs.py.
 # Flags of run.py given here come last, so they win: run-dgx-h100.sh --num-steps 100
 set -euo pipefail
 : "${SLURM_LOCALID:?srun starts this, once per GPU}" "${SLURM_NTASKS:?}"
@@ -16,6 +16,8 @@ elif [[ ${SLURM_PROCID:-0} -eq 0 ]]; then
   echo "not a DGX H100 ($(nproc --all) logical cores, not 224): processes are not bound to cores"
 fi
 
-exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --backend spmd --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
-  --dp 2 --pp 2 --tp 4 --interleave 8 --model-name llama3-8b --sequence-length 4096 \
-  --batch-size 32 --microbatch-size 2 --num-steps 20 "$@"
+exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
+  --dp 2 --pp 2 --tp 4 --interleave 8 --schedule prefetch-wavefront --only-fuse-loop-tasks \
+  --model-name llama3-8b --num-layers 32 --sequence-length 4096 --batch-size 32 --microbatch-size 2 \
+  --attention cudnn_flash_te --remat minimal --xla-rs-threshold 51200 --replicate-small-params --fbmem 78 \
+  --num-steps 20 "$@"

@@ -40,5 +40,5 @@ def test_the_job_trains_in_the_image(image: dict[str, Any], repository: Reposito
     assert check["job"] == "large"
     assert check["verdict"].startswith("ok: 3 steps, loss ")
     assert "4 cpu devices: dp 2 pp 2 interleave 2; 4 layers" in done.stderr
-    assert done.stderr.count("MaxText, backend spmd") == 1  # of the processes one speaks
+    assert done.stderr.count("MaxText, backend multimesh") == 1  # of the processes one speaks
     assert not [path for path in (repository.path / "build/image/large").iterdir() if path.is_dir()]
