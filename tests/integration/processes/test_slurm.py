@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -124,3 +125,26 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+MAXTEXT = (
+    *(str(ROOT / "maxtext/run.py"), "--backend=multimesh", "--pp=2", "--num-steps=3", "--batch-size=8"),
+    *("--microbatch-size=2", "--sequence-length=32", "--model-dims=32", "--num-heads=2"),
+)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["learning/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_pipeline_of_maxtext(cluster: dict[str, str], tmp_path: Path) -> None:
+    """One stage in a task on each node; the losses are those of one process."""
+    one = [*MAXTEXT, "--cpus=2", f"--output={tmp_path / 'one'}"]
+    subprocess.run(one, env=environment(cluster), capture_output=True, check=True, timeout=300)
+    several = srun(*MAXTEXT, "--nodes=2", "--cpus=1", f"--output={tmp_path / 'several'}", kill=True)
+    done = subprocess.run(several, env=environment(cluster), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("ok: 3 steps, loss "), done.stdout
+    assert len(losses(tmp_path / "one")) == 3
+    for folder in ("several", "several/process-1"):
+        assert losses(tmp_path / folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
