@@ -12,7 +12,7 @@ sys.path[:1] = [str(ROOT / name / "src") for name in ("maxtext", "multimesh")]  
 if Path(sys.prefix) != VENV and (VENV / "bin" / "python").exists():
     os.execv(VENV / "bin" / "python", [str(VENV / "bin" / "python"), *sys.argv])  # noqa: S606
 try:
-    from multimesh_maxtext.cli import main
+    from multimesh_maxtext.cli import command
 except ImportError as missing:
     sys.exit(f"{missing.name} is not installed here; run: {ROOT / 'bootstrap.sh'} --group run")
-sys.exit(main(sys.argv[1:], root=ROOT))
+command(sys.argv[1:], root=ROOT)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from multimesh_maxtext.checkpoint import Beginning
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UnsupportedError, UsageError
 from multimesh_maxtext.launch import VARIABLE, Handoff, Launch, Member, launch, member, received
 from multimesh_maxtext.options import parse
-from multimesh_maxtext.trainer import trainer
+from multimesh_maxtext.trainer import Follower, follow, terminate_as_interrupt, trainer
 from multimesh_maxtext.translate import Paths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,3 +150,23 @@ def test_an_interrupt_while_the_trainer_is_waited_for_ends_it(paths: Paths):
         process._waitpid_lock.acquire()
     assert process.returncode == -signal.SIGTERM
     assert not Path(f"/proc/{process.pid}").exists()
+
+
+@pytest.mark.parametrize("hold", [5.0, 0.0], ids=["of several", "alone"])
+def test_a_process_told_to_end_has_the_code_of_its_trainer_where_that_fails_too(paths: Paths, hold: float):
+    """A launcher ends the others when one of several processes fails, perhaps before they have learnt of it."""
+    paths.output.mkdir(parents=True, exist_ok=True)
+    follower = Follower(paths.metrics, paths.log, skip=0)
+    start = Launch(("sh", "-c", f"sleep 0.3; kill -TERM {os.getpid()}; sleep 0.5; exit 17"), {}, {})
+
+    def followed() -> int:
+        with terminate_as_interrupt():
+            found = follow(follower, start, paths, Console(), Beginning(), total=1, quiet=True, hold=hold)
+            os.kill(os.getpid(), signal.SIGTERM)  # too late
+        return found[1]
+
+    if hold:
+        assert followed() == 17
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            followed()

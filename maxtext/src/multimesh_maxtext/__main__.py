@@ -6,7 +6,7 @@
 
 import sys
 
-from multimesh_maxtext.cli import main
+from multimesh_maxtext.cli import command
 from multimesh_maxtext.launch import compile_module, join
 
 if sys.argv[1:2] == ["join"]:
@@ -14,4 +14,4 @@ if sys.argv[1:2] == ["join"]:
 elif sys.argv[1:2] == ["compile"]:
     compile_module(sys.argv[2])
 else:
-    sys.exit(main(sys.argv[1:]))
+    command(sys.argv[1:])

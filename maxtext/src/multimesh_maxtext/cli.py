@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -26,10 +27,17 @@ from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, 
 from multimesh_maxtext.settle import Settled, settle
 from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
-from multimesh_maxtext.trainer import Outcome, forecast, inspect, tail, terminate_as_interrupt, train
+from multimesh_maxtext.trainer import Outcome, forecast, inspect, keep_code, tail, terminate_as_interrupt, train
 from multimesh_maxtext.translate import JAX_FRACTION, Paths, memory_fraction, notes
 
 INTERRUPTED = 130
+
+
+def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
+    """Run the command line, and end this process with its exit code."""
+    code = main(argv, root=root)
+    keep_code()
+    sys.exit(code)
 
 
 def main(argv: Sequence[str], *, root: Path | None = None) -> int:

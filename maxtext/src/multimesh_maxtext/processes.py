@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import warnings
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ def everywhere(tree: Any) -> Any:
 
 @functools.cache
 def _sender() -> multimesh.Jitted:
+    warnings.filterwarnings("ignore", re.escape(f"{__file__}:"))  # that it moves its arguments is what it is for
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), ("process",))
     return multimesh.jit(multimesh.task(lambda tree: tree, "everywhere", mesh=mesh))

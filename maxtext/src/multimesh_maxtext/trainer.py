@@ -30,6 +30,7 @@ from multimesh_maxtext.translate import Paths
 
 _PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
 _POLL = 0.1  # seconds between looks at the metrics file
+_HOLD = 4.0  # seconds that a trainer gets to end because another process of its job has
 
 _TAIL = 20  # lines of a failed trainer's log
 
@@ -55,7 +56,8 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
     before = keep_before(paths.metrics, paths.log, begin.step)
     skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
     follower = Follower(paths.metrics, paths.log, skip=skip)
-    steps, returncode = _follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json)
+    hold = _HOLD if o.nodes > 1 else 0.0
+    steps, returncode = follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold)
     error: LauncherError | None = None
     try:
         judge(steps, expected=o.num_steps, returncode=returncode, log=paths.log, before=before, first=begin.step)
@@ -107,24 +109,44 @@ def _headline(job: Job) -> str:
     )
 
 
-def _follow(
-    follower: Follower, start: Launch, paths: Paths, console: Console, begin: Beginning, *, total: int, quiet: bool
+def follow(
+    follower: Follower,
+    start: Launch,
+    paths: Paths,
+    console: Console,
+    begin: Beginning,
+    *,
+    total: int,
+    quiet: bool,
+    hold: float = 0.0,
 ) -> tuple[list[Step], int]:
+    """Run the trainer to its end; its steps and its exit code.
+
+    Where one of several processes fails, a launcher ends the others, perhaps before they have learnt of it. So one that
+    is told to end waits ``hold`` seconds for its trainer, whose code is then not hidden by that of an interrupt.
+    """
     steps: list[Step] = []
     with (
         progress(console, total, quiet=quiet) as show,
         trainer(start, paths, inherited=begin.inherited) as process,
     ):
-        running = True
-        while running:
-            try:
-                process.wait(_POLL)
-                running = False
-            except subprocess.TimeoutExpired:
-                pass
-            for step in follower.poll():
-                steps.append(step)
-                show(step)
+        try:
+            running = True
+            while running:
+                try:
+                    process.wait(_POLL)
+                    running = False
+                except subprocess.TimeoutExpired:
+                    pass
+                for step in follower.poll():
+                    steps.append(step)
+                    show(step)
+        except Terminated:
+            _reap(process, hold)
+            if process.returncode in (None, -signal.SIGTERM):
+                raise
+        if hold and process.returncode:
+            keep_code()
     return steps, process.returncode
 
 
@@ -179,6 +201,16 @@ def _reap(process: subprocess.Popen[bytes], seconds: float) -> None:
             time.sleep(_POLL)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP came: from a batch system, or with a closed terminal."""
+
+
+def keep_code() -> None:
+    """Let nobody end this process any more, which ends by itself with a code that says more than SIGTERM's."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
     """Treat SIGTERM and SIGHUP (a batch system, a closed terminal) like Ctrl-C, so that clean-up runs."""
@@ -187,7 +219,7 @@ def terminate_as_interrupt() -> Iterator[None]:
         return
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Terminated
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

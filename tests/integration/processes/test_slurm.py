@@ -137,14 +137,45 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["learning/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+CRASH = """
+import os, sys, threading, time
+
+folder = next((word.split("=")[1] for word in sys.orig_argv if word.startswith("metrics_file=")), "")
+
+
+def end():
+    while not os.path.exists(folder) or open(folder).read().count("\\n") < 3:
+        time.sleep(0.02)
+    os.kill(os.getpid(), 9)
+
+
+if folder and os.environ["SLURM_PROCID"] == "1":
+    threading.Thread(target=end, daemon=True).start()
+"""
+
+
+def trained(cluster: Mapping[str, str], folder: Path, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A pipeline of MaxText with one stage in a task on each node; Slurm ends all when one fails."""
+    argv = srun(*MAXTEXT, "--nodes=2", "--cpus=1", f"--output={folder}", *flags, kill=True)
+    return subprocess.run(argv, env=environment(cluster) | more, capture_output=True, text=True, timeout=300)
+
+
 def test_a_pipeline_of_maxtext(cluster: dict[str, str], tmp_path: Path) -> None:
-    """One stage in a task on each node; the losses are those of one process."""
+    """The losses are those of one process."""
     one = [*MAXTEXT, "--cpus=2", f"--output={tmp_path / 'one'}"]
     subprocess.run(one, env=environment(cluster), capture_output=True, check=True, timeout=300)
-    several = srun(*MAXTEXT, "--nodes=2", "--cpus=1", f"--output={tmp_path / 'several'}", kill=True)
-    done = subprocess.run(several, env=environment(cluster), capture_output=True, text=True, timeout=300)
+    done = trained(cluster, tmp_path / "several")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("ok: 3 steps, loss "), done.stdout
     assert len(losses(tmp_path / "one")) == 3
     for folder in ("several", "several/process-1"):
         assert losses(tmp_path / folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_a_pipeline_of_maxtext_that_is_killed(cluster: dict[str, str], tmp_path: Path) -> None:
+    """Slurm ends the others, whose code does not hide that of the first; it was 130, that of an interrupt, or 143."""
+    (tmp_path / "sitecustomize.py").write_text(CRASH)
+    done = trained(cluster, tmp_path / "several", "--num-steps=10000", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 10, done.stderr
+    assert "the trainer was killed by SIGKILL" in done.stderr
+    assert re.search(f"ends because process 1 of 2 {WHO} was killed by SIGKILL", done.stderr), done.stderr
