@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("docs/site", "multimesh/src", "maxtext/src", ".")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs/site", "multimesh/src", "maxtext/src", "maxtext/tests", ".")]
 
 project = "MultiMesh for JAX"
 author = copyright = "the authors of MultiMesh for JAX"

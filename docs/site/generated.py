@@ -45,8 +45,8 @@ def codes(package: str) -> Iterator[str]:
     """Yield a table of a package's kinds of errors with the exit codes of its commands."""
     yield from ("| error | exit code | meaning |", "|---|---|---|")
     for name, kind in vars(importlib.import_module(package)).items():
-        if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__doc__:
-            yield f"| `{name}` | {getattr(kind, 'exit_code', '')} | {messages.plain(inspect.getdoc(kind) or '')} |"
+        if inspect.isclass(kind) and issubclass(kind, Exception) and "exit_code" in vars(kind):
+            yield f"| `{name}` | {kind.exit_code} | {messages.plain(inspect.getdoc(kind) or '')} |"
     yield ""
 
 
@@ -58,13 +58,16 @@ def flags(_: str) -> Iterator[str]:
         if not shown:
             continue
         yield from (f"## {(group.title or '').capitalize()}", "", messages.plain(group.description or ""), "")
-        yield from ("| flag | what it does |", "|---|---|")
-        yield from (f"| {_flag(action)} | {_help(action)} |" for action in shown)
+        yield from ("| flag | what it does | in the original |", "|---|---|---|")
+        yield from (f"| {_flag(action)} | {_help(action)} | {_original(action)} |" for action in shown)
         yield ""
 
 
 def _flag(action: argparse.Action) -> str:
-    return f"`{' '.join(filter(None, (', '.join(action.option_strings), str(action.metavar or ''))))}`"
+    names = ", ".join(action.option_strings)
+    if isinstance(action, argparse.BooleanOptionalAction):
+        names = names.partition(",")[0].replace("--", "--[no-]", 1)
+    return f"`{' '.join(filter(None, (names, str(action.metavar or ''))))}`"
 
 
 def _help(action: argparse.Action) -> str:
@@ -72,6 +75,16 @@ def _help(action: argparse.Action) -> str:
     if action.choices is None or action.metavar is not None:  # the help names them
         return text
     return f"{text} ({', '.join(f'`{choice}`' for choice in action.choices)})"
+
+
+def _original(action: argparse.Action) -> str:
+    """Return what the launcher of the original MultiMesh has in this place; maxtext/tests/original.py knows it."""
+    known = importlib.import_module("original")
+    same = [flag for flag in action.option_strings if flag in known.FLAGS]
+    if not same:
+        return "" if action.option_strings else "the same"
+    default = known.DEFAULTS.get(same[0])
+    return f"the same; default: {messages.plain(default)}" if default else "the same"
 
 
 MAKERS = {"api": api, "errors": errors, "codes": codes, "flags": flags}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +90,10 @@ SLOW = ("docs/numerics.md",)  # multimesh/tests/test_linalg.py and test_fft.py i
 def test_python_examples_run(name: str, tmp_path: Path) -> None:
     done = python("-c", "\n".join(blocks(ROOT / name, "python")), cwd=tmp_path)
     assert done.returncode == 0, f"the python blocks of {name}: {done.stderr}"
+    for picture in tmp_path.glob("tutorial-*.svg"):
+        shown = ROOT / "docs" / "pictures" / picture.name
+        assert shown.exists(), f"copy {picture} to {shown}, and look at it"
+        assert picture.read_text() == shown.read_text(), f"if the change is right, copy {picture} to {shown}"
 
 
 def helps() -> dict[str, str]:
@@ -113,6 +119,26 @@ def test_every_help_begins_with_an_example() -> None:
         for line in first.splitlines():
             assert line.startswith(f"  {program}"), f"{program} --help begins with {line!r}"
         assert max(map(len, text.splitlines())) <= 120, program
+
+
+@pytest.mark.full
+def test_the_tutorial_goes_on_in_four_processes(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "ten-minutes.md"
+    (meet, train), one = blocks(page, "py"), blocks(page, "python")
+    parts = [block for block in one if block.startswith(("import", "optimizer = "))]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    (tmp_path / "train.py").write_text("\n".join([meet.replace("localhost:61440", address), *parts, train]))
+    env = os.environ | VIRTUAL_DEVICES | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"}
+    start = functools.partial(subprocess.Popen, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    processes = [start([sys.executable, "train.py", str(rank)]) for rank in range(4)]
+    said = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    losses = [re.findall(r"step \d: loss (\S+)", text) for text in said]
+    assert losses == [losses[0]] * 4
+    assert losses[0] == re.findall(r"step \d: loss (\S+),", python("-c", "\n".join(one), cwd=tmp_path).stdout)
+    assert "of 4 processes" in (tmp_path / "tutorial-processes.svg").read_text()
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:

@@ -27,7 +27,7 @@ PAGES = {  # page: what it must hold
     "docs/maxtext-flags": "--microbatch-size",
     "maxtext/README": "validate-cpu.sh",
 }
-WIDTHS = (1280, 390)  # a laptop, a phone
+WIDTHS = (1280, 390, 1600)  # a laptop, a phone, a screen
 SEARCHES = {"rows divide microbatches": "docs/errors.html", "schedule": "docs/choosing-a-schedule.html"}
 
 
