@@ -29,7 +29,7 @@ def add_sync_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--group", action="append", choices=ALL_GROUPS, dest="groups",
         help="only this group; may be repeated (default: run, source and dev); run: for MaxText; cuda12: run, and the "
-        "packages with which JAX uses NVIDIA GPUs (3 GB); source: for jaxlib; dev: to work here",
+        "packages with which JAX uses NVIDIA GPUs (5 GB); source: for jaxlib; dev: to work here",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     parser.add_argument("--offline", action="store_true", help="use only what is on this disk")

@@ -1,0 +1,196 @@
+"""All that a machine with GPUs can tell of MultiMesh, in one table: each piece of work against its single program.
+
+    multimesh/benchmarks/gpu.py             on every visible GPU; ten minutes on one
+    multimesh/benchmarks/gpu.py --cpu       the same on eight virtual CPU devices, with small sizes: a rehearsal
+
+It trains MaxText (``validate-gpu.sh``, then a pipeline with a stage on each GPU against one program), runs a training
+step of a transformer as a pipeline and as one SPMD program, and solves and transforms sharded arrays. Times are wall
+times until the result is there, of contenders that take turns. The table also goes to ``build/gpu.md``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before jax is imported, and before what would choose virtual CPU devices.
+os.environ.setdefault("JAX_PLATFORMS", "cpu" if "--cpu" in sys.argv else "cuda")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8" if "--cpu" in sys.argv else "")
+
+import dispatch
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report
+from jax.scipy.linalg import cho_factor, cho_solve
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from step import Training
+from workload import Size, pipeline, spmd
+
+import multimesh as mm
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = "--cpu" in sys.argv
+
+
+def seconds(ours: Callable[[], Any], single: Callable[[], Any], runs: int) -> tuple[float, float]:
+    """Median wall seconds of both, after two rounds that are not counted."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(runs + 2):
+        for run, out in zip((ours, single), times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            out.append(time.perf_counter() - start)
+    return statistics.median(times[0][2:]), statistics.median(times[1][2:])
+
+
+def row(work: str, ours: float, single: float, difference: float) -> report.Row:
+    """One line of the table."""
+    return {
+        "work": work,
+        "ours ms": 1e3 * ours,
+        "single program ms": 1e3 * single,
+        "ratio": ours / single,
+        "largest relative difference": difference,
+    }
+
+
+def training(size: Size, schedule: str, runs: int) -> report.Row:
+    """A step of a transformer, as a pipeline and as one SPMD program."""
+    many, one = Training(*pipeline(size, schedule)), Training(*spmd(size))
+    times = seconds(many, one, runs)
+    difference = abs(float(many.loss) - float(one.loss)) / float(one.loss)
+    return row(f"step, d {size.width}, {schedule}, pp {size.stages}", *times, difference)
+
+
+def numerics(order: int, edge: int, runs: int) -> list[report.Row]:
+    """A Cholesky solve and two transforms over all devices against one of them."""
+    devices = jax.devices()
+    mesh, rng = Mesh(np.array(devices), ("x",)), np.random.default_rng(0)
+    spread = NamedSharding(mesh, P("x"))
+
+    def compare(work: str, ours: Callable[[], Any], single: Callable[[], Any]) -> report.Row:
+        got, wanted = np.asarray(ours()), np.asarray(single())
+        return row(work, *seconds(ours, single, runs), float(np.max(abs(got - wanted)) / np.max(abs(wanted))))
+
+    a = rng.standard_normal((order, order), dtype=np.float32)
+    a = a @ a.T / order + np.eye(order, dtype=np.float32)
+    b = rng.standard_normal((order, 1), dtype=np.float32)
+    whole, right = jax.device_put((a, b), devices[0])
+    shards, copies = jax.device_put(a, spread), jax.device_put(b, NamedSharding(mesh, P()))
+    tile = max(order // len(devices) // 16, 1)
+    solve = jax.jit(lambda a, b: mm.linalg.potrs(a, b, tile, mesh, P("x")))
+    solve_on_one = jax.jit(lambda a, b: cho_solve(cho_factor(a), b))
+    rows = [compare(f"potrs, N {order}", lambda: solve(shards, copies), lambda: solve_on_one(whole, right))]
+
+    cube = (rng.standard_normal((edge,) * 3) + 1j * rng.standard_normal((edge,) * 3)).astype(np.complex64)
+    for name, values, ours, theirs in (
+        ("fftn", cube, mm.fft.fftn, jnp.fft.fftn),
+        ("rfftn", cube.real, mm.fft.rfftn, jnp.fft.rfftn),
+    ):
+        x, on_one, run, run_on_one = (
+            jax.device_put(values, spread),
+            jax.device_put(values, devices[0]),
+            ours,
+            jax.jit(theirs),
+        )
+        rows.append(compare(f"{name}, {edge}^3", lambda run=run, x=x: run(x), lambda run=run_on_one, x=on_one: run(x)))
+    return rows
+
+
+def maxtext(count: int) -> list[report.Row]:
+    """MaxText trained as one program, and as a pipeline with a stage on each device against that."""
+    launcher = [sys.executable, str(ROOT / "maxtext" / "run.py"), "dtype=float32"]
+    where = ["--cpus" if ON_CPU else "--gpus", str(count)]
+    small = ["--num-steps", "5", "--attention", "dot_product", "--sequence-length", "128", "--batch-size", str(count)]
+    commands = {
+        "MaxText: run.py --pp": [*launcher, *where, "--pp", str(count), "--num-layers", str(count), *small, "--verify"]
+    }
+    script = "validate-cpu.sh" if ON_CPU else "validate-gpu.sh"
+    rows = []
+    for work, command in (
+        {f"MaxText: {script}": [str(ROOT / "maxtext" / script)]} | (commands if count > 1 else {})
+    ).items():
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run([*command, "--output", f"{folder}/out", "--json"], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(
+                f"error: {work} failed ({done.returncode}): {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
+            )
+        rows.append(verified(work, json.loads(done.stdout)))
+    return rows
+
+
+def machine() -> report.Row:
+    """What the figures are of."""
+    device = jax.devices()[0]
+    driver = "-"
+    if not ON_CPU:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
+    known = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    names = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-nccl-cu12")
+    return {
+        "devices": f"{len(jax.devices())} x {device.device_kind}",
+        "driver": driver,
+        "python": platform.python_version(),
+        **{name: known.get(name, "-") for name in names},
+    }
+
+
+def verified(work: str, said: dict[str, Any]) -> report.Row:
+    """The line of a run of MaxText: the last steps, of the run and of its reference where it has one."""
+    ours, single = (
+        statistics.median(step["seconds"] for step in said.get(which, said["steps"])[-3:])
+        for which in ("steps", "reference")
+    )
+    return row(work, ours, single, said.get("difference") or 0.0)
+
+
+def table(about: report.Row, rows: list[report.Row]) -> str:
+    """The same as Markdown."""
+    lines = [", ".join(f"{name} {value}" for name, value in about.items()), ""]
+    lines += [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}"]
+    for each in rows:
+        lines.append(f"| {' | '.join(f'{v:.3g}' if isinstance(v, float) else str(v) for v in each.values())} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    options = report.parser(__doc__)
+    options.add_argument("--cpu", action="store_true", help="rehearse on virtual CPU devices")
+    options.add_argument("--runs", type=int, default=10, help="timed runs of each contender (default 10)")
+    args = options.parse_args()
+    try:
+        count = len(jax.devices())
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where its plugin finds no driver
+        sys.exit(f"error: JAX sees no GPU ({str(error) or 'no driver'}); ./bootstrap.sh --group cuda12, or give --cpu")
+    shape = {"width": 64, "sequence": 32} if args.cpu else {"width": 1024, "sequence": 512}
+    size = Size("gpu", stages=min(count, 4), tensor=1, devices=min(count, 4), **shape)
+    rows = maxtext(min(count, 4))
+    schedules = ("1f1b", "zb-h1") if count > 1 else ("1f1b",)
+    rows += [training(size, schedule, args.runs) for schedule in schedules]
+    rows += numerics(*((1024, 64) if args.cpu else (8192, 256)), args.runs)
+    own = [dispatch.measure(size, schedule, args.runs)["own us per RUN"] for schedule in schedules]
+    about = machine() | {"the runtime's own cost per program": f"{max(own):.0f} us"}
+    out = ROOT / "build" / "gpu.md"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(table(about, rows), encoding="utf-8")
+    report.show({"machine": [about], "work": rows} if args.json else {"": rows}, args.json)
+    if not args.json:
+        print("\n".join(f"{name}: {value}" for name, value in about.items()), f"written to {out}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
