@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multimesh_maxtext.checkpoint import Beginning, beginning, explained, look, writing
+from multimesh_maxtext.checkpoint import Beginning, beginning, explained, look
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import CheckpointError, UsageError
 from multimesh_maxtext.relayout import Relayout, held, is_stack
+from multimesh_maxtext.reserve import writing
 from multimesh_maxtext.trainer import keep_before
 
 Check = Callable[[Sequence[str]], Job]
@@ -86,7 +87,6 @@ def test_a_run_goes_on_after_the_newest_checkpoint(
     ("argv", "layers", "error", "message"),
     [
         ("--pp 2", UNROLLED, UsageError, r"has checkpoints up to 6; add --resume to go on from it, or choose another"),
-        ("--pp 2 --resume --num-steps 7", UNROLLED, UsageError, r"has all of --num-steps 7 .*; use --num-steps 8 or"),
         ("--backend spmd --resume", STACKS, CheckpointError, r"in stacks, .* scanned; go on with --backend multimesh"),
         (
             "--backend spmd --no-scan-layers --resume",
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_used_is_named(job: Check, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(CheckpointError, match=r"--checkpoint .*file: .*; choose another folder"),
-        writing(tmp_path / "file"),
+        writing(tmp_path / "file/lock", "--checkpoint", CheckpointError),
     ):
         pass
     with pytest.raises(CheckpointError, match=r"--checkpoint .*file: Not a directory; choose another folder"):
@@ -189,17 +189,21 @@ def test_a_folder_that_cannot_be_used_is_named(job: Check, tmp_path: Path):
 
 
 def test_a_folder_belongs_to_one_run_until_its_trainer_has_ended(tmp_path: Path):
-    with writing(tmp_path) as descriptor:
+    lock = tmp_path / "lock"
+    with writing(lock, "--output") as descriptor:
         trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[descriptor])
         with (
-            pytest.raises(CheckpointError, match=r"another run writes its checkpoints here; wait for it"),
-            writing(tmp_path),
+            pytest.raises(CheckpointError, match=rf"another run writes here, process .*{trainer.pid}.*; wait for it"),
+            writing(lock, "--checkpoint", CheckpointError),
         ):
             pass
-    with pytest.raises(CheckpointError), writing(tmp_path):
+    with (
+        pytest.raises(UsageError, match=rf"writes here, process {trainer.pid};"),
+        writing(lock, "--output"),
+    ):
         pass
     trainer.communicate(b"\n")
-    with writing(tmp_path):
+    with writing(lock, "--output"):
         pass
 
 

@@ -41,6 +41,7 @@ OURS = [
     "--json",
     "--device-memory",
     "--output",
+    "--overwrite",
     "--checkpoint",
     "--checkpoint-every",
     "--resume",

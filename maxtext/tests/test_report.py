@@ -114,8 +114,8 @@ def test_the_table_is_short_and_has_first_and_last():
     rows = console.export_text().splitlines()
     assert len(rows) == 13
     assert rows[0].split() == ["step", "loss", "gradient", "norm", "step", "time", "tokens/s"]
-    assert rows[1].split()[:2] == ["1", "100.0000"]
-    assert rows[-1].split() == ["60", "41.0000", "1.0000", "0.500", "s", "2,048"]
+    assert rows[1].split()[:2] == ["0", "100.0000"]
+    assert rows[-1].split() == ["59", "41.0000", "1.0000", "0.500", "s", "2,048"]
 
 
 def test_json_has_null_where_a_number_is_not_finite():

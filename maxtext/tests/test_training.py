@@ -78,7 +78,19 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
 @pytest.mark.full
 def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Path):
     def losses(seed: int) -> list[float]:
-        done = run("--seed", seed, "--num-steps", 2, *TINY, "--json", "--output", tmp_path, "--text", root / "LICENSE")
+        done = run(
+            "--seed",
+            seed,
+            "--num-steps",
+            2,
+            *TINY,
+            "--json",
+            "--overwrite",
+            "--output",
+            tmp_path,
+            "--text",
+            root / "LICENSE",
+        )
         return [step["loss"] for step in done.json["steps"]]
 
     first = losses(1)
@@ -113,7 +125,7 @@ def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtex
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for printed in process.stdout:
-        if printed.startswith("step 1/"):
+        if printed.startswith("step 0 of "):
             break
     (trainer,) = _children(process.pid)
     process.send_signal(number)

@@ -6,7 +6,6 @@ when it is complete: whatever happens while it is written, the checkpoints befor
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import CheckpointError, UsageError
+from multimesh_maxtext.reserve import writing
 
 _HALF = ".orbax-checkpoint-tmp"
 _COMPLETE = "commit_success.txt"
@@ -103,33 +103,6 @@ def look(folder: Path) -> Checkpoints:
     return Checkpoints(folder, tuple(steps), tuple(folder / name for name in names if _HALF in name))
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[int]:
-    """Reserve a folder for one run; yields a file descriptor that the trainer must inherit.
-
-    The reservation ends when both this process and the trainer have ended, however they ended.
-
-    Raises
-    ------
-    CheckpointError
-        Where another run writes to the folder, or nobody can.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / _LOCK).open("ab")
-    except OSError as error:
-        raise CheckpointError(f"--checkpoint {folder}: {error.strerror}; choose another folder") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"--checkpoint {folder}: another run writes its checkpoints here; wait for it, stop it, or choose "
-                "another folder"
-            ) from None
-        yield lock.fileno()
-
-
 def clear_half_written(found: Checkpoints) -> list[str]:
     """Remove what can never be used; return a line for each that says so. Call it while `writing`."""
     lines = []
@@ -160,7 +133,7 @@ def beginning(job: Job, checkpoints: Path) -> Iterator[Beginning]:
     Raises
     ------
     UsageError
-        For checkpoints that nobody asked to go on from, or that have all the steps.
+        For checkpoints that nobody asked to go on from.
     CheckpointError
         For a folder that cannot be used, or a checkpoint that this run cannot go on from.
     """
@@ -168,7 +141,7 @@ def beginning(job: Job, checkpoints: Path) -> Iterator[Beginning]:
     if o.checkpoint is None:
         yield Beginning()
         return
-    with writing(o.checkpoint) as descriptor:
+    with writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError) as descriptor:
         found = look(o.checkpoint)
         for line in clear_half_written(found):
             print(line, file=sys.stderr)
@@ -187,11 +160,6 @@ def _check_continues(job: Job, found: Checkpoints) -> None:
         raise UsageError(
             f"--checkpoint {found.folder} has checkpoints up to {newest}; add --resume to go on from it, or choose "
             "another folder"
-        )
-    if found.next_step >= o.num_steps:
-        raise UsageError(
-            f"--resume: checkpoint {newest} has all of --num-steps {o.num_steps} behind it; use --num-steps "
-            f"{found.next_step + 1} or more"
         )
     kept, wanted = layout(found.layers()), "scanned" if job.scans_layers else "unrolled"
     if o.staged or kept == wanted:  # a pipeline takes layers in any layout

@@ -20,10 +20,12 @@ from multimesh_maxtext.checkpoint import Beginning, beginning
 from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import LauncherError, TrainerFailedError, UsageError
 from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, member, visible_gpu_memory
+from multimesh_maxtext.machine import check_environment, stale_parts
 from multimesh_maxtext.memory import Need, check_fits
 from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
 from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
+from multimesh_maxtext.reserve import RUNNING, holds_run, replace_run, writing
 from multimesh_maxtext.settle import Settled, settle
 from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
@@ -53,12 +55,14 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     try:
         with terminate_as_interrupt():
             parsed = read(argv)
+            if root:
+                check_environment(root)
             maxtext = find_maxtext(root)
             settled = settle(parsed, maxtext / "maxtext")
             options = settled.job.options
             if options.spawn and options.nodes > 1 and not options.dry_run:
                 return spawn(argv, options, root)
-            return _run(settled, maxtext)
+            return _run(settled, maxtext, root)
     except LauncherError as error:
         for line in str(error).splitlines() or [""]:
             print(f"error: {line}", file=sys.stderr)
@@ -70,7 +74,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
         return INTERRUPTED
 
 
-def _run(settled: Settled, maxtext: Path) -> int:
+def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     job, options = settled.job, settled.job.options
     this = member(options, os.environ)
     texts = read_texts(options.text or ())
@@ -83,7 +87,8 @@ def _run(settled: Settled, maxtext: Path) -> int:
             has_plugin=any(map(has_package, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
             has_tfds=has_package("tensorflow_datasets"),
         )
-    for note in (*settled.notes, *notes(options, gpu_memory=gpu_memory)):
+    stale = stale_parts(root) if root else ()
+    for note in (*stale, *settled.notes, *notes(options, gpu_memory=gpu_memory)):
         if this.rank == 0:
             print(f"warning: {note}", file=sys.stderr)
     paths = this.own(_paths(options, maxtext))
@@ -94,16 +99,37 @@ def _run(settled: Settled, maxtext: Path) -> int:
         return _compile(compiling(job, start), options)
     # Of several processes the first speaks for all, unless another fails.
     console = Console(soft_wrap=True, quiet=this.rank > 0)
+    if options.forecast or options.dump_only:
+        _prepare(job, paths, texts)
+        _check_memory(job, paths, console, gpu_memory)
+        return _dump(start, paths, options) if options.dump_only else 0
+    another = holds_run(paths.output) and not options.resume
+    with writing(paths.output / RUNNING, "--output") as held:
+        if another:
+            replace_run(paths.output, overwrite=options.overwrite, names=paths.made)
+        return _train(job, paths, start, texts, console, gpu_memory, this.rank, held)
+
+
+def _train(
+    job: Job,
+    paths: Paths,
+    start: Launch,
+    texts: Sequence[str],
+    console: Console,
+    gpu_memory: int | None,
+    rank: int,
+    held: int,
+) -> int:
+    """Train, judge, compare; the trainer inherits the descriptor ``held``."""
+    options = job.options
     _prepare(job, paths, texts)
     _check_memory(job, paths, console, gpu_memory)
-    if options.forecast:
-        return 0
-    if options.dump_only:
-        inspect(start, paths)
-        return _say_dumped(options)
     with beginning(job, paths.checkpoints) as begin:
+        if begin.step >= options.num_steps:
+            return _say_finished(options, begin.step)
+        begin = replace(begin, inherited=(*begin.inherited, held))
         outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
-    if options.verify and not outcome.error and this.rank == 0:
+    if options.verify and not outcome.error and rank == 0:
         other, beside = reference_job(job), replace(paths, output=paths.output / "spmd")
         beside = replace(beside, metrics=beside.output / "metrics.jsonl")
         _prepare(other, beside, texts)
@@ -156,7 +182,17 @@ def _compile(start: Launch, o: Options) -> int:
     return 0
 
 
-def _say_dumped(o: Options) -> int:
+def _say_finished(o: Options, step: int) -> int:
+    """A job that is run again until it succeeds has succeeded."""
+    if o.json:
+        print(json.dumps({"error": None, "exit_code": 0, "steps": [], "checkpoint": step - 1}))
+    else:
+        print(f"ok: checkpoint {step - 1} is after the last of --num-steps {o.num_steps}; nothing is left to do")
+    return 0
+
+
+def _dump(start: Launch, paths: Paths, o: Options) -> int:
+    inspect(start, paths)
     print(json.dumps({"dump": str(o.dump)}) if o.json else f"compiled; the plan is in {o.dump}")
     return 0
 
@@ -227,7 +263,7 @@ def _report(o: Options, console: Console, paths: Paths, outcome: Outcome, pairs:
     else:
         console.print(report.comparison(pairs) if pairs else report.table(steps))
         for evaluation in outcome.evaluations:
-            console.print(f"evaluated after step {evaluation.step + 1}: loss {evaluation.loss:.4f}", highlight=False)
+            console.print(f"evaluated after step {evaluation.step}: loss {evaluation.loss:.4f}", highlight=False)
         if pairs:
             console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed", highlight=False)
         console.print(f"metrics {paths.metrics}", highlight=False)

@@ -290,6 +290,9 @@ def _outputs(root: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
+        "--overwrite", action="store_true", help="remove the run that --output holds; without it that is refused"
+    )
+    group.add_argument(
         "--metrics-file",
         type=Path,
         metavar="FILE",

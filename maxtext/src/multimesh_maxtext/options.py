@@ -62,6 +62,7 @@ class Options(argparse.Namespace):
     tokenizer_path: str | None
     # outputs
     output: Path | None
+    overwrite: bool
     metrics_file: Path | None
     dry_run: bool
     json: bool

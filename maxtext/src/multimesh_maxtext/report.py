@@ -218,7 +218,7 @@ def progress(console: Console, total: int, *, quiet: bool) -> Iterator[Show]:
     else:
         console.print("starting MaxText; it compiles before the first step", highlight=False)
         yield lambda step: console.print(
-            f"step {step.number + 1}/{total}  loss {step.loss:.4f}  {step.seconds:.2f} s", highlight=False
+            f"step {step.number} of {total}  loss {step.loss:.4f}  {step.seconds:.2f} s", highlight=False
         )
 
 
@@ -243,7 +243,7 @@ def table(steps: Sequence[Step]) -> Table:
     for step in (steps[i] for i in _shown(len(steps))):
         note = " (compiles)" if step.number == 0 else ""
         result.add_row(
-            f"{step.number + 1}",
+            f"{step.number}",
             f"{step.loss:.4f}",
             f"{step.gradient_norm:.4f}",
             f"{step.seconds:.3f} s",
@@ -260,7 +260,7 @@ def comparison(pairs: Sequence[Pair]) -> Table:
     for pair in (pairs[i] for i in _shown(len(pairs))):
         ours, theirs = pair.step, pair.reference
         result.add_row(
-            f"{ours.number + 1}",
+            f"{ours.number}",
             f"{ours.loss:.6f}",
             f"{theirs.loss:.6f}",
             f"{ours.gradient_norm:.6f}",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multimesh_maxtext.options import Options
+from multimesh_maxtext.reserve import end_with_parent
 
 _POLL = 0.1  # seconds between looks at the processes
 _PATIENCE = 10.0  # seconds that the others get to end when one has failed, or all when told to
@@ -28,7 +29,7 @@ def spawn(argv: Sequence[str], options: Options, root: Path | None) -> int:
     try:
         for rank in range(options.nodes):
             own = {**os.environ, **shared, "MULTIMESH_MAXTEXT_RANK": str(rank)}
-            started.append(subprocess.Popen([sys.executable, *door, *words], env=own))
+            started.append(subprocess.Popen([sys.executable, *door, *words], env=own, preexec_fn=end_with_parent()))
         while any(process.poll() is None for process in started):
             failed = [process.returncode for process in started if process.returncode]
             if failed:

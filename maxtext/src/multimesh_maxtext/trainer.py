@@ -26,6 +26,7 @@ from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import LauncherError, MissingPartError, StoppedEarlyError, TrainerFailedError
 from multimesh_maxtext.launch import Launch
 from multimesh_maxtext.report import Evaluation, Step, judge, progress
+from multimesh_maxtext.reserve import end_with_parent
 from multimesh_maxtext.translate import Paths
 
 _PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
@@ -167,6 +168,7 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
                 stderr=log,
                 start_new_session=True,
                 pass_fds=inherited,
+                preexec_fn=end_with_parent(),
             )
         except OSError as error:
             raise MissingPartError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -117,6 +118,12 @@ class Paths:
     def checkpoints(self) -> Path:
         """Where MaxText keeps its checkpoints; a link to ``--checkpoint``."""
         return self.output / RUN_NAME / "checkpoints"
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """What a run makes in the output folder."""
+        own = (self.log, self.placement, self.forecast, self.timelines, self.text, self.output / "metrics.jsonl")
+        return (*(path.name for path in own), RUN_NAME, "spmd")
 
     @property
     def text(self) -> Path:
@@ -234,11 +241,15 @@ def _plain(value: str) -> bool:
 def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> dict[str, str]:
     """Return the variables that the trainer gets on top of the inherited ones."""
     o = job.options
-    users = inherited.get("XLA_FLAGS", "")
-    flags = [users, *xla_flags(o, devices=job.devices // o.nodes, users=users)]
+    given = inherited.get("XLA_FLAGS", "")
+    flags = [given, *xla_flags(o, devices=job.devices // o.nodes, users=given)]
     packages = [str(folder) for folder in _PACKAGES if folder.name not in ("site-packages", "dist-packages")]
     own = packages if o.staged or o.nodes > 1 else []
-    search = [str(paths.maxtext), *own, *filter(None, [inherited.get("PYTHONPATH")])]
+    # A stray jax.py or numpy.py of the user's must not win: what is installed comes before what is inherited.
+    places = sysconfig.get_paths()
+    installed = dict.fromkeys(places[name] for name in ("stdlib", "platstdlib", "platlib", "purelib"))
+    users = [path for path in inherited.get("PYTHONPATH", "").split(":") if Path(path).is_absolute()]
+    search = [str(paths.maxtext), *own, *(installed if users else ()), *users]
     variables = {
         "DECOUPLE_GCLOUD": "TRUE",
         "JAX_PLATFORMS": "cuda" if o.gpus else "cpu",

@@ -1,0 +1,45 @@
+"""What of this checkout is stale: a ``.venv`` that was made elsewhere, a MaxText that is older than its patches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from multimesh_maxtext.errors import MissingPartError
+
+
+def check_environment(root: Path) -> None:
+    """Raise where ``.venv`` was copied: its packages are those of another checkout.
+
+    Raises
+    ------
+    MissingPartError
+        Naming where it was made.
+    """
+    venv = root / ".venv"
+    try:
+        lines = (venv / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    command = next((line.partition("=")[2].strip() for line in lines if line.startswith("command")), "")
+    made = Path(command.split(" ")[-1])
+    if command and made.name == venv.name and made.resolve() != venv.resolve():
+        raise MissingPartError(
+            f"{venv} was copied from {made}, and uses its packages; remove it and run ./bootstrap.sh"
+        )
+
+
+def stale_parts(root: Path) -> Iterator[str]:
+    """Yield a line where ``third_party/maxtext`` is not what ``sources.lock`` says, as after a pull."""
+    try:
+        lock = yaml.safe_load((root / "sources.lock").read_text(encoding="utf-8"))
+        wanted = lock["components"]["maxtext"]["patched_commit"]
+        git = root / "third_party/maxtext/.git"
+        head = (git / "HEAD").read_text(encoding="utf-8").strip().removeprefix("ref: ")
+        found = (git / head).read_text(encoding="utf-8").strip() if "/" in head else head
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return  # no checkout with sources, or one in a form of its own
+    if wanted and found != wanted:
+        yield f"third_party/maxtext is at {found[:12]}, sources.lock wants {wanted[:12]}; run ./bootstrap.sh"

@@ -1,0 +1,104 @@
+"""Folders that one run at a time writes to, and processes that end with the one that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from multimesh_maxtext.errors import LauncherError, UsageError
+
+_PR_SET_PDEATHSIG = 1
+
+RUNNING = ".running"
+"""Locked while a run writes to an output folder, and there ever after."""
+
+
+@contextmanager
+def writing(file: Path, flag: str, kind: type[LauncherError] = UsageError) -> Iterator[int]:
+    """Reserve a folder for one run by a lock file in it; yields a file descriptor that the trainer must inherit.
+
+    The reservation ends when both this process and the trainer have ended, however they ended.
+
+    Raises
+    ------
+    LauncherError
+        Of that kind, where another run writes to the folder, whose process it names, or nobody can write.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("a+b")
+    except OSError as error:
+        raise kind(f"{flag} {file.parent}: {error.strerror}; choose another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise kind(
+                f"{flag} {file.parent}: another run writes here, {_living(file)}; wait for it, stop it, or choose "
+                "another folder"
+            ) from None
+        yield lock.fileno()
+
+
+def _living(file: Path) -> str:
+    """Name the processes of this machine that have a file open."""
+    held = file.stat()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended, or is another user's
+            open_files = (path.stat() for path in (process / "fd").iterdir())
+            if any((at.st_dev, at.st_ino) == (held.st_dev, held.st_ino) for at in open_files):
+                found.append(process.name)
+    own = str(os.getpid())
+    return f"process {' and '.join(pid for pid in found if pid != own)}" if set(found) - {own} else "on another machine"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run wrote to an output folder, or does."""
+    return any((folder / name).exists() for name in (RUNNING, "metrics.jsonl"))
+
+
+def replace_run(folder: Path, *, overwrite: bool, names: Sequence[str]) -> None:
+    """Remove the run that an output folder holds; call it while `writing`.
+
+    Parameters
+    ----------
+    names
+        What a run makes there.
+
+    Raises
+    ------
+    UsageError
+        Where nobody asked for that.
+    """
+    if not overwrite:
+        raise UsageError(
+            f"--output {folder} holds another run; add --overwrite to replace it, --checkpoint DIR --resume to go on "
+            "with one, or choose another folder"
+        )
+    for path in (folder / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """Return what a child process must call first so that it is killed when this one dies, however it does."""
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def bind() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before that
+            signal.raise_signal(signal.SIGKILL)
+
+    return bind

@@ -1,0 +1,184 @@
+"""What a run leaves to the next one, and what it must not: folders, processes, modules. The trainer is a stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimesh_maxtext.errors import MissingPartError
+from multimesh_maxtext.machine import check_environment, stale_parts
+
+TRAINER = """
+import json, os, sys, time, numpy
+print("numpy from", numpy.__file__, flush=True)
+settings = dict(word.split("=", 1) for word in sys.argv[2:])
+with open(settings["metrics_file"], "a") as file:
+    for step in range(int(settings["steps"])):
+        record = {"learning/loss": 2.0 - step, "learning/grad_norm": 1.0, "perf/step_time_seconds": 0.1}
+        print(json.dumps({"step": step, "learning/total_weights": 8} | record), file=file, flush=True)
+if os.environ.get("STAND_IN") == "leaves a child":
+    if os.fork():
+        time.sleep(600)
+    os.setsid()
+    time.sleep(600)
+if os.environ.get("STAND_IN") == "hangs":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def stand_in(maxtext: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository whose MaxText has the configurations of the real one, and a trainer of a few lines."""
+    root = tmp_path_factory.mktemp("repository")
+    package = root / "third_party/maxtext/src/maxtext"
+    for folder in (package, package / "trainers", package / "trainers/pre_train"):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    for name in ("configs", "common"):
+        (package / name).symlink_to(maxtext / "maxtext" / name)
+    (package / "trainers/pre_train/train.py").write_text(TRAINER)
+    return root
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(stand_in: Path) -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+        program = "import sys; from pathlib import Path; from multimesh_maxtext.cli import main; "
+        program += f"sys.exit(main(sys.argv[1:], root=Path({str(stand_in)!r})))"
+        line = [sys.executable, "-I", "-c", program, "--num-steps", "2", *map(str, arguments)]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(line, env=os.environ | environment, **pipes))
+        return started[-1]
+
+    yield command
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, errors = process.communicate()
+    return process.returncode, out, errors
+
+
+def wait_for(condition: Callable[[], object]) -> Any:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("waited for a minute")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_folder_that_holds_a_run_is_kept_unless_told_otherwise(start: Start, tmp_path: Path):
+    code, out, errors = finished(start("--output", tmp_path))
+    assert code == 0, errors
+    assert "step 0 of 2" in out
+    assert out.splitlines()[-1].startswith("ok: 2 steps")  # numbered 0 and 1, as in the metrics and the checkpoints
+    assert [line.split()[0] for line in out.splitlines() if line.strip()[:1].isdigit()] == ["0", "1"]
+    code, _, errors = finished(start("--output", tmp_path))
+    assert (code, errors.count("\n")) == (2, 1)
+    assert f"--output {tmp_path} holds another run; add --overwrite to replace it" in errors
+    (tmp_path / "mine.txt").touch()
+    code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
+    assert code == 0, errors
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_two_runs_in_one_folder_are_refused_by_the_process_that_is_there(start: Start, tmp_path: Path):
+    one = start("--output", tmp_path, STAND_IN="hangs")
+    (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
+    code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
+    assert (code, errors.count("\n")) == (2, 1)
+    assert f"--output {tmp_path}: another run writes here, process " in errors
+    assert {str(one.pid), str(trainer)} <= set(errors.replace(";", " ").split())
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_killed_launcher_takes_its_trainer_along_and_what_stays_is_named(start: Start, tmp_path: Path):
+    one = start("--output", tmp_path, STAND_IN="leaves a child")
+    (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
+    (left,) = wait_for(lambda: children(trainer))
+    one.send_signal(signal.SIGKILL)
+    wait_for(lambda: gone(trainer))
+    try:
+        code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
+        assert (code, f"another run writes here, process {left}; wait for it, stop it" in errors) == (2, True)
+    finally:
+        os.kill(left, signal.SIGKILL)
+    wait_for(lambda: gone(left))
+    code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
+    assert code == 0, errors
+
+
+def test_a_finished_job_that_is_run_again_has_nothing_left_to_do(start: Start, tmp_path: Path):
+    folder = tmp_path / "ck/1"
+    (folder / "items").mkdir(parents=True)
+    (folder / "commit_success.txt").touch()
+    path = [{"key": key} for key in ("params", "params", "decoder", "layers", "kernel")]
+    (folder / "items/_METADATA").write_text(json.dumps({"tree_metadata": {"0": {"key_metadata": path}}}))
+    code, out, errors = finished(start("--output", tmp_path / "out", "--checkpoint", tmp_path / "ck", "--resume"))
+    assert code == 0, errors
+    assert out.splitlines()[-1] == "ok: checkpoint 1 is after the last of --num-steps 2; nothing is left to do"
+
+
+def test_stray_modules_do_not_reach_the_trainer(start: Start, tmp_path: Path):
+    for name in ("numpy", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray module')")
+    stray = {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}:"}
+    code, _, errors = finished(start("--output", tmp_path / "out", **stray))
+    assert code == 0, errors
+    assert "site-packages/numpy" in (tmp_path / "out/maxtext.log").read_text()
+
+
+def test_a_copied_environment_is_noticed(tmp_path: Path):
+    check_environment(tmp_path)  # there is none
+    note = tmp_path / ".venv/pyvenv.cfg"
+    note.parent.mkdir()
+    note.write_text(f"version = 3.11\ncommand = /usr/bin/python3 -m venv --clear {tmp_path / '.venv'}\n")
+    check_environment(tmp_path)
+    note.write_text(f"command = /usr/bin/python3 -m venv {tmp_path / 'other/.venv'}\n")
+    with pytest.raises(MissingPartError, match=r"copied from .*other/.venv, .* remove it and run ./bootstrap.sh"):
+        check_environment(tmp_path)
+
+
+def test_a_maxtext_older_than_its_patches_is_noticed(tmp_path: Path, root: Path):
+    assert list(stale_parts(tmp_path)) == []
+    (tmp_path / "sources.lock").write_text("components:\n  maxtext:\n    patched_commit: aaaa\n")
+    branch = tmp_path / "third_party/maxtext/.git/refs/heads/patched"
+    branch.parent.mkdir(parents=True)
+    (tmp_path / "third_party/maxtext/.git/HEAD").write_text("ref: refs/heads/patched\n")
+    branch.write_text("aaaa\n")
+    assert list(stale_parts(tmp_path)) == []
+    branch.write_text("bbbb\n")
+    assert list(stale_parts(tmp_path)) == [
+        "third_party/maxtext is at bbbb, sources.lock wants aaaa; run ./bootstrap.sh"
+    ]
+    assert list(stale_parts(root)) == []
