@@ -146,6 +146,13 @@ def test_layers_are_cut_from_and_joined_of_any_layout(kept: Sequence[str], wante
         np.testing.assert_array_equal(relayout.leaf(path, ours[path].shape, theirs), ours[path])
 
 
+def test_what_not_every_layer_has_in_the_checkpoint_stays_as_the_run_made_it():
+    """MaxText's layers share a generator of random numbers, which the checkpoint has once."""
+    ours, theirs = state(["layers_0_1", "layers_2_3"]), state(LAYOUTS[0])
+    del theirs["nnx_aux", "decoder", "layers_1", "count"]
+    assert ("nnx_aux", "decoder", "layers_0_1", "count") not in Relayout(ours, theirs, 4).sources
+
+
 def test_a_model_of_another_width_is_named():
     relayout = Relayout(state(LAYOUTS[0]), state(["layers"]), 4)
     with pytest.raises(CheckpointError, match=r"decoder/layers_1/kernel gives \(3, 2\), but the model has \(9, 2\)"):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +16,7 @@ from typing import Any
 import pytest
 
 from multimesh_maxtext.cli import main
+from multimesh_maxtext.text import write_corpus
 
 Run = Callable[..., Any]
 STEP = (
@@ -25,6 +32,131 @@ STEP = (
 def losses(metrics: Path) -> list[tuple[float, float]]:
     records = map(json.loads, metrics.read_text().splitlines())
     return [(r["learning/loss"], r["learning/raw_grad_norm"]) for r in records if "learning/loss" in r]
+
+
+RESUMED = (
+    *STEP[1:],
+    "--num-layers=4",
+    "--backend=multimesh",
+    "--checkpoint-every=2",
+    "--eval-every=2",
+    "--eval-steps=2",
+)
+WHOLE = 6
+
+
+def everything(metrics: Path) -> list[dict[str, Any]]:
+    """Losses and norms of all steps and evaluations."""
+    keys = ("step", "learning/loss", "learning/raw_grad_norm", "learning/param_norm", "eval/avg_loss")
+    return [{k: r[k] for k in keys if k in r} for r in map(json.loads, metrics.read_text().splitlines())]
+
+
+def trained(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if "learning/loss" in record]
+
+
+def part(root: Path, folder: Path, *grid: object, steps: int = WHOLE) -> int:
+    """Go on with a training on text in ``folder`` up to a step; its exit code."""
+    place = ["--output", folder / "out", "--checkpoint", folder / "ck", "--resume"]
+    data = ["dtype=float32", f"learning_rate_schedule_steps={WHOLE}", "--text", root / "LICENSE"]
+    return main([str(word) for word in (*RESUMED, *grid, *place, "--num-steps", steps, *data)], root=root)
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a run in one process records that nobody interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert part(root, folder, "--pp", 2, "--cpus", 2) == 0
+    return everything(folder / "out/metrics.jsonl")
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_a_run_goes_on_in_another_number_of_processes(root: Path, tmp_path: Path, whole: list[dict[str, Any]]):
+    """Two processes, then one with other stages, then four, of which two load text, then two with another layout."""
+    spawned = ("--spawn", "--cpus", 1)
+    assert part(root, tmp_path, *spawned, "--nodes", 2, "--pp", 2, steps=2) == 0
+    assert part(root, tmp_path, "--cpus", 4, "--pp", 4, steps=3) == 0
+    assert part(root, tmp_path, *spawned, "--nodes", 4, "--pp", 2, "--dp", 2, "--microbatch-size", 1, steps=5) == 0
+    assert part(root, tmp_path, *spawned, "--nodes", 2, "--pp", 2, "--scan-layers") == 0
+    ours = everything(tmp_path / "out/metrics.jsonl")
+    assert [record["step"] for record in trained(ours)] == [*range(WHOLE)]
+    assert len(ours) == len(whole)
+    for mine, other in zip(ours, whole, strict=True):
+        assert mine == {key: pytest.approx(value, rel=1e-5) for key, value in other.items()}
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_killed_while_it_saves_leaves_whole_checkpoints(
+    root: Path, tmp_path: Path, whole: list[dict[str, Any]], rank: int, capfd: pytest.CaptureFixture
+):
+    """The job ends, names the process, and goes on from the checkpoint before with the losses of the whole run."""
+    spawned = ("--spawn", "--cpus", 1, "--nodes", 2, "--pp", 2)
+    ended = threading.Event()
+    killer = threading.Thread(target=kill_while_saving, args=(tmp_path, rank, ended))
+    killer.start()
+    code = part(root, tmp_path, *spawned)
+    ended.set()
+    killer.join()
+    assert code == 10
+    survivor = tmp_path / "out" / ("process-1" if rank == 0 else ".") / "maxtext.log"
+    assert f"process {rank} of 2 " in survivor.read_text()
+    assert "was killed by SIGKILL" in survivor.read_text()
+    assert part(root, tmp_path, *spawned) == 0
+    assert "half-written when its run ended; ignored and removed" in capfd.readouterr().err
+    ours, theirs = trained(everything(tmp_path / "out/metrics.jsonl")), trained(whole)
+    # MaxText writes the metrics of a step one step later: those of the last step before the kill may be lost.
+    assert [record["step"] for record in ours][-3:] == [*range(WHOLE)][-3:]
+    for mine in ours:
+        assert mine == {key: pytest.approx(value, rel=1e-5) for key, value in theirs[int(mine["step"])].items()}
+
+
+def kill_while_saving(folder: Path, rank: int, ended: threading.Event) -> None:
+    """Kill the trainer of a process when a checkpoint, not the first, is half-written."""
+    while not any((folder / "ck").glob("[1-9]*-tmp")):
+        if ended.wait(0.001):
+            return
+    own = f"metrics_file={folder}/out/{'' if rank == 0 else f'process-{rank}/'}metrics.jsonl"
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if own.encode() in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+BATCHES = """
+import json, sys
+import numpy as np
+from maxtext.input_pipeline import olmo_data, olmo_data_grain
+index, rows, first = olmo_data.load_index(sys.argv[1]), 4, 2
+found = {}
+for hosts in (1, 2, 4):
+    loaders = [
+        iter(olmo_data_grain.make_olmo_grain_data_loader(
+            index, seed=3, batch_size=rows // hosts, shard_index=host, shard_count=hosts, apply_ngram_filter=False,
+            initial_step=first * rows // hosts,
+        ))
+        for host in range(hosts)
+    ]
+    batches = [np.concatenate([next(loader)["inputs"] for loader in loaders]) for _ in range(9)]
+    found[hosts] = [batch[:, 0].tolist() for batch in batches]
+orders = [np.random.default_rng(olmo_data_grain._combine_seed_epoch(3, epoch)).permutation(18) for epoch in range(3)]
+stream = np.concatenate(orders)[first * rows :]
+print(json.dumps([found, [stream[n * rows :][:rows].tolist() for n in range(9)]]))
+"""
+
+
+@pytest.mark.training
+def test_a_batch_of_text_is_the_same_whatever_the_number_of_hosts(maxtext: Path, tmp_path: Path):
+    """Also after a resumption, and where the text is used up and starts over in another order."""
+    corpus = write_corpus(["".join(chr(n) * 8 for n in range(18))[:-1]], tmp_path, sequence_length=8)
+    line = [sys.executable, "-P", "-c", BATCHES, str(corpus.index)]
+    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(maxtext)}, capture_output=True, text=True)
+    found, stream = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"1": stream, "2": stream, "4": stream}, done.stderr
 
 
 @pytest.mark.multiprocess

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,13 +122,15 @@ class Beginning:
 
 
 @contextmanager
-def beginning(job: Job, checkpoints: Path) -> Iterator[Beginning]:
+def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[Beginning]:
     """Reserve ``--checkpoint`` for this run and find out where it begins; say what was found on stderr.
 
     Parameters
     ----------
     checkpoints
         Where MaxText keeps its checkpoints.
+    first
+        Of several processes the first reserves and says.
 
     Raises
     ------
@@ -141,17 +143,17 @@ def beginning(job: Job, checkpoints: Path) -> Iterator[Beginning]:
     if o.checkpoint is None:
         yield Beginning()
         return
-    with writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError) as descriptor:
+    with writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError) if first else nullcontext() as descriptor:
         found = look(o.checkpoint)
-        for line in clear_half_written(found):
+        for line in clear_half_written(found) if first else ():
             print(line, file=sys.stderr)
         if found.steps:
             _check_continues(job, found)
-        if o.resume:
+        if o.resume and first:
             where = f"from checkpoint {found.steps[-1]}" if found.steps else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
         link(checkpoints, o.checkpoint)
-        yield Beginning(found.next_step, (descriptor,))
+        yield Beginning(found.next_step, () if descriptor is None else (descriptor,))
 
 
 def _check_continues(job: Job, found: Checkpoints) -> None:

@@ -124,9 +124,9 @@ def _train(
     options = job.options
     _prepare(job, paths, texts)
     _check_memory(job, paths, console, gpu_memory)
-    with beginning(job, paths.checkpoints) as begin:
+    with beginning(job, paths.checkpoints, first=rank == 0) as begin:
         if begin.step >= options.num_steps:
-            return _say_finished(options, begin.step)
+            return _say_finished(options, begin.step) if rank == 0 else 0
         begin = replace(begin, inherited=(*begin.inherited, held))
         outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
     if options.verify and not outcome.error and rank == 0:

@@ -109,6 +109,19 @@ def make_batches(fn: Callable[..., Any], *, out_shardings: Any, static_argnums: 
     return absent
 
 
+def batches_elsewhere(config: Any, mesh: Mesh, make: Callable[..., Any]) -> processes.Elsewhere | None:
+    """Stand in for the data in a process without a device of the first stage; None in others.
+
+    ``make`` makes MaxText's iterator, which tells what a batch is like.
+    """
+    from maxtext.utils.sharding import get_input_data_sharding
+
+    if mesh.local_devices:
+        return None
+    like = next(make(config, mesh, [jax.process_index()]).local_iterator)
+    return processes.Elsewhere(like, config.global_batch_size_to_load, get_input_data_sharding(config, mesh))
+
+
 def everywhere(tree: Any) -> Any:
     """Bring scalars to every process, which MaxText reads in all of them."""
     return processes.everywhere(tree)

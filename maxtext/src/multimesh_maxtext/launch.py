@@ -42,16 +42,13 @@ _LAUNCHERS = {
 """A variable that only the launcher's processes have, and those with rank, number and rank on this machine."""
 
 _ALONE = {
-    "checkpoint": "checkpoints of several processes were never tried",
-    "text": "every process would read all of it",
     "dump": "every process would write the same files",
 }
 """Flags that only one process can honour so far, and why."""
 
 
 _STAGED_ALONE = {
-    "use_tfds_dataset": "only processes of the first stage have the data's devices",
-    "eval_every": "only processes of the first stage have the data's devices",
+    "use_tfds_dataset": "only processes of the first stage would know when the data ends",
     "forecast": "one process forecasts for all devices",
     "device_memory": "one process forecasts for all devices",
 }
@@ -289,12 +286,18 @@ def join(arguments: Sequence[str]) -> None:
     It finds the others by the variables of srun or mpirun, and the first of them by JAX_COORDINATOR_ADDRESS where that
     is set; those that ``--spawn`` started are told.
     """
-    from multimesh import distributed  # only here: the command that starts the trainers never imports JAX
+    # Only here: the command that starts the trainers never imports JAX.
+    import jax
+    import orbax.checkpoint as ocp
+
+    from multimesh import distributed
 
     rank, size = (os.environ.get(f"MULTIMESH_MAXTEXT_{name}") for name in ("RANK", "SIZE"))
     # Each writes to a folder of its own, which its command names.
     distributed.initialize(
         num_processes=int(size) if size else None, process_id=int(rank) if rank else None, same_command=False
     )
+    # Orbax's own refuses arrays of which a process has all shards, or none.
+    ocp.type_handlers.register_type_handler(jax.Array, distributed.orbax_handler(), override=True)
     sys.argv = [TRAINER, *arguments]
     runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)

@@ -7,7 +7,7 @@ all. MaxText stacks parameters and their moments along their second dimension, e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 
 from multimesh_maxtext.checkpoint import Checkpoints
 from multimesh_maxtext.errors import CheckpointError
+from multimesh_maxtext.processes import absent, has_device, place
 
 Entry = tuple[str, ...]
 
@@ -36,7 +37,8 @@ def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any], 
     relayout = Relayout(wanted, kept, layers)
     if all(sources == [path] for path, sources in relayout.sources.items()):
         return manager.restore(step, args=composite(items=items))
-    moved = {name for name in relayout.sources if not _is_key(target[wanted[name]])}
+    elsewhere = {name for name in relayout.sources if not has_device(target[wanted[name]].sharding)}
+    moved = {name for name in relayout.sources if not _is_key(target[wanted[name]])} - elsewhere
     item = {path: target[path] for name, path in wanted.items() if name not in relayout.sources}
     given = {path: args[path] for path in item}
     for name in moved:
@@ -52,7 +54,9 @@ def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any], 
         leaf = target[path]
         if name in moved:
             array = relayout.leaf(name, leaf.shape, arrays)
-            result[path] = jax.device_put(np.asarray(array, leaf.dtype), leaf.sharding)
+            result[path] = place(np.asarray(array, leaf.dtype), leaf.sharding)
+        elif name in elsewhere and not _is_key(leaf):
+            result[path] = absent(leaf, leaf.sharding)
         else:
             result[path] = found.get(path, leaf)
     return {"items": _nested(result)}
@@ -112,19 +116,19 @@ class Relayout:
         self._total = total
         names = sorted({part for path in kept for part in path if held(part, total)})
         self._home = {layer: name for name in names for layer in held(name, total)}
-        self.sources = {path: sources for path in wanted if (sources := list(dict.fromkeys(self._sources(path))))}
+        self.sources = {path: sources for path in wanted if (sources := self._sources(path))}
 
     def _at(self, path: Entry) -> int | None:
         return next((i for i, part in enumerate(path) if held(part, self._total)), None)
 
-    def _sources(self, path: Entry) -> Iterator[Entry]:
+    def _sources(self, path: Entry) -> list[Entry]:
+        """Entries of the checkpoint that hold a leaf; none if it lacks a part (layers may share a random generator)."""
         at = self._at(path)
         if at is None:
-            return
-        for layer in held(path[at], self._total):
-            source = (*path[:at], self._home.get(layer, path[at]), *path[at + 1 :])
-            if source in self._kept:
-                yield source
+            return []
+        layers = held(path[at], self._total)
+        sources = [(*path[:at], self._home.get(layer, path[at]), *path[at + 1 :]) for layer in layers]
+        return list(dict.fromkeys(sources)) if all(source in self._kept for source in sources) else []
 
     def leaf(self, path: Entry, shape: tuple[int, ...], arrays: Mapping[Entry, np.ndarray]) -> np.ndarray:
         """Return a leaf of the run's state, cut from and joined of the checkpoint's.
