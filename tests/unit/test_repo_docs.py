@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import os
 import re
 import shlex
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import multimesh.__main__ as multimesh
 import pytest
+from multimesh.errors import MultiMeshError
 from multimesh_maxtext import options
 
+from multimesh import schedules
 from workflows import cli, errors
+from workflows.ci import actions
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -139,6 +143,29 @@ def test_the_tutorial_goes_on_in_four_processes(tmp_path: Path) -> None:
     assert losses == [losses[0]] * 4
     assert losses[0] == re.findall(r"step \d: loss (\S+),", python("-c", "\n".join(one), cwd=tmp_path).stdout)
     assert "of 4 processes" in (tmp_path / "tutorial-processes.svg").read_text()
+
+
+def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Messages that the code really raises are found among those that the site reads from its source."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    messages = importlib.import_module("messages")
+    known = [message for package in messages.PACKAGES for _, _, found in messages.collect(package) for message in found]
+    assert len(known) > 400
+    for call, has_remedy in (
+        (lambda: schedules.get("lifo"), True),
+        (lambda: multimesh.parser().parse_args(["demo", "--nosuch"]), True),
+        (lambda: schedules.load(tmp_path / "no.json"), False),
+        (lambda: cli.main_inner(["bump", "nosuch", "1"]), False),
+        (lambda: actions.load(ROOT / "README.md"), False),
+    ):
+        try:
+            call()
+        except (MultiMeshError, errors.WorkflowsError) as error:
+            fits = [message for message in known if message.pattern.fullmatch(str(error))]
+            assert fits, error
+            assert not has_remedy or any(message.remedy for message in fits), error
+        else:
+            pytest.fail("no error")
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:
