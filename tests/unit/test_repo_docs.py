@@ -158,14 +158,11 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
         (lambda: cli.main_inner(["bump", "nosuch", "1"]), False),
         (lambda: actions.load(ROOT / "README.md"), False),
     ):
-        try:
+        with pytest.raises((MultiMeshError, errors.WorkflowsError)) as raised:
             call()
-        except (MultiMeshError, errors.WorkflowsError) as error:
-            fits = [message for message in known if message.pattern.fullmatch(str(error))]
-            assert fits, error
-            assert not has_remedy or any(message.remedy for message in fits), error
-        else:
-            pytest.fail("no error")
+        fits = [message for message in known if message.pattern.fullmatch(str(raised.value))]
+        assert fits, raised.value
+        assert not has_remedy or any(message.remedy for message in fits), raised.value
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:
