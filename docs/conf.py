@@ -29,6 +29,7 @@ suppress_warnings = ["myst.xref_missing"] if "linkcheck" in sys.argv else []
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
+highlight_language = "text"
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
