@@ -10,7 +10,7 @@ of cotangents, each has a sum of its own, if the dtype lets a sum be reordered (
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +43,17 @@ def from_scan(
     joins: list[ir.Op] = []
     carries: dict[ir.Value, ir.Carry] = {}
     spent: set[int] = set()
-    for i, (carry_in, carry_out, init, out) in enumerate(zip(inner, results, ins[num_consts:], outs, strict=False)):
+    readers: dict[ir.Value, list[ir.Op]] = collections.defaultdict(list)
+    for op in ops:
+        for v in op.reads:
+            readers[v].append(op)
+    returned = collections.Counter(ir.values(results))
+    for carry_in, carry_out, init, out in zip(inner, results, ins[num_consts:], outs, strict=False):
         if carry_out is carry_in:
             consts[carry_in] = init
             sums.append(ir.Sum(out, init, None))
             continue
-        found = _addends(carry_in, carry_out, producer, ops, [*results[:i], *results[i + 1 :]])
+        found = _addends(carry_in, carry_out, producer, readers, returned)
         if found is not None:
             leaves, chain = found
             spent |= chain
@@ -79,19 +84,22 @@ def _not_a_sum(mark: LoopMark) -> str:
 def _addends(
     carry: ir.Value,
     total: ir.Atom,
-    producer: dict[ir.Value, ir.Op],
-    ops: Sequence[ir.Op],
-    others: Sequence[ir.Atom],
+    producer: Mapping[ir.Value, ir.Op],
+    readers: Mapping[ir.Value, Sequence[ir.Op]],
+    returned: Mapping[ir.Value, int],
 ) -> tuple[list[ir.Atom], set[int]] | None:
     """Addends of ``total = carry + a + b ...`` and the additions of the carry (by id), or None when it is no such sum.
 
-    The carry serves nothing else: neither other operations nor ``others``, the other results of the body.
+    The carry serves nothing else: neither other operations nor other results of the body. ``readers`` are the
+    operations that read a value, and ``returned`` says how many results of the body it is.
     """
     carried = {carry}
-    for op in ops:
-        if any(v in carried for v in op.reads):
+    waiting = [carry]
+    while waiting:
+        for op in readers.get(waiting.pop(), ()):
+            waiting += (v for v in op.outs if v not in carried)
             carried.update(op.outs)
-    if any(v in carried for v in ir.values(others)):
+    if any(returned.get(v, 0) > (v is total) for v in carried):
         return None
     leaves: list[ir.Atom] = []
     chain: set[int] = set()
@@ -111,7 +119,7 @@ def _addends(
                 return None
             chain.add(id(adds))
             stack += reversed(adds.ins)
-    elsewhere = any(id(op) not in chain and any(v in carried for v in op.reads) for op in ops)
+    elsewhere = any(id(op) not in chain for v in carried for op in readers.get(v, ()))
     return (leaves, chain) if reached and not elsewhere else None
 
 
