@@ -101,7 +101,25 @@ def fill(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = MADE.sub(made, source[0])
 
 
+def hide_constructor(app: Sphinx, what: str, name: str, *_: Any) -> tuple[str, None] | None:
+    """Leave out how objects are made that users only receive; a schedule may be theirs."""
+    return ("", None) if what == "class" and ".schedules." not in name else None
+
+
+def mend(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """Undo what napoleon, which runs before, reads into docstrings: types of properties, and several names as one."""
+    if what == "property" and lines and lines[-1].startswith(":type: "):
+        lines[:] = [f"{lines[-1].removeprefix(':type: ')}: {' '.join(lines[:-1]).strip()}"]
+    several = [re.match(r":(?:ivar|vartype) ([^:]*, [^:]*):", line) for line in lines]
+    lines[:] = [
+        line.replace(match[1], match[1].replace(", ", "/")) if match else line
+        for line, match in zip(lines, several, strict=True)
+    ]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Hook into Sphinx."""
     app.connect("source-read", fill)
+    app.connect("autodoc-process-signature", hide_constructor)
+    app.connect("autodoc-process-docstring", mend, priority=900)
     return {"parallel_read_safe": True}
