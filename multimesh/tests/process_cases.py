@@ -306,7 +306,7 @@ def profiled(split: str, skew: str, transport: str | None = None) -> None:
     for hop in line.transfers:
         assert hop.start <= hop.end <= min(line.spans[c].start for c in hop.consumers) + 1e-6
     late = [line.spans[t.producer].end - t.start for t in line.transfers if t.producer is not None]
-    assert statistics.median(late) <= found.clocks + 1e-6
+    assert statistics.median(late) <= found.clocks + 5e-3
     assert max(late) <= 0.1  # on a busy machine a process may notice late that its program has ended
     for row in range(len(parts)):
         spans = line.row(row)
@@ -374,10 +374,12 @@ def uneven_compilation(seconds: str) -> None:
 
 
 def not_in_it() -> None:
-    """A plan on the devices of process 0 only; the others get arrays without shards."""
+    """A plan on the devices of process 0 only; the others get arrays without shards, and the same profile."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     x = np.ones((4, 4), np.float32)
-    y = mm.jit(lambda x: mm.task(lambda x: x + 1, "a", mesh=mesh)(x))(x)
+    jitted = mm.jit(lambda x: mm.task(lambda x: x + 1, "a", mesh=mesh)(x))
+    y = jitted(x)
+    assert [span.name for span in jitted.profile(x, repeats=1).measured.spans] == ["a"]
     assert len(y.addressable_shards) == (jax.process_index() == 0)
     assert_shards(y, x + 1)
 
