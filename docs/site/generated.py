@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import messages
@@ -87,7 +88,29 @@ def _original(action: argparse.Action) -> str:
     return f"the same; default: {messages.plain(default)}" if default else "the same"
 
 
-MAKERS = {"api": api, "errors": errors, "codes": codes, "flags": flags}
+def timelines(_: str) -> Iterator[str]:
+    """Yield links to the pages that `draw_timelines` makes."""
+    links = ", ".join(f'<a href="../timelines/{name}.html">{name}</a>' for name in _forecasts())
+    yield f"<p>Look at them as pages that explain each box you point at: {links}.</p>"
+
+
+def draw_timelines(app: Sphinx, error: Exception | None) -> None:
+    """Write a page for each schedule, with 4 submeshes and 8 microbatches, beside the others."""
+    folder = Path(app.outdir) / "timelines"
+    folder.mkdir(exist_ok=True)
+    for name, timeline in _forecasts().items():
+        timeline.to_html(folder / f"{name}.html")
+
+
+def _forecasts() -> dict[str, Any]:
+    bubbles = importlib.import_module("multimesh.bubbles")
+    return {
+        name: bubbles.forecast(name, shape, transfer=0.25).timeline
+        for name, shape in bubbles.compared(None, submeshes=4, chunks=None, microbatches=8)
+    }
+
+
+MAKERS = {"api": api, "codes": codes, "errors": errors, "flags": flags, "timelines": timelines}
 
 
 def fill(app: Sphinx, page: str, source: list[str]) -> None:
@@ -120,6 +143,7 @@ def mend(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: lis
 def setup(app: Sphinx) -> dict[str, Any]:
     """Hook into Sphinx."""
     app.connect("source-read", fill)
+    app.connect("build-finished", draw_timelines)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("autodoc-process-docstring", mend, priority=900)
     return {"parallel_read_safe": True}

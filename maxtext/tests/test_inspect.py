@@ -19,7 +19,7 @@ pytestmark = pytest.mark.training
 Run = Callable[..., Any]
 JOB = ("--cpus", 4, "--tp", 2, "--pp", 2, "--num-layers", 2, "--model-dims", 64, "--mlp-dims", 64, "--num-steps", 3)
 JOB += ("--sequence-length", 32, "--batch-size", 4, "--attention", "dot_product", "--remat", "full")
-PLAN = {"plan.txt", "plan.json", "plan.svg", "plan.perfetto.json"}
+PLAN = {"plan.txt", "plan.json", "plan.svg", "plan.html", "plan.perfetto.json"}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,7 @@ def test_the_profile_has_timelines(trained: Path):
     timelines = trained / "timelines"
     for name in ("measured", "forecast"):
         assert ElementTree.parse(timelines / f"{name}.svg").getroot().tag.endswith("svg")
+        assert (timelines / f"{name}.svg").read_text() in (timelines / f"{name}.html").read_text()
         assert json.loads((timelines / f"{name}.perfetto.json").read_text())["traceEvents"]
     assert "submesh  measured" in (timelines / "timeline.txt").read_text()
 

@@ -119,6 +119,7 @@ def _dump(lowered: multimesh.Lowered, handoff: Handoff) -> None:
     (folder / "plan.txt").write_text("\n".join([str(plan), *map(str, plan.instructions), plan.fingerprint(), ""]))
     (folder / "plan.json").write_text(plan.to_json())
     plan.to_svg(folder / "plan.svg")
+    plan.to_html(folder / "plan.html")
     plan.to_perfetto(folder / "plan.perfetto.json")
     if handoff.dump_passes:
         dumps = {done.name: str(done) for done in lowered.passes()} | {"kernels": lowered.as_text()}
@@ -134,6 +135,7 @@ def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any)
     (folder / "timeline.txt").write_text(f"{profile}\n")
     for name, timeline in (("measured", profile.measured), ("forecast", profile.forecast)):
         timeline.to_svg(folder / f"{name}.svg")
+        timeline.to_html(folder / f"{name}.html")
         timeline.to_perfetto(folder / f"{name}.perfetto.json")
 
 

@@ -46,6 +46,10 @@ def test_pages_hold_what_they_promise(site: Path) -> None:
         source = (site / f"{page}.html").read_text(encoding="utf-8")
         assert text in re.sub(r"<[^>]+>", "", source), page
         assert "<!-- made" not in source, page  # what the code fills in is filled in
+    schedules = (site / "docs" / "choosing-a-schedule.html").read_text(encoding="utf-8")
+    timelines = re.findall(r'href="\.\./(timelines/[^"]+)"', schedules)
+    assert len(timelines) >= 7
+    assert all((site / timeline).exists() for timeline in timelines)
     assert "url=docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
 
 
