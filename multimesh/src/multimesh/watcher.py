@@ -370,10 +370,7 @@ class Watch:
     def _report(
         self, rank: int, how: str, *, why: str = "", code: int | None = None, said: bool = False, near: bool = True
     ) -> None:
-        """Tell the hub what happened to a process, which may have ``said`` so; decide alone where that is not near.
-
-        ``code`` is what all end with, if the process has one.
-        """
+        """Tell the hub what happened to a process, which may have ``said`` so; decide alone where that is not near."""
         steps = struct.unpack("<q", self._steps[:8])[0] if rank == self._own["rank"] else 0
         count = f" after {steps} step{'s' * (steps != 1)}" if steps else ""
         text = f"{named(self._members[rank])} {how}{count}{f': {why}' if why else ''}"
