@@ -6,16 +6,10 @@ import concurrent.futures
 import faulthandler
 import itertools
 import os
-import signal
 import statistics
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(float(os.environ["PATIENCE"]), exit=True)
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from process_arrays import REPLICATED, SPLITS, assert_shards, crossed, meshes, on
 
 import multimesh as mm
-from multimesh import distributed, exchange
+from multimesh import distributed
 
 
 def meet() -> None:
@@ -49,7 +43,7 @@ def pipeline(split: str, model: str, schedule: str, where: str = "inside") -> No
     params, batch = found.init(stages), found.batch(rows, 0)
     owners = found.owners(params)
     placed = jax.tree.map(lambda x, o: on(split_.mesh(o[0]), x), params, owners)
-    data = {k: x if _is_key(x) else on(split_.mesh(0), x, P("data")) for k, x in batch.items()}
+    data = {k: x if is_key(x) else on(split_.mesh(0), x, P("data")) for k, x in batch.items()}
     step = mm.jit(gradient(found, split_, size=size, rows=rows, where=where, schedule=schedule))
     want = reference_gradient(found, stages, rows, size)
     for _ in range(2):
@@ -62,7 +56,7 @@ def pipeline(split: str, model: str, schedule: str, where: str = "inside") -> No
     assert sum(len(x.addressable_shards) for x in jax.tree.leaves(got)) or jax.process_count() > len(parts)
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -367,109 +361,17 @@ def graphs(first: str, count: str) -> None:
             raise AssertionError(f"graph {seed}: {graph}") from error
 
 
-def state(stages: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A training state over so many stages, and the same in NumPy; with None a state in one place."""
-    where = [Mesh(np.array(jax.devices()[:1]), ("data",))] if stages is None else crossed() if not stages else []
-    where = where or meshes(stages or 1)
-    want: dict[str, Any] = {"step": 7, "rate": 0.1, "done": False, "none": None, "rng": jax.random.key(5)}
-    want |= {"numpy": np.arange(5, dtype=np.int16), "plain": jnp.arange(3), "empty": np.zeros((0, 8), np.float32)}
-    got = dict(want)
-    for n in range(4):
-        x, mesh = np.random.default_rng(n).normal(size=(8, 8)), where[n * len(where) // 4]
-        named = {"w": (x.astype(np.float32), P("data")), "b": (x.astype(jnp.bfloat16), REPLICATED)}
-        named |= {"mask": (x > 0, P(None, "data")), "count": (np.int32(n), REPLICATED)}
-        named |= {"q": (x.astype(jnp.float8_e4m3fn), P("data")), "t": (x.astype(jnp.int4), P("data"))}
-        named |= {"none": (x[:0], P("data"))}
-        want[f"layer{n}"] = {k: value for k, (value, _) in named.items()} | {
-            "key": jax.random.split(jax.random.key(n), 8)
-        }
-        got[f"layer{n}"] = {k: on(mesh, value, spec) for k, (value, spec) in named.items()}
-        layout = NamedSharding(mesh, P("data"))
-        got[f"layer{n}"]["key"] = exchange.place(jax.random.split(jax.random.key(n), 8), layout)
-    return got, want
-
-
-def assert_restored(got: dict[str, Any], like: dict[str, Any], want: dict[str, Any]) -> None:
-    """What was restored lies as ``like``, with the values of ``want``."""
-    for name in ("step", "rate", "done", "none"):
-        assert got[name] == want[name]
-        assert type(got[name]) is type(want[name])
-    for x, y, w in zip(*(jax.tree.leaves(tree) for tree in (got, like, want)), strict=True):
-        if not isinstance(y, jax.Array):
-            assert type(x) is type(y)
-            np.testing.assert_array_equal(x, w)
-            continue
-        assert (x.dtype, x.shape, x.committed) == (y.dtype, y.shape, y.committed)
-        assert not y.committed or x.sharding.is_equivalent_to(y.sharding, y.ndim)
-        x, w = (jax.random.key_data(v) if _is_key(v) else v for v in (x, w))
-        for shard in x.addressable_shards:
-            assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(np.asarray(w)[shard.index]).tobytes()
-
-
-def saved(folder: str, stages: str) -> None:
-    """A state over stages is saved; then nothing may lie at that path, and all processes must save the same."""
-    got, _ = state(int(stages))
-    mm.distributed.save(folder, got)
-    with pytest.raises(mm.UsageError, match="something already"):
-        mm.distributed.save(folder, got)
-    with pytest.raises(mm.UsageError, match=r"process \d(, \d)* of \d differs.*step: "):
-        mm.distributed.save(folder + "-other", {**got, "step": 1.0 if jax.process_index() else 1})
-
-
-def restored(folder: str, stages: str) -> None:
-    """... and restored over other stages, from arrays and from their types."""
-    like, want = state(int(stages))
-    assert_restored(mm.distributed.restore(folder, like), like, want)
-    types = jax.tree.map(lambda x: _type(x) if isinstance(x, jax.Array) and x.committed else x, like)
-    assert_restored(mm.distributed.restore(folder, types), like, want)
-    wrong = jax.tree.map(lambda x: x, like)
-    wrong["layer2"]["w"] = wrong["layer2"]["b"]
-    with pytest.raises(mm.UsageError, match=r"has layer2/w as float32\[8,8\], `like` as bfloat16\[8,8\]"):
-        mm.distributed.restore(folder, wrong)
-
-
-def _type(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def killed_saving(folder: str, rank: str, where: str) -> None:
-    """Save one checkpoint after the other until a process kills itself somewhere on the way."""
-    from multimesh import checkpoints
-
-    def kill() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def then_kill(*args: Any, **kwargs: Any) -> Any:
-        whole(*args, **kwargs)
-        kill()
-
-    def placed(n: int) -> Any:
-        return {"step": n, "w": [on(mesh, np.full((64, 64), n, np.float32), P("data")) for mesh in meshes()]}
-
-    mm.distributed.save(f"{folder}/0", placed(0))
-    if jax.process_index() == int(rank):
-        handler: Any = type(checkpoints._handler())
-        place, name = {"rename": (Path, "rename"), "finalize": (handler, "finalize")}.get(where, (handler, "save"))
-        whole = getattr(place, name)
-        if where in ("write", "finalize", "rename"):
-            setattr(place, name, then_kill)
-        elif where == "begin":
-            setattr(place, name, lambda *args, **kwargs: kill())
-        else:
-            threading.Timer(float(where), kill).start()
-    for n in range(1, 1000):
-        mm.distributed.save(f"{folder}/{n}", placed(n))
-
-
-def main() -> None:
+def main(cases: dict[str, Any]) -> None:
+    """Do what the command line says: functions of ``cases`` with their arguments."""
+    faulthandler.dump_traceback_later(float(os.environ["PATIENCE"]), exit=True)
     meet()
     for n, text in enumerate(sys.argv[1:]):
         name, *args = text.split(":")
         start = time.monotonic()
-        globals()[name](*(None if a == "None" else a for a in args))
+        cases[name](*(None if a == "None" else a for a in args))
         distributed.barrier(f"test {n}")
         print(f"done {text} {time.monotonic() - start:.1f}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

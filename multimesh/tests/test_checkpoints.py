@@ -6,10 +6,10 @@ import signal
 import sys
 from pathlib import Path
 
+import checkpoint_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import process_cases
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,7 +18,7 @@ from spawning import run
 import multimesh as mm
 
 pytestmark = pytest.mark.flax  # Orbax comes with Flax
-CASES = Path(process_cases.__file__)
+CASES = Path(checkpoint_cases.__file__)
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"),
     *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint2", "uint4", "uint8", "uint16", "uint32"),
@@ -128,8 +128,8 @@ def four(tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SAVED)
 def test_one_process_restores_what_several_saved(four, name):
-    like, want = process_cases.state(8 if name == "2" else None)
-    process_cases.assert_restored(mm.distributed.restore(four / name, like), like, want)
+    like, want = checkpoint_cases.state(8 if name == "2" else None)
+    checkpoint_cases.assert_restored(mm.distributed.restore(four / name, like), like, want)
 
 
 @pytest.mark.multiprocess
@@ -143,7 +143,7 @@ def test_other_processes_and_stages_restore_what_several_saved(four, count, devi
 @pytest.mark.multiprocess
 @pytest.mark.full
 def test_several_processes_restore_what_one_saved(tmp_path):
-    mm.distributed.save(tmp_path / "1", process_cases.state(4)[0])
+    mm.distributed.save(tmp_path / "1", checkpoint_cases.state(4)[0])
     passed(2, 2, f"restored:{tmp_path}/1:2", f"restored:{tmp_path}/1:0")
 
 

@@ -279,9 +279,12 @@ def _placed(x: Any) -> bool:
 
 def _place(x: Any) -> str:
     """Where a leaf lies, in words that are alike in all processes."""
-    if not _placed(x):
-        return ""
-    parts = x.sharding.devices_indices_map(x.shape).items()
+    return _parts(x.sharding, x.shape) if _placed(x) else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(layout: Sharding, shape: tuple[int, ...]) -> str:
+    parts = layout.devices_indices_map(shape).items()
     return f" on {', '.join(f'{device.id}: {index}' for device, index in parts)}"
 
 
