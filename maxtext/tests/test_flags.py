@@ -21,6 +21,7 @@ from multimesh_maxtext.errors import (
     LossNotFallingError,
     LossNotFiniteError,
     MissingPartError,
+    ProcessLostError,
     Several,
     StoppedEarlyError,
     TrainerFailedError,
@@ -36,6 +37,7 @@ OURS = [
     "--metrics-file",
     "--seed",
     "--spawn",
+    "--max-restarts",
     "--forecast",
     "--dry-run",
     "--json",
@@ -332,6 +334,7 @@ def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
         (DisagreementError, 14),
         (CheckpointError, 15),
         (DoesNotFitError, 16),
+        (ProcessLostError, 17),
     ],
 )
 def test_exit_codes_are_stable_and_in_the_help(error: type[LauncherError], code: int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from multimesh_maxtext import spawning
 from multimesh_maxtext.cli import main
+from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import write_corpus
 
 Run = Callable[..., Any]
@@ -94,20 +97,29 @@ def test_a_run_goes_on_in_another_number_of_processes(root: Path, tmp_path: Path
 def test_a_process_killed_while_it_saves_leaves_whole_checkpoints(
     root: Path, tmp_path: Path, whole: list[dict[str, Any]], rank: int, capfd: pytest.CaptureFixture
 ):
-    """The job ends, names the process, and goes on from the checkpoint before with the losses of the whole run."""
+    """The job names it and goes on from the checkpoint before, by itself or by hand; losses are those of the whole."""
     spawned = ("--spawn", "--cpus", 1, "--nodes", 2, "--pp", 2)
     ended = threading.Event()
     killer = threading.Thread(target=kill_while_saving, args=(tmp_path, rank, ended))
     killer.start()
-    code = part(root, tmp_path, *spawned)
+    code = part(root, tmp_path, *spawned, "--max-restarts", rank)
     ended.set()
     killer.join()
-    assert code == 10
-    survivor = tmp_path / "out" / ("process-1" if rank == 0 else ".") / "maxtext.log"
-    assert f"process {rank} of 2 " in survivor.read_text()
-    assert "was killed by SIGKILL" in survivor.read_text()
-    assert part(root, tmp_path, *spawned) == 0
-    assert "half-written when its run ended; ignored and removed" in capfd.readouterr().err
+    told = capfd.readouterr()
+    if rank == 0:
+        assert code == 17
+        assert re.search(
+            r"process 0 of 2 .* was killed by SIGKILL", (tmp_path / "out/process-1/maxtext.log").read_text()
+        )
+        assert part(root, tmp_path, *spawned) == 0
+        told = capfd.readouterr()
+    else:
+        assert code == 0
+        assert re.search(
+            r"process 1 of 2 .* was killed by SIGKILL .*; all processes start again \(restart 1 of", told.err
+        )
+        assert re.search(r"\n +1 +\S+ +\d +\d +[0-4] +process 1 of 2 .* was killed by SIGKILL", told.out)
+    assert "half-written when its run ended; ignored and removed" in told.err
     ours, theirs = trained(everything(tmp_path / "out/metrics.jsonl")), trained(whole)
     # MaxText writes the metrics of a step one step later: those of the last step before the kill may be lost.
     assert [record["step"] for record in ours][-3:] == [*range(WHOLE)][-3:]
@@ -157,6 +169,47 @@ def test_a_batch_of_text_is_the_same_whatever_the_number_of_hosts(maxtext: Path,
     done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(maxtext)}, capture_output=True, text=True)
     found, stream = json.loads(done.stdout.splitlines()[-1])
     assert found == {"1": stream, "2": stream, "4": stream}, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "restarts"),
+    [([17, 0], 2, 1), ([17, 17, 17], 3, 2), ([10], 1, 0), ([0], 1, 0), ([17, 14], 2, 1)],
+)
+def test_a_job_that_lost_a_process_starts_again(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    codes: list[int],
+    starts: int,
+    restarts: int,
+):
+    """At most as often as asked for, and only then; the table says what was computed again."""
+    lines = []
+
+    def start(words: list[str], _options: Options, _root: Path | None) -> int:
+        """Be a job that does five steps, of which three are in its checkpoint."""
+        lines.append([*words])
+        (tmp_path / "ck/2").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "ck/2/commit_success.txt").touch()
+        record = {"learning/loss": 1.0, "perf/step_time_seconds": 1.0, "learning/total_weights": 8.0}
+        steps = "".join(json.dumps({**record, "step": n}) + "\n" for n in range(5))
+        (tmp_path / "metrics.jsonl").write_text(steps)
+        ends = "multimesh: process 0 of 2 (n1, pid 7) ends because process 1 of 2 (n1, pid 8) was killed by SIGKILL\n"
+        (tmp_path / "maxtext.log").write_text(f"...\n{ends}")
+        return codes[len(lines) - 1]
+
+    monkeypatch.setattr(spawning, "_run", start)
+    place = ["--output", str(tmp_path), "--checkpoint", str(tmp_path / "ck")]
+    argv = ["--spawn", "--nodes", "2", "--cpus", "1", "--pp", "2", "--max-restarts", "2", *place]
+    assert main(argv, root=root) == codes[starts - 1]
+    assert len(lines) == starts
+    assert all(("--resume" in line) == (n > 0) for n, line in enumerate(lines))
+    assert not any({"--spawn", "--max-restarts"} & {*line} for line in lines)
+    told = capsys.readouterr()
+    row = r" 5 +3 +2 +process 1 of 2 \(n1, pid 8\) was killed by SIGKILL\n"
+    assert len(re.findall(row, told.out)) == restarts
+    assert told.err.count("all processes start again") == restarts
 
 
 @pytest.mark.multiprocess

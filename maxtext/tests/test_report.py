@@ -53,6 +53,20 @@ def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error:
         judge(steps(*losses), expected=3, returncode=returncode, log=LOG)
 
 
+@pytest.mark.parametrize(
+    ("returncode", "code", "message"),
+    [
+        (-9, 17, r"was killed by SIGKILL \(out of memory\?\) after 1 of 3 steps"),
+        (17, 17, "ended because another process was lost after 1 of 3 steps"),
+        (1, 10, "failed with exit code 1"),
+    ],
+)
+def test_a_process_that_is_lost_has_a_code_of_its_own(returncode: int, code: int, message: str):
+    with pytest.raises(TrainerFailedError, match=message) as raised:
+        judge(steps(3.0), expected=3, returncode=returncode, log=LOG, several=True)
+    assert raised.value.exit_code == code
+
+
 def test_a_repeated_or_missing_step_is_not_a_full_run():
     twice = [*steps(3.0, 2.0), *steps(1.0)]
     with pytest.raises(StoppedEarlyError):

@@ -130,7 +130,10 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         o.use_tfds_dataset and not (o.dataset_path and o.dataset_name),
         UsageError("--use-tfds-dataset needs to know which; add --dataset-path and --dataset-name"),
     )
-    for name, needed in (("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")):
+    for name, needed in (
+        *(("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")),
+        *(("max_restarts", "spawn"), ("max_restarts", "checkpoint")),
+    ):
         yield (
             o.has(name) and not o.has(needed),
             UsageError(f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it"),

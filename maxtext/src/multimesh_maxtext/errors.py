@@ -65,6 +65,12 @@ class CheckpointError(LauncherError):
     exit_code = 15
 
 
+class ProcessLostError(TrainerFailedError):
+    """One of several processes was killed, stopped or out of reach; MultiMesh's own code for that."""
+
+    exit_code = 17
+
+
 class DoesNotFitError(LauncherError):
     """A run needs more memory than a device has."""
 

@@ -123,6 +123,12 @@ def _processes(root: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start all --nodes processes here rather than one of them under srun or mpirun",
     )
+    group.add_argument(
+        "--max-restarts",
+        type=_count(0),
+        metavar="K",
+        help="with --spawn: start all again from the last checkpoint when one is lost, at most so often (default 0)",
+    )
 
 
 def _parallelism(root: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ class Options(argparse.Namespace):
     gpus: int
     cpus: int | None
     spawn: bool
+    max_restarts: int | None
     # parallelism
     dp: int
     fsdp: int
@@ -161,6 +162,7 @@ exit codes:
    14  losses or gradient norms differ (--verify)
    15  a checkpoint cannot be read, written or continued from
    16  more memory is needed than a device has
+   17  one of several processes was killed, stopped or out of reach
   130  interrupted"""
 
 

@@ -22,6 +22,7 @@ from multimesh_maxtext.errors import (
     LauncherError,
     LossNotFallingError,
     LossNotFiniteError,
+    ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
 )
@@ -72,7 +73,14 @@ class Evaluation:
 
 
 def judge(
-    steps: Sequence[Step], *, expected: int, returncode: int, log: Path, before: Sequence[Step] = (), first: int = 0
+    steps: Sequence[Step],
+    *,
+    expected: int,
+    returncode: int,
+    log: Path,
+    before: Sequence[Step] = (),
+    first: int = 0,
+    several: bool = False,
 ) -> None:
     """Return if every step ran and the loss is finite and falling.
 
@@ -87,10 +95,12 @@ def judge(
         Steps of the run that this one resumed, as far as they are known.
     first
         The step that this run began with.
+    several
+        Whether the trainer is one of several processes.
 
     Raises
     ------
-    LossNotFiniteError, TrainerFailedError, StoppedEarlyError, LossNotFallingError
+    LossNotFiniteError, ProcessLostError, TrainerFailedError, StoppedEarlyError, LossNotFallingError
         In this order: a diverged run also ends with an error, but the loss is why.
     """
     for step in steps:
@@ -99,6 +109,8 @@ def judge(
                 f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {log}"
             )
     complete = [step.number for step in steps] == list(range(first, expected))
+    if several and (returncode < 0 or returncode == ProcessLostError.exit_code):
+        raise ProcessLostError(f"the trainer {_ending(returncode)} after {_count(steps, expected, first)}; see {log}")
     if returncode:
         raise TrainerFailedError(f"the trainer {_ending(returncode)} after {_count(steps, expected, first)}; see {log}")
     if not complete:
@@ -123,6 +135,8 @@ def falling(losses: Sequence[float]) -> bool:
 
 
 def _ending(returncode: int) -> str:
+    if returncode == ProcessLostError.exit_code:
+        return "ended because another process was lost"
     if returncode > 0:
         return f"failed with exit code {returncode}"
     hint = " (out of memory?)" if -returncode == signal.SIGKILL else ""

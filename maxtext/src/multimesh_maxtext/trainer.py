@@ -61,7 +61,15 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
     steps, returncode = follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold)
     error: LauncherError | None = None
     try:
-        judge(steps, expected=o.num_steps, returncode=returncode, log=paths.log, before=before, first=begin.step)
+        judge(
+            steps,
+            expected=o.num_steps,
+            returncode=returncode,
+            log=paths.log,
+            before=before,
+            first=begin.step,
+            several=o.nodes > 1,
+        )
     except (TrainerFailedError, StoppedEarlyError) as ended:
         log = paths.log.read_text(encoding="utf-8", errors="replace")
         error = explained(log, o.checkpoint) if o.checkpoint else None
