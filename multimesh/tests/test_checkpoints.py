@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from spawning import run
 
@@ -39,6 +39,30 @@ def test_every_dtype_comes_back(tmp_path):
         assert np.asarray(back[kind][d]).tobytes() == values[d].tobytes(), (d, kind)
         assert type(back[kind][d]) is type(tree[kind][d])
         assert kind == "host" or back[kind][d].sharding == layout
+
+
+def test_layouts_come_back(tmp_path):
+    """Of explicit axes, of one device, in the host's memory; also inside of ``jax.set_mesh``."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    x, last = np.arange(64, dtype=np.float32).reshape(8, 8), jax.devices()[-1]
+    tree = {
+        "explicit": jax.device_put(x, NamedSharding(mesh, P("a", "b"))),
+        "host": jax.device_put(x, NamedSharding(mesh, P("b"), memory_kind="pinned_host")),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("a"))),
+        "one": jax.device_put(x, last),
+        "key": jax.device_put(jax.random.key(1, impl="rbg"), last),
+        "uint4": jax.device_put(x.astype(jnp.uint4), last),
+    }
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    for n, like in enumerate((tree, types)):
+        with jax.set_mesh(mesh):
+            mm.distributed.save(tmp_path / str(n), tree)
+            back = mm.distributed.restore(tmp_path / str(n), like)
+        for name, z in tree.items():
+            y = back[name]
+            assert y.sharding == z.sharding
+            y, z = (jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v for v in (y, z))
+            np.testing.assert_array_equal(y, z)
 
 
 TREE = {"params": [{"w": np.ones((2, 3), np.float32)}], "step": 3}

@@ -96,12 +96,12 @@ def _run(words: Sequence[str], options: Options, root: Path | None) -> int:
             own = {**os.environ, **shared, "MULTIMESH_MAXTEXT_RANK": str(rank)}
             started.append(subprocess.Popen([sys.executable, *door, *words], env=own, preexec_fn=end_with_parent()))
         while any(process.poll() is None for process in started):
-            failed = [process.returncode for process in started if process.returncode]
-            if failed:
-                _wait(started)
-                return failed[0]
+            if any(process.returncode for process in started):
+                break
             time.sleep(_POLL)
-        return next((process.returncode for process in started if process.returncode), 0)
+        code = next((process.returncode for process in started if process.returncode), 0)
+        _wait(started)
+        return code if code >= 0 else ProcessLostError.exit_code  # killed, and its trainer with it
     finally:
         for process in started:
             if process.poll() is None:

@@ -81,7 +81,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         """Write what this process has of some arrays."""
         keys = [(info, x) for info, x in zip(infos, values, strict=True) if _is_key(x)]
         self._kinds = {info.name: {_KEY_KIND: str(jax.random.key_impl(x))} for info, x in keys}
-        data = [jax.random.key_data(x) if _is_key(x) else x for x in values]
+        with _compat.without_mesh():
+            data = [jax.random.key_data(x) if _is_key(x) else x for x in values]
         return await super().serialize([_Held(x) for x in data] if distributed.several() else data, infos, args)
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:

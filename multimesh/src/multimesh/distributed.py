@@ -385,7 +385,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     MissingPartError
         Without the package orbax-checkpoint.
     """
-    _checkpoints("save").save(Path(path), tree)
+    with _compat.without_mesh():
+        _checkpoints("save").save(Path(path), tree)
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
@@ -410,7 +411,8 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     MissingPartError
         Without the package orbax-checkpoint.
     """
-    return _checkpoints("restore").restore(Path(path), like)
+    with _compat.without_mesh():
+        return _checkpoints("restore").restore(Path(path), like)
 
 
 def orbax_handler() -> Any:
