@@ -69,6 +69,7 @@ def test_every_flag_is_declared_with_help():
         ("--cpus 8 --dp 3", r"dp x fsdp x tp x pp x ep = 3 x 1 x 1 x 1 x 1 = 3, but there are 8 devices; use --dp 8"),
         ("--cpus 6 --tp 4", r"but there are 6 devices; use --cpus 4"),
         ("--gpus 6 --tp 4", r"but there are 6 devices; use --gpus 4"),
+        ("--cpus 2 --pp 3", r"but there are 2 devices; use --cpus 3"),
         ("--dp 8 --batch-size 12", r"a batch of 12 is no multiple of .* = 8 x 1 x 1 x 1 = 8; use --batch-size 16"),
         ("--dp 2 --fsdp 2 --microbatch-size 3 --batch-size 8", r"2 x 2 x 1 x 3 = 12; use --batch-size 12"),
         ("--backend spmd --pp 2 --batch-size 3", r"needs a multiple of pp = 2 microbatches, not 3; use --batch-size 4"),

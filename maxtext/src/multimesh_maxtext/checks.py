@@ -71,7 +71,9 @@ class Job:
     @property
     def mesh_devices(self) -> int:
         """Devices of MaxText's mesh: those of one stage where stages are programs of their own."""
-        return self.devices // self.options.pp if self.options.staged else self.devices
+        if not self.options.staged:
+            return self.devices
+        return self.devices // self.options.pp or 1  # fewer devices than stages are refused elsewhere
 
     @property
     def scans_layers(self) -> bool:
