@@ -80,7 +80,7 @@ def test_every_command_is_there_with_its_flags(name: str) -> None:
             assert [flag for flag in flags if flag not in done.stdout] == []
 
 
-SLOW = ("docs/numerics.md", "docs/index.md")  # implied by test_linalg.py and test_fft.py, and by docs/getting-started.md
+SLOW = ("docs/numerics.md", "docs/index.md")  # implied by test_linalg.py, test_fft.py and docs/getting-started.md
 
 
 @pytest.mark.parametrize(
