@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from process_cases import REPLICATED, crossed, is_key, main, meshes, on
+from process_arrays import REPLICATED, crossed, meshes, on
+from process_cases import is_key, main
 
 import multimesh as mm
 from multimesh import checkpoints, exchange

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from process_arrays import REPLICATED, SPLITS, assert_shards, crossed, meshes, on
+from process_arrays import SPLITS, assert_shards, meshes, on
 
 import multimesh as mm
 from multimesh import distributed
