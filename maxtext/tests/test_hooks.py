@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -172,6 +173,26 @@ def test_small_arrays_of_the_state_lie_whole_where_that_is_asked_for(handoff: Ha
         assert types["layers_1"][name].sharding == shardings["layers_1"][name]
         assert shardings["layers_1"][name].spec == spec
         assert shardings["layers_1"][name].device_set == set(jax.devices()[4:8])
+
+
+def test_layers_of_a_forecast_are_copies_of_the_first(handoff: Handoff, monkeypatch: pytest.MonkeyPatch):
+    class Decoder:
+        made = 0
+
+        def make(self, kind: str) -> nnx.Module:
+            self.made += 1
+            return nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+
+    decoder = Decoder()
+    for forecast, made in (("", 2), ("file", 4)):
+        hooks._handoff.cache_clear()
+        monkeypatch.setenv(VARIABLE, replace(handoff, forecast=forecast).variables()[VARIABLE])
+        one, two = (hooks.new_layer(decoder.make, "a") for _ in range(2))
+        assert one is not two
+        assert one.kernel is not two.kernel  # as parameters they are two
+        assert decoder.made == made - bool(forecast)
+        hooks.new_layer(decoder.make, "b")
+        decoder.made = 2
 
 
 def test_a_step_is_compiled_under_the_contexts_that_were_asked_for(handoff: Handoff, monkeypatch: pytest.MonkeyPatch):

@@ -93,10 +93,29 @@ def test_a_forecast_is_near_what_a_run_holds(run: Run, trained: Path, tmp_path: 
     assert "Compiling" not in (tmp_path / "maxtext.log").read_text()
     assert not (tmp_path / "placement.json").exists()
     held = json.loads((trained / "placement.json").read_text())["created"]["bytes"]
-    for stage, need in enumerate(memory.read(tmp_path / "forecast.json")):
+    for stage, need in enumerate(memory.read(tmp_path / "forecast.json").needs):
         assert need.parameters + need.optimizer == pytest.approx(held[str(2 * stage)], rel=0.02)
         assert need.activations > 0
         assert need.gradients > 0
+
+
+@pytest.mark.telling("cudnn_flash_te")
+@pytest.mark.parametrize("attention", ["cudnn_flash_te", "dot_product"])
+def test_a_forecast_needs_no_gpus(run: Run, tmp_path: Path, attention: str):
+    """Of four GPUs in four processes, with the attention of cuDNN; kept is no square of the sequence."""
+    job = ("--nodes", 4, "--gpus", 1, *JOB[2:], "--sequence-length", 1024, "--attention", attention, "--fbmem", 70)
+    job = (*job, "--forecast", "--device", "h100", "--output", tmp_path, "--json")
+    done = run(*job, "base_num_kv_heads=2", "num_experts=1")
+    assert done.code == 0, done.stderr
+    found = done.json
+    assert len(found["forecast"]) == 2
+    assert 0 < found["bubble"] < 1
+    assert found["limit"] == int(int(80e9 / 2**20) * 2**20 * 0.9175)
+    assert found["tokens_per_second"] > 0
+    assert ElementTree.parse(tmp_path / "forecast.svg").getroot().tag.endswith("svg")
+    squares = 2 * 1024 * 1024 * 4  # heads on a device, pairs of tokens, float32
+    largest = max(need["activations"] + need["workspace"] for need in found["forecast"])
+    assert (largest > squares) == (attention == "dot_product")
 
 
 @pytest.mark.full

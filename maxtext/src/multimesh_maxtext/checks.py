@@ -134,7 +134,7 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
     )
     for name, needed in (
         *(("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")),
-        *(("max_restarts", "spawn"), ("max_restarts", "checkpoint")),
+        *(("max_restarts", "spawn"), ("max_restarts", "checkpoint"), ("device", "forecast")),
     ):
         yield (
             o.has(name) and not o.has(needed),

@@ -21,7 +21,7 @@ from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import LauncherError, TrainerFailedError, UsageError
 from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, member, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, stale_parts
-from multimesh_maxtext.memory import Need, check_fits
+from multimesh_maxtext.memory import Forecast, check_fits
 from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
 from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
@@ -30,7 +30,7 @@ from multimesh_maxtext.settle import Settled, settle
 from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
 from multimesh_maxtext.trainer import Outcome, forecast, inspect, keep_code, tail, terminate_as_interrupt, train
-from multimesh_maxtext.translate import JAX_FRACTION, Paths, memory_fraction, notes
+from multimesh_maxtext.translate import JAX_FRACTION, Paths, fbmem_mib, memory_fraction, notes
 
 INTERRUPTED = 130
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
             maxtext = find_maxtext(root)
             settled = settle(parsed, maxtext / "maxtext")
             options = settled.job.options
-            if options.spawn and options.nodes > 1 and not options.dry_run:
+            if options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast):
                 return spawn(argv, options, root)
             return _run(settled, maxtext, root)
     except LauncherError as error:
@@ -80,7 +80,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     texts = read_texts(options.text or ())
     gpus = visible_gpu_memory() if options.gpus else None
     gpu_memory = min(gpus) if gpus else None
-    if not options.dry_run:
+    if not (options.dry_run or options.forecast):
         check_machine(
             options,
             gpu_memory=gpus,
@@ -144,15 +144,18 @@ def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | No
     if not o.forecast and limit is None:
         return
     try:
-        needs = forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)
+        if not o.json and not console.is_terminal:
+            console.print(f"forecasting: tracing a step of {job.model.layers} layers", highlight=False)
+        with console.status(f"forecasting: tracing a step of {job.model.layers} layers"):
+            found = forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)
     except TrainerFailedError as error:
         if o.forecast or o.has("device_memory"):
             raise
         print(f"warning: memory was not checked: {error}", file=sys.stderr)
         return
-    _show_needs(o, console, needs)
+    _show_forecast(job, paths, console, found, limit)
     if limit is not None:
-        check_fits(needs, limit)
+        check_fits(found.needs, limit)
 
 
 def _limit(job: Job, gpu_memory: int | None) -> int | None:
@@ -160,8 +163,12 @@ def _limit(job: Job, gpu_memory: int | None) -> int | None:
     o = job.options
     if o.device_memory is not None:
         return o.device_memory
-    if not o.staged or gpu_memory is None or o.nodes > 1:
+    if o.device:
+        gpu_memory = int(memory.DEVICES[o.device].memory / 2**20)
+    if not o.staged or not o.gpus or (o.nodes > 1 and not o.forecast):
         return None
+    if gpu_memory is None:
+        return fbmem_mib(o.fbmem) * 2**20 if o.fbmem else None
     fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem is not None else JAX_FRACTION
     return int(gpu_memory * 2**20 * fraction)
 
@@ -197,12 +204,32 @@ def _dump(start: Launch, paths: Paths, o: Options) -> int:
     return 0
 
 
-def _show_needs(o: Options, console: Console, needs: Sequence[Need]) -> None:
-    if not o.json:
-        console.print("memory on each device of a stage at the peak of a step (forecast)", highlight=False)
-        console.print(memory.table(needs))
-    elif o.forecast:
-        print(json.dumps({"forecast": [{**asdict(need), "total": need.total} for need in needs]}))
+def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:
+    o, device = job.options, memory.DEVICES[job.options.device] if job.options.device else None
+    tokens = device and memory.estimate_tokens(job.model, o.sequence_length, job.devices, device, found.bubble)
+    if o.json:
+        if o.forecast:
+            needs = [{**asdict(need), "total": need.total} for need in found.needs]
+            print(json.dumps({"forecast": needs, "bubble": found.bubble, "limit": limit, "tokens_per_second": tokens}))
+        return
+    console.print("memory on each device of a stage at the peak of a step (forecast)", highlight=False)
+    console.print(memory.table(found.needs))
+    if not o.forecast:
+        return
+    if limit is not None:
+        console.print(f"of {memory.show_size(limit)} that a device has", highlight=False)
+    picture = paths.forecast.with_suffix(".svg")
+    console.print(
+        f"devices wait {100 * found.bubble:.1f} % of a step, if a backward takes two forwards, transfers nothing: see "
+        f"{picture}",
+        highlight=False,
+    )
+    if tokens:
+        console.print(
+            f"estimate, not a measurement: {tokens:,.0f} tokens/s on {job.devices} {o.device}, whose programs reach "
+            f"{100 * memory.UTILIZATION:.0f} % of its peak",
+            highlight=False,
+        )
 
 
 def _paths(options: Options, maxtext: Path) -> Paths:

@@ -56,6 +56,9 @@ XLA_THRESHOLDS = {
 }
 """What is combined, and up to which size unless told otherwise."""
 
+DEVICES = ("a100-40gb", "a100", "h100", "h200", "b200")
+"""GPUs whose memory and peak `memory.DEVICES` has."""
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
@@ -363,13 +366,21 @@ def _runtime(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--forecast",
         action="store_true",
-        help="print the memory that the devices of each stage will need, from shapes alone; train nothing (multimesh)",
+        help=(
+            "print the memory that the devices of each stage will need, from shapes alone, and how long they wait for "
+            "each other; train nothing, and need no device that is asked for (multimesh)"
+        ),
     )
     group.add_argument(
         "--device-memory",
         type=parse_size,
         metavar="SIZE",
         help="forecast, and refuse a run that needs more per device, e.g. 80GiB (multimesh; default: what GPUs have)",
+    )
+    group.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="with --forecast: estimate tokens a second on these GPUs, and take their memory as the limit",
     )
     group.add_argument(
         "--fbmem",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,9 +24,11 @@ from multimesh_maxtext.checks import find_schedule
 from multimesh_maxtext.errors import LauncherError
 from multimesh_maxtext.launch import Handoff, received
 from multimesh_maxtext.placement import Stages, apply_stack, deal, list_stacks, write_placement
-from multimesh_maxtext.step import StepFunction, accumulate_microbatches, unallocated
+from multimesh_maxtext.step import StepFunction, accumulate_microbatches, like_flash_attention, unallocated
 
 _stages: Stages | None = None
+_made: tuple[Any, Any, Any] | None = None
+"""Of a forecast: the model that a layer was last made for, what it was made of, and the layer."""
 
 
 @functools.cache
@@ -61,7 +64,7 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
 
 def platform(_mesh: AbstractMesh) -> str:
     """Return the platform of the devices that a model will run on."""
-    return jax.devices()[0].platform
+    return _handoff().platform or jax.devices()[0].platform
 
 
 def place_state(abstract_state: Any, shardings: Any) -> tuple[Any, Any]:
@@ -127,8 +130,33 @@ def everywhere(tree: Any) -> Any:
     return processes.everywhere(tree)
 
 
+def new_layer(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a layer of an unrolled model; for a forecast, where only shapes matter, the next ones like it are copies."""
+    global _made
+    if not _handoff().forecast:
+        return make(*args, **kwargs)
+    owner = getattr(make, "__self__", None)
+    if _made is None or _made[0] is not owner or _made[1] != (args, kwargs):
+        _made = (owner, (args, kwargs), make(*args, **kwargs))
+        return _made[2]
+    return nnx.clone(_made[2])
+
+
+@functools.lru_cache(maxsize=1)
+def _traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose trace JAX keeps, for the layers that are like the first."""
+    return jax.jit(fn)
+
+
+def attention(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel of cuDNN; for a forecast, which needs no GPU, what has its results and keeps what it keeps."""
+    return like_flash_attention if _handoff().forecast else kernel
+
+
 def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make a layer a task on the submesh of its stage."""
+    if _handoff().forecast:
+        fn = _traced_once(fn)
     return multimesh.task(fn, f"layer{number}", mesh=_current().of_layer(number))
 
 

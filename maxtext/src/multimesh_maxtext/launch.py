@@ -49,7 +49,6 @@ _ALONE = {
 
 _STAGED_ALONE = {
     "use_tfds_dataset": "only processes of the first stage would know when the data ends",
-    "forecast": "one process forecasts for all devices",
     "device_memory": "one process forecasts for all devices",
 }
 """Further ones where stages are programs of their own."""
@@ -84,6 +83,8 @@ class Handoff:
         Options of `multimesh.context` that the step is compiled under.
     replicate_below
         Arrays of the train state with fewer elements than this lie whole on each device of their stage.
+    platform
+        That of the devices which a forecast is for, whatever it runs on.
     """
 
     stages: int
@@ -98,6 +99,7 @@ class Handoff:
     profile: str = ""
     context: Mapping[str, bool] = field(default_factory=dict)
     replicate_below: int = 0
+    platform: str = ""
 
     def variables(self) -> dict[str, str]:
         """Return what to add to the trainer's environment."""
@@ -169,11 +171,12 @@ def launch(
 
 
 def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
-    """Return the process that forecasts the memory of a job; it allocates nothing and reads no checkpoint."""
-    changes = {"checkpoint": None, "profile": False, "dump": None, "dump_only": False}
-    job = replace(job, options=Options(**{**vars(job.options), **changes}))
-    start = launch(job, paths, inherited=inherited, gpu_memory=gpu_memory)
-    asked = replace(handoff(job, paths), forecast=str(paths.forecast))
+    """Return the process that forecasts a job: one, on CPU devices; it allocates nothing and reads no checkpoint."""
+    changes: dict[str, Any] = {"checkpoint": None, "profile": False, "dump": None, "dump_only": False}
+    changes |= {"nodes": 1, "gpus": 0, "cpus": job.devices}
+    alone = replace(job, options=Options(**{**vars(job.options), **changes}))
+    start = launch(alone, paths, inherited=inherited, gpu_memory=gpu_memory)
+    asked = replace(handoff(alone, paths), forecast=str(paths.forecast), platform=job.options.platform)
     return replace(start, environment={**start.environment, **asked.variables()})
 
 
@@ -234,7 +237,7 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
                 f"--{name.replace('_', '-')} is for one process so far: {reason}; leave it out, or use --nodes 1"
             )
     found = next((names for mark, names in _LAUNCHERS.items() if mark in environment), None)
-    if found is None and options.dry_run:
+    if found is None and (options.dry_run or options.forecast):
         return Member(count=options.nodes)
     if found is None:
         raise UsageError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from multimesh_maxtext.errors import DoesNotFitError
+from multimesh_maxtext.model import Model
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,55 @@ class Need:
         return sum(asdict(self).values())
 
 
-def write(needs: Sequence[Need], file: Path) -> None:
+@dataclass(frozen=True)
+class Forecast:
+    """What each stage needs, and the share of a step that devices wait for each other; a backward is two forwards."""
+
+    needs: tuple[Need, ...]
+    bubble: float
+
+
+def write(needs: Sequence[Need], bubble: float, file: Path) -> None:
     """Write what `read` reads."""
-    file.write_text(json.dumps([asdict(need) for need in needs]))
+    file.write_text(json.dumps({"needs": [asdict(need) for need in needs], "bubble": bubble}))
 
 
-def read(file: Path) -> list[Need]:
-    """Return the need of each stage."""
-    return [Need(**need) for need in json.loads(file.read_text())]
+def read(file: Path) -> Forecast:
+    """Return a forecast."""
+    found = json.loads(file.read_text())
+    return Forecast(tuple(Need(**need) for need in found["needs"]), found["bubble"])
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator: bytes of memory, and bfloat16 operations a second without sparsity, as its maker says."""
+
+    memory: float
+    peak: float
+
+
+DEVICES = {
+    "a100-40gb": Device(40e9, 312e12),
+    "a100": Device(80e9, 312e12),
+    "h100": Device(80e9, 989e12),
+    "h200": Device(141e9, 989e12),
+    "b200": Device(180e9, 2250e12),
+}
+
+UTILIZATION = 0.5
+"""Of a device's peak that its programs reach, for estimates: what large models reach at best, without the bubble."""
+
+
+def estimate_tokens(model: Model, sequence: int, devices: int, device: Device, bubble: float) -> float:
+    """Estimate tokens a second: six operations a parameter and token, and those of causal attention."""
+    matrices = model.vocabulary * model.embedding
+    width = model.resolved.get("head_dim") or model.embedding // model.query_heads
+    per_layer = 2 * model.embedding * width * (model.query_heads + model.kv_heads)
+    gates = len(model.resolved.get("mlp_activations") or ["silu"])
+    per_layer += (gates + 1) * model.embedding * model.mlp
+    attention = model.layers * model.query_heads * width * sequence  # half of the pairs of tokens
+    operations = 6 * (matrices + model.layers * per_layer + attention)
+    return devices * device.peak * UTILIZATION * (1 - bubble) / operations
 
 
 def show_size(size: float) -> str:

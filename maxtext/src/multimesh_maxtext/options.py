@@ -78,6 +78,7 @@ class Options(argparse.Namespace):
     # memory and runtime
     forecast: bool
     device_memory: int | None
+    device: str | None
     fbmem: int | None
     # XLA
     collective_matmul: int | None

@@ -86,11 +86,46 @@ def unallocated(fn: Callable[[], Any], shardings: Any) -> Any:
     return jax.tree.map(leaf, jax.eval_shape(fn), shardings)
 
 
+@jax.custom_vjp
+def _like_flash(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Sums along the sequence: elementwise operations would be computed again rather than kept.
+    weight = jnp.sum(key * value, (1, 2))[:, None, None]
+    return jnp.cumsum(query, 1) + weight, jnp.sum(jnp.cumsum(query, 1), -1, dtype=jnp.float32)
+
+
+def _like_flash_forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+    results = _like_flash(query, key, value)
+    return results, (query, key, value, *results)
+
+
+def _like_flash_backward(kept: Any, cotangents: Any) -> Any:
+    query, key, value, result, sums = kept
+    mixed = jnp.cumsum(cotangents[0] * result + query * sums[..., None].astype(query.dtype), 1)
+    weight = jnp.sum(mixed, (1, 2))[:, None, None]
+    return mixed, jnp.cumsum(key, 1) + weight, jnp.cumsum(value, 1) + weight
+
+
+_like_flash.defvjp(_like_flash_forward, _like_flash_backward)
+
+
+def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_settings: Any) -> Any:
+    """Return arrays of the types of an attention's result and its sums, and keep for the backward pass what it keeps.
+
+    Parameters
+    ----------
+    query, key, value
+        Of shape [batch, tokens, heads, width]; what the kernel calls ``BTNH``.
+    """
+    return _like_flash(query, key, value)
+
+
 def _end_before_training(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
     """Write a forecast, or dump the compiled step, and end the process; return if neither is asked for."""
     if handoff.forecast:
         lowered = jitted.lower(state, batch)
-        memory.write(needs(lowered, state), Path(handoff.forecast))
+        timeline = lowered.plan.forecast({"F": 1, "B": 2})
+        timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
+        memory.write(needs(lowered, state), timeline.bubble, Path(handoff.forecast))
         sys.exit()
     if handoff.dump_only:
         lowered = jitted.lower(state, batch)

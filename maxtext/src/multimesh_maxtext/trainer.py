@@ -79,8 +79,8 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
     return Outcome(steps, follower.evaluations, error, paths.log)
 
 
-def forecast(start: Launch, paths: Paths) -> list[memory.Need]:
-    """Run the process that forecasts; return the need of each stage."""
+def forecast(start: Launch, paths: Paths) -> memory.Forecast:
+    """Run the process that forecasts; return what it found."""
     paths.forecast.unlink(missing_ok=True)
     inspect(start, paths)
     return memory.read(paths.forecast)

@@ -358,7 +358,7 @@ def _without_effect(options: Options, gpu_memory: int | None) -> str:
         why.setdefault("the Realm runtime", []).append("--network")
     if options.realm:
         why.setdefault("the Realm runtime", []).extend(dict.fromkeys(options.realm))
-    if options.fbmem is not None and options.gpus and gpu_memory is None:
+    if options.fbmem is not None and options.gpus and gpu_memory is None and not options.forecast:
         why.setdefault("a GPU, and none can be seen here", []).append("--fbmem")
     if options.platform == "cpu":
         why.setdefault("GPUs", []).extend(flag(name) for name in GPU_ONLY if options.has(name))
