@@ -227,6 +227,11 @@ def test_what_the_log_says_about_a_checkpoint(tmp_path: Path):
             f"--checkpoint {tmp_path}: a checkpoint cannot be written (No space left on device); checkpoint 3 there is "
             "complete; put it right and add --resume"
         )
+    other = "Length mismatch at key path ('opt_state',): template has length 2, but structure has length 3"
+    assert str(explained(f"more\nValueError: {other}\n", tmp_path)) == (
+        f"--checkpoint {tmp_path} is of another model or optimizer: {other}; use the flags that it was written with, "
+        "but for the parallelism"
+    )
     unlike = "ValueError: Checkpoint does not match the model:\n  - 'a/b': shape (1,)\n  - 'c': missing\nVerify it"
     assert "is of another model: 'a/b': shape (1,) and 1 more; use the flags" in str(explained(unlike, tmp_path))
 

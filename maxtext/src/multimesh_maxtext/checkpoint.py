@@ -33,6 +33,8 @@ _FAILED = re.compile(
 
 _UNLIKE = re.compile(r"Checkpoint does not match the model:\n((?:  - .*\n)+)")
 
+_OTHER = re.compile(r"^(?:\w+\.)*\w+Error: (\w[\w ]* mismatch at key path [^\n]*)", re.MULTILINE)
+
 _REASON = re.compile(r": ([^:\n]+) \[os_error_code='\d+'\]")
 
 
@@ -206,6 +208,12 @@ def explained(log: str, folder: Path) -> CheckpointError | None:
         return CheckpointError(
             f"--checkpoint {folder} is of another model: {first.removeprefix('  - ')}{rest}; use the flags that it was "
             "written with, but for the parallelism"
+        )
+    other = _OTHER.findall(log)
+    if other:
+        return CheckpointError(
+            f"--checkpoint {folder} is of another model or optimizer: {other[-1]}; use the flags that it was written "
+            "with, but for the parallelism"
         )
     failed = _FAILED.findall(log)
     if not failed:
