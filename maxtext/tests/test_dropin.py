@@ -46,7 +46,7 @@ def test_flags_of_the_original_keep_their_form(job: Callable[[Sequence[str]], Jo
     assert job(["--remat", "minimal_flash"]).options.remat == "minimal_flash"
 
 
-@pytest.mark.training
+@pytest.mark.longer
 def test_a_module_of_hlo_is_compiled_instead_of_training(run: Callable[..., Any], tmp_path: Path):
     file = tmp_path / "sum.hlo"
     file.write_text(

@@ -14,7 +14,7 @@ import pytest
 
 from multimesh_maxtext import memory
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.longer
 
 Run = Callable[..., Any]
 JOB = ("--cpus", 4, "--tp", 2, "--pp", 2, "--num-layers", 2, "--model-dims", 64, "--mlp-dims", 64, "--num-steps", 3)

@@ -6,7 +6,7 @@ import grid
 import pytest
 from parity import METRICS, Result, compare
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.longer
 
 _EXPERTS = "decoder_block=mixtral num_experts=4 base_moe_mlp_dim=32"
 CASES = {

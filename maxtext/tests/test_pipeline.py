@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.longer
 
 Run = Callable[..., Any]
 GRID = ("--cpus", 8, "--dp", 2, "--tp", 2, "--pp", 2, "--batch-size", 16, "--microbatch-size", 2)

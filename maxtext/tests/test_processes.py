@@ -161,7 +161,7 @@ print(json.dumps([found, [stream[n * rows :][:rows].tolist() for n in range(9)]]
 """
 
 
-@pytest.mark.training
+@pytest.mark.longer
 def test_a_batch_of_text_is_the_same_whatever_the_number_of_hosts(maxtext: Path, tmp_path: Path):
     """Also after a resumption, and where the text is used up and starts over in another order."""
     corpus = write_corpus(["".join(chr(n) * 8 for n in range(18))[:-1]], tmp_path, sequence_length=8)

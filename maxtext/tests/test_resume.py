@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.longer
 
 Run = Callable[..., Any]
 STEPS = 8

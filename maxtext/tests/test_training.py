@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.longer
 
 Run = Callable[..., Any]
 TINY = ("--num-layers", "1", "--model-dims", "64", "--mlp-dims", "64", "--sequence-length", "32")

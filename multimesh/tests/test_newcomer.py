@@ -41,6 +41,8 @@ from pipelines import Split, assert_same, microbatched, submeshes
 
 import multimesh as mm
 
+pytestmark = pytest.mark.longer
+
 
 def home(path):
     """Stage of the innermost key like ``"s1"`` in a path of a pytree."""

@@ -17,6 +17,7 @@ from pipelines import assert_same, microbatched
 
 import multimesh as mm
 
+pytestmark = pytest.mark.longer
 ROWS, WIDTH, INPUTS = 8, 4, 3
 
 OPERATIONS: dict[str, Any] = {

@@ -14,6 +14,7 @@ from pipelines import Split, assert_same, gradient, reference_gradient, submeshe
 
 import multimesh as mm
 
+pytestmark = pytest.mark.longer
 ROWS, SIZE = 8, 2
 
 

@@ -80,13 +80,14 @@ def test_every_command_is_there_with_its_flags(name: str) -> None:
             assert [flag for flag in flags if flag not in done.stdout] == []
 
 
+FIRST = ("README.md", "docs/getting-started.md")
 SLOW = ("docs/numerics.md", "docs/index.md")  # implied by test_linalg.py, test_fft.py and docs/getting-started.md
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.full if name in SLOW else ())
+        pytest.param(name, marks=pytest.mark.full if name in SLOW else () if name in FIRST else pytest.mark.longer)
         for name in markdown_files()
         if blocks(ROOT / name, "python")
     ],
