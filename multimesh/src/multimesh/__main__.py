@@ -295,6 +295,7 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps({**found, "error": str(error), "exit_code": error.exit_code}))
         return error.exit_code
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more while Python ends would end it by the signal
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
