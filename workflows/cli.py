@@ -74,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; run the same command again to go on", code=INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output is gone (`... | head`); Python would complain once more while closing stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader is gone (`... | head`)
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
@@ -93,8 +92,16 @@ def disk_message(error: OSError) -> str:
     return f"{error.filename or 'a file'}: {error.strerror}; {remedy} and run the same command again"
 
 
+def _drop_output() -> None:
+    """Lose what cannot be written; Python would complain once more while closing stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(*messages: str, code: int) -> int:
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:  # most often the error that is told
+        _drop_output()
     for message in messages:
         # What a server, an archive or a patch calls its files must not reach the terminal as control sequences.
         shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
