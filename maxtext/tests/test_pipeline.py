@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.longer
+pytestmark = pytest.mark.full  # test_parity.py and validate-cpu.sh hold for every change what these hold in detail
 
 Run = Callable[..., Any]
 GRID = ("--cpus", 8, "--dp", 2, "--tp", 2, "--pp", 2, "--batch-size", 16, "--microbatch-size", 2)

@@ -169,6 +169,7 @@ def test_a_pipeline_of_maxtext(cluster: dict[str, str], tmp_path: Path) -> None:
         assert losses(tmp_path / folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_pipeline_of_maxtext_that_is_killed(cluster: dict[str, str], tmp_path: Path) -> None:
     """Slurm ends the others, whose code does not hide that of the first; it was 130, that of an interrupt, or 143."""
     metrics, err = tmp_path / "several/process-1/metrics.jsonl", tmp_path / "err"
