@@ -91,7 +91,6 @@ def test_no_device_holds_the_whole_state(pair: Pair):
     assert max(held.values()) <= 0.55 * whole
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -113,7 +112,6 @@ def test_other_pipelines_equal_one_program(run: Run, root: Path, tmp_path: Path,
         assert found.difference(key) <= 1e-5
 
 
-@pytest.mark.full
 def test_the_hooks_change_nothing_unless_asked(run: Run, maxtext: Path, root: Path, tmp_path: Path):
     arguments = ("--backend", "spmd", "--cpus", 4, "--dp", 2, "--tp", 2, "--batch-size", 8, "--num-steps", 3, *TINY)
 
