@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
+import turns
 from jax.scipy.linalg import cho_factor, cho_solve
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,14 +46,9 @@ ON_CPU = "--cpu" in sys.argv
 
 
 def seconds(ours: Callable[[], Any], single: Callable[[], Any], runs: int) -> tuple[float, float]:
-    """Median wall seconds of both, after two rounds that are not counted."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(runs + 2):
-        for run, out in zip((ours, single), times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            out.append(time.perf_counter() - start)
-    return statistics.median(times[0][2:]), statistics.median(times[1][2:])
+    """Median wall seconds of both."""
+    times = turns.measure({"ours": ours, "single": single}, runs, time.perf_counter)
+    return statistics.median(times["ours"]) / 1e3, statistics.median(times["single"]) / 1e3
 
 
 def row(work: str, ours: float, single: float, difference: float) -> report.Row:

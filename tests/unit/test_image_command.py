@@ -162,10 +162,10 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
             build.proc.run([*git, tree, *words])
     write(tmp_path, dict.fromkeys(harmless, b""))
     context.check(tmp_path)
-    assert build._ours(tmp_path) == build._revision(tmp_path)
+    assert build._ours(tmp_path, context.untracked(tmp_path)) == build._revision(tmp_path)
     write(tmp_path, dict.fromkeys(planted, b""))
     assert context.untracked(tmp_path) == planted
-    assert build._ours(tmp_path) == f"{build._revision(tmp_path)}-dirty"
+    assert build._ours(tmp_path, context.untracked(tmp_path)) == f"{build._revision(tmp_path)}-dirty"
     with pytest.raises(errors.PinError, match=r"docker/id_rsa, .* and 2 more: git does not track"):
         context.check(tmp_path)
 

@@ -45,6 +45,7 @@ class Plan:
     access: network.Access
     base: command.Bases
     labels: dict[str, str]
+    untracked: tuple[str, ...]
 
 
 def plan(
@@ -75,7 +76,8 @@ def plan(
     pins = lock.load(root)
     base, access = command.bases(spec, pins), network.access(means, os.environ)
     library = _library(root)
-    stamp = command.Stamp(_ours(root), _maxtext(root))
+    untracked = context.untracked(root)
+    stamp = command.Stamp(_ours(root, untracked), _maxtext(root))
     labels = command.labels(root, spec, base, stamp)
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
@@ -85,7 +87,7 @@ def plan(
     argv = command.build_argv(
         engine, spec, means, build_args=build_args, labels=labels, access=access, result=result, push=push
     )
-    return Plan(tuple(argv), access, base, labels)
+    return Plan(tuple(argv), access, base, labels, untracked)
 
 
 def run(
@@ -129,7 +131,7 @@ def execute(
         where = bazel.reach(means, cache)
         more = (*secret, *attest)
         todo = plan(root, engine, spec, where, result if save else None, more=more, push=push, folder=Path(folder))
-        for name in context.untracked(root):
+        for name in todo.untracked:
             console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
         for reference in todo.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
@@ -239,12 +241,10 @@ def _revision(root: Path) -> str | None:
     return f"{commit}-dirty" if changed else commit
 
 
-def _ours(root: Path) -> str | None:
+def _ours(root: Path, untracked: tuple[str, ...]) -> str | None:
     """Return the commit of this repository, marked also where a build would read what git does not track."""
     commit = _revision(root)
-    if commit is None or commit.endswith("-dirty") or not context.untracked(root):
-        return commit
-    return f"{commit}-dirty"
+    return f"{commit.removesuffix('-dirty')}-dirty" if commit and untracked else commit
 
 
 def _maxtext(root: Path) -> str:

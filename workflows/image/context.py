@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from docker.utils.build import PatternMatcher
-
 from workflows import errors, proc
 
 IGNORE = "docker/Dockerfile.dockerignore"
@@ -24,6 +22,10 @@ def untracked(root: Path) -> tuple[str, ...]:
     for place in _OTHERS:
         if (root / place / ".git").exists() and not (root / place).is_symlink():
             found += [f"{place}/{name}" for name in _others(root / place)]
+    if not found:
+        return ()
+    from docker.utils.build import PatternMatcher  # takes longer than all else here, and is seldom needed
+
     ignored: Any = PatternMatcher(patterns)  # its types ask for a path, its code for a name
     return tuple(sorted(name for name in found if not ignored.matches(name)))
 
