@@ -10,8 +10,8 @@ import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from workflows import console, errors, proc
-from workflows.sources.workspace import Workspace, write_json
+from workflows import console, errors, files, proc
+from workflows.sources.workspace import Workspace
 
 STAMP = ".multimesh-packages.json"
 REQUIREMENTS = {"run": "run.txt", "cuda12": "cuda12.txt", "dev": "dev.txt"}
@@ -48,7 +48,7 @@ def install(root: Path, groups: Iterable[str], *, offline: bool, quiet: bool) ->
             else:
                 _install_locked(root / "requirements" / REQUIREMENTS[group], reporter)
             have[group] = digest
-            write_json(stamp, have | {"root": str(root)})
+            files.write_json(stamp, have | {"root": str(root)})
 
 
 def ready(root: Path, groups: Iterable[str]) -> bool:

@@ -8,8 +8,8 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from workflows import console, helping
-from workflows.cache import server, settings, usage
+from workflows import helping
+from workflows.cache import server, settings
 from workflows.image import lock
 
 
@@ -22,18 +22,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "a Bazel cache that containers and checkouts of this machine share",
             "docker/start-cache.sh",
             "docker/start-cache.sh status",
-            "docker/start-cache.sh --backend nginx --max-size 100G",
+            "docker/start-cache.sh --backend disk --max-size 100G",
         ),
     )
     parser.add_argument(
-        "action", nargs="?", default="start", choices=("start", "stop", "status", "prune"),
-        help="start: does nothing if it runs (default); stop: entries stay; prune: remove what was used longest ago",
+        "action", nargs="?", default="start", choices=("start", "stop", "status"),
+        help="start: does nothing if it runs (default); stop: entries stay",
     )  # fmt: skip
     parser.add_argument(
         "--backend", choices=settings.BACKENDS, default=settings.BACKENDS[0],
-        help="bazel-remote in a container (default), or nginx where no image can be pulled",
+        help="bazel-remote in a container (default); disk: a folder for the Bazels of this machine, without a server",
     )  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--host", default=settings.DEFAULT_HOST, help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=settings.DEFAULT_PORT, help="(default: %(default)s)")
     parser.add_argument(
         "--max-size",
@@ -56,10 +56,6 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "stop":
         stopped = server.stop(place)
         return _show(place, args.json, "stopped" if stopped else "was not running", wanted="stopped")
-    if args.action == "prune":
-        kept = usage.prune(place.content, settings.parse_size(args.max_size))
-        console.note(f"{settings.shown_size(kept)} left")
-        return 0
     return _show(place, args.json, "")
 
 

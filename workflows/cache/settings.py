@@ -1,4 +1,4 @@
-"""What a cache server is asked to be, and where its files lie."""
+"""What a cache is asked to be, and where its files lie."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from workflows import errors
-from workflows.sources.workspace import write_json
+from workflows import errors, files
 
-BACKENDS = ("bazel-remote", "nginx")
-DEFAULT_PORT = 9090
-DEFAULT_SIZE = "50G"
+BACKENDS = ("bazel-remote", "disk")
+DEFAULT_HOST, DEFAULT_PORT, DEFAULT_SIZE = "127.0.0.1", 9090, "50G"
 USER = "multimesh"
 _UNITS = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One cache server.
+    """One cache.
 
     Attributes
     ----------
@@ -41,7 +38,9 @@ class Settings:
 
     @property
     def address(self) -> str:
-        """Where clients on this machine reach it, e.g. ``127.0.0.1:9090``."""
+        """Where clients on this machine reach it, e.g. ``127.0.0.1:9090``; for ``disk`` they need no address."""
+        if self.backend == "disk":
+            return "-"
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -53,19 +52,25 @@ class Settings:
             raise errors.UsageError(
                 f"--host '{self.host}': write an address of this machine, e.g. 127.0.0.1"
             ) from error
+        if self.backend == "disk":
+            if (self.host, self.port, self.password_file) != (DEFAULT_HOST, DEFAULT_PORT, None):
+                raise errors.UsageError(
+                    "--backend disk is a folder without a server; leave out --host, --port, --password-file"
+                )
+            return
         if not 1 <= self.port <= 65535:
             raise errors.UsageError(f"--port {self.port}: must be from 1 to 65535")
         if not host.is_loopback and self.password_file is None:
             raise errors.UsageError(
                 f"--host {self.host}: whoever reaches it could change what you build; add --password-file FILE"
             )
-        if self.backend == "bazel-remote" and self.max_bytes % _UNITS["G"]:
+        if self.max_bytes % _UNITS["G"]:
             raise errors.UsageError("--max-size: bazel-remote counts in whole GiB; write e.g. 50G")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of a cache server: settings, logs and, in ``content``, the entries."""
+    """The folder of a cache: its settings and, in ``content``, the entries."""
 
     root: Path
 
@@ -75,45 +80,25 @@ class Place:
         return self.root / "content"
 
     @property
-    def scratch(self) -> Path:
-        """Uploads on their way; on the file system of ``content``, so that each arrives by a rename."""
-        return self.root / "tmp"
-
-    @property
-    def lock(self) -> Path:
-        """Held by a running server, which the system makes it drop when it dies; holds its process id."""
-        return self.root / "lock"
-
-    @property
-    def log(self) -> Path:
-        """What the server complained about."""
-        return self.root / "log"
-
-    @property
-    def requests(self) -> Path:
-        """One line a request."""
-        return self.root / "requests.log"
-
-    @property
     def bazelrc(self) -> Path:
         """Bazel's options for this cache; the password is in it, so that it is in no command line."""
         return self.root / "bazelrc"
 
     @property
     def settings(self) -> Path:
-        """What the server was started with."""
+        """What the cache was started with."""
         return self.root / "settings.json"
 
     def load(self) -> Settings | None:
-        """Return what the last server here was started with."""
+        """Return what the last cache here was started with."""
         try:
             return Settings(**json.loads(self.settings.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
     def save(self, settings: Settings) -> None:
-        """Remember what a server is started with."""
-        write_json(self.settings, asdict(settings))
+        """Remember what a cache is started with."""
+        files.write_json(self.settings, asdict(settings))
 
 
 def default_place(environment: Mapping[str, str] = os.environ) -> Place:
@@ -153,17 +138,8 @@ def read_password(file: str) -> str:
     return password
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
-
-
-def bazelrc(address: str, password: str | None, *, write: bool) -> str:
-    """Return Bazel's options for a cache.
+def remote_rc(address: str, password: str | None, *, write: bool) -> str:
+    """Return Bazel's options for a cache server.
 
     A cache that does not answer costs Bazel ``--remote_timeout`` at most, then it builds what it needs.
     """
@@ -174,6 +150,6 @@ def bazelrc(address: str, password: str | None, *, write: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(settings: Settings) -> dict[str, Any]:
-    """Return settings for programs to read."""
-    return asdict(settings)
+def disk_rc(folder: Path, max_bytes: int) -> str:
+    """Return Bazel's options for a cache in a folder, which Bazel (7.4 or later) keeps within its bound by itself."""
+    return f"build --disk_cache={folder}\nbuild --experimental_disk_cache_gc_max_size={max_bytes >> 20}M\n"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from workflows import errors, proc
+from workflows import errors, files, proc
 from workflows.ci import upstream
 from workflows.sources import manifest
 from workflows.sources.manifest import Component
-from workflows.sources.workspace import Workspace, write_json
+from workflows.sources.workspace import Workspace
 
 LABEL = "nightly"
 _TAIL = 60  # lines of output in a report
@@ -91,7 +91,7 @@ _STEPS: dict[str, Callable[[Path, str, str], list[list[str]]]] = {"maxtext": _ma
 def save(path: Path, outcome: Outcome) -> None:
     """Write an outcome for the reporting job."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, asdict(outcome))
+    files.write_json(path, asdict(outcome))
 
 
 def load(paths: Sequence[Path]) -> list[Outcome]:

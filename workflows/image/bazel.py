@@ -10,7 +10,7 @@ from workflows import console
 from workflows.image.spec import ImageSpec, Means
 
 if TYPE_CHECKING:
-    from workflows.cache.client import Cache
+    from workflows.cache.server import Cache
 
 RC_SECRET = "bazelrc"  # noqa: S105
 _LOOPBACK = ("127.", "localhost", "[::1]")
@@ -20,9 +20,9 @@ def find(spec: ImageSpec, means: Means) -> Cache | None:
     """Return the cache that a build is to use; None where it needs none or none answers."""
     if spec.jaxlib != "source" or not means.use_bazel_cache:
         return None
-    from workflows.cache import client
+    from workflows.cache import server
 
-    found = client.find(means.bazel_cache)
+    found = server.find(means.bazel_cache)
     if found is None:
         where = (
             f"{means.bazel_cache}: no Bazel cache answers there" if means.bazel_cache else "no Bazel cache runs here"

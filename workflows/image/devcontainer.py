@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
-from workflows import errors
+from workflows import errors, files
 from workflows.image import reference
 from workflows.image.lock import ImageLock
 from workflows.image.registry import Registry
@@ -42,7 +41,7 @@ def follow(root: Path, lock: ImageLock) -> None:
         if len(more) != 2:
             raise errors.ManifestError(f'{FILE}: has {len(more) // 2} lines "{name}": "..."; write one')
         text = f"{before}{more[0]}{json.dumps(value)}{more[1]}"
-    _write(path, text)
+    files.write(path, text)
 
 
 def published(image: str) -> str:
@@ -78,11 +77,5 @@ def write_prebuilt(root: Path, image: str) -> Path:
     """Write the devcontainer that is pulled; return where it lies."""
     path = root / PREBUILT
     path.parent.mkdir(exist_ok=True)
-    _write(path, prebuilt((root / FILE).read_text(encoding="utf-8"), image))
+    files.write(path, prebuilt((root / FILE).read_text(encoding="utf-8"), image))
     return path
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

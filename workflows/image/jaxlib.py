@@ -24,6 +24,8 @@ _COMPILATION = {
     "RelWithDebInfo": ("--copt=-g1", "--strip=never"),
     "Debug": ("--compilation_mode=dbg", "--strip=never"),
 }
+# Beside a remote cache, if any: in the folder that the engine keeps from one build to the next.
+_OWN_CACHE = (f"--disk_cache={Path.home() / '.cache/bazel/disk'}", "--experimental_disk_cache_gc_max_size=50G")
 _CHUNK = 1 << 20
 
 
@@ -57,7 +59,7 @@ def command(recipe: Recipe, *, bazel: str, xla: str, output: str, python_version
     recipe.check()
     cuda = recipe.accelerator == "cuda12"
     wheels = ["jax", "jaxlib", *(["jax-cuda-plugin", "jax-cuda-pjrt"] if cuda else [])]
-    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[recipe.build_type]]
+    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[recipe.build_type], *_OWN_CACHE]
     return [
         "build",
         f"--wheels={','.join(wheels)}",

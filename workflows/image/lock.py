@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from workflows import errors
+from workflows import errors, files
 
 FILE = "docker/images.lock"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -56,10 +55,10 @@ def load(root: Path) -> ImageLock:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         images = {name: _image(name, entry) for name, entry in raw["images"].items()}
-        files = {name: _file(name, entry) for name, entry in raw["files"].items()}
+        downloads = {name: _file(name, entry) for name, entry in raw["files"].items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise errors.ManifestError(f"{FILE}: is malformed ({error}); restore it with git") from error
-    return ImageLock(images, files)
+    return ImageLock(images, downloads)
 
 
 def save(root: Path, lock: ImageLock) -> None:
@@ -70,9 +69,7 @@ def save(root: Path, lock: ImageLock) -> None:
         raw[kind] = {
             name: {key: value for key, value in asdict(pin).items() if value != ""} for name, pin in pins.items()
         }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(_compact(json.dumps(raw, indent=2)) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    files.write(path, _compact(json.dumps(raw, indent=2)) + "\n")
 
 
 def _compact(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 
-from workflows import errors
+from workflows import errors, files
 from workflows.image import lock as images_lock
 from workflows.image.attest import Attestation
 from workflows.image.lock import ImageLock
@@ -22,7 +22,6 @@ from workflows.image.sign import Signature
 from workflows.image.spec import Built
 from workflows.sources import lock as sources_lock
 from workflows.sources.lock import Pin
-from workflows.sources.workspace import write_json
 
 SCHEMA = Path(__file__).with_name("release.schema.json")
 _LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
@@ -170,7 +169,7 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(document)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, dict(document))
+    files.write_json(path, dict(document))
 
 
 def _sha256(path: Path) -> str:

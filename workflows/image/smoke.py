@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from workflows import console, errors, proc
+from workflows import console, errors, files, proc
 from workflows.image.engine import Engine
 from workflows.image.spec import Built
 
@@ -142,8 +142,6 @@ def _remember(root: Path, content: str, passed: Check) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         recent: Sequence[tuple[str, object]] = list(known.items())[-_KEPT:]
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(dict(recent) | {content: asdict(passed)}, indent=1), encoding="utf-8")
-        temporary.replace(path)
+        files.write_json(path, dict(recent) | {content: asdict(passed)})
     except (OSError, ValueError, AttributeError) as error:
         console.note(f"{_CHECKED}: cannot note that the image passed ({error}); the next run checks it again")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workflows import errors
+from workflows import errors, files
 
 if TYPE_CHECKING:
     from workflows.sources.manifest import Component, Manifest
@@ -94,9 +93,7 @@ def pin_of(component: Component, pins: Mapping[str, Pin]) -> Pin:
 
 def save(path: Path, manifest: Manifest, pins: Mapping[str, Pin]) -> None:
     """Write ``sources.lock`` whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(render(manifest, pins), encoding="utf-8")
-    os.replace(temporary, path)
+    files.write(path, render(manifest, pins))
 
 
 def render(manifest: Manifest, pins: Mapping[str, Pin]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from workflows import files
 from workflows.sources import git, quick
 
 RECORD = "multimesh.json"
@@ -85,7 +86,4 @@ def read_record(place: Path) -> Record | None:
 
 def write_record(place: Path, record: Record) -> None:
     """Record in a tree what it holds; whole or not at all."""
-    path = place / ".git" / RECORD
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    files.write_json(place / ".git" / RECORD, asdict(record))

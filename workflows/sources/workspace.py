@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflows import console
+from workflows import console, files
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Workspace:
 
     def save_links(self, links: Mapping[str, str]) -> None:
         """Remember which symbolic links are ours."""
-        write_json(self._links, dict(links))
+        files.write_json(self._links, dict(links))
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -122,10 +122,3 @@ class Workspace:
     def _stash_for(self, name: str) -> Path:
         numbers = (number for number in range(1, 1_000_000) if not os.path.lexists(self.stashes / f"{name}-{number}"))
         return self.stashes / f"{name}-{next(numbers)}"
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -1,119 +1,72 @@
-"""Real cache servers (nginx) in folders of their own, each on a port of its own, all stopped afterwards."""
+"""A real Bazel, and a server that keeps what it PUTs."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
 import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.parts import packages, processes
+from tests.integration.parts import packages
 
-ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120
+ACTIONS = 6
 
 
-def gone(pid: int, within_s: float = 20) -> bool:
-    """Wait for the end of a process that is not our child."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    with os.fdopen(handle) as file:
-        return bool(select.select([file], [], [], within_s)[0])
+class Keeper(BaseHTTPRequestHandler):
+    """Keeps what is PUT, as bazel-remote does."""
 
+    protocol_version = "HTTP/1.1"
+    entries: dict[str, bytes]
 
-def holds(condition: Callable[[], bool], within_s: float = 20) -> bool:
-    """Wait for something that the server does by itself."""
-    end = time.monotonic() + within_s
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return met
+    def do_GET(self) -> None:
+        found = self.entries.get(self.path)
+        self._answer(404 if found is None else 200, found or b"")
+
+    def do_PUT(self) -> None:
+        self.entries[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, b"")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
 
 
 @dataclass
-class Cache:
-    """One cache, driven by the command that users type."""
+class Remote:
+    """Where it listens, and what it keeps."""
 
-    folder: Path
-    port: int = field(default_factory=processes.free_port)
-    options: tuple[str, ...] = ()
-
-    def run(self, action: str, *options: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "workflows", "cache", action, "--folder", str(self.folder)]
-        if action == "start":
-            argv += ["--backend", "nginx", "--port", str(self.port), "--max-size", "16M", *self.options]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run([*argv, *options], env=env, capture_output=True, text=True, timeout=TIMEOUT_S, cwd="/")
-        assert "Traceback" not in done.stderr + done.stdout, done.stderr
-        return done
-
-    def start(self, *options: str) -> str:
-        done = self.run("start", *options)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def refused(self, code: int, *options: str) -> str:
-        """Start with options that must be refused, in one line."""
-        done = self.run("start", *options)
-        assert (done.returncode, done.stdout) == (code, ""), done.stderr
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
-        return done.stderr
+    server: ThreadingHTTPServer
+    entries: dict[str, bytes] = field(default_factory=dict)
 
     @property
-    def status(self) -> dict[str, Any]:
-        return json.loads(self.run("status", "--json").stdout)
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.server_port}"
 
-    @property
-    def keeper(self) -> int:
-        """The process that holds the server."""
-        return int((self.folder / "lock").read_text())
-
-    def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> int:
-        """Send a request past all proxies; return the status."""
-        url = f"http://127.0.0.1:{self.port}{path}"
-        request = urllib.request.Request(url, data=body, method=method, headers=headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=30) as answer:
-                answer.read()
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
 
 @pytest.fixture
-def make_cache(tmp_path: Path) -> Iterator[Callable[..., Cache]]:
-    """Make caches that are not started yet."""
-    packages.need("nginx", "nginx-light")
-    made: list[Cache] = []
-
-    def make(folder: Path | None = None, *options: str) -> Cache:
-        made.append(Cache(folder or tmp_path / "my cache", options=options))
-        return made[-1]
-
-    yield make
-    for cache in made:
-        cache.run("stop")
-
-
-@pytest.fixture
-def cache(make_cache: Callable[..., Cache]) -> Cache:
-    """A running cache in a folder whose name has spaces."""
-    made = make_cache()
-    made.start()
-    return made
+def remote() -> Iterator[Remote]:
+    """A cache server in this process, in place of bazel-remote."""
+    entries: dict[str, bytes] = {}
+    made = Remote(ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Keeper,), {"entries": entries})), entries)
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield made
+    made.stop()
 
 
 @dataclass(frozen=True)
@@ -149,12 +102,9 @@ class Bazel:
         head = words[0].rpartition(": ")[2].split(" ", 1)
         if len(head) == 2:
             counts[head[1]] = int(head[0])
-        found = counts.pop("remote cache hit", 0)
+        found = counts.pop("remote cache hit", 0) + counts.pop("disk cache hit", 0)
         ran = sum(count for kind, count in counts.items() if "sandbox" in kind or "local" in kind)
         return Build(done.returncode, done.stderr, ran, found)
-
-
-ACTIONS = 6
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.integration.parts import engine, packages, processes
 from workflows import errors
-from workflows.cache import bazel_remote, client, server, usage
+from workflows.cache import server
 from workflows.cache.settings import Place, Settings
-
-from .conftest import holds
 
 METRICS = """\
 bazel_remote_incoming_requests_total{kind="ac",method="get",status="hit"} 3
@@ -60,13 +60,15 @@ def test_container_starts_once_and_stops(pin: str, place: Place) -> None:
 
     assert server.start(place, wanted, pin)
     assert not server.start(place, wanted, pin)
+    with pytest.raises(errors.CacheError, match=r"`start-cache\.sh stop` first"):
+        server.start(place, settings(), pin)
 
     assert server.status(place).state == "running"
     assert (place.content / "arguments").read_text().split() == ["--max_size", "5", "--enable_endpoint_metrics"]
-    cache = client.find(place=place)
+    cache = server.find(place=place)
     assert cache is not None
-    assert (cache.address, cache.hits()) == (wanted.address, usage.Hits(3, 1))
-    told = json.loads(subprocess.run(["docker", "inspect", bazel_remote.name(place)], capture_output=True).stdout)[0]
+    assert (cache.address, cache.hits()) == (wanted.address, server.Hits(3, 1))
+    told = json.loads(subprocess.run(["docker", "inspect", server.name(place)], capture_output=True).stdout)[0]
     assert told["HostConfig"]["RestartPolicy"]["Name"] == "unless-stopped"
     assert told["HostConfig"]["ReadonlyRootfs"]
     assert told["HostConfig"]["PortBindings"]["8080/tcp"][0]["HostIp"] == "127.0.0.1"
@@ -80,9 +82,9 @@ def test_container_starts_once_and_stops(pin: str, place: Place) -> None:
 def test_killed_container_is_found_stopped_and_starts_again(pin: str, place: Place) -> None:
     wanted = settings()
     server.start(place, wanted, pin)
-    subprocess.run(["docker", "kill", bazel_remote.name(place)], check=True, capture_output=True)
-    assert holds(lambda: server.status(place).state == "stopped")
-    assert client.find(place=place) is None
+    subprocess.run(["docker", "kill", server.name(place)], check=True, capture_output=True)
+    assert server.status(place).state == "stopped"
+    assert server.find(place=place) is None
     assert server.start(place, wanted, pin)
     assert server.status(place).state == "running"
 
@@ -91,3 +93,37 @@ def test_image_that_cannot_be_had_is_named(docker_engine: None, registry: str, p
     with pytest.raises(errors.CacheError, match="the container does not start"):
         server.start(place, settings(), f"{registry}/no/such@sha256:" + "ab" * 32)
     assert server.status(place).state == "stopped"
+
+
+def test_port_in_use_is_named(pin: str, place: Place) -> None:
+    wanted = settings()
+    with socket.create_server(("127.0.0.1", wanted.port)), pytest.raises(errors.CacheError, match="in use"):
+        server.start(place, wanted, pin)
+    assert server.status(place).state == "stopped"
+    assert server.start(place, wanted, pin)
+
+
+def test_two_starts_at_once_give_one_server(pin: str, place: Place) -> None:
+    wanted = settings()
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(lambda _: server.start(place, wanted, pin), range(2))) == [False, True]
+
+
+def test_password_is_in_no_command_line(pin: str, place: Place, tmp_path: Path) -> None:
+    secret = "correct-horse-battery"
+    (file := tmp_path / "password").write_text(secret + "\n")
+    file.chmod(0o600)
+    server.start(place, settings(password_file=str(file)), pin)
+    told = subprocess.run(["docker", "inspect", server.name(place)], capture_output=True, check=True, text=True).stdout
+    assert "--htpasswd_file" in told
+    assert secret not in told
+    holding = {path.name for path in place.root.rglob("*") if path.is_file() and secret in path.read_text()}
+    assert holding == {"bazelrc"}
+    assert place.bazelrc.stat().st_mode & 0o077 == 0
+
+
+def test_no_engine_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///run/no-such.sock")
+    with pytest.raises(errors.CacheError, match=r"no Docker engine answers.*--backend disk"):
+        server.start(place, settings(), "x@sha256:" + "ab" * 32)
+    monkeypatch.undo()

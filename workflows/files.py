@@ -1,0 +1,25 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+
+def write(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file; a kill leaves the old one or the new one. ``private``: only its owner may read it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        mode = 0o600 if private else 0o666
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file."""
+    write(path, json.dumps(value, indent=1) + "\n")
