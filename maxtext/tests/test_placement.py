@@ -42,6 +42,19 @@ def test_pieces_are_dealt_to_the_stages_in_turn():
     assert found == {name: {"mlp": n % 2} for n, name in enumerate(stacks)}
 
 
+def test_pieces_are_dealt_as_a_schedule_says():
+    """In a V the first and the last piece are on one stage, and so are the embedding and the logits."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    v = deal(mesh, stages=2, layers=8, devices=jax.devices(), interleave=2, placement=(0, 1, 1, 0))
+    assert [v.meshes.index(v.of_layer(n)) for n in range(8)] == [0, 0, 1, 1, 1, 1, 0, 0]
+    paths = jax.tree_util.tree_leaves_with_path({"embedding": 0, "decoder_norm": 0, "layers_4": 0})
+    assert {jax.tree_util.keystr(path): v.meshes.index(v.of_path(path)) for path, _ in paths} == {
+        "['embedding']": 0,
+        "['decoder_norm']": 0,
+        "['layers_4']": 1,
+    }
+
+
 @pytest.mark.flax
 def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
     from flax import nnx

@@ -30,13 +30,15 @@ def submeshes(count: int, shape: Sequence[int] = (2,), axes: Sequence[str] = ("d
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Puts stage s on submesh ``s % len(meshes)``; ``form`` is how the code says so."""
+    """Puts stage s on submesh ``s % len(meshes)``, or as ``placement`` says; ``form`` is how the code says so."""
 
     meshes: tuple[Mesh, ...]
     form: str = "wrapper"
+    placement: tuple[int, ...] = ()
 
     def mesh(self, stage: int) -> Mesh:
-        return self.meshes[stage % len(self.meshes)]
+        on = self.placement or range(len(self.meshes))
+        return self.meshes[on[stage % len(on)]]
 
     def __call__(self, stage: int, fn: Callable[..., Any]) -> Callable[..., Any]:
         name = f"stage{stage}"

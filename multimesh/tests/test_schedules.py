@@ -12,7 +12,7 @@ from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER, squared_error
 from multimesh.schedules import Cell
 from optimizing import OPTIMIZERS
 from optimizing import check as check_training
-from pipelines import Split, assert_at_home, assert_same, gradient, reference_gradient, submeshes
+from pipelines import Split, assert_at_home, assert_same, gradient, reference_gradient, register_scopes, submeshes
 
 import multimesh as mm
 from multimesh import schedules
@@ -195,6 +195,47 @@ def test_a_custom_table_is_the_order_of_the_plan():
     first, second = schedules.custom(CUSTOM).rows
     found = cells(plan_of("custom", 2, 4, custom_schedule=CUSTOM))
     assert found == [[c for c in first if c.phase != "B"], as_dispatched(second)]
+
+
+V = (
+    [f"{c}{s}" for c, s in zip("FFFFBBBB", (0, 0, 5, 5, 5, 5, 0, 0), strict=True)],
+    [f"{c}{s}" for c, s in zip("FFFFBBBB", (1, 1, 4, 4, 4, 4, 1, 1), strict=True)],
+    [f"{c}{s}" for c, s in zip("FFFFBBBB", (2, 2, 3, 3, 3, 3, 2, 2), strict=True)],
+)
+
+
+@pytest.mark.parametrize("form", [pytest.param("scope", marks=pytest.mark.full), "wrapper"])
+@pytest.mark.parametrize("where", ["outside", pytest.param("inside", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=() if m is SKIP else pytest.mark.full) for m in MODELS],
+    ids=lambda m: m.name,
+)
+def test_a_table_says_where_each_stage_lives(model, where, form):
+    """Stage s and 5 - s on one submesh: the two at the turn, one after another, stay apart."""
+    schedule = schedules.custom(V)
+    split = Split(submeshes(3, (2,)), form, schedule.placement(3))
+    registered = register_scopes(split, 6) if form == "scope" else []
+    params, batch, owners = model.init(6), model.batch(2 * SIZE, 0), model.owners(model.init(6))
+    step = mm.jit(gradient(model, split, size=SIZE, rows=2 * SIZE, where=where, schedule=schedule))
+    args = split.place(params, owners), batch
+    loss, grads = step(*args)
+    assert_same((loss, grads), reference_gradient(model, 6, 2 * SIZE, SIZE))
+    assert_at_home(split, grads, owners)
+    assert cells(step.plan(*args)) == [as_dispatched(row) for row in schedule.rows]
+    for registration in registered:
+        registration.remove()
+
+
+@pytest.mark.parametrize(
+    ("placement", "missing"), [((0, 1, 2), 3), ((0, 1, 2, 0, 1, 2), 3), ((0, 1, 2, 1, 0), 3)], ids=str
+)
+def test_a_loop_that_lacks_a_stage_of_a_table_is_told_where_each_lives(placement, missing):
+    split = Split(submeshes(3, (1,)), placement=placement)
+    loss = jax.value_and_grad(lambda p, b: MLP.loss(p, b, split))
+    f = mm.microbatch(loss, size=2, argnum=1, custom_schedule=V)
+    with pytest.raises(mm.UsageError, match=f"on submeshes 0 1 2 2 1 0, .* nothing to run as stage {missing}; give"):
+        mm.jit(f).plan(MLP.init(len(placement)), MLP.batch(4, 0))
 
 
 def test_a_wrong_table_is_refused_before_anything_is_compiled():

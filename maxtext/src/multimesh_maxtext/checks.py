@@ -216,7 +216,8 @@ def _wrong_schedule(options: Options, microbatches: int) -> Iterator[LauncherErr
         return
     shape = options.pp, options.interleave, microbatches
     try:
-        multimesh.schedules.validate(schedule.table(*shape, backward=True), *shape)
+        placement = schedule.placement(options.pp)
+        multimesh.schedules.validate(schedule.table(*shape, backward=True), *shape, placement=placement)
     except multimesh.UsageError as error:
         where = f"--custom-schedule-path {path}" if path else f"--schedule {name}"
         yield UsageError(f"{where}, --pp {shape[0]}, --interleave {shape[1]}, {shape[2]} microbatches: {error}")

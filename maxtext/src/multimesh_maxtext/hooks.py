@@ -58,6 +58,7 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
         layers=config.num_decoder_layers,
         devices=jax.devices(),
         interleave=given.interleave,
+        placement=find_schedule(given.schedule, given.table).placement(given.stages),
     )
     return mesh.abstract_mesh
 

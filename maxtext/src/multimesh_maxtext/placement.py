@@ -30,7 +30,7 @@ Stack = tuple[str, int, Any]
 
 @dataclass(frozen=True)
 class Stages:
-    """A submesh per stage; layers are dealt in equal, contiguous pieces, and the pieces to the stages in turn.
+    """A submesh per stage; layers are dealt in equal, contiguous pieces, and these as the schedule's placement says.
 
     Attributes
     ----------
@@ -40,11 +40,14 @@ class Stages:
         Number of decoder layers, a multiple of the number of pieces.
     interleave
         Pieces a stage.
+    placement
+        The stage of each piece, as ``multimesh.schedules.Schedule.placement`` gives it; by default in turn.
     """
 
     meshes: tuple[Mesh, ...]
     layers: int
     interleave: int = 1
+    placement: tuple[int, ...] = ()
 
     @property
     def pieces(self) -> list[range]:
@@ -54,19 +57,21 @@ class Stages:
 
     def of_layer(self, number: int) -> Mesh:
         """Submesh of a layer, or of the piece that begins with it."""
-        return self.meshes[number // len(self.pieces[0]) % len(self.meshes)]
+        on = self.placement or range(len(self.meshes))
+        return self.meshes[on[number // len(self.pieces[0]) % len(on)]]
 
     def of_path(self, path: Any) -> Mesh:
         """Submesh of a leaf of the train state: a parameter, its moments, the state of a random number generator.
 
-        What belongs to no layer and does not follow the last one (the embedding, counters) lies on the first stage.
+        What follows the last layer (the final norm, the logits) lies where that is; what belongs to none and does not
+        follow one (the embedding, counters) where the first is.
         """
         name = jax.tree_util.keystr(path)
         # A stack of layers is named by its first and its last: it lies where the first one does.
         layer = _LAYER.search(name)
         if layer:
             return self.of_layer(int(layer[1]))
-        return self.meshes[-1 if _AFTER_LAYERS.search(name) else 0]
+        return self.of_layer(self.layers - 1 if _AFTER_LAYERS.search(name) else 0)
 
     def shardings(self, tree: Any) -> Any:
         """Put each ``NamedSharding`` of a tree on the submesh of its leaf."""
@@ -114,7 +119,15 @@ def _program(closed: Any, wanted: Sequence[int], layouts: Sequence[NamedSharding
     return jax.jit(initialize, out_shardings=[layouts[i] for i in wanted])
 
 
-def deal(mesh: Mesh, *, stages: int, layers: int, devices: Sequence[jax.Device], interleave: int = 1) -> Stages:
+def deal(
+    mesh: Mesh,
+    *,
+    stages: int,
+    layers: int,
+    devices: Sequence[jax.Device],
+    interleave: int = 1,
+    placement: tuple[int, ...] = (),
+) -> Stages:
     """Make the submeshes of all stages from that of the first.
 
     Parameters
@@ -130,7 +143,7 @@ def deal(mesh: Mesh, *, stages: int, layers: int, devices: Sequence[jax.Device],
             grid[at] = devices[number[device] + stage * mesh.size]
         return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
-    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave)
+    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave, placement)
 
 
 @dataclass(frozen=True)

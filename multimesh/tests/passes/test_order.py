@@ -147,7 +147,10 @@ def test_loops_that_are_almost_pipelines_follow_the_table(fn):
 
 def test_interleave_is_checked():
     assert len(ordered(skip, interleave=2, schedule="interleaved").stages) == 6
-    with pytest.raises(mm.UsageError, match="interleave=2, but the loop comes to its 3 submeshes 1 time; place"):
+    with pytest.raises(
+        mm.UsageError,
+        match="interleave=2, but the loop comes to its 3 submeshes 1 time; place stages 0, 1, ",
+    ):
         ordered(chain, interleave=2)
 
 

@@ -41,6 +41,18 @@ def test_a_custom_table_with_weight_gradients():
     schedules.validate(split.rows, 2, 1, 1)
 
 
+def test_a_custom_table_says_where_each_stage_lives():
+    """Row by row; rows in another order than the first stages of them, or a stage in two rows, are the usual way."""
+    v = schedules.custom([["F0", "F3", "B3", "B0"], ["F1", "F2", "B2", "B1"]])
+    assert v.placement(2) == (0, 1, 1, 0)
+    schedules.validate(v.rows, 2, 2, 1, placement=v.placement(2))
+    assert schedules.custom(NAMES).placement(2) == (0, 1)
+    assert schedules.custom([["F0", "F2"], ["F1", "F3"]]).placement(2) == (0, 1)
+    assert schedules.custom([["F1"], ["F0"]]).placement(2) == (0, 1)
+    with pytest.raises(mm.UsageError, match="submesh 0, position 1: F3 of microbatch 0: stage 3 runs on submesh 1"):
+        schedules.validate(v.rows, 2, 2, 1)
+
+
 def test_rows_must_be_as_many_as_submeshes():
     refused(NAMES[:1], "1 rows, but there are 2 submeshes; give one row for each")
 

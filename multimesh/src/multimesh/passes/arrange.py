@@ -78,7 +78,7 @@ def _cut(loop: ir.Loop, rows: set[ir.Value], options: Options) -> CutLoop:
     results = set(ir.values(loop.leaves))
     results |= {o for op in loop.ops for o in op.outs if o in rows}
     ops = send_less(loop.ops) if options.enable_recomputation else loop.ops
-    return CutLoop(loop, stages(fragment(ops, results, phased=True), results), frozenset(results))
+    return CutLoop(loop, stages(fragment(ops, results, phased=True), results, loop.mark.schedule), frozenset(results))
 
 
 def arrange(parts: Sequence[Segment | CutLoop], options: Options | None = None) -> tuple[Segment | OrderedLoop, ...]:

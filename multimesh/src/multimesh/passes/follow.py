@@ -21,6 +21,8 @@ from multimesh import _compat, ir
 from multimesh.passes.conditionals import split
 from multimesh.passes.owners import Owners, is_small, leading_to_tasks
 from multimesh.passes.primitives import known
+from multimesh.passes.stages import position
+from multimesh.schedules import Schedule
 
 Homes = dict[ir.Value, Mesh]
 Roots = dict[ir.Value, Mesh]  # what a value is computed from, where it runs wherever it is read; else itself
@@ -80,11 +82,14 @@ class State:
 class Follower:
     """Walks operations in order and gives each a submesh: its task's, or that of most that it reads."""
 
-    def __init__(self, state: State, *, loop: bool):
+    def __init__(self, state: State, schedule: Schedule | None = None):
+        """``schedule`` is that of the loop whose body this is; None outside of loops."""
         self.items: list[ir.Item] = []
         self.anchored: dict[int, Mesh] = {}
         self._state, self._owners, self._homes = state, state.owners, state.homes
-        self._loop = loop
+        self._loop = schedule is not None
+        order = state.owners.order
+        self._route = [list(order)[rank] for rank in (schedule or Schedule()).placement(len(order))]
         self._leading: set[ir.Value] = set()
         self._position: dict[ir.Value, int] = {}
         self._turned: set[ir.Value] = set()
@@ -173,7 +178,7 @@ class Follower:
         pull = next((self._state.pulls[o] for o in op.outs if o in self._state.pulls), None)
         if pull is not None and len(op.outs) == 1 and max(load.values()) < op.outs[0].nbytes:
             return pull  # no submesh has as much of it as it makes: gradients of a stack's slices, added
-        return max(load, key=lambda mesh: (load[mesh], mesh == pull, furthest[mesh], -self._rank(mesh, False)))
+        return max(load, key=lambda mesh: (load[mesh], mesh == pull, furthest[mesh], -self._owners.order.get(mesh, 0)))
 
     def _without_turns(self, op: ir.Op, roots: Roots) -> Roots:
         """In a loop, the roots that an operation may follow."""
@@ -187,10 +192,6 @@ class Follower:
     def _is_back(self, op: ir.Op) -> bool:
         return any(o in self._turned for o in op.outs)
 
-    def _rank(self, mesh: Mesh, back: bool) -> int:
-        order = self._owners.order
-        return len(order) - 1 - order.get(mesh, 0) if back else order.get(mesh, 0)
-
     def _at(self, op: ir.Op, value: ir.Value) -> int:
         """Position of an operand in the pipeline; a forward value is at hand when the backward pass begins."""
         return self._position.get(value, 0) if (value in self._turned) == self._is_back(op) else 0
@@ -200,7 +201,9 @@ class Follower:
 
     def _next(self, op: ir.Op, mesh: Mesh, base: int) -> int:
         """First position of a submesh that is not before ``base``."""
-        return base + (self._rank(mesh, self._is_back(op)) - base) % len(self._owners.order)
+        if mesh not in self._owners.order:
+            return base
+        return position(self._route[::-1] if self._is_back(op) else self._route, mesh, base)
 
     def _float(self, op: ir.Op, roots: Roots) -> None:
         self.items.append(op)

@@ -80,20 +80,32 @@ def order(pipeline: Pipeline, mark: LoopMark, results: set[ir.Value], *, recompu
 def _table(pipeline: Pipeline, mark: LoopMark) -> Table:
     """The schedule's table for the shape of the loop, validated."""
     submeshes, chunks = len(pipeline.submeshes), pipeline.chunks
+    placement = mark.schedule.placement(submeshes)
     if mark.num_stages is not None and pipeline.stages != mark.num_stages:
         raise UsageError(f"{mark.where}: num_stages={mark.num_stages}, but the loop has {pipeline.stages} stages")
     if mark.interleave > 1 and chunks != mark.interleave:
         raise UsageError(
             f"{mark.where}: interleave={mark.interleave}, but the loop comes to its {submeshes} submeshes {chunks} "
-            f"{'time' if chunks == 1 else 'times'}; place stage s on submesh s % {submeshes}, or change interleave="
+            f"{'time' if chunks == 1 else 'times'}; place stages 0, 1, ... on submeshes {_row(placement)} in turn, "
+            "or change interleave="
+        )
+    if len(placement) > submeshes and pipeline.stages < submeshes * chunks:
+        missing = set(range(submeshes * chunks)) - {part.stage for part in pipeline.fragments}
+        raise UsageError(
+            f"{mark.where}: schedule {mark.schedule} puts stages 0, 1, ... on submeshes {_row(placement)}, but the "
+            f"loop has nothing to run as stage {min(missing)}; give each stage a task of its own on that submesh"
         )
     backward = any(part.phase == "B" for part in pipeline.fragments)
     try:
         table = mark.schedule.table(submeshes, chunks, mark.count, backward)
-        schedules.validate(table, submeshes, chunks, mark.count, backward)
+        schedules.validate(table, submeshes, chunks, mark.count, backward, placement)
     except UsageError as error:
         raise UsageError(f"{mark.where}: {error}{_again(pipeline)}") from None
     return table
+
+
+def _row(placement: Sequence[int]) -> str:
+    return " ".join(map(str, placement))
 
 
 def _again(pipeline: Pipeline) -> str:

@@ -77,7 +77,7 @@ def _placed(
     state = State(owners, {}, _pulls(program, replaced))
     rows = {v for i in program.items if isinstance(i, ir.Loop) for v in i.linked.values()}
     moved: Moved = {}
-    walked = Follower(state, loop=False)
+    walked = Follower(state)
     walked.expect(program.items)
     for item in program.items:
         if isinstance(item, ir.Op):
@@ -196,7 +196,7 @@ def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value],
     homes = state.homes
     loop = replace(loop, linked={k: moved.get(v, v) for k, v in loop.linked.items()})
     homes.update({inner: homes[row] for inner, row in loop.linked.items() if row in homes})
-    walked = Follower(state, loop=True).run(loop.ops)
+    walked = Follower(state, loop.mark.schedule).run(loop.ops)
     given = [o for op in loop.ops for o in op.outs if o in rows]
     wanted = tuple(walked.output(a) for a in (*loop.leaves, *given))
     states = {walked.output(c.leaf) for c in loop.carries.values()}

@@ -1,22 +1,26 @@
 """From fragments of a loop to the stages of a pipeline: at most one forward and one backward fragment each.
 
-Stage ``s`` of ``p * v`` is on submesh ``s % p``. A forward fragment gets the first stage of its submesh that is not
-before the stages it reads from, a backward fragment likewise from the last stage down. Fragments of one stage and phase
-become one program. What a stage reads then always comes from an earlier stage (later, in the backward), which is what
-the tables of schedules assume; so any valid table can be run, whatever the loop looks like. A stage that a loop does
-not have, as the forward of a linear last stage, has no fragment.
+The schedule says on which submesh a stage is. A forward fragment gets the first stage of its submesh that is not before
+the stages it reads from, a backward fragment likewise from the last stage down. Where a submesh has several stages one
+after another, as at the turn of a V, they share its tasks equally. Fragments of one stage and phase become one program.
+What a stage reads then always comes from an earlier stage (later, in the backward), which is what the tables of
+schedules assume; so any valid table can be run, whatever the loop looks like. A stage that a loop does not have, as the
+forward of a linear last stage, has no fragment.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.passes.fragment import Fragment, with_interfaces
+from multimesh.schedules import Schedule
+from multimesh.submesh import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,39 +37,77 @@ class Pipeline:
         return len({part.stage for part in self.fragments})
 
 
-def stages(fragments: Sequence[Fragment], results: set[ir.Value]) -> Pipeline:
+def stages(fragments: Sequence[Fragment], results: set[ir.Value], schedule: Schedule) -> Pipeline:
     """Number the stages of a loop and make one fragment of each stage and phase."""
     forward = [f for f in fragments if f.phase == "F"]
     backward = [f for f in fragments if f.phase == "B"]
     submeshes = tuple(dict.fromkeys(f.mesh for f in (*forward, *reversed(backward))))
-    count = len(submeshes)
-    rank = {mesh: r for r, mesh in enumerate(submeshes)}
-    ahead = _positions(forward, lambda f: rank[f.mesh], count)
-    behind = _positions(backward, lambda f: count - 1 - rank[f.mesh], count)
-    chunks = max([0, *ahead.values(), *behind.values()]) // count + 1
-    groups: dict[tuple[str, int], list[Fragment]] = collections.defaultdict(list)
-    for f in forward:
-        groups["F", ahead[id(f)]].append(f)
-    for f in backward:
-        groups["B", count * chunks - 1 - behind[id(f)]].append(f)
+    route = [submeshes[rank] for rank in schedule.placement(len(submeshes))]
+    ahead, behind = _along(forward, route), _along(backward, route[::-1])
+    total = (max([0, *ahead, *behind]) // max(1, len(route)) + 1) * len(route)
+    groups: dict[tuple[str, int], Sequence[ir.Op]] = {}
+    for start, size in _turns(route, total):
+        end = total - start - size  # of the backward pass: its position from behind
+        ops, back = ahead.get(start, []), behind.get(end, [])
+        tasks = dict.fromkeys(op.task for op in (*ops, *reversed(back)) if op.task is not None)
+        share = {task: n * size // len(tasks) for n, task in enumerate(tasks)}
+        groups |= {("F", start + n): part for n, part in _shared(ops, share).items()}
+        share = {task: size - 1 - n for task, n in share.items()}
+        groups |= {("B", start + size - 1 - n): part for n, part in _shared(back, share).items()}
 
     def level(phase: str, stage: int) -> int:
-        return stage if phase == "F" else 2 * count * chunks - 1 - stage
+        return stage if phase == "F" else 2 * total - 1 - stage
 
     ordered = sorted(groups.items(), key=lambda item: level(*item[0]))
     made = [
-        replace(parts[0], level=level(phase, stage), stage=stage, ops=tuple(op for part in parts for op in part.ops))
-        for (phase, stage), parts in ordered
+        Fragment(route[stage % len(route)], phase, level(phase, stage), tuple(ops), stage=stage)
+        for (phase, stage), ops in ordered
     ]
-    return Pipeline(submeshes, chunks, with_interfaces(made, results))
+    return Pipeline(submeshes, total // max(1, len(submeshes)), with_interfaces(made, results))
 
 
-def _positions(parts: Sequence[Fragment], rank: Callable[[Fragment], int], count: int) -> dict[int, int]:
-    """For each fragment (by id) the first position of its submesh, in steps of ``count``, not before what it reads."""
+def position(route: Sequence[object], mesh: object, first: int) -> int:
+    """First position of a submesh that is not before ``first``, on a way that begins again at its end."""
+    return next(at for at in range(first, first + len(route)) if route[at % len(route)] == mesh)
+
+
+def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[ir.Op]]:
+    """Operations of fragments by position on the way of a microbatch: the first that is not before what they read."""
     maker = {o: part for part in parts for o in part.made}
     found: dict[int, int] = {}
+    groups: dict[int, list[ir.Op]] = collections.defaultdict(list)
     for part in parts:
         before = {id(maker[v]) for v in (*part.ins, *part.after) if v in maker} - {id(part)}
-        first = max((found[b] for b in before), default=0)
-        found[id(part)] = first + (rank(part) - first) % count
-    return found
+        at = found[id(part)] = position(route, part.mesh, max((found[b] for b in before), default=0))
+        groups[at] += part.ops
+    return groups
+
+
+def _turns(route: Sequence[Mesh], total: int) -> list[tuple[int, int]]:
+    """First stage and number of those that are on one submesh one after another."""
+    starts = [s for s in range(total) if s % len(route) == 0 or route[s % len(route)] != route[s % len(route) - 1]]
+    return [(start, end - start) for start, end in itertools.pairwise([*starts, total])]
+
+
+def _shared(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[int, list[ir.Op]]:
+    """Operations by number of the stage, of several on one submesh; ``share`` has that of each task.
+
+    None is before what it reads. Unmarked operations go with what they read, or else with their first reader.
+    """
+    number: dict[ir.Value, int] = {}
+    chosen: list[int | None] = []
+    for op in ops:
+        before = [number[v] for v in (*op.reads, *op.after) if v in number]
+        own = [] if op.task is None else [share[op.task]]
+        at = max([*before, *own], default=None)
+        chosen.append(at)
+        if at is not None:
+            number.update(dict.fromkeys(op.outs, at))
+    first: dict[ir.Value, int] = {}
+    groups: dict[int, list[ir.Op]] = collections.defaultdict(list)
+    for op, at in zip(reversed(ops), reversed(chosen), strict=True):
+        at = min((first[o] for o in op.outs if o in first), default=0) if at is None else at
+        for v in (*op.reads, *op.after):
+            first[v] = min(first.get(v, at), at)
+        groups[at].insert(0, op)
+    return groups

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: for each submesh the order in which it runs its stages' microbatches.
 
 A schedule is a frozen dataclass with ``table(submeshes, chunks, microbatches, backward)``. Cells name phase, stage
-and microbatch; stage ``s`` runs on submesh ``s % submeshes``. Nothing here imports JAX.
+and microbatch; ``placement(submeshes)`` says on which submesh each stage runs. Nothing here imports JAX.
 """
 
 from __future__ import annotations

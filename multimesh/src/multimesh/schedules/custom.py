@@ -31,6 +31,14 @@ class Custom(Schedule):
         """Whether the table has cells W."""
         return any(cell.phase == "W" for row in self.rows for cell in row)
 
+    def placement(self, submeshes: int) -> tuple[int, ...]:
+        """The row of each stage, where every stage has one and the first stages of the rows are in their order."""
+        home = {cell.stage: rank for rank, row in reversed([*enumerate(self.rows)]) for cell in row}
+        found = tuple(home[stage] for stage in sorted(home))
+        turns = tuple(range(submeshes))
+        known = sorted(home) == list(range(len(home))) and tuple(dict.fromkeys(found)) == turns
+        return turns if not known or found == turns * (len(found) // submeshes) else found
+
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
         """The rows as they were written; `validate` says whether they are of this shape."""
         return tuple(tuple(c for c in row if backward or c.phase == "F") for row in self.rows)
@@ -45,7 +53,8 @@ def custom(rows: Iterable[Iterable[str | tuple[int, str]]]) -> Custom:
         For each submesh, in the order of the pipeline, what it runs. ``"F0"`` is the forward of stage 0, ``"B0"`` its
         backward, ``"W0"`` its weight gradients where the table splits them off. Either all entries of a row are names,
         and a name stands for the next microbatch each time that it comes, or all are pairs ``(microbatch, name)``.
-        With ``p`` submeshes stage ``s`` belongs in row ``s % p``.
+        All cells of a stage are in one row, that of the submesh on which the stage lives: with ``p`` submeshes stage
+        ``s`` in row ``s % p``, or as you like, as ``[["F0", "F3", ...], ["F1", "F2", ...]]``.
 
     Returns
     -------

@@ -18,7 +18,7 @@ class Cell:
     phase
         ``F`` forward, ``B`` backward, ``W`` the weight gradients, where a schedule splits them off the backward.
     stage
-        Stage ``s`` of ``p * v`` runs on submesh ``s % p``.
+        From 0, in the order of the data; `Schedule.placement` says on which submesh it runs.
     microbatch
         From 0.
     """
@@ -45,6 +45,8 @@ class Schedule:
         As users write it.
     splits
         Whether weight gradients are a phase W of their own.
+    chunks
+        Stages on each submesh, where the schedule has a table for no other number.
     ahead
         How many fronts before its reader a transfer is issued; None: at once, behind the task that made the value. Only
         for schedules that have fronts.
@@ -52,7 +54,15 @@ class Schedule:
 
     name: ClassVar[str]
     splits: ClassVar[bool] = False
+    chunks: ClassVar[int | None] = None
     ahead: ClassVar[int | None] = None
+
+    def placement(self, submeshes: int) -> tuple[int, ...]:
+        """Submesh of stage 0, 1, ...: the way of a microbatch. Further stages go the same way again.
+
+        Stage ``s`` runs on ``placement[s % len(placement)]``: by default on ``s % p``, round and round.
+        """
+        return tuple(range(submeshes))
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
         """Order of the cells of each submesh.
@@ -78,6 +88,11 @@ class Schedule:
                 f"schedule {self.name}: {submeshes} submeshes, {chunks} stages on each and {microbatches} microbatches "
                 "do not make a table; each must be at least 1"
             )
+        if self.chunks is not None and chunks != self.chunks:
+            others = "interleaved, gpipe or wavefront" if chunks > 1 else "1f1b or zb-h1"
+            raise UsageError(
+                f"schedule {self.name} has {_stages(self.chunks)} a submesh, but the loop has {chunks}; use {others}"
+            )
         rows = (self.row(rank, submeshes, chunks, microbatches) for rank in range(submeshes))
         return tuple(tuple(c for c in row if backward or c.phase == "F") for row in rows)
 
@@ -91,3 +106,7 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _stages(number: int) -> str:
+    return f"{('no', 'one', 'two')[number]} stage{'' if number == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from multimesh.checks import many, refuse
 from multimesh.errors import UsageError
@@ -10,7 +10,14 @@ from multimesh.schedules.scheduler import run
 from multimesh.schedules.table import Cell, Table
 
 
-def validate(table: Table, submeshes: int, chunks: int, microbatches: int, backward: bool = True) -> None:
+def validate(
+    table: Table,
+    submeshes: int,
+    chunks: int,
+    microbatches: int,
+    backward: bool = True,
+    placement: Sequence[int] | None = None,
+) -> None:
     """Check that a table runs every stage x microbatch x phase once, in an order that ends.
 
     Phases are F, with ``backward`` B, and W for all stages if the table has any. F waits for the stage before, B for
@@ -22,6 +29,8 @@ def validate(table: Table, submeshes: int, chunks: int, microbatches: int, backw
         One row of cells for each submesh.
     submeshes, chunks, microbatches, backward
         The shape that the table must have, as in `Schedule.table`.
+    placement
+        The submesh of each stage, as `Schedule.placement` gives it; by default stage ``s`` runs on ``s % submeshes``.
 
     Raises
     ------
@@ -35,13 +44,13 @@ def validate(table: Table, submeshes: int, chunks: int, microbatches: int, backw
         raise UsageError(
             f"schedule table: {len(table)} rows, but there are {submeshes} submeshes; give one row for each"
         )
-    where = _places(table, submeshes, chunks, microbatches, backward)
+    on = placement or range(submeshes)
+    home = [on[stage % len(on)] for stage in range(submeshes * chunks)]
+    where = _places(table, home, microbatches, backward)
     split = any(c.phase == "W" for c in where)
     for cell in _expected(submeshes * chunks, microbatches, backward, split):
         if cell not in where:
-            raise UsageError(
-                f"schedule table: {cell} is missing; it belongs in the row of submesh {cell.stage % submeshes}"
-            )
+            raise UsageError(f"schedule table: {cell} is missing; it belongs in the row of submesh {home[cell.stage]}")
     _refuse_deadlock(table, where, submeshes * chunks)
 
 
@@ -50,10 +59,8 @@ def _expected(stages: int, microbatches: int, backward: bool, split: bool) -> It
         yield from (Cell(phase, s, i) for s in range(stages) for i in range(microbatches))
 
 
-def _places(
-    table: Table, submeshes: int, chunks: int, microbatches: int, backward: bool
-) -> dict[Cell, tuple[int, int]]:
-    """Row and position of every cell, each checked by itself."""
+def _places(table: Table, home: Sequence[int], microbatches: int, backward: bool) -> dict[Cell, tuple[int, int]]:
+    """Row and position of every cell, each checked by itself; ``home`` has the submesh of each stage."""
     where: dict[Cell, tuple[int, int]] = {}
     for rank, row in enumerate(table):
         for position, cell in enumerate(row):
@@ -61,12 +68,12 @@ def _places(
             if cell.phase not in ("FBW" if backward else "F"):
                 known = "F, B and W" if backward else "F only: this loop has no backward pass"
                 raise UsageError(f"{here}: unknown phase {cell.phase!r}; phases are {known}")
-            if not 0 <= cell.stage < submeshes * chunks:
-                raise UsageError(f"{here}: there is no such stage; the loop has stages 0 to {submeshes * chunks - 1}")
+            if not 0 <= cell.stage < len(home):
+                raise UsageError(f"{here}: there is no such stage; the loop has stages 0 to {len(home) - 1}")
             if not 0 <= cell.microbatch < microbatches:
                 raise UsageError(f"{here}: there is no such microbatch; the loop has 0 to {microbatches - 1}")
-            if cell.stage % submeshes != rank:
-                raise UsageError(f"{here}: stage {cell.stage} runs on submesh {cell.stage % submeshes}; move it there")
+            if home[cell.stage] != rank:
+                raise UsageError(f"{here}: stage {cell.stage} runs on submesh {home[cell.stage]}; move it there")
             if cell in where:
                 raise UsageError(f"{here}: it stands at position {where[cell][1]} already; leave one out")
             where[cell] = (rank, position)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multimesh.errors import UsageError
-from multimesh.schedules.table import Cell, Schedule, Table
+from multimesh.schedules.table import Cell, Schedule
 
 
 @dataclass(frozen=True)
@@ -23,15 +22,7 @@ class ZBH1(Schedule):
 
     name: ClassVar[str] = "zb-h1"
     splits: ClassVar[bool] = True
-
-    def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
-        """As of every schedule; only for one stage a submesh."""
-        if chunks > 1:
-            raise UsageError(
-                f"schedule zb-h1 has one stage a submesh, but the loop has {chunks}; "
-                "use interleaved, gpipe or wavefront"
-            )
-        return super().table(submeshes, chunks, microbatches, backward)
+    chunks: ClassVar[int | None] = 1
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:
         """``p - r - 1`` forwards, then a forward, a backward and the weight gradients of ``r`` backwards ago."""
