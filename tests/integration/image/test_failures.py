@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,8 +18,8 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.integration.image.conftest import NAME, Repository
+from tests.integration.parts import disks, processes
 from tests.integration.parts import engine as engines
-from tests.integration.parts import processes
 from workflows import errors
 from workflows.image import build, engine
 from workflows.image.engine import Engine
@@ -68,16 +67,6 @@ def test_a_killed_build_leaves_nothing_behind(
     assert not list((repository.path / "docker" / "context").glob("*.tar.gz"))
 
 
-@contextmanager
-def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", place], check=True)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", place], check=True)
-
-
 def test_a_full_disk_is_named(
     repository: Repository,
     docker_engine: None,
@@ -89,7 +78,7 @@ def test_a_full_disk_is_named(
 ) -> None:
     folder = parts_folder / "small"
     with (
-        small_disk(tmp_path / "disk", 24) as disk,
+        disks.small(tmp_path / "disk", 24) as disk,
         engines.own(folder, root=disk / "docker", socket=folder / "docker.sock") as host,
     ):
         monkeypatch.setenv("DOCKER_HOST", host)

@@ -23,21 +23,25 @@ def arm64() -> Iterator[None]:
         if _ENTRY.exists():
             yield
             return
-        (_KERNEL / "register").write_text(_SETTING.read_text())
+        _tell(_KERNEL / "register", _SETTING.read_text())
         try:
             yield
         finally:
-            _ENTRY.write_text("-1")
+            _tell(_ENTRY, "-1")
 
 
 @contextmanager
 def switched_off() -> Iterator[None]:
     """Take it away for a moment."""
-    _ENTRY.write_text("0")
+    _tell(_ENTRY, "0")
     try:
         yield
     finally:
-        _ENTRY.write_text("1")
+        _tell(_ENTRY, "1")
+
+
+def _tell(file: Path, words: str) -> None:
+    subprocess.run(packages.as_root("tee", file), input=words.encode(), stdout=subprocess.DEVNULL, check=True)
 
 
 @contextmanager
@@ -45,8 +49,8 @@ def _file_system() -> Iterator[None]:
     if (_KERNEL / "register").exists():
         yield
         return
-    subprocess.run(["mount", "-t", "binfmt_misc", "binfmt_misc", _KERNEL], check=True)
+    subprocess.run(packages.as_root("mount", "-t", "binfmt_misc", "binfmt_misc", _KERNEL), check=True)
     try:
         yield
     finally:
-        subprocess.run(["umount", _KERNEL], check=True)
+        subprocess.run(packages.as_root("umount", _KERNEL), check=True)

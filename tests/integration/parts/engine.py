@@ -90,12 +90,15 @@ def own(
     pipe = state / "containerd.sock"
     containerd_argv = [containerd, "--root", f"{root}-containerd", "--state", str(state / "c"), "--address", str(pipe)]
     dockerd_argv = [dockerd, f"--containerd={pipe}", f"--data-root={root}", f"--exec-root={state / 'd'}"]
-    dockerd_argv += [f"--host={host}", f"--pidfile={state / 'dockerd.pid'}"]
+    dockerd_argv += [f"--host={host}", f"--group={os.getgid()}", f"--pidfile={state / 'dockerd.pid'}"]
     second = root != Path("/var/lib/docker")
     if second:
         # The machine's own engine has the usual ones; --bridge=none would take its bridge away.
         dockerd_argv += [f"--bridge={bridge_name}", "--iptables=false"]
     dockerd_argv += [f"--config-file={config}"] if config else []
+    containerd_argv, dockerd_argv = (
+        packages.as_root(*argv, env={"PATH": env["PATH"]}) for argv in (containerd_argv, dockerd_argv)
+    )
     with (
         bridge(bridge_name) if second else nullcontext(),
         processes.server(containerd_argv, state / "containerd.log", healthy=pipe.exists, env=env),
@@ -108,13 +111,14 @@ def own(
 def bridge(name: str) -> Iterator[None]:
     """Have a bridge for a second engine; its network follows from its number."""
     ip = packages.need("ip", "iproute2")
-    subprocess.run([ip, "link", "delete", name], capture_output=True)  # a run that was killed left it
-    subprocess.run([ip, "link", "add", name, "type", "bridge"], check=True)
+    subprocess.run(packages.as_root(ip, "link", "delete", name), capture_output=True)  # a run that was killed left it
+    subprocess.run(packages.as_root(ip, "link", "add", name, "type", "bridge"), check=True)
     try:
-        subprocess.run([ip, "addr", "add", f"172.31.{255 - int(name[-1])}.1/24", "dev", name], check=True)
+        network = f"172.31.{255 - int(name[-1])}.1/24"
+        subprocess.run(packages.as_root(ip, "addr", "add", network, "dev", name), check=True)
         yield
     finally:
-        subprocess.run([ip, "link", "delete", name], check=True)
+        subprocess.run(packages.as_root(ip, "link", "delete", name), check=True)
 
 
 def with_buildx(folder: Path) -> None:
@@ -134,16 +138,15 @@ def base_image(suite: str, folder: Path) -> str:
     image = f"{BASE}:{suite}"
     if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode == 0:
         return image
-    debootstrap = packages.need("debootstrap", "debootstrap")
+    debootstrap, mirror = packages.need("debootstrap", "debootstrap"), packages.mirror()
     rootfs = folder / suite
-    made = subprocess.run(
-        [debootstrap, "--variant=minbase", suite, str(rootfs), packages.mirror()], capture_output=True, text=True
-    )
+    make = packages.as_root(debootstrap, "--variant=minbase", f"--keyring={packages.KEYRING}", suite, rootfs, mirror)
+    made = subprocess.run(make, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout[-1000:]
-    tar = subprocess.Popen(["tar", "-C", rootfs, "-c", "."], stdout=subprocess.PIPE)
+    tar = subprocess.Popen(packages.as_root("tar", "-C", rootfs, "-c", "."), stdout=subprocess.PIPE)
     subprocess.run(["docker", "import", "-", image], stdin=tar.stdout, check=True, capture_output=True)
     assert tar.wait() == 0
-    shutil.rmtree(rootfs)
+    subprocess.run(packages.as_root("rm", "-r", rootfs), check=True)
     return image
 
 

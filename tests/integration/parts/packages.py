@@ -1,4 +1,4 @@
-"""Debian packages that a test run needs and the machine lacks."""
+"""Packages of Debian or Ubuntu that a test run needs and the machine lacks, and what only root may do there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
-_ENV = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+
+def as_root(*argv: str | Path, env: Mapping[str, str] | None = None) -> list[str]:
+    """Return a command that runs as root with these variables: by sudo, without a password, where we are somebody else.
+
+    Parameters
+    ----------
+    env
+        What it needs beside the caller's environment, which sudo leaves behind.
+    """
+    command = ["env", *(f"{name}={value}" for name, value in (env or {}).items()), *map(str, argv)]
+    return command if os.geteuid() == 0 else ["sudo", "-n", *command]
 
 
 def need(program: str, *packages: str) -> str:
@@ -28,9 +41,7 @@ def from_sid(folder: Path, *packages: str, suite: str = "sid", architecture: str
     for each in ("lists/partial", "archives/partial"):
         (state / each).mkdir(parents=True)
     (state / "status").touch()
-    (state / "sources.list").write_text(
-        f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror()} {suite} main\n"
-    )
+    (state / "sources.list").write_text(f"deb [signed-by={KEYRING}] {mirror()} {suite} main\n")
     config = state / "apt.conf"
     config.write_text(
         f'Dir::State "{state}";\nDir::State::status "{state}/status";\nDir::State::lists "{state}/lists";\n'
@@ -38,7 +49,7 @@ def from_sid(folder: Path, *packages: str, suite: str = "sid", architecture: str
         'Acquire::Languages "none";\nAPT::Sandbox::User "root";\n'
         + (f'APT::Architecture "{architecture}";\n' if architecture else "")
     )
-    env = _ENV | {"APT_CONFIG": str(config)}
+    env = os.environ | {"APT_CONFIG": str(config)}
     _apt("update", "-qq", env=env)
     _apt("download", *packages, env=env, cwd=folder)
     for package in packages:
@@ -50,12 +61,15 @@ def from_sid(folder: Path, *packages: str, suite: str = "sid", architecture: str
 
 @functools.cache
 def mirror() -> str:
-    """Return the Debian archive that this machine's apt is told to use."""
+    """Return a Debian archive: the one that this machine's apt is told to use, or on Ubuntu Debian's own."""
+    if not KEYRING.exists():
+        _update()
+        _apt("install", "-y", "-qq", "--no-install-recommends", "debian-archive-keyring")
     ask = ["apt-get", "indextargets", "--format", "$(LABEL) $(SITE)", "Created-By: Packages"]
     told = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.splitlines()
-    sites = [line.removeprefix("Debian ") for line in told if line.startswith("Debian ")]
-    assert sites, f"apt names no Debian archive: {told}"
-    return sites[0]
+    return next(
+        (line.removeprefix("Debian ") for line in told if line.startswith("Debian ")), "http://deb.debian.org/debian"
+    )
 
 
 @functools.cache
@@ -63,6 +77,8 @@ def _update() -> None:
     _apt("update", "-qq")
 
 
-def _apt(*args: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
-    done = subprocess.run(["apt-get", *args], env=env or _ENV, cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, f"apt-get {' '.join(args)}: {done.stderr[-1000:]}"
+def _apt(*args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+    """Run apt: as root for the machine's own packages, as we are with a state of our own (``env``)."""
+    argv = ["apt-get", *args] if env else as_root("apt-get", *args, env={"DEBIAN_FRONTEND": "noninteractive"})
+    done = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr[-1000:]}"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.integration.parts import packages
+
 _POLL_S = 0.1
 
 
@@ -57,12 +59,19 @@ def wait_for(
 def stop(process: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
     """End a server that we started, and only that."""
     if process.poll() is None:
-        process.terminate()
+        _signal(process.pid, signal.SIGTERM)
         try:
             process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            _signal(-process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _signal(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except PermissionError:  # root's; sudo itself hands SIGTERM on to what it runs
+        subprocess.run(packages.as_root("kill", f"-{signum}", "--", str(pid)), check=True)
 
 
 def free_port() -> int:

@@ -28,7 +28,7 @@ def also_inside(folder: Path, pid: int, log: Path) -> Iterator[None]:
     config = folder / "registry.yml"
     port = int(config.read_text().rpartition(":")[2].strip('"} \n'))
     connections = Path(f"/proc/{pid}/net/tcp")
-    argv = ["nsenter", "--target", str(pid), "--net", program, "serve", str(config)]
+    argv = packages.as_root("nsenter", "--target", str(pid), "--net", program, "serve", str(config))
     with processes.server(argv, log, healthy=lambda: f":{port:04X} 00000000:0000 0A" in connections.read_text()):
         yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -39,15 +38,15 @@ def running(log: Path) -> Iterator[Rootless]:
     packages.need("rootlesskit", "rootlesskit", "slirp4netns", "uidmap", "fuse-overlayfs")
     place = Path(tempfile.mkdtemp(prefix="multimesh-rootless-"))
     place.chmod(0o755)
-    subprocess.run(["useradd", "--home-dir", place / "home", "--create-home", USER], check=True)
+    subprocess.run(packages.as_root("useradd", "--home-dir", place / "home", "--create-home", USER), check=True)
     try:
         (place / "run").mkdir()
-        shutil.chown(place / "run", USER)
+        subprocess.run(packages.as_root("chown", USER, place / "run"), check=True)
         host = f"unix://{place}/run/docker.sock"
         argv = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", _AS_USER, "sh"]
         argv += [str(place), USER, str(_START)]
-        with processes.server(argv, log, healthy=lambda: engine.answers(host)):
-            yield Rootless(host, int((place / "run" / "docker.pid").read_text()))
+        with processes.server(packages.as_root(*argv), log, healthy=lambda: engine.answers(host)):
+            yield Rootless(host, int(subprocess.check_output(packages.as_root("cat", place / "run" / "docker.pid"))))
     finally:
-        subprocess.run(["userdel", USER], check=True)
-        shutil.rmtree(place)
+        subprocess.run(packages.as_root("userdel", USER), check=True)
+        subprocess.run(packages.as_root("rm", "-r", place), check=True)

@@ -61,10 +61,9 @@ def running(place: Path) -> Iterator[dict[str, str]]:
             program = packages.need(argv[0], "slurm-wlm")
             port = ports[0] if name == "slurmctld" else ports[1 + NODES.index(argv[3])]
             server = processes.server(
-                [program, *argv[1:]],
+                packages.as_root(program, *argv[1:], env=env),
                 place / f"{name}.log",
                 healthy=lambda port=port: processes.listens(port),
-                env=os.environ | env,
             )
             started.enter_context(server)
         processes.wait_for(lambda: _idle(env), "both nodes are idle", log=place / "slurmctld.log")
@@ -78,14 +77,14 @@ def _munge(program: str, folder: Path, socket: Path) -> Iterator[None]:
     folder.mkdir()
     (folder / "key").write_bytes(secrets.token_bytes(128))
     (folder / "key").chmod(0o600)
-    for path in (folder, folder / "key"):
-        os.chown(path, user.pw_uid, user.pw_gid)
     for above in folder.parents:
-        above.chmod(above.stat().st_mode | 0o111)
+        if above.stat().st_uid == os.geteuid():
+            above.chmod(above.stat().st_mode | 0o111)
+    subprocess.run(packages.as_root("chown", "-R", f"{user.pw_uid}:{user.pw_gid}", folder), check=True)
     files = {"socket": socket, "key-file": folder / "key", "pid-file": folder / "pid", "seed-file": folder / "seed"}
     argv = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", program, "--foreground", "--force"]
     argv += [f"--{name}={path}" for name, path in files.items()] + [f"--log-file={folder / 'munged.log'}"]
-    with processes.server(argv, folder / "out.log", healthy=socket.exists):
+    with processes.server(packages.as_root(*argv), folder.with_suffix(".log"), healthy=socket.exists):
         yield
 
 

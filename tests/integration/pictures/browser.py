@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import queue
+import shutil
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -49,7 +50,8 @@ def report(folder: Path, own: Mapping[str, tuple[str, bytes]], page: str, profil
         def log_message(self, format: str, *args: Any) -> None:
             """Stay quiet."""
 
-    browser = packages.need("chromium", "chromium", "fonts-dejavu-core")
+    # GitHub's machines have Chrome; Ubuntu's package of Chromium is a snap.
+    browser = shutil.which("google-chrome") or packages.need("chromium", "chromium", "fonts-dejavu-core")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.integration.parts import disks
 
 from .conftest import Clone, Upstream, make_clone
 
@@ -18,15 +19,8 @@ MEGABYTES = 6
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of a few megabytes."""
-    mount = tmp_path / "small disk"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", mount], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "--lazy", mount], check=True)
+    with disks.small(tmp_path / "small disk", MEGABYTES) as disk:
+        yield disk
 
 
 @pytest.fixture
@@ -69,7 +63,7 @@ def test_disk_full_to_the_last_byte(there: Clone, alpha: Upstream) -> None:
 
 def test_read_only(there: Clone, small_disk: Path, alpha: Upstream) -> None:
     there.add("alpha", there.components["alpha"]["url"], alpha.head, alpha.tree())
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    disks.make_read_only(small_disk)
 
     said = there.refused(DISK, "sync")
 
@@ -78,6 +72,6 @@ def test_read_only(there: Clone, small_disk: Path, alpha: Upstream) -> None:
 
 
 def test_nothing_to_do_on_a_read_only_disk_succeeds(there: Clone, small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    disks.make_read_only(small_disk)
 
     assert "kept" in there.ok("sync")

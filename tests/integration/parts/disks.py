@@ -1,0 +1,33 @@
+"""Small disks: file systems in memory that fill up, and that can be made read-only."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integration.parts import packages
+
+
+@contextmanager
+def small(place: Path, megabytes: int) -> Iterator[Path]:
+    """Have a disk of a few megabytes at a new folder for the length of a block."""
+    place.mkdir()
+    options = f"size={megabytes}m,mode=1777"
+    made = subprocess.run(
+        packages.as_root("mount", "-t", "tmpfs", "-o", options, "tmpfs", place), capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(packages.as_root("umount", "--lazy", place), check=True)
+
+
+def make_read_only(place: Path) -> None:
+    """Let nobody write to a small disk any more."""
+    subprocess.run(packages.as_root("mount", "-o", "remount,ro", place), check=True)
