@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,43 @@ def test_an_image_is_built_where_its_base_moved() -> None:
 def test_a_fault_stays_in_its_row() -> None:
     move = Move("ubuntu", "sha256:" + "ab" * 32, "sha256:" + "ab" * 32, "no answer |\nat all")
     assert move.line == "| ubuntu | abababababab | abababababab | no answer / at all |"
-    assert "nothing was validated" in upgrade.report([move], True, "")
-    assert "The validation **failed** on the new pins:\n\n```text\n$ x\n```" in upgrade.report([move], False, "$ x\n")
+    assert "nothing was validated" in upgrade.report([move], {})
+    assert "The validation **failed** on the new pins:\n\n```text\n$ x\n```" in upgrade.report(
+        [move], {"passed": False, "said": "$ x\n"}
+    )
+
+
+def test_a_patch_of_pins_changes_nothing_else(tmp_path: Path) -> None:
+    """Whoever applies it has a token and runs this repository's programs: what made it had neither."""
+    root, folder, again = tmp_path / "root", tmp_path / "bump", tmp_path / "again"
+    for name in ("sources.lock", "requirements/run.in", "workflows/x.py", ".github/workflows/ci.yml"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("old\n")
+    git = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for argv in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "t"]):
+        subprocess.run([*git, *argv], check=True)
+    subprocess.run(["git", "clone", "-q", root, again], check=True)
+    (root / "requirements/run.in").write_text("new\n")
+    (root / "workflows/x.py").write_text("evil\n")
+    upgrade.save(folder, root, [Move("jax", "1", "2")])
+    assert upgrade.load(folder) == [Move("jax", "1", "2")]
+    assert upgrade.apply(folder, root), "it is applied already"
+    assert upgrade.apply(folder, again)
+    assert ((again / "requirements/run.in").read_text(), (again / "workflows/x.py").read_text()) == ("new\n", "old\n")
+
+    patch = folder / upgrade.PATCH
+    for evil in (["diff", "HEAD"], ["diff", "-R", "--no-index", "--", "/dev/null", ".github/workflows/ci.yml"]):
+        patch.write_bytes(subprocess.run([*git, *evil], capture_output=True).stdout)
+        with pytest.raises(errors.IntegrityError, match=r"changes (workflows/x.py|.github/workflows/ci.yml), which is"):
+            upgrade.apply(folder, again)
+    patch.write_bytes(
+        b"diff --git a/workflows/x.py b/patches/x\nsimilarity index 100%\n"
+        b"rename from workflows/x.py\nrename to patches/x\n"
+    )
+    with pytest.raises(errors.IntegrityError, match="which is no pin"):
+        upgrade.apply(folder, again)
+    patch.write_bytes(b"")
+    assert not upgrade.apply(folder, again)
 
 
 def test_images_that_cannot_be_asked_for_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from workflows import console, errors, helping
+from workflows import console, errors, files, helping
 from workflows.ci import actions, evidence, nightly, release, upgrade
 from workflows.ci.github import GitHub, where
 from workflows.image import devcontainer, flags
@@ -55,12 +55,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part.add_argument("file", type=Path)
     part = add("devcontainer", run_devcontainer, "write .devcontainer/prebuilt, which pulls a published devcontainer")
     part.add_argument("image", metavar="REPO@DIGEST", help="as the image workflow or docker/build.py pushed it")
-    part = add("upgrade", run_upgrade, "move every pin to the newest release and validate; write a report")
-    part.add_argument("--report", type=Path, required=True, help="where the text of the pull request goes")
-    part.add_argument("--network", choices=("default", "host"), help="of the build of an image on a new base image")
+    part = add("upgrade", run_upgrade, "move every pin to the newest release; nothing of what moved is run")
+    part.add_argument("folder", type=Path, help="where the moved pins go, as a patch")
     _mirror_option(part)
+    part = add("validate", run_validate, "train on the moved pins, build images on moved bases; write the verdict")
+    part.add_argument("folder", type=Path, help="what `upgrade` wrote; the verdict goes there too")
+    part.add_argument("--network", choices=("default", "host"), help="of the build of an image on a new base image")
     part = add("propose", run_propose, "push the moved pins to a branch and open or update its pull request")
-    part.add_argument("--report", type=Path, required=True, help="what `upgrade` wrote")
+    part.add_argument("folder", type=Path, help="what `upgrade` and `validate` wrote")
     part.add_argument("--base", default=os.environ.get("GITHUB_REF_NAME", "main"), help="default: %(default)s")
     part = add("evidence", run_evidence, "print a table of what tests ran, on what stand-in, from pytest's reports")
     part.add_argument("reports", type=Path, nargs="+", help="what `pytest --junitxml FILE` wrote")
@@ -149,34 +151,38 @@ def run_devcontainer(args: argparse.Namespace) -> int:
 
 
 def run_upgrade(args: argparse.Namespace) -> int:
-    """Write the report, or an empty one when every pin is the newest."""
+    """Print the table of the moves."""
     here = workspace()
-    with console.Reporter() as reporter:
-        with here.exclusive():
-            moves = upgrade.upgrade(here, args.mirror, reporter)
-        text = ""
-        if moves:
-            passed, said = True, ""
-            if any(not move.fault for move in moves):
-                reporter.phase("validation", "on the new pins")
-                passed, said = upgrade.validate(here.root, upgrade.checks(moves, args.network))
-                reporter.done("validation", "passed" if passed else "failed")
-            text = upgrade.report(moves, passed, said)
-    args.report.parent.mkdir(parents=True, exist_ok=True)
-    args.report.write_text(text, encoding="utf-8")
-    print(text or "every pin is the newest release")
+    with console.Reporter() as reporter, here.exclusive():
+        moves = upgrade.upgrade(here, args.mirror, reporter)
+    upgrade.save(args.folder, here.root, moves)
+    print("\n".join(move.line for move in moves) or "every pin is the newest release")
+    return 0
+
+
+def run_validate(args: argparse.Namespace) -> int:
+    """Exit 0 also where the validation failed: the pull request says so."""
+    root, verdict = workspace().root, {}
+    if upgrade.apply(args.folder, root):
+        commands = upgrade.checks(upgrade.load(args.folder), args.network)
+        verdict = dict(zip(("passed", "said"), upgrade.validate(root, commands), strict=True))
+    files.write_json(args.folder / upgrade.VERDICT, verdict)
+    print(verdict.get("said") or "nothing moved")
     return 0
 
 
 def run_propose(args: argparse.Namespace) -> int:
     """Print the address of the pull request, or that there is nothing to propose."""
-    text = args.report.read_text(encoding="utf-8")
-    if not text or not upgrade.changed(workspace().root):
+    root = workspace().root
+    if not upgrade.apply(args.folder, root):
         print("nothing to propose")
         return 0
+    verdict = json.loads((args.folder / upgrade.VERDICT).read_text(encoding="utf-8"))
     github = GitHub(where())
-    upgrade.push(workspace().root)
-    print(github.upsert_pull(upgrade.BRANCH, args.base, upgrade.TITLE, text))
+    upgrade.push(root)
+    print(
+        github.upsert_pull(upgrade.BRANCH, args.base, upgrade.TITLE, upgrade.report(upgrade.load(args.folder), verdict))
+    )
     return 0
 
 

@@ -118,11 +118,17 @@ class GitHub:
             raise errors.NetworkError(f"{method} {url}: no answer ({type(error).__name__}); run again later") from error
         if answer.status_code in (401, 403):
             raise errors.ToolError(
-                f"{method} {url}: refused ({answer.status_code}); the token lacks a permission; the workflow names it"
+                f"{method} {url}: refused ({answer.status_code}, {_reason(answer)}); {_remedy(_reason(answer))}"
             )
         if not answer.ok:
             raise errors.ToolError(f"{method} {url}: answered {answer.status_code} ({_reason(answer)})")
         return answer.json()
+
+
+def _remedy(reason: str) -> str:
+    if "not permitted to create" in reason:
+        return "allow it under Settings, Actions, General: Allow GitHub Actions to create and approve pull requests"
+    return "the token lacks a permission; the workflow names it"
 
 
 def _reason(answer: requests.Response) -> str:

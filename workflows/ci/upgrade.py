@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from workflows import console, errors, proc
+from workflows import console, errors, files, proc
 from workflows.ci import upstream
 from workflows.image import bump as images
 from workflows.image import devcontainer
@@ -24,6 +26,7 @@ from workflows.sources.workspace import Workspace
 
 BRANCH, TITLE = "bump/pins", "Move pins to the newest releases"
 PINNED = ("sources.yaml", "sources.lock", "docker/images.lock", devcontainer.FILE, "requirements", "patches")
+PATCH, MOVES, VERDICT = "pins.patch", "moves.json", "verdict.json"
 _ACCELERATORS = {"cuda-devel": "cuda12", "cuda-base": "cuda12", "ubuntu": "cpu"}
 _SAID_LINES = 25
 _XLA = ("third_party/xla/revision.bzl", re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE))
@@ -186,24 +189,55 @@ def validate(root: Path, commands: Sequence[Sequence[str]]) -> tuple[bool, str]:
     return True, said
 
 
-def report(moves: Sequence[Move], passed: bool, said: str) -> str:
-    """Return the text of the pull request."""
+def report(moves: Sequence[Move], verdict: Mapping[str, Any]) -> str:
+    """Return the text of the pull request; ``verdict`` holds ``passed`` and ``said``, or nothing where nothing ran."""
     rows = "\n".join(move.line for move in moves)
-    table = f"| pin | from | to | outcome |\n|---|---|---|---|\n{rows}\n\n"
-    if not said:
-        return f"{table}No pin moved, so nothing was validated.\n"
-    verdict = "passed" if passed else "**failed**"
-    fenced = said.replace("```", "'''")
-    return f"{table}The validation {verdict} on the new pins:\n\n```text\n{fenced}```\n"
+    table = f"| pin | from | to | outcome |\n|---|---|---|---|\n{rows}\n"
+    if not verdict:
+        return f"{table}\nNo pin moved, so nothing was validated.\n"
+    fenced = str(verdict["said"]).replace("```", "'''")
+    outcome = "passed" if verdict["passed"] else "**failed**"
+    return f"{table}\nThe validation {outcome} on the new pins:\n\n```text\n{fenced}```\n"
 
 
-def changed(root: Path) -> bool:
-    """Say whether a pin differs from the last commit."""
-    return bool(proc.run(["git", "status", "--porcelain", "--", *_present(root)], cwd=root).text)
+def save(folder: Path, root: Path, moves: Sequence[Move]) -> None:
+    """Write what moved, as a patch and as rows of the report: an empty patch where nothing did."""
+    folder.mkdir(parents=True, exist_ok=True)
+    present = [name for name in PINNED if (root / name).exists()]
+    diff = ["git", "diff", "--binary", "--no-renames", "HEAD", "--", *present]
+    (folder / PATCH).write_bytes(proc.run(diff, cwd=root).stdout)
+    files.write_json(folder / MOVES, [asdict(move) for move in moves])
 
 
-def _present(root: Path) -> list[str]:
-    return [name for name in PINNED if (root / name).exists()]
+def load(folder: Path) -> list[Move]:
+    """Read the moves again."""
+    try:
+        return [Move(**each) for each in json.loads((folder / MOVES).read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise errors.UsageError(
+            f"{folder / MOVES}: cannot be read ({error}); run `ci upgrade {folder}` again"
+        ) from error
+
+
+def apply(folder: Path, root: Path) -> bool:
+    """Have the moved pins in the working tree; return whether there are any.
+
+    Raises
+    ------
+    IntegrityError
+        The patch changes other files than pins: what made it ran code of others.
+    """
+    patch = (folder / PATCH).resolve()
+    if not patch.is_file() or not patch.stat().st_size:
+        return False
+    touched = proc.run(["git", "apply", "--numstat", "-z", str(patch)], cwd=root).text
+    names = [entry.split("\t")[-1] for entry in touched.split("\0") if entry]
+    strange = [name for name in names if not any(name == each or name.startswith(f"{each}/") for each in PINNED)]
+    if strange or re.search(rb"^(rename|copy) from ", patch.read_bytes(), re.MULTILINE):
+        raise errors.IntegrityError(f"{patch}: changes {(strange or ['a name'])[0]}, which is no pin; do not use it")
+    if proc.run(["git", "apply", "--reverse", "--check", str(patch)], cwd=root, check=False).returncode:
+        proc.run(["git", "apply", str(patch)], cwd=root)
+    return True
 
 
 def push(root: Path, environ: Mapping[str, str] = os.environ) -> None:
@@ -216,6 +250,7 @@ def push(root: Path, environ: Mapping[str, str] = os.environ) -> None:
               "GIT_CONFIG_VALUE_0": f"AUTHORIZATION: basic {secret}"}  # fmt: skip
     env = dict(environ) | who | header
     proc.run(["git", "checkout", "--quiet", "-B", BRANCH], cwd=root, env=env)
-    proc.run(["git", "commit", "--quiet", "-m", TITLE, "--", *_present(root)], cwd=root, env=env)
+    proc.run(["git", "add", "--", *(name for name in PINNED if (root / name).exists())], cwd=root, env=env)
+    proc.run(["git", "commit", "--quiet", "-m", TITLE], cwd=root, env=env)
     url = f"{server}/{environ['GITHUB_REPOSITORY']}.git"
     proc.run(["git", "push", "--quiet", "--force", url, f"HEAD:refs/heads/{BRANCH}"], cwd=root, env=env)

@@ -1,4 +1,4 @@
-"""The part of GitHub's expression language that our workflows use: names, strings, calls, ``! == != && ||``.
+"""The part of GitHub's expression language that our workflows use: names, strings, numbers, calls, ``! == != && ||``.
 
 See https://docs.github.com/en/actions/reference/workflows-and-actions/expressions.
 """
@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_TOKEN = re.compile(r"\s*(?:(?P<string>'(?:[^']|'')*')|(?P<name>[A-Za-z_][\w.-]*)|(?P<sign>==|!=|&&|\|\||[!(),]))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<string>'(?:[^']|'')*')|(?P<number>\d+)|(?P<name>[A-Za-z_][\w.-]*)|(?P<sign>==|!=|&&|\|\||[!(),]))"
+)
 _HOLE = re.compile(r"\$\{\{(.*?)\}\}", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -95,6 +97,8 @@ class _Reader:
         kind, word = self._tokens.pop(0)
         if kind == "string":
             return word[1:-1].replace("''", "'")
+        if kind == "number":
+            return int(word)
         assert kind == "name", word
         if self._take("("):
             arguments = []

@@ -1,4 +1,7 @@
-"""Runs workflows on this machine: every ``run:`` block as it stands, every action by what it does to the files here."""
+"""Runs workflows on this machine: every ``run:`` block as it stands, every action by what it does to the files here.
+
+Whoever starts it is the runner's user. Each checkout gives a clone with nothing in it but what is committed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +18,7 @@ from typing import Any
 import yaml
 from expressions import evaluate, expand, text_of
 
-TIMEOUT_S = 1500
+MINUTES = 360  # after that GitHub ends a job that names no limit
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Step:
     job: str
     command: str
     output: str
+    seconds: float
 
 
 @dataclass
@@ -39,6 +44,7 @@ class Machine:
     steps: list[Step] = field(default_factory=list)
     attested: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    only: str = ""  # a job, or a value of its matrix: the others are left out
 
     def workflow(self, name: str, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Run all jobs of ``.github/workflows/NAME``; return its outputs. A step that fails fails the test."""
@@ -71,6 +77,8 @@ class Machine:
             else:
                 outputs = {}
                 for cell in cells(body):
+                    if self.only and self.only not in (job, *cell.values()):
+                        continue
                     outputs = self._job(f"{name}:{job}", body, context | {"matrix": cell})
             needs[job] = {"result": "success", "outputs": outputs}
         context = {"jobs": needs}
@@ -78,7 +86,11 @@ class Machine:
 
     def _context(self, needs: Mapping[str, Any], inputs: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
         context = {"github": self.github, "vars": self.vars, "secrets": self.secrets, "needs": needs, "inputs": inputs}
-        context |= {"runner": {"os": "Linux", "temp": str(self.artifacts)}, "env": {}, "steps": {}}
+        context |= {
+            "runner": {"os": "Linux", "temp": str(self.artifacts), "environment": self.environ["RUNNER_ENVIRONMENT"]},
+            "env": {},
+            "steps": {},
+        }
         return context | {"env": expand(dict(env), context, {})}
 
     @staticmethod
@@ -95,6 +107,7 @@ class Machine:
         calls = self._calls(True)
         env = context["env"] | expand(body.get("env", {}), context, calls)
         context = context | {"env": env, "steps": {}}
+        until = time.monotonic() + 60 * int(expand(body.get("timeout-minutes", MINUTES), context, calls))
         exported: dict[str, str] = {}
         for step in body["steps"]:
             wanted = step.get("if", "true").removeprefix("${{").removesuffix("}}")
@@ -106,14 +119,14 @@ class Machine:
                 continue
             assert "${{" not in step["run"], f"{label}: an expression inside a script; pass it through env"
             variables = env | expand(step.get("env", {}), context, calls) | exported
-            outputs, more = self._script(label, step, {key: text_of(each) for key, each in variables.items()})
+            outputs, more = self._script(label, step, {key: text_of(each) for key, each in variables.items()}, until)
             exported |= more
             if "id" in step:
                 context["steps"][step["id"]] = {"outputs": outputs}
         return expand(body.get("outputs", {}), context, calls)
 
     def _script(
-        self, label: str, step: Mapping[str, str], env: Mapping[str, str]
+        self, label: str, step: Mapping[str, str], env: Mapping[str, str], until: float
     ) -> tuple[dict[str, str], dict[str, str]]:
         files = {
             name: self.artifacts / f".{name.lower()}" for name in ("GITHUB_OUTPUT", "GITHUB_ENV", "GITHUB_STEP_SUMMARY")
@@ -124,16 +137,21 @@ class Machine:
         full = self.environ | variables | dict(env) | {name: str(path) for name, path in files.items()}
         argv = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
         folder = self.clone / step.get("working-directory", ".")
+        began = time.monotonic()
         done = subprocess.run(
             argv, cwd=folder, env=full, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=TIMEOUT_S,
+            text=True, timeout=until - began,
         )  # fmt: skip
-        self.steps.append(Step(label, step["run"], done.stdout))
+        self.steps.append(Step(label, step["run"], done.stdout, time.monotonic() - began))
         assert done.returncode == 0, f"{label}: {step['run']}\n{done.stdout[-4000:]}"
         return pairs(files["GITHUB_OUTPUT"]), pairs(files["GITHUB_ENV"])
 
     def _action(self, action: str, given: Mapping[str, str]) -> None:
-        if action == "actions/upload-artifact":
+        if action == "actions/checkout":
+            ref = self.github["ref_name"]
+            for argv in (["checkout", "-q", "--force", ref], ["clean", "-xdffq"]):
+                subprocess.run(["git", *argv], cwd=self.clone, check=True)
+        elif action == "actions/upload-artifact":
             target = self.artifacts / given["name"]
             found = [path for line in given["path"].split() for path in sorted(self.clone.glob(line.rstrip("/")))]
             assert found or given.get("if-no-files-found") == "ignore", f"nothing to upload at {given['path']}"
@@ -145,8 +163,8 @@ class Machine:
                 shutil.copytree(path, self.clone / given["path"], dirs_exist_ok=True)
         elif action == "actions/attest":
             self.attested.append(dict(given))
-        else:  # the clone, this Python and an empty cache stand for them
-            assert action in ("actions/checkout", "actions/setup-python", "actions/cache"), action
+        else:  # this Python and an empty cache stand for them
+            assert action in ("actions/setup-python", "actions/cache"), action
 
 
 def copy_into(path: Path, folder: Path) -> None:
@@ -182,4 +200,5 @@ def in_order(jobs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def clean_environment(home: Path) -> dict[str, str]:
     """Return what the machine's administrator sets, with an empty home."""
     kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_", "UV_", "DOCKER_"))}
+    kept |= {"RUNNER_ENVIRONMENT": os.environ.get("RUNNER_ENVIRONMENT", "self-hosted")}
     return kept | {"HOME": str(home), "PATH": os.environ["PATH"], "CI": "true", "GIT_CONFIG_NOSYSTEM": "1"}
