@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from pathlib import Path
@@ -9,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from workflows.ci import evidence
-
 ROOT = Path(__file__).resolve().parent.parent
+STAND_IN = "stand_in"
 UNIT = Path(__file__).resolve().parent / "unit"
 
 
@@ -22,10 +22,31 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Write what stood in for the real thing into the report: see workflows/ci/evidence.py."""
+    """Write what stood in for the real thing into the report."""
     for item in items:
-        for mark in item.iter_markers(evidence.STAND_IN):
-            item.user_properties.append((evidence.STAND_IN, mark.args[0]))
+        for mark in item.iter_markers(STAND_IN):
+            item.user_properties.append((STAND_IN, mark.args[0]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """End with the tests that exercised a stand-in; all others exercised the real thing."""
+    rows = sorted(
+        (value, report.nodeid, outcome)
+        for outcome in ("passed", "failed", "error", "skipped")
+        for report in terminalreporter.stats.get(outcome, ())
+        for name, value in getattr(report, "user_properties", ())
+        if name == STAND_IN
+    )
+    if not rows:
+        return
+    cells = [("stand-in", "test", "outcome"), ("---",) * 3]
+    cells += [tuple(cell.replace("|", r"\|") for cell in row) for row in rows]
+    terminalreporter.section(f"ran on a stand-in ({len(rows)})")
+    table = "".join(f"| {' | '.join(row)} |\n" for row in cells)
+    terminalreporter.write(table)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(summary, "a", encoding="utf-8") as file:
+            file.write(f"## Ran on a stand-in ({len(rows)})\n\n{table}\n")
 
 
 @pytest.fixture(scope="session")

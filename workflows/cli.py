@@ -26,7 +26,6 @@ COMMANDS = {
     "refresh": "workflows.sources.maintain",
     "bump": "workflows.sources.maintain",
     "gc": "workflows.sources.maintain",
-    "bench": "workflows.bench",
     "promote": "workflows.image.promotion",
     "cache": "workflows.cache.commands",
     "image": "workflows.image.commands",

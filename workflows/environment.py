@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from workflows import console, errors, files, proc
+from workflows import complaints, console, errors, files, proc
 from workflows.sources.workspace import Workspace
 
 STAMP = ".multimesh-packages.json"
@@ -125,13 +125,5 @@ def _pip(*args: str, label: str, on_line: Callable[[str], None] | None = None) -
     ]
     result = proc.run(command, check=False, on_line=on_line, env=os.environ | {"PYTHONSAFEPATH": "1"})
     if result.returncode:
-        said = result.stderr.decode("utf-8", "replace")
-        if "DO NOT MATCH THE HASHES" in said:
-            raise errors.IntegrityError(
-                f"{label}: the package index offers other files than the locked ones; do not use them"
-            )
-        if "No space left on device" in said:
-            raise errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
-        if "onnection" in said or "resolution" in said or "timed out" in said:
-            raise errors.NetworkError(f"{label}: the package index cannot be reached; check the network and run again")
-        raise errors.ToolError(f"{label}: pip failed ({result.complaint})")
+        known = complaints.of_pip(result.stderr.decode("utf-8", "replace"), label)
+        raise known or errors.ToolError(f"{label}: pip failed ({result.complaint})")

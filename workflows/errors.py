@@ -83,12 +83,6 @@ class SeveralErrors(WorkflowsError):
         self.exit_code = exit_code
 
 
-class ReportError(WorkflowsError):
-    """The report of a test run cannot be read."""
-
-    exit_code = 12
-
-
 class EngineError(WorkflowsError):
     """No container engine answers, or it cannot do what is asked."""
 

@@ -1,6 +1,6 @@
 """Fetching four pinned repositories: this tooling, git submodules and west against one server on this machine.
 
-``python -m workflows bench sources [--scale S] [--json]``. The repositories are made here, the same on every machine:
+``tests/benchmarks/sources.py [--scale S] [--json]``. The repositories are made here, the same on every machine:
 as many files and folders as jax, xla, MaxText and MultiMesh have at scale 1, and a history behind and ahead of the pin.
 Bytes are counted by the server and compared with the pack of the pinned trees, which is the least that any method can
 fetch. CPU time is that of the command and all that it started, without the server.
@@ -258,7 +258,7 @@ def run(scale: float, folder: Path) -> tuple[float, list[Fetch], list[Again]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse options, measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m workflows bench sources", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--scale", type=float, default=0.05, help="size of the repositories; 1 is that of the real ones"
     )

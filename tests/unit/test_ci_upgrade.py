@@ -13,7 +13,6 @@ from workflows import errors
 from workflows.ci import upgrade
 from workflows.ci.upgrade import Move
 from workflows.image import bump, lock
-from workflows.sources.workspace import Workspace
 
 
 def built(*moves: Move) -> list[str]:
@@ -68,16 +67,6 @@ def test_a_patch_of_pins_changes_nothing_else(tmp_path: Path) -> None:
         upgrade.apply(folder, again)
     patch.write_bytes(b"")
     assert not upgrade.apply(folder, again)
-
-
-def test_images_that_cannot_be_asked_for_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_engine(root: Path) -> list[bump.Answer]:
-        raise errors.EngineError("no engine answers")
-
-    monkeypatch.setattr(bump, "bump", no_engine)
-    (tmp_path / "sources.yaml").write_text("format: 1\ncomponents:\n  a: {link: a, groups: [run]}\n")
-    moves = upgrade.upgrade(Workspace(tmp_path), None, upgrade.console.Reporter(quiet=True))
-    assert moves == [Move("docker/images.lock", "", "", "no engine answers")]
 
 
 def test_bazel_is_moved_without_a_checksum_that_nobody_read(root: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_every_builder_gets_the_same_build_in_its_own_words() -> None:
     buildkit = dataclasses.replace(DOCKER, builder="buildkit", client="20.10.24")
     podman = Engine(("podman",), "podman", "4.3.1", "4.3.1", "podman")
     plugin = dataclasses.replace(DOCKER, plugin="/usr/lib/docker/cli-plugins/docker-buildx")
-    assert argv()[:4] == ["docker", "buildx", "build", "--progress=rawjson"]
+    assert argv()[:4] == ["docker", "buildx", "build", "--progress=plain"]
     assert argv(plugin) == ["/usr/lib/docker/cli-plugins/docker-buildx", "build", *argv()[3:]]
     assert argv()[-3:] == ["--metadata-file", "r", "."]
     assert argv(buildkit)[:3] == ["docker", "build", "--progress=plain"]

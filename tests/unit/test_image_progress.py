@@ -1,64 +1,65 @@
 from __future__ import annotations
 
-import base64
-import json
+import io
+import re
 
 import pytest
+from rich.console import Console
 
 from workflows import errors
 from workflows.image import failure
-from workflows.image.progress import Steps
-
-BEGIN, END = "2026-01-01T00:00:00.5Z", "2026-01-01T00:00:03Z"
+from workflows.image.progress import Display, Step, Steps
 
 
-def vertex(digest: str, name: str, **fields: object) -> str:
-    return json.dumps({"vertexes": [{"digest": digest, "name": name, **fields}]})
-
-
-def said(digest: str, text: str) -> str:
-    return json.dumps({"logs": [{"vertex": digest, "data": base64.b64encode(text.encode()).decode()}]})
+def fed(*lines: str) -> tuple[Steps, list[Step]]:
+    steps = Steps()
+    return steps, [step for line in lines if (step := steps.feed(line)) is not None]
 
 
 def test_steps_have_a_stage_a_time_and_a_title_without_mounts() -> None:
-    steps = Steps()
-    name = "[locked 1/2] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"
-    assert steps.feed(vertex("d1", name)) == []
-    (ended,) = steps.feed(vertex("d1", name, started=BEGIN, completed=END))
+    name = "[linux/arm64 locked 1/2] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"
+    steps, (ended,) = fed(f"#7 {name}", "#7 0.512 Collecting jax", "#7 ...", "#7 DONE 2.5s", "#7 DONE 2.5s")
     assert (ended.title, ended.state) == ("locked 1/2: RUN /opt/pip.sh -r /run.txt", "2.5 s")
+    assert list(ended.said) == ["Collecting jax"]
+    assert steps.failed is None
 
 
 def test_cache_hits_are_counted_over_the_steps_of_the_dockerfile() -> None:
-    steps = Steps()
-    steps.feed(vertex("d0", "[internal] load .dockerignore", started=BEGIN, completed=END))
-    steps.feed(vertex("d1", "[python 1/2] FROM docker.io/library/base", started=BEGIN, completed=END))
-    steps.feed(vertex("d2", "[python 2/2] RUN a", cached=True))
-    steps.feed(vertex("d3", "[runtime 1/1] COPY b", started=BEGIN, completed=END))
+    steps, ended = fed(
+        "#0 building with default instance using docker driver",
+        "#1 [internal] load .dockerignore",
+        "#1 DONE 0.0s",
+        "#2 [internal] load metadata for docker.io/library/base",
+        "#3 [python 1/2] FROM docker.io/library/base",
+        "#3 CACHED",
+        "#5 [python 2/2] RUN a",
+        "#5 CACHED",
+        "#6 [runtime 1/1] COPY b",
+        "#6 DONE 0.1s",
+    )
     assert steps.counted == (1, 2)
-
-
-def test_the_builder_of_an_old_client_is_counted_by_its_lines() -> None:
-    steps = Steps()
-    for line in ("#5 [python 2/2] RUN a", "#5 CACHED", "#6 [runtime 1/1] COPY b", "#6 DONE 0.1s"):
-        steps.feed(line)
-    assert steps.counted == (1, 2)
+    assert [step.title for step in ended] == ["python 1/2: FROM docker.io/library/base", "python 2/2: RUN a",
+                                              "runtime 1/1: COPY b"]  # fmt: skip
 
 
 def test_the_steps_of_podman_are_counted() -> None:
-    steps = Steps()
-    for line in ("[1/2] STEP 1/2: FROM a AS b", "--> 1f2e3d4c5b6", "[1/2] STEP 2/2: RUN c", "STEP 1/1: COPY d"):
-        steps.feed(line)
-    assert steps.counted == (0, 3)
+    steps, ended = fed(
+        "[1/2] STEP 1/2: FROM a AS b", "--> 1f2e3d4c5b6", "[1/2] STEP 2/2: RUN c", "STEP 1/2: COPY d",
+        "--> Using cache 1f2e3d4c5b6", "STEP 2/2: RUN e", "error: no luck", "Error: building at STEP",
+    )  # fmt: skip
+    assert steps.counted == (1, 3)
+    assert [step.title for step in ended[1:]] == ["1 2/2: RUN c", "step 1/2: COPY d", "step 2/2: RUN e"]
+    assert str(failure.explain(steps, 1, "a")) == "step `step 2/2: RUN e` failed: no luck"
 
 
-def broken(*lines: str, error: str = "exit code: 1") -> Steps:
-    steps = Steps()
-    steps.feed(vertex("d1", "[locked 1/1] RUN pip", started=BEGIN))
-    for line in lines:
-        steps.feed(said("d1", line + "\n"))
-    steps.feed(vertex("d1", "[locked 1/1] RUN pip", started=BEGIN, completed=END, error=error))
-    steps.feed(vertex("d2", "[other 1/1] RUN x", started=BEGIN, completed=END, error="context canceled"))
-    return steps
+def broken(*lines: str) -> Steps:
+    said = [f"#1 0.{number}00 {line}" for number, line in enumerate(lines)]
+    command = "executor failed running [/bin/sh -c pip]: exit code: 1"
+    metadata = ("#9 [internal] load metadata for docker.io/x/y", "#9 DONE 0.1s")
+    return fed(
+        *metadata, "#1 [locked 1/1] RUN pip", *said, f"#1 ERROR: {command}", "#2 [other 1/1] RUN x", "#2 CANCELED",
+        "------", " > [locked 1/1] RUN pip:", *lines, "------", f"ERROR: failed to solve: {command}",
+    )[0]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -73,8 +74,9 @@ def broken(*lines: str, error: str = "exit code: 1") -> Steps:
         ("Temporary failure resolving 'archive.example'", errors.NetworkError, "--network"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", errors.NetworkError, "--ca-bundle"),
         ("exec /bin/sh: exec format error", errors.EngineError, "register QEMU"),
-        ("error: this base has no Python >= 3.11", errors.BuildError, "this base has no Python >= 3.11"),
+        ("error: this base has no Python >= 3.11", errors.BuildError, "failed: this base has no Python >= 3.11"),
         ("something else", errors.BuildError, "something else"),
+        (f"error: {'x' * 500} and {'y' * 500} the reason", errors.BuildError, "the reason"),
     ],
 )
 def test_a_failed_step_is_explained(line: str, kind: type[errors.WorkflowsError], words: str) -> None:
@@ -84,10 +86,46 @@ def test_a_failed_step_is_explained(line: str, kind: type[errors.WorkflowsError]
     assert "locked 1/1: RUN pip" in str(error)
 
 
-def test_a_base_that_cannot_be_pulled_is_named() -> None:
-    steps = Steps()
-    steps.feed(vertex("d1", "[python 1/2] FROM docker.io/x/y", error="pull access denied for x/y"))
-    error = failure.explain(steps, 1, "docker.io/x/y")
+def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
+    curl = (
+        "curl: (60) SSL certificate problem: unable to get local issuer certificate",
+        "More details here: https://curl.example/docs/sslcerts.html",
+        "how to fix it, please visit the web page mentioned above.",
+    )
+    error = failure.explain(broken(*curl), 1, "base:1")
+    assert isinstance(error, errors.NetworkError)
+    assert "unable to get local issuer certificate" in str(error)
+    assert "--ca-bundle" in str(error)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("#3 [internal] load metadata for docker.io/x/y", "#3 ERROR: pull access denied for x/y"),
+        ("#3 [python 1/2] FROM docker.io/x/y", "#3 ERROR: failed to copy: connection reset by peer"),
+        ("[1/2] STEP 1/2: FROM docker.io/x/y AS python", "Error: creating build container: manifest unknown"),
+    ],
+)
+def test_a_base_that_cannot_be_pulled_is_named(lines: tuple[str, ...]) -> None:
+    error = failure.explain(fed(*lines)[0], 1, "docker.io/x/y")
     assert isinstance(error, errors.NetworkError)
     assert str(error).startswith("docker.io/x/y: the base image cannot be fetched")
     assert "--base-image" in str(error)
+
+
+def test_the_table_keeps_its_times_on_a_narrow_terminal() -> None:
+    display = Display(live=False)
+    for line in (
+        "#1 [locked 1/2] RUN " + "pip " * 40,
+        "#1 DONE 12.5s",
+        "#2 [locked 2/2] RUN x",
+        "#2 0.100 " + "y" * 90,
+    ):
+        display.steps.feed(line)
+    console = Console(width=40, file=io.StringIO(), force_terminal=False)
+    console.print(display.table())
+    first, second, last = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert first.startswith("  12.5 s  locked 1/2: RUN pip")
+    assert re.match(r" +\d+ s  locked 2/2: RUN x  yy", second)
+    assert "0 of 2 steps" in last
+    assert max(map(len, (first, second, last))) <= 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import jsonschema
 import pytest
 
 from workflows import errors
-from workflows.image import credentials, reference, release
+from workflows.image import reference, registry, release
 from workflows.image.lock import FilePin, ImageLock
 from workflows.image.promote import Moved
 from workflows.image.push import Pushed
@@ -89,8 +90,27 @@ def test_wrong_record_is_not_written(tmp_path: Path, wrong: dict[str, Any]) -> N
     assert not (tmp_path / "release.json").exists()
 
 
-def test_logins_are_found_as_docker_finds_them() -> None:
-    assert credentials.keys("ghcr.io", "owner/image")[:3] == ["ghcr.io/owner/image", "ghcr.io/owner", "ghcr.io"]
-    assert credentials.keys("docker.io", "library/x")[0] == "https://index.docker.io/v1/"
-    login = credentials.Login("me", "my-password")
-    assert "my-password" not in f"{login} {login!r}"
+@pytest.mark.parametrize(
+    ("host", "path", "found"),
+    [
+        ("ghcr.io", "owner/image", ("owner", "one")),
+        ("registry.example", "other/image", ("all", "two")),
+        ("docker.io", "library/x", ("hub", "three")),
+        ("quay.io", "x/y", None),
+    ],
+)
+def test_logins_are_found_as_docker_and_podman_find_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, path: str, found: tuple[str, str] | None
+) -> None:
+    def entry(user: str, secret: str) -> dict[str, str]:
+        return {"auth": base64.b64encode(f"{user}:{secret}".encode()).decode()}
+
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "containers" / "auth.json").write_text(json.dumps({"auths": {"registry.example": entry("all", "two")}}))
+    auths = {"ghcr.io/owner": entry("owner", "one"), "https://index.docker.io/v1/": entry("hub", "three")}
+    (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    login = registry.find_login(host, path)
+    assert (login and (login.user, login.secret)) == found
+    assert login is None or login.secret not in f"{login} {login!r}"

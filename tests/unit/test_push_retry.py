@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import email.utils
 
 import pytest
 
@@ -51,11 +52,13 @@ def test_other_errors_and_long_orders_are_not_waited_for() -> None:
 
 
 def test_retry_after_in_both_forms() -> None:
-    now = datetime.datetime(2026, 1, 1, 12, 0, 0, tzinfo=datetime.UTC)
+    soon = email.utils.format_datetime(
+        datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30), usegmt=True
+    )
     assert retry.retry_after("7") == 7
-    assert retry.retry_after("Thu, 01 Jan 2026 12:00:30 GMT", now) == 30
-    assert retry.retry_after("Thu, 01 Jan 2026 11:00:00 GMT", now) == 0
-    assert [retry.retry_after(text) for text in (None, "soon", "-3", "")] == [None] * 4
+    assert 28 <= (retry.retry_after(soon) or 0) <= 30
+    assert retry.retry_after("Thu, 01 Jan 2026 11:00:00 GMT") == 0
+    assert [retry.retry_after(text) for text in (None, "soon", "")] == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The table of what ran: from a real report of pytest, and one clear error where there is none."""
+"""The table of what ran on a stand-in, from a real run of pytest."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from workflows import cli, errors
-
 pytest_plugins = ["pytester"]
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
-def test_the_table_has_each_outcome_and_stand_in(
-    pytester: pytest.Pytester, root: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+def test_the_table_has_each_stand_in(
+    pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     pytester.makeini(f"[pytest]\nmarkers =\n    stand_in: x\npythonpath = {root}\n")
     pytester.makeconftest((root / "tests" / "conftest.py").read_text(encoding="utf-8"))
@@ -37,24 +35,9 @@ def test_the_table_has_each_outcome_and_stand_in(
         def test_skipped(): pytest.skip("no")
         """)
     )
-    pytester.runpytest_subprocess("--junitxml", "report.xml", *options)
-    capsys.readouterr()
-    assert cli.main(["ci", "evidence", str(pytester.path / "report.xml")]) == 0
-    _, _, total, *lines = capsys.readouterr().out.splitlines()
-    assert total.startswith("1 error, 1 failure, 1 passed, 1 skipped; ")
-    rows = [line.partition("::")[2] for line in lines if "::" in line and "a toy" not in line]
-    assert sorted(rows) == ["test_broken | failure |", "test_skipped | skipped |", "test_teardown | error |"]
-    (used,) = (line for line in lines if "a toy" in line)
-    assert used.startswith(r"| a toy \| a model | ")
-    assert used.endswith("::test_kept | passed |")
-
-
-@pytest.mark.parametrize("content", [None, "", "<testsuite><testcase/></testsuite>"])
-def test_what_is_no_report_is_one_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
-) -> None:
-    path = tmp_path / "report.xml"
-    if content is not None:
-        path.write_text(content, encoding="utf-8")
-    assert cli.main(["ci", "evidence", str(path)]) == errors.ReportError.exit_code
-    assert f"{path}: is no report of pytest" in capsys.readouterr().err
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "summary.md"))
+    result = pytester.runpytest_subprocess(*options)
+    wanted = r"| a toy \| a model | test_the_table_has_each_stand_in.py::test_kept | passed |"
+    assert wanted in result.outlines
+    assert sum("a toy" in line for line in result.outlines) == 1
+    assert wanted in (pytester.path / "summary.md").read_text().splitlines()

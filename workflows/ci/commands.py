@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from workflows import console, errors, files, helping
-from workflows.ci import actions, evidence, nightly, release, upgrade
+from workflows.ci import nightly, release, upgrade
 from workflows.ci.github import GitHub, where
 from workflows.image import devcontainer, flags
 from workflows.sources.commands import workspace
@@ -23,7 +23,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "ci",
         **helping.shown(
-            "the steps of the GitHub workflows", "python -m workflows ci actions", "python -m workflows ci wheel dist"
+            "the steps of the GitHub workflows",
+            "python -m workflows ci wheel dist",
         ),
     )
     parts = parser.add_subparsers(dest="part", metavar="STEP", required=True)
@@ -33,7 +34,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         part.set_defaults(func=func)
         return part
 
-    add("actions", run_actions, "compare the actions that workflows use with .github/actions.yaml")
     part = add("image-name", run_image_name, "print the image of a repository owner, as registries want it")
     part.add_argument(
         "--owner", default=os.environ.get("GITHUB_REPOSITORY_OWNER", ""), help="default: that of this run"
@@ -64,8 +64,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part = add("propose", run_propose, "push the moved pins to a branch and open or update its pull request")
     part.add_argument("folder", type=Path, help="what `upgrade` and `validate` wrote")
     part.add_argument("--base", default=os.environ.get("GITHUB_REF_NAME", "main"), help="default: %(default)s")
-    part = add("evidence", run_evidence, "print a table of what tests ran, on what stand-in, from pytest's reports")
-    part.add_argument("reports", type=Path, nargs="+", help="what `pytest --junitxml FILE` wrote")
     part = add("nightly", run_nightly, "run our tests against the head of jax or MaxText")
     part.add_argument("component", choices=("jax", "maxtext"))
     part.add_argument("--report", type=Path, required=True, help="where the outcome goes")
@@ -77,17 +75,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _mirror_option(part: argparse.ArgumentParser) -> None:
     mirror = os.environ.get("MULTIMESH_MIRROR") or None
     part.add_argument("--mirror", metavar="URL", default=mirror, help="ask URL/NAME.git (default: MULTIMESH_MIRROR)")
-
-
-def run_actions(args: argparse.Namespace) -> int:
-    """Exit 4 with one line for each action that is not as pinned."""
-    root = workspace().root
-    pins = actions.load(root / ".github" / "actions.yaml")
-    found = list(actions.uses(root / ".github" / "workflows"))
-    if said := actions.faults(pins, iter(found)):
-        raise errors.SeveralErrors(said, errors.PinError.exit_code)
-    print(f"{len(found)} uses of {len(pins)} actions, each the pinned commit")
-    return 0
 
 
 def run_image_name(args: argparse.Namespace) -> int:
@@ -183,12 +170,6 @@ def run_propose(args: argparse.Namespace) -> int:
     print(
         github.upsert_pull(upgrade.BRANCH, args.base, upgrade.TITLE, upgrade.report(upgrade.load(args.folder), verdict))
     )
-    return 0
-
-
-def run_evidence(args: argparse.Namespace) -> int:
-    """Print Markdown."""
-    print(evidence.render(each for path in args.reports for each in evidence.read(path)))
     return 0
 
 

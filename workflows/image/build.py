@@ -137,7 +137,7 @@ def execute(
             console.note(f"{reference}: not pinned by digest; a release refuses that")
         for place in todo.access.left_out:
             console.note(f"{place}: pip finds packages there on this machine, but a build cannot see it")
-        with Display(plain_output=engine.builder != "buildx") as display:
+        with Display() as display:
             # Only attestations say what buildx asks git.
             env = os.environ | todo.access.variables | _SETTINGS | {"BUILDX_GIT_INFO": "true" if attest else "false"}
             done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=display.line)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workflows import console, errors
-from workflows.image import devcontainer, engine, lock
-from workflows.image.engine import Engine
+from workflows.image import devcontainer, lock, reference
 from workflows.image.lock import FilePin
+from workflows.image.registry import Registry
+from workflows.image.retry import Policy
 
 _TIMEOUT_S = 60
 _BAZEL = re.compile(r"/bazel-(\d[^/-]*)-linux")
@@ -41,12 +41,10 @@ def bump(root: Path) -> list[Answer]:
     ``images.lock`` and the devcontainer that is built from it change together.
     A standalone Python's checksum comes from a table that a person reads, so it is not asked for.
     """
-    held, where = lock.load(root), engine.detect()
-    if where.builder != "buildx":
-        raise errors.EngineError(f"{where.summary}: asking registries needs docker's buildx plugin; install it")
+    held = lock.load(root)
     downloads = {name: file for name, file in held.files.items() if name.startswith("bazel ")}
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(lambda pin: _digest(where, pin.reference), held.images.values()))
+        digests = list(pool.map(lambda pin: _digest(pin.reference), held.images.values()))
         sums = list(pool.map(lambda file: _published(f"{file.url}.sha256"), downloads.values()))
     answers = [
         Answer(name, pin.digest, digest or pin.digest, fault)
@@ -87,25 +85,14 @@ def run(root: Path) -> int:
     return 0
 
 
-def _digest(where: Engine, reference: str) -> tuple[str | None, str | None]:
+def _digest(image: str) -> tuple[str | None, str | None]:
     """Return the digest that a registry gives for a reference, or why not; for all platforms where it has several."""
+    repository, _, tag = image.rpartition(":")
     try:
-        told = where.run(
-            "buildx",
-            "imagetools",
-            "inspect",
-            "--format",
-            "{{json .Manifest}}",
-            reference,
-            check=False,
-            timeout_s=_TIMEOUT_S,
-        )
-    except TimeoutError:
-        return None, f"{reference}: no answer in {_TIMEOUT_S} s"
-    if told.returncode:
-        return None, f"{reference}: its registry does not answer ({told.complaint[:200]})"
-    digest = str(json.loads(told.text).get("digest", ""))
-    return (digest, None) if digest else (None, f"{reference}: its registry names no digest")
+        with Registry(reference.make(repository, None, tag), Policy(attempts=2)) as registry:
+            return registry.get(tag).digest, None
+    except errors.WorkflowsError as error:
+        return None, f"{image}: its registry does not answer ({error})"
 
 
 def _published(url: str) -> tuple[str | None, str | None]:

@@ -155,8 +155,8 @@ def build_argv(
     push
         The name that a builder of its own pushes the image under, in place of loading it into the engine.
     """
-    manner = {"buildx": ["--progress=rawjson"], "buildkit": ["--progress=plain"], "podman": _PODMAN}
-    argv = [*engine.build_cli, *manner[engine.builder], "--file", DOCKERFILE, "--target", spec.target]
+    manner = _PODMAN if engine.builder == "podman" else ["--progress=plain"]
+    argv = [*engine.build_cli, *manner, "--file", DOCKERFILE, "--target", spec.target]
     argv += ["--platform", spec.platform] if spec.platform else []
     argv += ["--network", means.network] if means.network != "default" else []
     argv += [] if means.layer_cache and engine.builder != "podman" else ["--no-cache"]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workflows import errors
+from workflows import console, errors
 from workflows.image.reference import Reference
 from workflows.image.registry import Registry
 from workflows.image.retry import Policy
@@ -71,6 +71,14 @@ def promote(reference: Reference, digest: str, names: Sequence[str], policy: Pol
                 )
             moved.append(Moved(name, before, digest))
     return tuple(moved)
+
+
+def unstage(reference: Reference, digest: str, policy: Policy) -> None:
+    """Remove the staging tag of an image that has its public tags; a registry that removes none is no error."""
+    staging = reference.staging.tag
+    with Registry(reference, policy) as registry:
+        if registry.digest(staging) == digest and not registry.remove(staging):
+            console.note(f"{registry.place}: removes no tags; {staging} stays, for you to delete")
 
 
 def _told(moved: Sequence[Moved], left: Sequence[str]) -> str:

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
             console.note(f"attestations: {attest.summary(attest.read(registry, manifest))}")
         release.check(args.release, labels, release.load_locks(ROOT), release.unpinned(labels))
     moved = promote.promote(wanted, digest, names, Policy())
+    promote.unstage(wanted, digest, Policy())
     if args.json:
         print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
     else:

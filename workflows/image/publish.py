@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -80,6 +79,8 @@ def publish(
     started = time.monotonic()
     tags = promote.tags(reference, latest=actions.latest, version=actions.release) if actions.promote else ()
     moved = promote.promote(reference, pushed.digest, tags, policy)
+    if moved:
+        promote.unstage(reference, pushed.digest, policy)
     published = Published(pushed, size, moved, time.monotonic() - started, signature, attesting.said, attested)
     document = release.record(root, published, built, asdict(check), actions.release)
     release.write(actions.release_file or root / RECORD, document)
@@ -102,12 +103,11 @@ def from_builder(
     """Let a builder of its own push the checked image from its cache, with attestations."""
     staging = built.spec.reference.staging
 
-    def send() -> str:
+    def send() -> None:
         done = build.execute(root, engine, built.spec, request.means, attest=options, push=str(staging))
         if done.returncode:
             failed = done.steps.failed
             raise push.fault((failed and failed.error) or "\n".join(done.steps.rest), str(staging))
-        return str(json.loads(done.result)["containerimage.digest"])
 
     return push.deliver(send, built.image_id, staging, Policy(), reporter)
 

@@ -7,41 +7,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workflows import console, errors, proc
+from workflows import complaints, console, errors, proc
 from workflows.image import retry
 from workflows.image.engine import Engine
 from workflows.image.reference import Reference
 from workflows.image.registry import Manifest, Registry
 from workflows.image.retry import Policy, Transient
 
-_DIGEST = re.compile(r"\bdigest: (sha256:[0-9a-f]{64})\b")
 _LAYER = re.compile(r"([0-9a-f]{12}): (.+)")
 _OVER = re.compile(r"Pushed|Layer already exists|Mounted from .*")
-# What engines make of a registry's answer. Order counts: a 503 may come with words that sound final.
-_PASSING = re.compile(
-    r"toomanyrequests|too many requests|\b429\b|\b50[0234]\b|server error|unavailable|\bEOF\b|reset by peer|"
-    r"connection refused|broken pipe|time(d )?out|deadline exceeded|no such host|temporary failure|"
-    r"blob upload (unknown|invalid)",
-    re.IGNORECASE,
-)
-_FINAL = re.compile(
-    r"unauthorized|denied|authentication required|no basic auth|insufficient.scope|forbidden|name unknown|"
-    r"not found|does not exist|\b40[0134]\b",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What lies in the registry now.
-
-    Attributes
-    ----------
-    reference
-        The name that it was pushed under.
-    attempts
-        How often the engine had to be started; finished layers are not sent again.
-    """
+    """What lies in the registry now, under which name; ``attempts`` says how often the engine had to be started."""
 
     reference: Reference
     manifest: Manifest
@@ -60,14 +39,14 @@ def push(engine: Engine, image_id: str, staging: Reference, policy: Policy, repo
 
 
 def deliver(
-    send: Callable[[], str], image_id: str, staging: Reference, policy: Policy, reporter: console.Reporter
+    send: Callable[[], None], image_id: str, staging: Reference, policy: Policy, reporter: console.Reporter
 ) -> Pushed:
     """Have an image sent to a staging tag, again after faults that pass, and read back what came of it.
 
     Parameters
     ----------
     send
-        Sends it and returns the digest, or raises what ``fault`` makes of a complaint.
+        Sends it, or raises what ``fault`` makes of a complaint.
     image_id
         The image that was checked, as the engine names it; the registry must end up with no other.
 
@@ -80,66 +59,50 @@ def deliver(
     """
     started, attempts = time.monotonic(), 0
 
-    def attempt() -> str:
+    def attempt() -> None:
         nonlocal attempts
         attempts += 1
         try:
-            return send()
+            send()
         except Transient as passing:
             # An engine keeps to itself how long the registry wants to be left alone.
             with Registry(staging) as registry:
                 raise Transient(str(passing), registry.quiet_s()) from passing
 
     reporter.phase("push", str(staging))
-    digest = retry.call(attempt, policy, str(staging.repository))
+    retry.call(attempt, policy, str(staging.repository))
     with Registry(staging, policy) as registry:
-        manifest = registry.get(digest)
+        manifest = registry.get(staging.tag)
         _same_image(registry, manifest, image_id)
-    reporter.done("push", digest)
+    reporter.done("push", manifest.digest)
     return Pushed(staging, manifest, attempts, time.monotonic() - started)
-
-
-def push_argv(engine: Engine, staging: Reference) -> list[str]:
-    """Return the command; Podman has to be told that a registry on this machine speaks no TLS, Docker finds out."""
-    reach: list[str] = []
-    if engine.kind == "podman":
-        with Registry(staging) as registry:
-            reach = ["--tls-verify=false"] if registry.plain_http else []
-    return [*engine.cli, "push", *reach, str(staging)]
 
 
 def fault(said: str, label: str) -> Exception:
     """Return what an engine's complaint means: try again, or over."""
-    line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")[:300]
-    if _PASSING.search(line):
+    line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")[:600]
+    if complaints.network_failed(line):
         return Transient(line)
-    if _FINAL.search(line):
-        return errors.RegistryError(f"{label}: refused ({line}); log in to the registry, and check --repo and --name")
-    return errors.RegistryError(f"{label}: the engine cannot push it ({line})")
+    return errors.RegistryError(f"{label}: refused ({line}); log in to the registry, and check --repo and --name")
 
 
-def _once(engine: Engine, staging: Reference, reporter: console.Reporter) -> str:
-    """Let the engine push and return the digest that it says."""
-    layers: set[str] = set()
-    over: set[str] = set()
+def _once(engine: Engine, staging: Reference, reporter: console.Reporter) -> None:
+    """Let the engine push."""
+    layers: dict[str, bool] = {}
 
     def line(text: str) -> None:
         if match := _LAYER.match(text):
-            layers.add(match[1])
-            if _OVER.match(match[2]):
-                over.add(match[1])
-            reporter.advance("push", len(over), len(layers))
+            layers[match[1]] = bool(_OVER.match(match[2]))
+            reporter.advance("push", sum(layers.values()), len(layers))
 
-    result = proc.run(push_argv(engine, staging), check=False, on_line=line)
-    said = result.stderr.decode("utf-8", "replace")
-    if result.returncode:
-        raise fault(said or result.text, str(staging))
-    found = _DIGEST.findall(result.text)
-    if not found:
-        # Podman says no digest; the registry does.
+    reach: list[str] = []
+    if engine.kind == "podman":
+        # It has to be told that a registry on this machine speaks no TLS; Docker finds out.
         with Registry(staging) as registry:
-            return registry.get(staging.tag).digest
-    return str(found[-1])
+            reach = ["--tls-verify=false"] if registry.plain_http else []
+    result = proc.run([*engine.cli, "push", *reach, str(staging)], check=False, on_line=line)
+    if result.returncode:
+        raise fault(result.stderr.decode("utf-8", "replace") or result.text, str(staging))
 
 
 def _same_image(registry: Registry, manifest: Manifest, image_id: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import email.utils
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
+
+from urllib3.exceptions import InvalidHeader
+from urllib3.util.retry import Retry
 
 from workflows import console, errors
 
@@ -16,13 +17,7 @@ T = TypeVar("T")
 
 
 class Transient(Exception):
-    """Something that may be gone the next time.
-
-    Attributes
-    ----------
-    after_s
-        How long the server asked to wait, in seconds; None if it did not say.
-    """
+    """Something that may be gone the next time; ``after_s`` is how long the server asked to wait, if it said."""
 
     def __init__(self, reason: str, after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -61,7 +56,8 @@ def call(action: Callable[[], T], policy: Policy, label: str, sleep: Callable[[f
     RegistryError
         It still failed the last time, or the server wants a longer wait than is reasonable.
     """
-    for attempt in range(1, policy.attempts + 1):
+    attempt = 1
+    while True:
         try:
             return action()
         except Transient as fault:
@@ -72,21 +68,14 @@ def call(action: Callable[[], T], policy: Policy, label: str, sleep: Callable[[f
                     f"{label}: {fault}; the server wants {fault.after_s:.0f} s of quiet; try again after that"
                 ) from fault
             wait = policy.wait_s(attempt, fault.after_s)
-            console.note(f"{label}: {fault}; attempt {attempt + 1} of {policy.attempts} in {wait:.1f} s")
+            attempt += 1
+            console.note(f"{label}: {fault}; attempt {attempt} of {policy.attempts} in {wait:.1f} s")
             sleep(wait)
-    raise AssertionError("a policy has at least one attempt")
 
 
-def retry_after(header: str | None, now: datetime.datetime | None = None) -> float | None:
+def retry_after(header: str | None) -> float | None:
     """Read a ``Retry-After`` header: seconds, or a date; None if there is none that can be read."""
-    if header is None:
-        return None
-    if header.strip().isdigit():
-        return float(header)
     try:
-        date = email.utils.parsedate_to_datetime(header)
-    except ValueError:
+        return None if header is None else float(Retry().parse_retry_after(header))
+    except InvalidHeader:
         return None
-    if date.tzinfo is None:
-        return None
-    return max(0.0, (date - (now or datetime.datetime.now(datetime.UTC))).total_seconds())

@@ -13,21 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from workflows import errors, proc
+from workflows import complaints, errors, proc
 from workflows.sources import git, safety
 from workflows.sources.manifest import Transport
 
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60
-_UNREACHABLE = (
-    "connection",
-    "timed out",
-    "name resolution",
-    "unreachable",
-    "temporary failure",
-    "proxyerror",
-    "max retries",
-)
 
 Entry = tuple[str, str, bytes]
 """Path, git mode ("100644", "100755" or "120000") and content."""
@@ -72,14 +63,8 @@ def _from_index(transport: Transport, version: str, sha256: str | None, folder: 
     if result.returncode == 0 and (folder / transport.file).is_file():
         return folder / transport.file
     said = (result.stderr + result.stdout).decode("utf-8", "replace")
-    if "DO NOT MATCH THE HASHES" in said:
-        raise errors.IntegrityError(
-            f"{label}: the index offers another {transport.file} than sources.lock pins ({sha256}); do not use it"
-        )
-    if "No space left on device" in said:
-        raise errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
-    if any(phrase in said.lower() for phrase in _UNREACHABLE):
-        raise errors.NetworkError(f"{label}: the package index cannot be reached; check the network and run again")
+    if (known := complaints.of_pip(said, f"{label}: {transport.file}")) is not None:
+        raise known
     if result.returncode == 0 or "No matching distribution" in said:
         raise errors.MissingCommitError(
             f"{label}: the package index has no {transport.file}; check its version or pip's index settings"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflows import errors, proc
+from workflows import complaints, errors, proc
 from workflows.sources.hardened import environment
 
 # Where a component's upstream bytes begin, and the branch with its patches applied.
@@ -17,31 +17,6 @@ IDENTITY = {
     for role in ("AUTHOR", "COMMITTER")
     for field, value in (("NAME", "MultiMesh"), ("EMAIL", "patches@multimesh.invalid"), ("DATE", "@946684800 +0000"))
 }
-_NETWORK = (
-    "could not resolve",
-    "couldn't connect",
-    "connection refused",
-    "connection reset",
-    "connection timed out",
-    "failed to connect",
-    "unable to connect",
-    "no route to host",
-    "network is unreachable",
-    "operation timed out",
-    "operation too slow",
-    "temporary failure in name resolution",
-    "the remote end hung up",
-    "early eof",
-    "unexpected disconnect",
-    "recv failure",
-    "transfer closed",
-    "empty reply from server",
-    "rpc failed",
-    "curl 18",
-    "curl 56",
-    "error: 50",
-    "could not read from remote repository",
-)
 _MALFORMED = ("fsck error", "object corrupt", "index-pack failed", "invalid index-pack", "inflate", "bad object")
 _MISSING = ("not our ref", "couldn't find remote ref", "unadvertised object", "no such remote ref")
 
@@ -66,7 +41,7 @@ class Repo:
             return proc.run(["git", *args], cwd=self.root, env=full, stdin=stdin, check=check, on_line=on_line)
         except errors.ToolError as error:
             said = str(error)
-            if any(phrase in said for phrase in ("No space left", "Disk quota", "unable to write", "write error")):
+            if complaints.disk_full(said) or "unable to write" in said or "write error" in said:
                 raise errors.DiskError(f"{self.root}: cannot be written; free some space and run again") from error
             if "Read-only file system" in said or "Permission denied" in said:
                 raise errors.DiskError(f"{self.root}: cannot be written; make it writable and run again") from error
@@ -127,13 +102,13 @@ def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors
     lines = result.stderr.decode("utf-8", "replace").splitlines()
     said = "\n".join(lines).lower()
     complaint = "; ".join(line.strip() for line in lines if "fatal:" in line or "error:" in line)[:300]
-    if "no space left" in said or "disk quota" in said:
+    if complaints.disk_full(said):
         return errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
     if any(phrase in said for phrase in _MISSING):
         return errors.MissingCommitError(
             f"{label}: {url} does not have {revision}; check the pin in sources.lock or take another --mirror"
         )
-    broken = any(phrase in said for phrase in _NETWORK)
+    broken = complaints.network_failed(said)
     if not broken and any(phrase in said for phrase in _MALFORMED):
         return errors.IntegrityError(
             f"{label}: {url} sent objects that git refuses ({complaint}); take another --mirror"

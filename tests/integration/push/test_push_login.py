@@ -112,9 +112,9 @@ def test_push_with_a_login(
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        ({"credHelpers": {"HOST": "no-such-helper"}}, "docker-credential-no-such-helper: not found"),
-        ({"credHelpers": {"HOST": "../../bin/sh"}}, "has no valid name"),
-        ({"auths": {"HOST": {"auth": "%%%"}}}, "is not base64"),
+        ({"credHelpers": {"HOST": "no-such-helper"}}, "docker-credential-no-such-helper is not here or failed"),
+        ({"credHelpers": {"HOST": "../../bin/sh"}}, "is not here or failed"),
+        ({"auths": {"HOST": {"auth": "%%%"}}}, "cannot be read; log in again"),
     ],
 )
 def test_broken_configurations_are_named(target: Reference, config, document: dict, said: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.parts.proxy import Fault
 from workflows.image.reference import Reference
 
 from .conftest import ROOT, digest_of, workflows
@@ -38,6 +39,7 @@ def test_upload(make_tiny, upload, target: Reference, tmp_path: Path) -> None:
     assert pull == f"docker pull {target.at(digest)}"
     assert digest_of(target, "v1") == digest_of(target, "latest") == digest
     assert "attestations: none made: they come with a build" in done.stderr
+    assert digest_of(target, target.staging.tag) is None  # promoted, so not needed any more
     staging = subprocess.run(["docker", "images", "--quiet", str(target.staging)], capture_output=True, text=True)
     assert staging.stdout == ""
 
@@ -59,6 +61,19 @@ def test_push_now_promote_later(make_tiny, upload, target: Reference, faulty) ->
     assert tags == {"main", f"v{VERSION}", f"v{VERSION.rpartition('.')[0]}", "latest"}
     assert {digest_of(target, tag) for tag in tags} == {image["digest"]}
     assert faulty.count("(POST|PATCH) ") == 0
+    assert digest_of(target, "staging-v1") == image["digest"]  # it was promoted as main: v1 may come yet
+    assert workflows("promote", name, "--tag", "v1").returncode == 0
+    assert digest_of(target, "staging-v1") is None
+    assert digest_of(target, "v1") == digest_of(target, "main") == image["digest"]
+
+
+@pytest.mark.stand_in("a registry on this machine")
+def test_a_registry_that_removes_no_tags_keeps_the_staging_tag(make_tiny, upload, target: Reference, faulty) -> None:
+    faulty.faults = [Fault("DELETE .*/manifests/", 9, status=405)]
+    done = upload(make_tiny("words"))
+    assert done.returncode == 0, done.stderr
+    assert f"removes no tags; {target.staging.tag} stays" in done.stderr
+    assert digest_of(target, target.staging.tag) == digest_of(target, "v1") is not None
 
 
 @pytest.mark.stand_in("a registry on this machine")
