@@ -124,13 +124,14 @@ def _add_demo(commands: Any) -> None:
     )
     demo.add_argument(
         "--schedule",
-        choices=schedules.names(),
+        choices=(*schedules.names(), schedules.Auto.name),
         default="1f1b",
         help="order in which a submesh runs its microbatches: gpipe (or fill-drain) all forwards, then all backwards; "
         "1f1b one forward, one backward, which keeps fewer activations; eager-1f1b the same with more forwards first, "
         "so that transfers take place beside programs; interleaved the same with two stages on each "
         "submesh; zb-h1 1f1b with the weight gradients apart, to fill idle time; wavefront each task as soon as its "
-        "inputs allow; prefetch-wavefront with transfers issued ahead (default: %(default)s)",
+        "inputs allow; prefetch-wavefront with transfers issued ahead; auto the best table for the "
+        "estimated costs of the stages (default: %(default)s)",
     )
     demo.add_argument("--steps", type=_positive, default=8, metavar="N", help="training steps (default: %(default)s)")
     demo.add_argument(
@@ -188,7 +189,11 @@ def _add_forecast(commands: Any) -> None:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--schedule", choices=schedules.names(), help="by default all are compared")
+    command.add_argument(
+        "--schedule",
+        choices=(*schedules.names(), schedules.Auto.name),
+        help="by default all published ones are compared; auto searches for a shorter table in the memory of 1f1b",
+    )
     command.add_argument(
         "--stages", type=_positive, default=4, metavar="P", help="submeshes of the pipeline (default: %(default)s)"
     )

@@ -105,8 +105,12 @@ class Result:
 def forecast(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, transfer: float = 0.0) -> Result:
     """Simulate a schedule; ``costs`` are those of a whole submesh, of which each of its stages takes an equal share."""
     whole = checked(costs)
-    table = schedules.get(name).table(shape.submeshes, shape.chunks, shape.microbatches, backward=True)
     share = {phase: time / shape.chunks for phase, time in whole.items()}
+    schedule = schedules.get(name)
+    if isinstance(schedule, schedules.Auto):
+        costs_each = schedules.StageCosts.alike(share, shape.submeshes * shape.chunks, transfer)
+        schedule = replace(schedule, costs=costs_each)
+    table = schedule.table(shape.submeshes, shape.chunks, shape.microbatches, backward=True)
     title = sizes(name, shape.submeshes, shape.chunks, shape.microbatches)
     timeline = simulate(table, share, transfer=cost(transfer, "a transfer"), title=title)
     known = published(name, shape, whole)

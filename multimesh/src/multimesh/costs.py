@@ -83,6 +83,77 @@ def parsed_costs(text: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class StageCosts:
+    """What the stages of a pipeline cost: what tables are simulated with, and chosen for.
+
+    Attributes
+    ----------
+    times
+        For each stage the time of F, B and W of a microbatch.
+    transfers
+        Between each stage and the next, in either direction; empty: they take no time.
+    activations
+        Memory that a microbatch takes in each stage from the start of its F to the end of its last phase; empty: 1.
+    unit
+        Of times: ``s``, or empty for relative times.
+    sizes
+        Unit of memory: ``bytes``, or empty.
+    note
+        Where they are from.
+    """
+
+    times: tuple[tuple[float, float, float], ...]
+    transfers: tuple[float, ...] = ()
+    activations: tuple[float, ...] = ()
+    unit: str = ""
+    sizes: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no cost.
+
+        Raises
+        ------
+        UsageError
+            When numbers are not finite, negative, or not as many as there are stages.
+        """
+        stages = len(self.times)
+        for what, found, wanted in (
+            ("transfers", self.transfers, (0, stages - 1)),
+            ("activations", self.activations, (0, stages)),
+        ):
+            if len(found) not in wanted:
+                raise UsageError(f"costs of {stages} stages: {what} must be {wanted[1]}, got {len(found)}")
+            for number, value in enumerate(found):
+                cost(value, f"{what} {number}")
+        for stage, times in enumerate(self.times):
+            if len(times) != len(PHASES):
+                raise UsageError(f"costs: stage {stage} needs a time for each of F, B and W, got {times!r}")
+            for phase, value in zip(PHASES, times, strict=True):
+                cost(value, f"{phase} of stage {stage}")
+
+    @classmethod
+    def alike(cls, costs: Mapping[str, float], stages: int, transfer: float = 0.0) -> StageCosts:
+        """Stages that all take the time of F, B and W in ``costs``."""
+        known = checked(costs)
+        note = ", ".join(f"{phase} {time:g}" for phase, time in known.items()) + f", transfers {transfer:g}"
+        times = (known["F"], known["B"], known["W"])
+        return cls((times,) * stages, (cost(transfer, "a transfer"),) * (stages - 1), note=note)
+
+    def of(self, stage: int, phases: str) -> float:
+        """Time of a program of a stage that covers some phases, such as ``BW``."""
+        return sum(self.times[stage][PHASES.index(phase)] for phase in phases)
+
+    def hop(self, one: int, other: int) -> float:
+        """Time of a transfer between two stages that follow each other."""
+        return self.transfers[min(one, other)] if self.transfers else 0.0
+
+    def activation(self, stage: int) -> float:
+        """Memory that a microbatch takes in a stage."""
+        return self.activations[stage] if self.activations else 1.0
+
+
+@dataclass(frozen=True)
 class Costs:
     """Time of every program of a plan, and of its transfers.
 
@@ -155,3 +226,36 @@ def costs_of(plan: Plan, given: Mapping[Any, float]) -> Costs:
 
 def _keys(step: Instruction, phase: str) -> tuple[Key, ...]:
     return ((step.stage or 0, phase), (step.task, phase), phase)
+
+
+def stage_costs_of(plan: Plan, costs: Costs, estimated: StageCosts) -> StageCosts:
+    """Measured costs of the stages of a plan with one loop.
+
+    The time of a program that covers several phases is shared out as they are estimated. A transfer between two stages
+    is the longest of those in either direction; memory is as estimated.
+    """
+    times = [[0.0] * len(PHASES) for _ in estimated.times]
+    hops = [0.0] * (len(times) - 1)
+    made_by: dict[int, int] = {}  # slot to the stage that makes it
+    sent: dict[int, tuple[int, float]] = {}  # slot to where what it holds was made, and what the transfer took
+    for step in plan.instructions:
+        transfer = plan.transfers[step.transfer] if step.kind == "SEND" and step.transfer is not None else None
+        if transfer is not None:
+            lasts = costs.transfers.get((transfer.source, transfer.target, plan.bytes_of(transfer)), costs.transfer)
+            origin = next((made_by[slot] for slot in transfer.ins if slot in made_by), None)
+            sent.update(dict.fromkeys(transfer.outs, (origin, lasts)) if origin is not None else {})
+        if step.kind != "RUN" or step.stage is None or step.phase is None:
+            continue
+        made_by.update(dict.fromkeys(step.outs, step.stage))
+        for origin, lasts in (sent[slot] for slot in step.ins if slot in sent):
+            if abs(origin - step.stage) == 1:
+                boundary = min(origin, step.stage)
+                hops[boundary] = max(hops[boundary], lasts)
+        covers = plan.covers[step.stage, step.phase]
+        total = estimated.of(step.stage, covers)
+        for phase in covers:
+            share = estimated.of(step.stage, phase) / total if total else 1 / len(covers)
+            times[step.stage][PHASES.index(phase)] = costs.programs[step.kernel or 0] * share
+    measured = tuple((f, b, w) for f, b, w in times)
+    note = costs.note.removeprefix("costs ")
+    return StageCosts(measured, tuple(hops), estimated.activations, costs.unit, estimated.sizes, note)

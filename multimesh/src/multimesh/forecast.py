@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from multimesh.costs import UNIT_COSTS, Costs, checked, cost, costs_of, covered
+from multimesh.costs import UNIT_COSTS, Costs, StageCosts, costs_of, covered
 from multimesh.errors import UsageError
-from multimesh.schedules import Table, needs
+from multimesh.schedules import Cell, Table, needs
 from multimesh.schedules.scheduler import run
 from multimesh.views.timeline import Hop, Levels, Span, Timeline, levels
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    table: Table, costs: Mapping[str, float] = UNIT_COSTS, *, transfer: float = 0.0, title: str = ""
+    table: Table, costs: Mapping[str, float] | StageCosts = UNIT_COSTS, *, transfer: float = 0.0, title: str = ""
 ) -> Timeline:
     """Run a table on ideal submeshes.
 
@@ -30,29 +30,33 @@ def simulate(
     table
         For each submesh its cells in order.
     costs
-        Time of F, B and W of one stage; where a table has no W, its B takes the time of both.
+        Time of F, B and W of every stage, or of each; where a table has no W, its B takes the time of both.
     transfer
-        Time between the end of a cell and the arrival of its result on another submesh.
+        Time between the end of a cell and the arrival of its result on another submesh, of stages that cost the same.
     title
         Of the timeline.
 
     Returns
     -------
     Timeline
-        Its ``live`` counts activations: that of a stage and microbatch is alive from the start of F to the end of its
-        last phase.
+        Its ``live`` counts activations, or their memory where the costs have that: that of a stage and microbatch is
+        alive from the start of F to the end of its last phase.
 
     Raises
     ------
     UsageError
         When cells wait for each other; names them.
     """
-    costs, transfer = checked(costs), cost(transfer, "a transfer")
     place = {cell: row for row, cells in enumerate(table) for cell in cells}
     covers = covered((cell.stage, cell.phase) for cell in place)
     stages = 1 + max((cell.stage for cell in place), default=0)
     reads = {cell: [source for source in needs(cell, stages) if source in place] for cell in place}
-    times = run(table, reads.__getitem__, lambda cell: sum(costs[p] for p in covers[cell.stage, cell.phase]), transfer)
+    known = costs if isinstance(costs, StageCosts) else StageCosts.alike(costs, stages, transfer)
+
+    def hop(source: Cell, cell: Cell) -> float:
+        return known.hop(source.stage, cell.stage)
+
+    times = run(table, reads.__getitem__, lambda cell: known.of(cell.stage, covers[cell.stage, cell.phase]), hop)
     if len(times) < len(place):
         waiting = (next((cell for cell in row if cell not in times), None) for row in table)
         stuck = ", ".join(str(cell) for cell in waiting if cell is not None)
@@ -63,26 +67,33 @@ def simulate(
     for cell, reader in number.items():
         for source in (source for source in reads[cell] if place[source] != place[cell]):
             sent = times[source][1]
-            transfers.append(Hop(place[source], place[cell], sent, sent + transfer, None, number[source], (reader,)))
+            got = sent + hop(source, cell)
+            transfers.append(Hop(place[source], place[cell], sent, got, None, number[source], (reader,)))
     rows = tuple(f"submesh {row}" for row in range(len(table)))
     several = any(len({cell.stage for cell in row}) > 1 for row in table)
-    note = f"forecast with {_described(costs, covers.values())}, transfers {transfer:g}"
-    note += "; an activation is that of one stage" if several else ""
-    live = tuple(_activations([s for s in spans if s.row == row]) for row in range(len(table)))
-    return Timeline(title, note, "", rows, tuple(spans), tuple(transfers), live, "activations")
+    note = f"forecast with {_described(known, covers, costs is known)}"
+    note += "; an activation is that of one stage" if several and not known.sizes else ""
+    live = tuple(_activations([s for s in spans if s.row == row], known) for row in range(len(table)))
+    unit = known.sizes or "activations"
+    return Timeline(title, note, known.unit, rows, tuple(spans), tuple(transfers), live, unit)
 
 
-def _described(costs: Mapping[str, float], covers: Iterable[str]) -> str:
-    names = sorted(set(covers), key="FBW".find)
-    return ", ".join(f"{'+'.join(name)} {sum(costs[p] for p in name):g}" for name in names)
+def _described(costs: StageCosts, covers: Mapping[tuple[int, str], str], own: bool) -> str:
+    if own:
+        return costs.note or "the costs of each stage"
+    names = sorted(set(covers.values()), key="FBW".find)
+    parts = [f"{'+'.join(name)} {costs.of(0, name):g}" for name in names]
+    return ", ".join([*parts, f"transfers {costs.hop(0, 1):g}"])
 
 
-def _activations(spans: Sequence[Span]) -> Levels:
+def _activations(spans: Sequence[Span], costs: StageCosts) -> Levels:
+    """Memory of activations on a submesh."""
+    size = {stage: costs.activation(stage) for stage in range(len(costs.times))}
     ends: dict[tuple[int | None, int | None], tuple[float, int]] = {}
     for order, span in enumerate(spans):
         ends[span.stage, span.microbatch] = (span.end, 2 * order + 1)
-    made = [(span.start, 2 * order, 1.0) for order, span in enumerate(spans) if span.phases == "F"]
-    return levels([*made, *((end, order, -1.0) for end, order in ends.values())])
+    made = [(span.start, 2 * order, size[span.stage or 0]) for order, span in enumerate(spans) if span.phases == "F"]
+    return levels([*made, *((end, order, -size[stage or 0]) for (stage, _), (end, order) in ends.items())])
 
 
 def title(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from multimesh.costs import UNIT_COSTS, Costs, covered
 from multimesh.submesh import carry_over
 
 if TYPE_CHECKING:
+    from multimesh.schedules import Choice
     from multimesh.views.timeline import Timeline
 
 
@@ -141,6 +142,8 @@ class Plan:
         Accumulator slot to the axes of its submesh along which its first dimension lies: a term for each device.
     schedules
         Names of the schedules of its microbatch loops.
+    choices
+        Of each loop with the schedule ``auto``: the tables that it chose from, and why; ``str`` of one is a table.
     settings
         What it was made under besides the function: options, and the specs of arguments and results.
     layouts
@@ -159,6 +162,7 @@ class Plan:
     like: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     schedules: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     layouts: tuple[NamedSharding, ...] = ()
 
@@ -278,6 +282,7 @@ class Plan:
                 ],
                 "transfers": [vars(transfer) for transfer in self.transfers],
                 "inputs": self.inputs,
+                "choices": [choice.to_json() for choice in self.choices],
                 "outputs": [[kind, value if kind != "literal" else None] for kind, value in self.outputs],
             }
         )

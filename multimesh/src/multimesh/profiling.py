@@ -7,16 +7,18 @@ import itertools
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from multimesh import distributed, exchange
-from multimesh.costs import Costs
+from multimesh.costs import Costs, stage_costs_of
+from multimesh.errors import UsageError
 from multimesh.forecast import assembled, forecast, timed
 from multimesh.measuring import Alone, Run, Together
 from multimesh.plan import Plan
 from multimesh.project import processes
 from multimesh.runtime import Runner
+from multimesh.schedules import Auto
 from multimesh.units import amount, columns
 from multimesh.views.timeline import Timeline
 
@@ -44,6 +46,8 @@ class Profile:
         How many processes have devices of the plan.
     clocks
         Seconds by which times of two processes may be wrong against each other.
+    plan
+        What ran.
     """
 
     measured: Timeline
@@ -54,6 +58,28 @@ class Profile:
     serial: bool
     processes: int = 1
     clocks: float = 0.0
+    plan: Plan | None = None
+
+    @property
+    def schedule(self) -> Auto:
+        """The schedule ``auto`` of the step that was profiled, with its stages' measured costs.
+
+        Give it to `multimesh.microbatch` as ``schedule=``: the step that `multimesh.jit` then makes has the table that
+        is best for them. All processes have the same costs, and so choose the same table.
+
+        Raises
+        ------
+        UsageError
+            When the step has no loop with the schedule ``auto``, or several.
+        """
+        choices = self.plan.choices if self.plan is not None else ()
+        if self.plan is None or len(choices) != 1 or len(self.plan.schedules) != 1:
+            raise UsageError(
+                f"profile.schedule: the profiled step has {len(choices)} loops with schedule='auto'; profile a step "
+                "with one, and no other microbatch loop"
+            )
+        measured = stage_costs_of(self.plan, self.costs, choices[0].costs)
+        return replace(choices[0].schedule, costs=measured)
 
     def __str__(self) -> str:
         both = (self.measured, self.forecast)
@@ -115,9 +141,8 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
     shared = not several or any(a & b for a, b in itertools.combinations(owners, 2))
     serial = platform == "cpu" and any(mesh.size > 1 for mesh in plan.submeshes) and shared
     measured = assembled(plan, fastest.times, note, "s")
-    return Profile(
-        measured, forecast(plan, costs), costs, statistics.median(calls), platform, serial, involved, fastest.error
-    )
+    alike, call = forecast(plan, costs), statistics.median(calls)
+    return Profile(measured, alike, costs, call, platform, serial, involved, fastest.error, plan)
 
 
 def _medians(plan: Plan, runs: Sequence[Run]) -> Costs:

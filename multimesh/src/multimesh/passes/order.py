@@ -6,13 +6,14 @@ import bisect
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
 from multimesh import _compat, ir, schedules
 from multimesh.errors import UsageError, internal_error
 from multimesh.marks import LoopMark
+from multimesh.passes.estimate import estimate
 from multimesh.passes.fragment import Fragment, join
 from multimesh.passes.recompute import keep_less
 from multimesh.passes.stages import Pipeline
@@ -36,13 +37,14 @@ class LoopOrder:
     """Stages of a loop and the order in which (index of stage, microbatch) are dispatched.
 
     ``fronts`` has the front of each cell where the schedule has fronts; transfers are then issued ``ahead`` fronts
-    before the cell that reads them, else as soon as the value is made.
+    before the cell that reads them, else as soon as the value is made. ``choice`` is what ``auto`` chose from.
     """
 
     stages: tuple[Stage, ...]
     cells: tuple[tuple[int, int], ...]
     fronts: tuple[int, ...] | None = None
     ahead: int = 0
+    choice: schedules.Choice | None = None
 
     def issue(self, n: int, value: ir.Value, mesh: Mesh) -> int:
         """Number of the cell before which a value that cell ``n`` makes is sent to a submesh; mostly ``n + 1``."""
@@ -66,15 +68,29 @@ def order(pipeline: Pipeline, mark: LoopMark, results: set[ir.Value], *, recompu
     UsageError
         When the loop does not have the stages that were asked for, or the schedule has no valid table for it.
     """
+    schedule = mark.schedule
+    if isinstance(schedule, schedules.Auto) and schedule.costs is None:
+        schedule = replace(schedule, costs=estimate(pipeline, results))
+        mark = replace(mark, schedule=schedule)
     table = _table(pipeline, mark)
-    apart = {c.stage for c in _cells(table)} - _back_to_back(table, "B", "W")
-    split = split_weights(pipeline.fragments, apart if mark.schedule.splits else (), results)
+    # Where others wait for B, its result leaves before W runs.
+    apart = {c.stage for c in _cells(table) if c.phase == "W"} - (_back_to_back(table, "B", "W") & {0})
+    split = split_weights(pipeline.fragments, apart, results)
     parts = keep_less(split, results) if recompute else split
     found = [Stage(f, f.stage, f.phase) for f in parts if f.stage is not None and f.phase is not None]
     present = {(s.phase, s.number) for s in found}
     rows = [[c for c in row if (c.phase, c.stage) in present] for row in table]
     found, rows = _join_turns(found, rows, results)
-    return _merged(found, rows, mark, len(pipeline.submeshes) * pipeline.chunks)
+    made = _merged(found, rows, mark, len(pipeline.submeshes) * pipeline.chunks)
+    if not isinstance(schedule, schedules.Auto):
+        return made
+    return replace(made, choice=schedule.choose(*_shape(pipeline, mark)))
+
+
+def _shape(pipeline: Pipeline, mark: LoopMark) -> tuple[int, int, int, bool]:
+    """Submeshes, stages on each, microbatches, and whether there is a backward pass."""
+    backward = any(part.phase == "B" for part in pipeline.fragments)
+    return len(pipeline.submeshes), pipeline.chunks, mark.count, backward
 
 
 def _table(pipeline: Pipeline, mark: LoopMark) -> Table:
@@ -95,10 +111,10 @@ def _table(pipeline: Pipeline, mark: LoopMark) -> Table:
             f"{mark.where}: schedule {mark.schedule} puts stages 0, 1, ... on submeshes {_row(placement)}, but the "
             f"loop has nothing to run as stage {min(missing)}; give each stage a task of its own on that submesh"
         )
-    backward = any(part.phase == "B" for part in pipeline.fragments)
+    shape = _shape(pipeline, mark)
     try:
-        table = mark.schedule.table(submeshes, chunks, mark.count, backward)
-        schedules.validate(table, submeshes, chunks, mark.count, backward, placement)
+        table = mark.schedule.table(*shape)
+        schedules.validate(table, *shape, placement)
     except UsageError as error:
         raise UsageError(f"{mark.where}: {error}{_again(pipeline)}") from None
     return table

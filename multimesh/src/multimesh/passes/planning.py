@@ -247,6 +247,7 @@ class _Builder:
         like = self._layouts(outputs, alike) | passed
         kept = {value for kind, value in outputs if kind == "slot"}
         last = self._last_use()
+        loops = [part for part in self.parts if isinstance(part, OrderedLoop)]
         plan = Plan(
             tuple(self.meshes),
             tuple(self.kernels),
@@ -258,7 +259,8 @@ class _Builder:
             outputs,
             like=like,
             over=self._over,
-            schedules=tuple(part.loop.mark.schedule.name for part in self.parts if isinstance(part, OrderedLoop)),
+            schedules=tuple(part.loop.mark.schedule.name for part in loops),
+            choices=tuple(part.order.choice for part in loops if part.order.choice is not None),
         )
         donations = _donations(plan, last, kept, donated)
         held = kept | {slot for _, slot in self.constants}

@@ -7,7 +7,9 @@ and microbatch; ``placement(submeshes)`` says on which submesh each stage runs. 
 from __future__ import annotations
 
 from multimesh.checks import refuse
+from multimesh.costs import StageCosts
 from multimesh.errors import UsageError
+from multimesh.schedules.auto import Auto, Candidate, Choice
 from multimesh.schedules.custom import Custom, custom, load
 from multimesh.schedules.gpipe import GPipe
 from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, OneFOneB
@@ -18,7 +20,10 @@ from multimesh.schedules.zero_bubble import ZBH1
 
 __all__ = [
     "ZBH1",
+    "Auto",
+    "Candidate",
     "Cell",
+    "Choice",
     "Custom",
     "EagerOneFOneB",
     "GPipe",
@@ -27,6 +32,7 @@ __all__ = [
     "PrefetchWavefront",
     "Row",
     "Schedule",
+    "StageCosts",
     "Table",
     "Wavefront",
     "custom",
@@ -41,12 +47,12 @@ _ALL: tuple[Schedule, ...] = (
     *(GPipe(), OneFOneB(), EagerOneFOneB(), Interleaved()),
     *(ZBH1(), Wavefront(), PrefetchWavefront()),
 )
-_BY_NAME: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL} | {"fill-drain": GPipe()}
+_BY_NAME: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL} | {"fill-drain": GPipe(), "auto": Auto()}
 
 
 def names() -> tuple[str, ...]:
-    """Names that `get` knows."""
-    return tuple(_BY_NAME)
+    """Names of the published schedules; `get` knows ``auto`` too, which chooses among them and tables it finds."""
+    return tuple(name for name in _BY_NAME if name != Auto.name)
 
 
 def get(schedule: str | Schedule) -> Schedule:

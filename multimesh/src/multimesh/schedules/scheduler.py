@@ -18,7 +18,7 @@ def run(
     rows: Sequence[Sequence[C]],
     needs: Callable[[C], Iterable[C]],
     cost: Callable[[C], float],
-    transfer: float = 0.0,
+    transfer: Callable[[C, C], float] | None = None,
 ) -> dict[C, tuple[float, float]]:
     """Start and end of every cell; of two that start at the same time, that of the first row comes first.
 
@@ -31,7 +31,8 @@ def run(
     cost
         Time that a cell takes.
     transfer
-        Time between the end of a cell and the start of one in another row that needs it.
+        Of a cell and one in another row that needs it: the time between the end of one and the start of the other; by
+        default none.
 
     Returns
     -------
@@ -53,7 +54,8 @@ def run(
             if source not in times:
                 waiting[source].append(row)
                 return
-            start = max(start, times[source][1] + (transfer if place[source] != row else 0.0))
+            way = transfer(source, rows[row][position[row]]) if transfer and place[source] != row else 0.0
+            start = max(start, times[source][1] + way)
         heapq.heappush(ready, (start, row))
 
     for row in range(len(rows)):

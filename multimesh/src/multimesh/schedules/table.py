@@ -83,11 +83,7 @@ class Schedule:
         UsageError
             When the schedule has no table of this shape.
         """
-        if min(submeshes, chunks, microbatches) < 1:
-            raise UsageError(
-                f"schedule {self.name}: {submeshes} submeshes, {chunks} stages on each and {microbatches} microbatches "
-                "do not make a table; each must be at least 1"
-            )
+        self.check_sizes(submeshes, chunks, microbatches)
         if self.chunks is not None and chunks != self.chunks:
             others = "interleaved, gpipe or wavefront" if chunks > 1 else "1f1b or zb-h1"
             raise UsageError(
@@ -95,6 +91,14 @@ class Schedule:
             )
         rows = (self.row(rank, submeshes, chunks, microbatches) for rank in range(submeshes))
         return tuple(tuple(c for c in row if backward or c.phase == "F") for row in rows)
+
+    def check_sizes(self, submeshes: int, chunks: int, microbatches: int) -> None:
+        """Refuse sizes that no schedule has a table for."""
+        if min(submeshes, chunks, microbatches) < 1:
+            raise UsageError(
+                f"schedule {self.name}: {submeshes} submeshes, {chunks} stages on each and {microbatches} microbatches "
+                "do not make a table; each must be at least 1"
+            )
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
         """Row of one submesh, with a backward pass."""

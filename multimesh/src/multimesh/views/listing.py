@@ -52,7 +52,8 @@ def text(plan: Plan, width: int | None = None) -> str:
         f"{head:<{wide}} | {_row([_cell(plan, step, several) for step in row], width - wide - 3)}"
         for head, row in zip(heads, runs, strict=True)
     ]
-    return "\n".join([*lines, *_middle(rows, "submeshes")])
+    chosen = [_cut(line, width) for choice in plan.choices for line in ("", *str(choice).splitlines())]
+    return "\n".join([*lines, *_middle(rows, "submeshes"), *chosen])
 
 
 def _held(plan: Plan) -> str:

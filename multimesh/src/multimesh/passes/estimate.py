@@ -1,0 +1,60 @@
+"""What the stages of a loop cost, from shapes alone: what ``auto`` chooses by where nothing was measured.
+
+A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each element of
+its results. An estimate says how unequal stages are, not how long they take; transfers take no time in it.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from multimesh import _compat, ir
+from multimesh.costs import PHASES, StageCosts
+from multimesh.passes.fragment import Fragment
+from multimesh.passes.stages import Pipeline
+from multimesh.passes.weights import split_weights
+
+
+def estimate(pipeline: Pipeline, results: set[ir.Value]) -> StageCosts:
+    """Operations of F, B and W of every stage on each of its devices, and the bytes that a microbatch keeps there."""
+    number = len(pipeline.submeshes) * pipeline.chunks
+    parts = split_weights(pipeline.fragments, range(number), results)
+    made = {v for part in parts for v in part.made}
+    by: dict[tuple[int, str], list[Fragment]] = collections.defaultdict(list)
+    for part in parts:
+        by[part.stage or 0, part.phase or ""].append(part)
+    times, kept = [], []
+    for stage in range(number):
+        of = {phase: by[stage, phase] for phase in PHASES}
+        times.append((_total(of["F"]), _total(of["B"]), _total(of["W"])))
+        there = {v for part in of["F"] for v in (*part.made, *part.ins)} & made
+        read = {v for phase in "BW" for part in of[phase] for v in part.ins}
+        kept.append(float(sum(v.nbytes for v in there & read)))
+    note = "estimated: operations on each device, from shapes; transfers take no time"
+    return StageCosts(tuple(times), (), tuple(kept), "", "bytes", note)
+
+
+def _total(parts: Sequence[Fragment]) -> float:
+    ops = ((op, part.mesh.size) for part in parts for op in part.ops)
+    return sum(operations(op.prim.name, op.params, op.ins, op.outs) / size for op, size in ops)
+
+
+def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> float:
+    """Operations of a primitive on atoms with an ``aval``."""
+    size = float(sum(math.prod(ir.shape(o)) for o in outs))
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2 * size * math.prod(ir.shape(ins[0])[d] for d in contracted)
+    if name == "conv_general_dilated":
+        kernel = ir.shape(ins[1])
+        return 2 * size * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
+    inner = [
+        sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in jaxpr.eqns)
+        for jaxpr in _compat.subjaxprs(params)
+    ]
+    if not inner:
+        return size
+    return max(inner) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)

@@ -1,0 +1,306 @@
+"""``auto``: the shortest table for given costs and memory, of the published ones and of those that a search finds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from multimesh import checks
+from multimesh.costs import UNIT_COSTS, StageCosts, cost
+from multimesh.errors import UsageError
+from multimesh.schedules.search import Found, Problem, search
+from multimesh.schedules.table import Schedule, Table
+from multimesh.units import amount, columns
+
+FOUND = "found"
+"""Name of the table that a search made."""
+
+_CELLS = 400_000  # simulated by a search unless a number of evaluations is given: a few seconds
+_EVALUATIONS = (50, 1000)  # at least and at most
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A table that was considered.
+
+    Attributes
+    ----------
+    name
+        Of a published schedule, or ``found``.
+    table
+        Its cells.
+    makespan, bubble
+        When it ends, and the idle share of all submeshes.
+    peaks
+        Most memory of activations on each submesh.
+    fits
+        Whether that is within the limits.
+    """
+
+    name: str
+    table: Table
+    makespan: float
+    bubble: float
+    peaks: tuple[float, ...]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The table that `Auto` takes, and why; ``str`` is a table of all candidates.
+
+    Attributes
+    ----------
+    schedule
+        The `Auto` that chose.
+    title
+        Sizes of the pipeline.
+    costs
+        What was simulated.
+    candidates
+        The shortest first.
+    limits
+        Memory of activations that each submesh may take.
+    bound
+        A time before which no table ends, whatever the memory.
+    """
+
+    schedule: Auto
+    title: str
+    costs: StageCosts
+    candidates: tuple[Candidate, ...]
+    limits: tuple[float, ...]
+    bound: float
+
+    @property
+    def taken(self) -> Candidate:
+        """The shortest of those that fit; of equal ones a published one."""
+        return next(c for c in self.candidates if c.fits)
+
+    @property
+    def reason(self) -> str:
+        """Why it is taken, in a line."""
+        best = next((c for c in self.candidates if c.fits and c.name != FOUND), None)
+        taken, end = self.taken, amount(self.bound, self.costs.unit)
+        close = taken.makespan <= self.bound * (1 + 1e-9)
+        bound = "no table is shorter" if close else f"no table ends before {end}"
+        if taken.name != FOUND:
+            return f"took {taken.name}: the search found nothing shorter that fits; {bound}"
+        if best is None:
+            return f"took the table that was found: no published one fits; {bound}"
+        gain = 100 * (1 - taken.makespan / best.makespan)
+        return f"took the table that was found: {gain:.1f} % shorter than {best.name}, the best published one; {bound}"
+
+    def __str__(self) -> str:
+        unit = self.costs.sizes
+        cells = [
+            (
+                c.name,
+                amount(c.makespan, self.costs.unit),
+                f"{100 * c.bubble:.1f} %",
+                " ".join(amount(peak, unit) for peak in c.peaks),
+                "taken" if c is self.taken else "" if c.fits else "needs too much memory",
+            )
+            for c in self.candidates
+        ]
+        heads = ("table", "makespan", "bubble", f"peak {'memory' if unit else 'activations'}", "")
+        lines = columns([(head, [row[i] for row in cells]) for i, head in enumerate(heads)], left=(0, 4))
+        limit = " ".join(amount(limit, unit) for limit in dict.fromkeys(self.limits))
+        memory = f"memory for activations: at most {limit} on {'a' if len(set(self.limits)) == 1 else 'the'} submesh"
+        memory += "" if len(set(self.limits)) == 1 else "es"
+        head = [f"auto: {self.title}", f"costs: {self.costs.note}" if self.costs.note else "", memory]
+        return "\n".join([*filter(None, head), *(line.rstrip() for line in lines), self.reason])
+
+    def to_json(self) -> dict[str, Any]:
+        """What the table says, as data."""
+        return {
+            "title": self.title,
+            "costs": {
+                "times": self.costs.times,
+                "transfers": self.costs.transfers,
+                "activations": self.costs.activations,
+                "unit": self.costs.unit,
+                "note": self.costs.note,
+            },
+            "limits": self.limits,
+            "bound": self.bound,
+            "taken": self.taken.name,
+            "reason": self.reason,
+            "candidates": [
+                {"name": c.name, "makespan": c.makespan, "bubble": c.bubble, "peaks": c.peaks, "fits": c.fits}
+                for c in self.candidates
+            ],
+            "table": rows_of(self.taken.table),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table that is taken; `multimesh.schedules.load` reads it as a custom schedule."""
+        file = Path(checks.path("save: path", path))
+        file.write_text(json.dumps(rows_of(self.taken.table)) + "\n", encoding="utf-8")
+
+
+def rows_of(table: Table) -> list[list[str]]:
+    """A table as `multimesh.schedules.custom` takes it: names of cells, whose microbatches come in order."""
+    return [[f"{cell.phase}{cell.stage}" for cell in row] for row in table]
+
+
+@dataclass(frozen=True)
+class Auto(Schedule):
+    """The shortest table for the costs of the stages and the memory of the submeshes.
+
+    All published tables of the loop's shape are simulated. Then a list scheduler fills tables under many policies, and
+    the best are improved by moving cells. What fits into memory and ends first is taken: never a table longer than the
+    best published one that fits. The same arguments give the same table in every process: the search ends after a
+    number of evaluations, not of seconds.
+
+    Attributes
+    ----------
+    costs
+        Of the stages, such as ``profile.stage_costs``. None: `multimesh.jit` estimates them from the operations of the
+        loop; a table without a loop takes all times to be 1.
+    memory
+        What activations may take on each submesh, or on all alike, in the unit of the costs' activations. None: what
+        1F1B takes on the submesh where it takes most.
+    route
+        Submesh of stages 0, 1, ..., as `Schedule.placement` has it; empty: round and round.
+    evaluations
+        Tables to simulate. None: as many as takes a few seconds, at most 1000.
+    seed
+        Of what is random in the search.
+    """
+
+    costs: StageCosts | None = None
+    memory: float | tuple[float, ...] | None = None
+    route: tuple[int, ...] = ()
+    evaluations: int | None = None
+    seed: int = 0
+
+    name: ClassVar[str] = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number."""
+        if self.costs is not None and not isinstance(self.costs, StageCosts):
+            raise checks.refuse("schedules.Auto: costs", "a StageCosts, such as profile.schedule.costs", self.costs)
+        for limit in () if self.memory is None else self.memory if isinstance(self.memory, tuple) else (self.memory,):
+            cost(limit, "schedules.Auto: memory of a submesh")
+        if self.evaluations is not None:
+            checks.whole("schedules.Auto: evaluations", self.evaluations, 0)
+        checks.whole("schedules.Auto: seed", self.seed)
+
+    def placement(self, submeshes: int) -> tuple[int, ...]:
+        """As the route says, or round and round."""
+        return self.route or super().placement(submeshes)
+
+    def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
+        """The table of `choose`."""
+        return self.choose(submeshes, chunks, microbatches, backward).taken.table
+
+    def choose(self, submeshes: int, chunks: int, microbatches: int, backward: bool = True) -> Choice:
+        """Simulate the published tables of a shape, search for a shorter one, and choose.
+
+        Raises
+        ------
+        UsageError
+            When no table fits into memory, or the costs are not those of as many stages.
+        """
+        return _choose(self, submeshes, chunks, microbatches, backward)
+
+
+@functools.lru_cache(maxsize=32)
+def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Choice:
+    auto.check_sizes(submeshes, chunks, microbatches)
+    stages = submeshes * chunks
+    costs = auto.costs or StageCosts.alike(UNIT_COSTS, stages)
+    if len(costs.times) != stages:
+        raise UsageError(f"schedule auto: costs are those of {len(costs.times)} stages, but the loop has {stages}")
+    route = auto.placement(submeshes)
+    place = [route[stage % len(route)] for stage in range(stages)]
+    both = {
+        s: Problem(place, microbatches, costs, backward=backward, splits=s) for s in ((True, False)[: 1 + backward])
+    }
+    published = _published(auto, route, (submeshes, chunks, microbatches, backward), both)
+    limits = _limits(auto, submeshes, [found for found, _ in published.values()], published.get("1f1b"))
+    fits = [f for f, _ in published.values() if _fits(f, limits)]
+    size = sum(len(problem.time) for problem in both.values()) / len(both)
+    least, most = _EVALUATIONS
+    evaluations = auto.evaluations
+    if evaluations is None:
+        evaluations = max(least, min(most, round(_CELLS / size)))
+    best = search(tuple(both.values()), fits, limits, evaluations=evaluations, seed=auto.seed)
+    if best is None:
+        raise UsageError(_too_small(limits, [f for f, _ in published.values()], costs))
+    named = [_candidate(name, found, table, limits) for name, (found, table) in published.items()]
+    if not any(c.fits and c.makespan <= best.makespan * (1 + 1e-9) for c in named):
+        named.append(_candidate(FOUND, best, best.problem.table(best.rows), limits))
+    named.sort(key=lambda c: (c.makespan, c.name == FOUND))
+    bound = min(problem.bound() for problem in both.values())
+    parts = (f"{submeshes} submeshes", f"{chunks} stages on each" if chunks > 1 else "", f"{microbatches} microbatches")
+    return Choice(auto, ", ".join(filter(None, parts)), costs, tuple(named), tuple(limits), bound)
+
+
+def _published(
+    auto: Auto, route: tuple[int, ...], shape: tuple[int, int, int, bool], both: dict[bool, Problem]
+) -> dict[str, tuple[Found, Table]]:
+    """Every published table that the loop can have, simulated; of equal ones the first."""
+    from multimesh import schedules
+
+    found: dict[str, tuple[Found, Table]] = {}
+    tables = set()
+    for name in schedules.names():
+        schedule = schedules.get(name)
+        if isinstance(schedule, Auto) or schedule.name != name or schedule.placement(shape[0]) != route:
+            continue
+        try:
+            table = schedule.table(*shape)
+        except UsageError:
+            continue  # it has none of this shape
+        if table in tables:
+            continue
+        tables.add(table)
+        problem = both.get(any(cell.phase == "W" for row in table for cell in row)) or both[True]
+        rows = problem.rows(table)
+        times = problem.times(rows)
+        if times is not None and problem.table(rows) == table:
+            found[name] = Found(problem, rows, max(end for _, end in times.values())), table
+    return found
+
+
+def _limits(
+    auto: Auto, submeshes: int, published: Sequence[Found], usual: tuple[Found, Table] | None
+) -> tuple[float, ...]:
+    """What activations may take on each submesh."""
+    if auto.memory is None:
+        most = [max(map(f.problem.peak, f.rows)) for f in ([usual[0]] if usual else published)]
+        return (min(most, default=float("inf")),) * submeshes
+    if isinstance(auto.memory, tuple):
+        if len(auto.memory) != submeshes:
+            raise UsageError(f"schedule auto: memory for {len(auto.memory)} submeshes, but the loop has {submeshes}")
+        return auto.memory
+    return (float(auto.memory),) * submeshes
+
+
+def _fits(found: Found, limits: Sequence[float]) -> bool:
+    return all(found.problem.peak(row) <= limit * (1 + 1e-9) for row, limit in zip(found.rows, limits, strict=True))
+
+
+def _candidate(name: str, found: Found, table: Table, limits: Sequence[float]) -> Candidate:
+    problem, end = found.problem, found.makespan
+    busy = sum(problem.time)
+    bubble = 1 - busy / (end * problem.submeshes) if end else 0.0
+    return Candidate(name, table, end, bubble, tuple(map(problem.peak, found.rows)), _fits(found, limits))
+
+
+def _too_small(limits: Sequence[float], published: Sequence[Found], costs: StageCosts) -> str:
+    least = min(published, key=lambda f: max(map(f.problem.peak, f.rows)))
+    needs, have = (
+        " ".join(amount(x, costs.sizes) for x in found) for found in (map(least.problem.peak, least.rows), limits)
+    )
+    return (
+        f"schedule auto: no table keeps activations within {have}; the published one that takes least takes {needs} "
+        "on the submeshes; give more memory, smaller microbatches, or recompute with jax.checkpoint"
+    )

@@ -1,0 +1,356 @@
+"""A search for short tables: list scheduling under many policies, then local improvement of the best ones.
+
+The list scheduler is that of the zero-bubble papers (Qi et al. 2023), made greedy over any placement and costs. Every
+table is judged by the scheduler that also validates, orders and forecasts (`schedules.scheduler.run`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from multimesh.costs import StageCosts
+from multimesh.schedules.scheduler import run
+from multimesh.schedules.table import Cell, Table
+
+_CLOSE = 1e-9  # relative difference of rounding
+_WINDOW = 8  # how far a cell is moved within its row
+_STARTS = 3  # tables that are improved
+
+Rows = tuple[tuple[int, ...], ...]
+"""For each submesh its kinds in order; a kind is a phase of a stage, and stands for the next microbatch."""
+
+
+class Problem:
+    """A loop to be ordered: its cells as numbers, ``kind * microbatches + microbatch``.
+
+    Microbatches cost the same, so those of a kind keep their order: a row is a sequence of kinds.
+
+    Parameters
+    ----------
+    place
+        Submesh of each stage.
+    splits
+        Whether weight gradients are cells of their own; else B takes the time of both.
+    """
+
+    def __init__(self, place: Sequence[int], microbatches: int, costs: StageCosts, *, backward: bool, splits: bool):
+        self.place, self.microbatches, self.costs = tuple(place), microbatches, costs
+        self.phases = "F" if not backward else "FBW" if splits else "FB"
+        stages, count = len(place), microbatches
+        self.submeshes = max(place) + 1
+        self.kinds = range(len(self.phases) * stages)
+        self.stage = [kind % stages for kind in self.kinds]
+        self.row = [place[stage] for stage in self.stage]
+        covers = {"F": "F", "B": "B" if splits else "BW", "W": "W"}
+        times = [costs.of(stage, covers[phase]) for phase in self.phases for stage in range(stages)]
+        self.time = [time for time in times for _ in range(count)]
+        self.needs: list[tuple[int, ...]] = [
+            tuple(need * count + i for need in self._needs(kind)) for kind in self.kinds for i in range(count)
+        ]
+        self.users: list[list[int]] = [[] for _ in self.needs]
+        for cell, needs in enumerate(self.needs):
+            for need in needs:
+                self.users[need].append(cell)
+        self.last = len(self.phases) - 1
+
+    def _needs(self, kind: int) -> Iterator[int]:
+        """Kinds that must have run before a kind, of the same microbatch."""
+        stages = len(self.place)
+        phase, stage = divmod(kind, stages)
+        if phase == 0 and stage:
+            yield kind - 1
+        if phase:
+            yield kind - stages
+        if phase == 1 and stage + 1 < stages:
+            yield kind + 1
+
+    def hop(self, source: int, cell: int) -> float:
+        """Time of a transfer between two cells of different submeshes."""
+        one, other = (self.stage[c // self.microbatches] for c in (source, cell))
+        return self.costs.hop(one, other)
+
+    def times(self, rows: Rows) -> dict[int, tuple[float, float]] | None:
+        """Start and end of every cell; None where cells wait for each other."""
+        found = run([self.cells(row) for row in rows], self.needs.__getitem__, self.time.__getitem__, self.hop)
+        return found if len(found) == len(self.time) else None
+
+    def cells(self, row: Sequence[int]) -> list[int]:
+        """Cells of a row of kinds."""
+        nexts = [kind * self.microbatches for kind in self.kinds]
+        found = []
+        for kind in row:
+            found.append(nexts[kind])
+            nexts[kind] += 1
+        return found
+
+    def grows(self, kind: int) -> float:
+        """What a cell adds to the memory of its submesh before it starts, or, below 0, takes away when it ends."""
+        phase, stage = divmod(kind, len(self.place))
+        size = self.costs.activation(stage)
+        return size if phase == 0 and self.last else -size if phase == self.last and self.last else 0.0
+
+    def peak(self, row: Sequence[int]) -> float:
+        """Most activations alive on a submesh."""
+        return max(itertools.accumulate(map(self.grows, row), initial=0.0))
+
+    def bound(self) -> float:
+        """A time before which no table ends."""
+        stages, times = len(self.place), self.time[:: self.microbatches]
+
+        def way(phase: int, stage: int) -> float:
+            """Through all stages before one, forward, or all after it in the backward's order."""
+            return sum(times[phase * stages + s] + self._between(s) for s in range(stage))
+
+        least = [way(0, stages - 1) + times[stages - 1]]
+        if self.last:
+            tail = way(1, stages - 1) + times[2 * stages - 1] + (times[2 * stages] if self.last == 2 else 0.0)
+            least = [least[0] + tail]
+        for row in range(self.submeshes):
+            mine = [kind for kind in self.kinds if self.row[kind] == row]
+            head = min(way(0, kind) for kind in mine if kind < stages)
+            busy = self.microbatches * sum(times[kind] for kind in mine)
+            least.append(head + busy)
+            if self.last:
+                front = self.microbatches * sum(times[kind] for kind in mine if kind < 2 * stages)
+                after = min(way(1, kind - stages) for kind in mine if stages <= kind < 2 * stages)
+                least.append(head + front + after + (times[2 * stages] if self.last == 2 else 0.0))
+        return max(least)
+
+    def _between(self, stage: int) -> float:
+        """Time of the transfer between a stage and the next."""
+        return self.costs.hop(stage, stage + 1) if self.place[stage] != self.place[stage + 1] else 0.0
+
+    def table(self, rows: Rows) -> Table:
+        """As cells with names."""
+        return tuple(tuple(map(self._cell, self.cells(row))) for row in rows)
+
+    def _cell(self, number: int) -> Cell:
+        kind, microbatch = divmod(number, self.microbatches)
+        phase, stage = divmod(kind, len(self.place))
+        return Cell(self.phases[phase], stage, microbatch)
+
+    def rows(self, table: Table) -> Rows:
+        """The kinds of a table whose microbatches come in order."""
+        stages = len(self.place)
+        return tuple(tuple(self.phases.index(c.phase) * stages + c.stage for c in row) for row in table)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the list scheduler decides between cells that could start.
+
+    Attributes
+    ----------
+    limits
+        Most activations alive on each submesh.
+    forward
+        Whether a submesh that may hold more prefers a forward to a backward.
+    patience
+        How long a submesh waits for a better cell that is under way, as a share of the time of the one that is there.
+    grouped
+        Whether stages of a submesh take turns by groups of as many microbatches as submeshes, or one by one.
+    """
+
+    limits: tuple[float, ...]
+    forward: bool
+    patience: float
+    grouped: bool
+
+
+def listed(problem: Problem, policy: Policy) -> Rows | None:
+    """Rows that the list scheduler fills in order of time; None where all submeshes are full before a backward."""
+    count, stages = problem.microbatches, len(problem.place)
+    left = [len(needs) for needs in problem.needs]
+    arrival = [0.0] * len(left)
+    nexts = [kind * count for kind in problem.kinds]
+    mine = [[kind for kind in problem.kinds if problem.row[kind] == row] for row in range(problem.submeshes)]
+    clock, alive = [0.0] * problem.submeshes, [0.0] * problem.submeshes
+    rows: list[list[int]] = [[] for _ in range(problem.submeshes)]
+    looks = [(0.0, row) for row in range(problem.submeshes)]
+
+    def rank(kind: int) -> tuple[float, ...]:
+        phase, stage = divmod(kind, stages)
+        microbatch = nexts[kind] % count
+        group = microbatch // problem.submeshes if policy.grouped else microbatch
+        preferred = 2 if phase == 2 else phase != 0 if policy.forward else phase != 1
+        return (preferred, group, stage if phase == 0 else -stage, microbatch)
+
+    while looks:
+        now, row = heapq.heappop(looks)
+        if clock[row] > now:
+            continue
+        room = policy.limits[row] * (1 + _CLOSE) - alive[row]
+        fit = [k for k in mine[row] if nexts[k] < (k + 1) * count and not left[nexts[k]] and problem.grows(k) <= room]
+        here = [kind for kind in fit if arrival[nexts[kind]] <= now]
+        later = [kind for kind in fit if arrival[nexts[kind]] > now]
+        if here:
+            best = min(here, key=rank)
+            until = now + policy.patience * problem.time[nexts[best]]
+            later = [k for k in later if arrival[nexts[k]] <= until and rank(k)[0] < rank(best)[0]]
+        if later:
+            heapq.heappush(looks, (min(arrival[nexts[kind]] for kind in later), row))
+        if later or not here:
+            continue
+        cell = nexts[best]
+        nexts[best] += 1
+        rows[row].append(best)
+        alive[row] += problem.grows(best)
+        clock[row] = end = now + problem.time[cell]
+        heapq.heappush(looks, (end, row))
+        for user in problem.users[cell]:
+            other = problem.row[user // count]
+            arrival[user] = max(arrival[user], end + (problem.hop(cell, user) if other != row else 0.0))
+            left[user] -= 1
+            if not left[user]:
+                heapq.heappush(looks, (max(arrival[user], clock[other]), other))
+    return tuple(map(tuple, rows)) if sum(map(len, rows)) == len(left) else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A table as rows, and when it ends."""
+
+    problem: Problem
+    rows: Rows
+    makespan: float
+
+
+def search(
+    problems: Sequence[Problem],
+    starts: Sequence[Found],
+    limits: Sequence[float],
+    *,
+    evaluations: int,
+    seed: int,
+) -> Found | None:
+    """The shortest table that was found within the limits.
+
+    Parameters
+    ----------
+    problems
+        The loop with weight gradients apart and with them in B, or one of these.
+    starts
+        Known tables that fit, which are improved too.
+    limits
+        Most activations alive on each submesh.
+    evaluations
+        Tables that are simulated.
+    seed
+        Of all that is random: the same arguments give the same table.
+    """
+    rng = random.Random(seed)  # noqa: S311
+    bound = min(problem.bound() for problem in problems)
+    found = sorted(starts, key=lambda f: f.makespan)
+    caps = [tuple(f.problem.peak(row) for row in f.rows) for f in starts] or [tuple(limits)]
+    seen: set[tuple[int, Policy]] = set()
+    spent = 0
+    while spent < evaluations // 3 and not _reached(found, bound):
+        which = spent % len(problems)
+        policy = _policy(rng, limits, caps, problems[which])
+        spent += 1
+        if (which, policy) in seen:
+            continue
+        seen.add((which, policy))
+        rows = listed(problems[which], policy)
+        times = rows and problems[which].times(rows)
+        if rows and times:
+            found.append(Found(problems[which], rows, max(end for _, end in times.values())))
+    found.sort(key=lambda f: f.makespan)
+    chosen = _different(found)
+    for number, start in enumerate(chosen):
+        if _reached(found, bound):
+            break
+        budget = (evaluations - spent) // (len(chosen) - number)
+        found.insert(0, _improved(start, limits, bound, budget, rng))
+        spent += budget
+        found.sort(key=lambda f: f.makespan)
+    return found[0] if found else None
+
+
+def _reached(found: Sequence[Found], bound: float) -> bool:
+    return any(f.makespan <= bound * (1 + _CLOSE) for f in found)
+
+
+def _different(found: Sequence[Found]) -> list[Found]:
+    """The first few tables that are not the same."""
+    unique: dict[Rows, Found] = {}
+    for f in found:
+        unique.setdefault(f.rows, f)
+    return list(unique.values())[:_STARTS]
+
+
+def _policy(rng: random.Random, limits: Sequence[float], caps: Sequence[tuple[float, ...]], problem: Problem) -> Policy:
+    """A random policy: the memory of a known table, a little more or less, or all that there is."""
+    cap = rng.choice([*caps, tuple(limits)])
+    sizes = [max(problem.grows(k) for k in problem.kinds if problem.row[k] == row) for row in range(problem.submeshes)]
+    moved = [c + size * rng.choice((0, 0, 1, 2, -1)) for c, size in zip(cap, sizes, strict=True)]
+    bounded = tuple(min(limit, max(c, size)) for limit, c, size in zip(limits, moved, sizes, strict=True))
+    return Policy(bounded, rng.random() < 0.5, rng.choice((0.0, 0.0, 0.25, 0.5, 1.0)), rng.random() < 0.5)
+
+
+def _improved(start: Found, limits: Sequence[float], bound: float, evaluations: int, rng: random.Random) -> Found:
+    """Move cells within their rows as long as that makes no table longer."""
+    problem, rows, makespan = start.problem, start.rows, start.makespan
+    times = problem.times(rows)
+    for _ in range(evaluations):
+        if times is None or makespan <= bound * (1 + _CLOSE):
+            break
+        changed = _moved(problem, rows, times, rng)
+        if changed is None:
+            continue
+        row, order = changed
+        if not _keeps_order(problem, order) or problem.peak(order) > limits[row] * (1 + _CLOSE):
+            continue
+        candidate = (*rows[:row], order, *rows[row + 1 :])
+        new = problem.times(candidate)
+        end = max(end for _, end in new.values()) if new else None
+        if new is not None and end is not None and end <= makespan * (1 + _CLOSE):
+            rows, times, makespan = candidate, new, min(end, makespan)
+    return Found(problem, rows, makespan)
+
+
+def _moved(
+    problem: Problem, rows: Rows, times: dict[int, tuple[float, float]], rng: random.Random
+) -> tuple[int, tuple[int, ...]] | None:
+    """A row with one cell elsewhere: filled into idle time, hurried because another submesh waits for it, or any."""
+    row = rng.randrange(len(rows))
+    cells = problem.cells(rows[row])
+    gaps = [
+        n for n, (a, b) in enumerate(itertools.pairwise(cells), 1) if times[b][0] > times[a][1] * (1 + _CLOSE) + 1e-300
+    ]
+    way = rng.random()
+    if gaps and way < 0.8:
+        at = rng.choice(gaps)
+        if way < 0.4:
+            source = at + rng.randint(1, _WINDOW)
+            return _shift(rows, row, source, at) if source < len(cells) else None
+        needs = problem.needs[cells[at]]
+        if not needs:
+            return None
+        late = max(needs, key=lambda cell: times[cell][1])
+        row = problem.row[late // problem.microbatches]
+        source = problem.cells(rows[row]).index(late)
+        return _shift(rows, row, source, max(0, source - rng.randint(1, _WINDOW)))
+    source = rng.randrange(len(cells))
+    return _shift(rows, row, source, min(len(cells) - 1, max(0, source + rng.randint(-_WINDOW, _WINDOW))))
+
+
+def _shift(rows: Rows, row: int, source: int, target: int) -> tuple[int, tuple[int, ...]] | None:
+    order = list(rows[row])
+    order.insert(target, order.pop(source))
+    return (row, tuple(order)) if tuple(order) != rows[row] else None
+
+
+def _keeps_order(problem: Problem, row: Sequence[int]) -> bool:
+    """Whether each stage has made F before B, and B before W."""
+    stages = len(problem.place)
+    done = [0] * len(problem.kinds)
+    for kind in row:
+        if kind >= stages and done[kind] >= done[kind - stages]:
+            return False
+        done[kind] += 1
+    return True
