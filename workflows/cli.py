@@ -52,7 +52,11 @@ def main_inner(argv: Sequence[str]) -> int:
     """Run one command and return its exit code; errors pass through."""
     wanted = COMMANDS.get(argv[0]) if argv else None
     parser = build_parser([wanted] if wanted else list(dict.fromkeys(COMMANDS.values())))
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # The command's own parser: its name is the door that was called, as docker/build.py.
+        inner = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        inner.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     code: int = args.func(args)
     return code
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from workflows import errors
+from workflows.image import build as image_build
 from workflows.image import flags
+from workflows.image.engine import Engine
 from workflows.image.flags import Request
 
 
@@ -83,6 +85,9 @@ def test_the_options_of_the_original_are_taken(argv: list[str], seen) -> None:
         (["--image", "dev", "--stage", "runtime"], "give one"),
         (["--python-archive", "/nonexistent.tar.gz"], "there is no such file"),
         (["--attest", "sbom"], "add --upload"),
+        (["--repo", "ghcr.io"], "ghcr.io: is a registry alone; name an owner too"),
+        (["--base-image", "user:hunter2@host.example/x"], "without a user or a password"),
+        (["--base-image", "x@sha256:12"], "without a user or a password"),
         (["--sbom-scanner", "r.example/s"], "add --upload"),
         (["--upload", "--repo", "r.example/x", "--attest", "none", "--sbom-scanner", "r.example/s"], "says not to"),
         (["--upload", "--repo", "r.example/x", "--attest", "sbom", "--no-build"], "leave out --commit"),
@@ -98,6 +103,54 @@ def test_what_cannot_be_meant_is_refused_with_a_reason(argv: list[str], reason: 
 def test_evil_values_are_refused_before_an_engine_sees_them(flag: str, poison: str) -> None:
     with pytest.raises(errors.UsageError, match=f"{flag} .*: not "):
         ask(f"{flag}={poison}")
+
+
+@pytest.mark.parametrize("image", ["ubuntu:24.04", "localhost:5000/x", "r.example/a/b:c@sha256:" + "0" * 64, "my.base"])
+def test_names_of_base_images_are_taken(image: str) -> None:
+    assert ask("--base-image", image).spec.base_image == image
+
+
+def test_labels_do_not_decide_whether_an_image_is_checked_again() -> None:
+    found = {
+        "RootFS": {"Layers": ["a"]},
+        "Config": {"User": "1000", "Labels": {"revision": "1"}},
+        "Architecture": "amd64",
+    }
+    other = found | {"Config": {"User": "1000", "Labels": {"revision": "2"}}}
+    assert image_build._content(found) == image_build._content(other)
+    assert image_build._content(found) != image_build._content(found | {"RootFS": {"Layers": ["b"]}})
+    assert image_build._content(found) != image_build._content(found | {"Config": {"User": "0"}})
+
+
+def test_an_unknown_option_names_the_door(root: Path) -> None:
+    told = build(root, "--bogus")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.splitlines()[-1] == "docker/build.py: error: unrecognized arguments: --bogus"
+
+
+def test_a_jaxlib_without_its_sources_is_refused_at_once(root: Path, tmp_path: Path) -> None:
+    spec = ask("--jaxlib", "source").spec
+    for name in ("docker", "requirements", "multimesh", "sources.lock"):
+        (tmp_path / name).symlink_to(root / name)
+    (tmp_path / "third_party/maxtext/src/maxtext").mkdir(parents=True)
+    engine = Engine(("docker",), "docker", "28.0.0", "28.0.0", "buildx")
+    with pytest.raises(errors.PinError, match=r"third_party/jax is not there; run \./bootstrap\.sh --group source"):
+        image_build.plan(tmp_path, engine, spec, ask().means, None)
+
+
+def test_a_python_that_a_killed_build_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / "docker" / "context" / "python.tar.gz"
+    left.parent.mkdir(parents=True)
+    left.write_text("half")
+    with image_build._archive(tmp_path, ask().spec):
+        assert not left.exists()
+    (tmp_path / "given.tar.gz").write_text("whole")
+    given = ask("--python-archive", str(tmp_path / "given.tar.gz")).spec
+    with image_build._archive(tmp_path, given):
+        assert left.read_text() == "whole"
+        with pytest.raises(errors.UsageError, match="another build"), image_build._archive(tmp_path, ask().spec):
+            pass
+    assert not left.exists()
 
 
 def test_dry_run_prints_the_commands_and_touches_nothing(root: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -81,6 +82,8 @@ def plan(
     labels = command.labels(root, spec, base, stamp)
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
+    if spec.jaxlib == "source":
+        _check_sources(root, build_args["BAZEL_SHA256"])
     if folder is not None and engine.builder == "podman":
         access = network.in_a_file(access, folder)
     access = replace(access, options=(*access.options, *more))
@@ -161,7 +164,7 @@ def describe(engine: Engine, spec: ImageSpec, *names: str, seconds: float, cache
         bytes=_bytes(engine, found),
         labels=dict((found.get("Config") or {}).get("Labels") or {}),
         names=tuple(found.get("RepoTags") or ()),
-        content=_digest([found.get("RootFS"), found.get("Config"), found.get("Architecture")]),
+        content=_content(found),
     )
 
 
@@ -172,8 +175,11 @@ def _bytes(engine: Engine, found: dict[str, Any]) -> int:
     return int(found.get("Size") or 0)
 
 
-def _digest(document: object) -> str:
-    return "sha256:" + hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+def _content(found: dict[str, Any]) -> str:
+    """Return a digest of what decides whether an image passes its check: not its labels, which every commit changes."""
+    config = {key: value for key, value in (found.get("Config") or {}).items() if key not in ("Labels", "Image")}
+    document = json.dumps([found.get("RootFS"), config, found.get("Architecture")], sort_keys=True)
+    return f"sha256:{hashlib.sha256(document.encode()).hexdigest()}"
 
 
 def layers(engine: Engine, image: str) -> list[Layer]:
@@ -212,16 +218,37 @@ def _names(result: str, engine: Engine) -> list[str]:
 
 @contextmanager
 def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
-    """Put a given Python where the build can read it, for as long as it runs."""
-    if spec.python_archive is None:
+    """Put a given Python where the build can read it, for as long as it runs; remove one that a killed build left."""
+    place = root / _ARCHIVE
+    if spec.python_archive is None and not place.exists():
         yield
         return
-    place = root / _ARCHIVE
-    try:
-        shutil.copyfile(spec.python_archive, place)
-        yield
-    finally:
-        place.unlink(missing_ok=True)
+    with place.open("ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise errors.UsageError(
+                f"{_ARCHIVE}: another build with --python-archive runs in this clone; wait for its end"
+            ) from None
+        try:
+            if spec.python_archive is None:
+                place.unlink()
+            else:
+                shutil.copyfile(spec.python_archive, place)
+            yield
+        finally:
+            place.unlink(missing_ok=True)
+
+
+def _check_sources(root: Path, bazel_sha256: str) -> None:
+    """Raise at once what would end a build of jaxlib after minutes."""
+    for name in ("jax", "xla"):
+        if not (root / "third_party" / name / ".git").exists():
+            raise errors.PinError(f"third_party/{name} is not there; run ./bootstrap.sh --group source")
+    if not bazel_sha256:
+        raise errors.PinError(
+            "Bazel is not pinned for this platform; run `python -m workflows bump images` where github.com answers"
+        )
 
 
 def _library(root: Path) -> str:

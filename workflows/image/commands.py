@@ -72,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
         where, built = bring(where, built, names)
     pushed = publish.publish(ROOT, where, built, check, request, attesting) if request.actions.upload else None
     report(where, built, check, names, pushed, as_json=request.actions.json)
+    if pushed is not None:
+        # Last: whatever becomes of the file, the digest was said.
+        publish.release.write(publish.release_file(ROOT, request), pushed)
     return 0
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from workflows import console
+from workflows import console, errors
 from workflows.image import attest, build, context, promote, push, release, sign
 from workflows.image.attest import Attesting
 from workflows.image.engine import Engine
@@ -36,8 +37,17 @@ def check_before(root: Path, engine: Engine, request: Request, attesting: Attest
         context.check(root)
     if request.actions.release is not None:
         check_release(root, engine, request, attesting)
+    place = release_file(root, request).parent
+    place.mkdir(parents=True, exist_ok=True)
+    if not os.access(place, os.W_OK):
+        raise errors.DiskError(f"{place}: cannot be written, and release.json belongs there; make it writable")
     with Registry(request.spec.reference) as registry:
         registry.check_push()
+
+
+def release_file(root: Path, request: Request) -> Path:
+    """Return where ``release.json`` goes."""
+    return request.actions.release_file or root / RECORD
 
 
 def check_release(root: Path, engine: Engine, request: Request, attesting: Attesting) -> None:
@@ -55,7 +65,7 @@ def check_release(root: Path, engine: Engine, request: Request, attesting: Attes
 def publish(
     root: Path, engine: Engine, built: Built, check: Check, request: Request, attesting: Attesting
 ) -> dict[str, Any]:
-    """Push under a staging tag, verify, sign, move the public tags; return what ``release.json`` says.
+    """Push under a staging tag, verify, sign, move the public tags; return what ``release.json`` is to say.
 
     Until the last step every public tag is where it was.
     """
@@ -82,9 +92,7 @@ def publish(
     if moved:
         promote.unstage(reference, pushed.digest, policy)
     published = Published(pushed, size, moved, time.monotonic() - started, signature, attesting.said, attested)
-    document = release.record(root, published, built, asdict(check), actions.release)
-    release.write(actions.release_file or root / RECORD, document)
-    return document
+    return release.record(root, published, built, asdict(check), actions.release)
 
 
 def from_engine(engine: Engine, built: Built, reporter: console.Reporter) -> push.Pushed:

@@ -72,6 +72,8 @@ def make(repo: str | None, name: str | None, tag: str) -> Reference:
     repository = "/".join(part for part in (repo, name) if part is not None) or LOCAL_NAME
     if repo == "" or name == "":
         raise errors.UsageError(f"{'--repo' if repo == '' else '--name'} is empty; give a name or leave it out")
+    if "/" not in repository and _is_host(repository):
+        raise errors.UsageError(f"--repo {repository}: is a registry alone; name an owner too, e.g. {repository}/OWNER")
     return Reference(check_repository(repository), check_tag(tag))
 
 
@@ -87,6 +89,10 @@ def pulled(image: str, tag: str) -> tuple[Reference, str]:
 
 def check_repository(text: str) -> str:
     """Return a repository in lower case, or raise what is wrong with it."""
+    if "@" in text:
+        raise errors.UsageError(
+            "a repository has no user, password or digest in it; run `docker login`, and leave out @"
+        )
     if "://" in text:
         raise errors.UsageError(f"repository {text!r}: a repository has no scheme; leave out {text.split('//')[0]}//")
     first, slash, rest = text.partition("/")
@@ -104,6 +110,19 @@ def check_repository(text: str) -> str:
     if len(repository) > _LONGEST:
         raise errors.UsageError(f"repository {text[:40]!r}... has {len(repository)} characters; at most {_LONGEST}")
     return repository
+
+
+def check_image(text: str) -> str:
+    """Return the name of an image with or without a tag or a digest, or raise what is wrong with it."""
+    name, at, digest = text.partition("@")
+    head, colon, tag = name.rpartition(":")
+    if not colon or "/" in tag:
+        head, tag = name, "latest"
+    if at and not _DIGEST.fullmatch(digest):
+        raise errors.UsageError("an image is REPO:TAG or REPO@sha256:..., without a user or a password")
+    check_repository(head)
+    check_tag(tag)
+    return text
 
 
 def check_tag(text: str) -> str:

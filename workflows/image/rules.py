@@ -6,10 +6,9 @@ import argparse
 import re
 
 from workflows import errors
-from workflows.image import network
+from workflows.image import network, reference
 
 _VERSION = re.compile(r"\d{1,3}(\.\d{1,3}){1,3}")
-_BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}")
 _CONTAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _CACHE = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9.-]{0,251}|\[[0-9A-Fa-f:]+\]):\d{1,5}")
 
@@ -80,8 +79,13 @@ def check(args: argparse.Namespace) -> None:
             raise errors.UsageError(reason)
     _check_pattern("--cuda-version", args.cuda_version, _VERSION, "numbers with dots, e.g. 12.8.1")
     _check_pattern("--cudnn-version", args.cudnn_version, _VERSION, "numbers with dots, e.g. 9.8.0")
-    _check_pattern("--base-image", args.base_image, _BASE, "the name of an image, e.g. ubuntu:24.04")
-    _check_pattern("--sbom-scanner", args.sbom_scanner, _BASE, "the name of an image")
+    for flag, image in (("--base-image", args.base_image), ("--sbom-scanner", args.sbom_scanner)):
+        if image is not None:
+            try:
+                reference.check_image(image)
+            except errors.UsageError as error:
+                shown = image.rpartition("@")[2] if "@" in image else image
+                raise errors.UsageError(f"{flag} {shown[:80]!r}: not the name of an image ({error})") from None
     _check_pattern("--commit", args.commit, _CONTAINER, "the name or id of a container")
     _check_pattern("--remote", args.remote, _CONTAINER, "the name of a docker context; `docker context ls` shows them")
     _check_pattern("--bazel-cache", args.bazel_cache, _CACHE, "HOST:PORT, e.g. 127.0.0.1:9090")

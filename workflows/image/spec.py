@@ -144,7 +144,7 @@ class Built:
     cached, steps
         How many steps of the Dockerfile came from the cache, and of how many.
     content
-        A digest of its layers and configuration; attestations, which differ with every build, are no part of that.
+        A digest of its layers and configuration, without labels and attestations, which every commit changes.
     names
         What the engine calls it already.
     """

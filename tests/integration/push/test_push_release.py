@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -94,6 +95,19 @@ def test_release_conditions(make_tiny, upload, target: Reference, faulty, labels
     name = target.at(json.loads(pushed.stdout)["pushed"]["image"]["digest"])
     assert workflows("promote", name, "--tag", "main", "--release", f"v{VERSION}").returncode == code
     assert digest_of(target, "main") is None
+
+
+def test_a_record_that_cannot_be_written_stops_before_anything_is_pushed(make_tiny, upload, target, tmp_path) -> None:
+    if os.geteuid() == 0:
+        (tmp_path / "file").write_text("no folder")
+        place = tmp_path / "file" / "release.json"
+    else:
+        (tmp_path / "folder").mkdir(mode=0o500)
+        place = tmp_path / "folder" / "release.json"
+    done = upload(make_tiny(), "--release-file", str(place))
+    assert (done.returncode, done.stdout) in ((10, ""), (1, "")), done.stderr
+    assert str(place.parent) in done.stderr
+    assert digest_of(target, "v1") is None
 
 
 def test_release(make_tiny, upload, target: Reference, tmp_path: Path) -> None:
