@@ -14,6 +14,7 @@ from models import MLP, mlp_block
 from pipelines import Split, assert_same, submeshes
 
 import multimesh as mm
+from multimesh import errors
 
 HERE = Path(__file__).name
 X = np.ones((8, 4), np.float32)
@@ -473,3 +474,15 @@ def test_a_result_that_is_no_array_is_told_of_the_users_function(fn, who):
 def test_axes_of_a_spec_that_are_no_names():
     with pytest.raises(mm.UsageError, match=r"task 'a': .*an axis must be a str, got 3"):
         mm.jit(mm.task(lambda x: mm.with_sharding_constraint(x, jax.sharding.PartitionSpec(3)), "a", mesh=MESH))(X)
+
+
+def test_a_released_package_links_its_errors_to_their_page(monkeypatch):
+    monkeypatch.setattr(errors, "_page", lambda: "https://site/docs/errors.html")
+    for call, anchor in (
+        (lambda: mm.microbatch(len, size=0), "checks"),
+        (lambda: mm.microbatch(len, size=1, schedule="lifo"), "schedules"),
+        (lambda: mm.linalg.solve(np.eye(4), np.ones(4)), "specs"),
+    ):
+        with pytest.raises(mm.MultiMeshError) as raised:
+            call()
+        assert raised.value.__notes__ == [f"https://site/docs/errors.html#{anchor}"]

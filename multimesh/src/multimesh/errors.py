@@ -6,11 +6,35 @@ Command lines of this package end with ``exit_code`` of the error that stopped t
 
 from __future__ import annotations
 
+import functools
+import sys
+from importlib import metadata
+
 
 class MultiMeshError(Exception):
-    """Something that MultiMesh cannot do with what it was given; the message names the place and the remedy."""
+    """Something that MultiMesh cannot do with what it was given; the message names the place and the remedy.
+
+    In a released package a note below the message links to the page that lists the messages of its module.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        if page := _page():
+            module = sys._getframe(1).f_globals.get("__name__", "").removeprefix("multimesh.")
+            self.add_note(f"{page}#{module.strip('_').replace('.', '-').replace('_', '-')}")
+
+
+@functools.cache
+def _page() -> str:
+    """Address of the page of error messages; empty where the package does not know its site."""
+    try:
+        known = metadata.metadata("multimesh-jax").get_all("Project-URL") or ()
+    except metadata.PackageNotFoundError:
+        known = ()
+    sites = [url.partition(", ")[2] for url in known if url.startswith("Documentation, ")]
+    return f"{sites[0].rstrip('/')}/docs/errors.html" if sites else ""
 
 
 class UsageError(MultiMeshError):
