@@ -32,7 +32,7 @@ if [ "$target" = runtime ]; then
     fi
   done
   for file in /opt/maxtext/run.py /opt/maxtext/validate-cpu.sh /opt/entrypoint.sh /opt/inventory/sbom.cdx.json \
-    /opt/inventory/licences.txt /opt/LICENSE /opt/sources.lock /opt/images.lock; do
+    /opt/inventory/licences.txt /opt/inventory/THIRD-PARTY-NOTICES /opt/LICENSE /opt/sources.lock /opt/images.lock; do
     [ -s "$file" ] || fault "no $file"
   done
   if [ -n "$(find /opt -user multimesh 2>/dev/null | head -n 1)" ]; then

@@ -1,103 +1,119 @@
-"""Write what an image holds: a CycloneDX SBOM and a list of licences. The same image gives the same bytes."""
+"""Write what an image holds: a CycloneDX SBOM, a list of licences and their texts. The same image gives the same bytes.
+
+cyclonedx-py reads the Python packages; this adds what it does not look at: the packages of the distribution, a
+standalone Python and the patched MaxText.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import re
 import subprocess
-import uuid
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-import yaml
-
-_NAMESPACE = uuid.UUID("a5e9b7a4-51c8-5d0c-8a1f-6f5d9f3c2b10")
-
-
-@dataclass(frozen=True, order=True)
-class Part:
-    """A package: where it is from, its name and version, and the licence that it declares."""
-
-    kind: str
-    name: str
-    version: str
-    licence: str
-
-    @property
-    def purl(self) -> str:
-        """Its package url, e.g. ``pkg:pypi/jax@0.10.2``."""
-        kind = "deb/debian" if self.kind == "deb" else self.kind
-        return f"pkg:{kind}/{quote(self.name.lower())}@{quote(self.version, safe='')}"
+ENVIRONMENT, STANDALONE = Path("/opt/.venv/bin/python"), Path("/opt/python")
+_TEXT = re.compile(r"(LICEN[CS]E|COPYING|NOTICE|AUTHORS)", re.IGNORECASE)
+_CLASSIFIER = "License :: OSI Approved :: "
 
 
-def python_packages() -> Iterator[Part]:
-    """Yield the distributions of this environment."""
-    for dist in metadata.distributions():
-        yield Part("pypi", dist.metadata["Name"], dist.version, declared(dist.metadata))
+def python_packages() -> dict[str, Any]:
+    """Return the SBOM of this image's environment."""
+    options = ["--gather-license-texts", "--output-reproducible", "--spec-version=1.6", "--no-validate"]
+    argv = [sys.executable, "-m", "cyclonedx_py", "environment", *options, str(ENVIRONMENT)]
+    return dict(json.loads(subprocess.run(argv, check=True, capture_output=True).stdout))
 
 
-def declared(fields: metadata.PackageMetadata) -> str:
-    """Return the licence that a distribution declares: an expression, a classifier, or the first line of a text."""
-    if expression := fields.get("License-Expression"):
-        return str(expression)
-    classifiers = [each for each in fields.get_all("Classifier") or [] if each.startswith("License :: ")]
-    if classifiers:
-        return " and ".join(sorted(each.rpartition(" :: ")[2] for each in classifiers))
-    lines = str(fields.get("License") or "").strip().splitlines()
-    return lines[0].strip() if lines else "not declared"
-
-
-def system_packages() -> Iterator[Part]:
-    """Yield Debian's packages; their licences are in /usr/share/doc/NAME/copyright."""
-    query = ["dpkg-query", "--show", "--showformat=${Package} ${Version}\n"]
+def system_packages() -> Iterator[dict[str, Any]]:
+    """Yield the packages of the distribution, by its own name and release; their licences lie beside them."""
+    system = platform.freedesktop_os_release()
+    distribution = f"{system['ID']}-{system['VERSION_ID']}"
+    query = ["dpkg-query", "--show", "--showformat=${Package} ${Version} ${Architecture}\n"]
     for line in subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines():
-        name, version = line.split()
-        yield Part("deb", name, version, f"/usr/share/doc/{name}/copyright")
+        name, version, machine = line.split()
+        purl = f"pkg:deb/{system['ID']}/{name}@{quote(version, safe='')}?arch={machine}&distro={distribution}"
+        yield component(name, version, purl, f"/usr/share/doc/{name}/copyright")
 
 
-def sources(lock: Path) -> Iterator[Part]:
-    """Yield what comes from ``third_party/``."""
-    components = yaml.safe_load(lock.read_text(encoding="utf-8"))["components"]
-    yield Part("generic", "maxtext", components["maxtext"]["version"], "Apache-2.0")
+def other(lock: Path) -> Iterator[dict[str, Any]]:
+    """Yield what no package manager knows of."""
+    if STANDALONE.is_dir():
+        version = subprocess.run([STANDALONE / "bin/python3", "-V"], check=True, capture_output=True, text=True).stdout
+        version = version.split()[1]
+        yield component("python-build-standalone", version, f"pkg:generic/cpython@{version}", "PSF-2.0 and others")
+    lines = lock.read_text(encoding="utf-8").splitlines()
+    version = lines[lines.index("  maxtext:") + 1].partition('"')[2].strip('"')
+    yield component("maxtext", version, f"pkg:github/AI-Hypercomputer/maxtext@v{version}", "Apache-2.0")
 
 
-def sbom(parts: list[Part]) -> dict[str, object]:
-    """Return the CycloneDX document."""
-    components = [
-        {
-            "type": "library",
-            "bom-ref": part.purl,
-            "name": part.name,
-            "version": part.version,
-            "purl": part.purl,
-            "licenses": [{"license": {"name": part.licence}}],
-        }
-        for part in parts
+def component(name: str, version: str, purl: str, licence: str) -> dict[str, Any]:
+    """Return a component of an SBOM."""
+    licences = [{"license": {"name": licence}}]
+    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl, "licenses": licences}
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield the licences and notices that packages, and a standalone Python, bring along: whose, and the text."""
+    folders = [
+        (each.name.removesuffix(".dist-info"), each) for each in ENVIRONMENT.parents[1].glob("lib/*/*/*.dist-info")
     ]
-    serial = uuid.uuid5(_NAMESPACE, json.dumps(components))
-    return {
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.5",
-        "serialNumber": f"urn:uuid:{serial}",
-        "version": 1,
-        "metadata": {"component": {"type": "container", "name": "multimesh-jax", "bom-ref": "multimesh-jax"}},
-        "components": components,
-    }
+    folders += [
+        (f"python-build-standalone {each.parent.name}", each.parent) for each in STANDALONE.glob("lib/*/LICENSE.txt")
+    ]
+    for owner, folder in sorted(folders):
+        for file in sorted(folder.rglob("*") if folder.suffix == ".dist-info" else folder.glob("LICENSE.txt")):
+            if file.is_file() and _TEXT.match(file.name):
+                yield owner, file.read_text(encoding="utf-8", errors="replace").strip()
+
+
+def declared(found: dict[str, Any]) -> str:
+    """Return the licences that a component declares, on one line; of a text, its first line stays in the SBOM too."""
+    kept, named = [], list[str]()
+    for entry in found.get("licenses", []):
+        licence = entry.get("license", {})
+        text = licence.pop("text", None)
+        if text is not None and text.get("encoding") == "base64":
+            continue  # a file beside the package: see texts()
+        if text is not None:
+            licence["name"] = text["content"].strip().partition("\n")[0][:100]
+        kept.append(entry)
+        named.append(str(entry.get("expression") or licence.get("id") or licence["name"]).removeprefix(_CLASSIFIER))
+    found["licenses"] = kept
+    return " and ".join(dict.fromkeys(named)) or "not declared"
 
 
 def main() -> None:
-    """Write ``sbom.cdx.json`` and ``licences.txt``."""
+    """Write ``sbom.cdx.json``, ``licences.txt`` and ``THIRD-PARTY-NOTICES``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lock", type=Path, required=True, help="sources.lock")
     parser.add_argument("--output", type=Path, required=True, help="folder")
     args = parser.parse_args()
-    parts = sorted({*python_packages(), *system_packages(), *sources(args.lock)})
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "sbom.cdx.json").write_text(json.dumps(sbom(parts), indent=1) + "\n", encoding="utf-8")
-    lines = [f"{part.kind:8}{part.name} {part.version}: {part.licence}\n" for part in parts]
+    sbom = python_packages()
+    sbom["metadata"]["component"] = {"type": "container", "name": "multimesh-jax", "bom-ref": "multimesh-jax"}
+    sbom.pop("dependencies", None)
+    for each in sbom["components"]:
+        # What was installed from a folder has none.
+        each.setdefault("purl", f"pkg:pypi/{each['name']}@{each['version']}")
+    sbom["components"] = sorted(
+        [*sbom["components"], *system_packages(), *other(args.lock)], key=lambda each: each["purl"]
+    )
+    with (args.output / "THIRD-PARTY-NOTICES").open("w", encoding="utf-8") as notices:
+        notices.write(
+            "Texts of licences in this image. Those of the distribution's packages: /usr/share/doc/*/copyright.\n"
+        )
+        for owner, text in texts():
+            notices.write(f"\n{'=' * 80}\n{owner}\n{'=' * 80}\n\n{text}\n")
+    lines = [
+        f"{each['purl'].partition('/')[0]} {each['name']} {each['version']}: {declared(each)}\n"
+        for each in sbom["components"]
+    ]
+    (args.output / "sbom.cdx.json").write_text(json.dumps(sbom, indent=1) + "\n", encoding="utf-8")
     (args.output / "licences.txt").write_text("".join(lines), encoding="utf-8")
 
 

@@ -121,6 +121,14 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: lock.ImageLo
     assert got["io.github.multimesh-jax.lock"] == command.lock_digest(root)
     assert got["io.github.multimesh-jax.maxtext"] == "0.2.4"
     assert got["io.github.multimesh-jax.jax"] == "0.10.2"
+    # What is installed, not what the base image is named after.
+    assert got["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.90"
+    from_source = command.labels(
+        root, spec(jaxlib="source"), command.bases(spec(), pinned), command.Stamp("c", "b", "s")
+    )
+    assert from_source["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.1"
+    assert from_source["org.opencontainers.image.source"] == "s"
+    assert "org.opencontainers.image.source" not in got
     assert "unknown" not in got.values()
 
 

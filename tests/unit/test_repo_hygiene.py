@@ -27,6 +27,7 @@ SYSTEM_FOLDERS = {
 PUBLIC_HOSTS = {
     "img.shields.io",
     "api.github.com",
+    "archive.ubuntu.com",
     "bazel.build",
     "containers.dev",
     "docker.io",

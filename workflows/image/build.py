@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +78,7 @@ def plan(
     base, access = command.bases(spec, pins), network.access(means, os.environ)
     library = _library(root)
     untracked = context.untracked(root)
-    stamp = command.Stamp(_ours(root, untracked), _maxtext(root))
+    stamp = command.Stamp(_ours(root, untracked), _maxtext(root), _source(os.environ))
     labels = command.labels(root, spec, base, stamp)
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
@@ -249,6 +249,12 @@ def _check_sources(root: Path, bazel_sha256: str) -> None:
         raise errors.PinError(
             "Bazel is not pinned for this platform; run `python -m workflows bump images` where github.com answers"
         )
+
+
+def _source(environ: Mapping[str, str]) -> str | None:
+    """Return the address of the repository whose workflow builds; a person's remote may hold more than an address."""
+    server, name = environ.get("GITHUB_SERVER_URL"), environ.get("GITHUB_REPOSITORY")
+    return f"{server}/{name}" if server and name else None
 
 
 def _library(root: Path) -> str:

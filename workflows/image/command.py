@@ -63,21 +63,28 @@ class Stamp:
         The commit of this repository, with ``-dirty`` where the tree differs; None outside of a repository.
     maxtext
         The commit of the patched MaxText, likewise.
+    source
+        The address of this repository, where a workflow's run says it; a registry links the image to it.
     """
 
     revision: str | None
     maxtext: str | None
+    source: str | None = None
 
 
 def labels(root: Path, spec: ImageSpec, base: Bases, stamp: Stamp) -> dict[str, str]:
     """Return the labels of an image, in a fixed order; none of them changes when nothing else does."""
     run = _read(root, "requirements/run.txt")
-    accelerator = {"cpu": "cpu", "cuda12": f"cuda12 {spec.cuda_version}"}[spec.accelerator]
+    # What is installed: the locked wheels bring CUDA with them, whatever the base image has.
+    wheels = _first(r"^nvidia-cuda-runtime-cu12==(\S+)", _read(root, "requirements/cuda12.txt"))
+    cuda = spec.cuda_version if spec.jaxlib == "source" else wheels
+    accelerator = {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[spec.accelerator]
     found = base.build if spec.target != "runtime" else base.runtime
     return {
         f"{_OCI}.title": "MultiMesh for JAX",
         f"{_OCI}.description": f"MaxText in pipelines on stock JAX: {spec.target}, {spec.accelerator}",
         f"{_OCI}.licenses": "Apache-2.0",
+        **({f"{_OCI}.source": stamp.source} if stamp.source else {}),
         f"{_OCI}.version": _first(r'^version = "([^"]+)"', _read(root, "multimesh/pyproject.toml")),
         f"{_OCI}.revision": stamp.revision or "unknown",
         f"{_OCI}.base.name": found.reference.partition("@")[0],

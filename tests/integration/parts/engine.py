@@ -134,13 +134,17 @@ def with_buildx(folder: Path) -> None:
 
 
 def base_image(suite: str, folder: Path) -> str:
-    """Return a minimal Debian in the engine, made once; it stands in for the CUDA base."""
+    """Return a minimal Debian, or Ubuntu (jammy), in the engine, made once; it stands in for the CUDA base."""
     image = f"{BASE}:{suite}"
     if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode == 0:
         return image
-    debootstrap, mirror = packages.need("debootstrap", "debootstrap"), packages.mirror()
+    debootstrap, mirror, trust = packages.need("debootstrap", "debootstrap"), packages.mirror(), packages.KEYRING
+    how = [f"--keyring={trust}", suite]
+    if suite == "jammy":
+        # Debian has no package of Ubuntu's keys: TLS says whose archive it is.
+        mirror, how = packages.UBUNTU, ["--no-check-gpg", suite]
     rootfs = folder / suite
-    make = packages.as_root(debootstrap, "--variant=minbase", f"--keyring={packages.KEYRING}", suite, rootfs, mirror)
+    make = packages.as_root(debootstrap, "--variant=minbase", *how, rootfs, mirror)
     made = subprocess.run(make, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout[-1000:]
     tar = subprocess.Popen(packages.as_root("tar", "-C", rootfs, "-c", "."), stdout=subprocess.PIPE)
@@ -165,7 +169,8 @@ def checkable(verdict: str = "echo ok: stub") -> tuple[dict[str, tuple[bytes, in
         "opt/maxtext/validate-cpu.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
         "opt/maxtext/llama3-8b-16gpus/run-dgx-h100.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
     }
-    stubs = ["opt/maxtext/run.py", "opt/inventory/sbom.cdx.json", "opt/inventory/licences.txt", "opt/LICENSE"]
+    stubs = ["opt/maxtext/run.py", "opt/LICENSE"]
+    stubs += [f"opt/inventory/{name}" for name in ("sbom.cdx.json", "licences.txt", "THIRD-PARTY-NOTICES")]
     files |= dict.fromkeys((*stubs, "opt/sources.lock", "opt/images.lock"), (b"stub\n", 0o644))
     return files, {f"bin/{name}": "busybox" for name in ("sh", "cat", "find", "head")}
 
