@@ -18,18 +18,18 @@ from collections.abc import Sequence
 from workflows import errors
 
 COMMANDS = {
-    "bootstrap": "workflows.bootstrap",
-    "sync": "workflows.sources.commands",
-    "status": "workflows.sources.commands",
-    "diff": "workflows.sources.commands",
-    "lock": "workflows.sources.maintain",
-    "refresh": "workflows.sources.maintain",
-    "bump": "workflows.sources.maintain",
-    "gc": "workflows.sources.maintain",
-    "promote": "workflows.image.promotion",
-    "cache": "workflows.cache.commands",
-    "image": "workflows.image.commands",
-    "ci": "workflows.ci.commands",
+    "bootstrap": "workflows.commands.bootstrap",
+    "sync": "workflows.commands.sources",
+    "status": "workflows.commands.sources",
+    "diff": "workflows.commands.sources",
+    "lock": "workflows.commands.maintain",
+    "refresh": "workflows.commands.maintain",
+    "bump": "workflows.commands.maintain",
+    "gc": "workflows.commands.maintain",
+    "promote": "workflows.commands.promotion",
+    "cache": "workflows.commands.cache",
+    "image": "workflows.commands.image",
+    "ci": "workflows.commands.ci",
 }
 INTERRUPTED = 130
 
@@ -81,18 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
-            return _fail(disk_message(error), code=errors.DiskError.exit_code)
+            return _fail(errors.disk_message(error), code=errors.DiskError.exit_code)
         return _fail(
             f"{error.filename or 'system call'}: {error.strerror or error}", code=errors.WorkflowsError.exit_code
         )
-
-
-def disk_message(error: OSError) -> str:
-    """Say which file could not be written and what to do about it."""
-    remedy = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some of your quota"}.get(
-        error.errno or 0, "make it writable"
-    )
-    return f"{error.filename or 'a file'}: {error.strerror}; {remedy} and run the same command again"
 
 
 def _drop_output() -> None:

@@ -5,6 +5,7 @@ Messages are one line: the component or file, what is wrong with it, and what to
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 
@@ -111,3 +112,11 @@ class CacheError(WorkflowsError):
     """The Bazel cache cannot be started or stopped."""
 
     exit_code = 17
+
+
+def disk_message(error: OSError) -> str:
+    """Say which file could not be written and what to do about it."""
+    remedy = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some of your quota"}.get(
+        error.errno or 0, "make it writable"
+    )
+    return f"{error.filename or 'a file'}: {error.strerror}; {remedy} and run the same command again"

@@ -12,7 +12,7 @@ import pytest
 from workflows import errors
 from workflows.ci import upgrade
 from workflows.ci.upgrade import Move
-from workflows.image import bump, lock
+from workflows.image import digests, renew
 
 
 def built(*moves: Move) -> list[str]:
@@ -70,17 +70,17 @@ def test_a_patch_of_pins_changes_nothing_else(tmp_path: Path) -> None:
 
 
 def test_bazel_is_moved_without_a_checksum_that_nobody_read(root: Path, tmp_path: Path) -> None:
-    text = (root / lock.FILE).read_text(encoding="utf-8")
-    (tmp_path / lock.FILE).parent.mkdir()
-    (tmp_path / lock.FILE).write_text(text, encoding="utf-8")
-    before = lock.load(tmp_path)
-    assert f"/bazel-{bump.move_bazel(tmp_path, '99.1.0')}-linux-arm64" in text
-    after = lock.load(tmp_path)
+    text = (root / digests.FILE).read_text(encoding="utf-8")
+    (tmp_path / digests.FILE).parent.mkdir()
+    (tmp_path / digests.FILE).write_text(text, encoding="utf-8")
+    before = digests.load(tmp_path)
+    assert f"/bazel-{renew.move_bazel(tmp_path, '99.1.0')}-linux-arm64" in text
+    after = digests.load(tmp_path)
     changed = {name for name, file in after.files.items() if file != before.files[name]}
     assert changed == {"bazel linux/amd64", "bazel linux/arm64"}
     url = "https://github.com/bazelbuild/bazel/releases/download/99.1.0/bazel-99.1.0-linux-arm64"
-    assert after.files["bazel linux/arm64"] == lock.FilePin(url, None)
-    assert bump.move_bazel(tmp_path, "99.1.0") == "99.1.0"
+    assert after.files["bazel linux/arm64"] == digests.FilePin(url, None)
+    assert renew.move_bazel(tmp_path, "99.1.0") == "99.1.0"
 
 
 def test_jax_moves_with_its_plugin_for_gpus_or_not_at_all(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workflows import errors
-from workflows.image import attest, lock
+from workflows.image import attest, digests
 from workflows.image.engine import Engine, Facts
 from workflows.image.flags import Request
 from workflows.image.reference import make
@@ -34,9 +34,9 @@ def decide(root: Path):
     def of(through: str | None, environ: dict[str, str] | None = None, **actions: object) -> attest.Attesting:
         engine = Told(("docker",), "docker", "28.0.0", "28.0.0", "buildx", None, through)
         request = Request(SPEC, MEANS, Actions(upload=True, **actions))  # type: ignore[arg-type]
-        held = lock.load(root)
-        images = {name: lock.ImagePin(pin.reference, None) for name, pin in held.images.items()}
-        return attest.decide(engine, request, lock.ImageLock(images, held.files), environ or {})
+        held = digests.load(root)
+        images = {name: digests.ImagePin(pin.reference, None) for name, pin in held.images.items()}
+        return attest.decide(engine, request, digests.ImageLock(images, held.files), environ or {})
 
     return of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workflows import errors
-from workflows.image import build, command, context, lock, network
+from workflows.image import build, command, context, digests, network
 from workflows.image.engine import Engine
 from workflows.image.reference import make
 from workflows.image.spec import ImageSpec, Means
@@ -28,10 +28,10 @@ def spec(**changes: object) -> ImageSpec:
 
 
 @pytest.fixture
-def pinned(root: Path) -> lock.ImageLock:
+def pinned(root: Path) -> digests.ImageLock:
     """The repository's lock, with a digest for every image."""
-    held = lock.load(root)
-    images = {name: lock.ImagePin(pin.reference, DIGEST) for name, pin in held.images.items()}
+    held = digests.load(root)
+    images = {name: digests.ImagePin(pin.reference, DIGEST) for name, pin in held.images.items()}
     return dataclasses.replace(held, images=images)
 
 
@@ -43,29 +43,29 @@ def argv(
     )
 
 
-def test_the_base_is_cuda_on_ubuntu_by_digest(pinned: lock.ImageLock) -> None:
+def test_the_base_is_cuda_on_ubuntu_by_digest(pinned: digests.ImageLock) -> None:
     base = command.bases(spec(), pinned)
     assert base.build.exact == f"docker.io/nvidia/cuda:12.8.1-cudnn-devel-ubuntu22.04@{DIGEST}"
     assert base.runtime.exact == f"docker.io/nvidia/cuda:12.8.1-base-ubuntu22.04@{DIGEST}"
     assert base.unpinned == ()
 
 
-def test_another_cuda_version_is_another_image_that_nobody_pinned(pinned: lock.ImageLock) -> None:
+def test_another_cuda_version_is_another_image_that_nobody_pinned(pinned: digests.ImageLock) -> None:
     base = command.bases(spec(cuda_version="12.6.3"), pinned)
     assert base.build.exact == "docker.io/nvidia/cuda:12.6.3-cudnn-devel-ubuntu22.04"
     assert base.unpinned == (base.build.reference, base.runtime.reference)
 
 
-def test_a_base_image_given_by_digest_counts_as_pinned(pinned: lock.ImageLock) -> None:
+def test_a_base_image_given_by_digest_counts_as_pinned(pinned: digests.ImageLock) -> None:
     assert command.bases(spec(base_image=f"debian@{DIGEST}"), pinned).unpinned == ()
     assert command.bases(spec(base_image="debian:12"), pinned).unpinned == ("debian:12",)
 
 
-def test_an_image_for_the_cpu_needs_no_cuda(pinned: lock.ImageLock) -> None:
+def test_an_image_for_the_cpu_needs_no_cuda(pinned: digests.ImageLock) -> None:
     assert "ubuntu:22.04" in command.bases(spec(accelerator="cpu"), pinned).build.exact
 
 
-def test_each_platform_has_its_python(pinned: lock.ImageLock) -> None:
+def test_each_platform_has_its_python(pinned: digests.ImageLock) -> None:
     base = command.bases(spec(), pinned)
     for platform, word in (("linux/amd64", "x86_64"), ("linux/arm64", "aarch64")):
         asked = command.arguments(spec(platform=platform), pinned, base, machine="linux/amd64", multimesh="multimesh")
@@ -73,7 +73,7 @@ def test_each_platform_has_its_python(pinned: lock.ImageLock) -> None:
         assert len(asked["PYTHON_SHA256"]) == 64
 
 
-def test_a_given_python_is_held_against_its_own_checksum(pinned: lock.ImageLock, tmp_path: Path) -> None:
+def test_a_given_python_is_held_against_its_own_checksum(pinned: digests.ImageLock, tmp_path: Path) -> None:
     archive = tmp_path / "python.tar.gz"
     archive.write_bytes(b"python")
     base = command.bases(spec(), pinned)
@@ -114,7 +114,7 @@ def test_a_build_into_the_cache_leaves_no_image() -> None:
         argv(Engine(("podman",), "podman", "4.3.1", "4.3.1", "podman"), result=None)
 
 
-def test_labels_name_revision_lock_and_versions(root: Path, pinned: lock.ImageLock) -> None:
+def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.ImageLock) -> None:
     got = command.labels(root, spec(), command.bases(spec(), pinned), command.Stamp("c0ffee", "beef"))
     assert got["org.opencontainers.image.revision"] == "c0ffee"
     assert got["org.opencontainers.image.base.digest"] == DIGEST
@@ -179,11 +179,11 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
 
 
 def test_the_lock_is_written_as_it_is_read(root: Path, tmp_path: Path) -> None:
-    text = (root / lock.FILE).read_text(encoding="utf-8")
-    (tmp_path / lock.FILE).parent.mkdir()
-    (tmp_path / lock.FILE).write_text(text, encoding="utf-8")
-    lock.save(tmp_path, lock.load(tmp_path))
-    assert (tmp_path / lock.FILE).read_text(encoding="utf-8") == text
+    text = (root / digests.FILE).read_text(encoding="utf-8")
+    (tmp_path / digests.FILE).parent.mkdir()
+    (tmp_path / digests.FILE).write_text(text, encoding="utf-8")
+    digests.save(tmp_path, digests.load(tmp_path))
+    assert (tmp_path / digests.FILE).read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_the_lock_is_written_as_it_is_read(root: Path, tmp_path: Path) -> None:
     [{"reference": "a"}, {"reference": "a", "digest": "latest"}, {"reference": "a", "digest": 1}, "text"],
 )
 def test_a_malformed_lock_is_named(tmp_path: Path, fault: object) -> None:
-    (tmp_path / lock.FILE).parent.mkdir()
-    (tmp_path / lock.FILE).write_text(json.dumps({"images": {"x": fault}, "files": {}}), encoding="utf-8")
+    (tmp_path / digests.FILE).parent.mkdir()
+    (tmp_path / digests.FILE).write_text(json.dumps({"images": {"x": fault}, "files": {}}), encoding="utf-8")
     with pytest.raises(errors.ManifestError, match=r"images\.lock: is malformed"):
-        lock.load(tmp_path)
+        digests.load(tmp_path)
 
 
 def test_a_program_ends_though_an_interrupt_left_the_lock_of_popen_taken() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workflows import errors
-from workflows.image import devcontainer, lock
+from workflows.image import devcontainer, digests
 
 IMAGE = "ghcr.io/some-lab/multimesh-jax@sha256:" + "12" * 32
 
@@ -19,7 +19,7 @@ def text(root: Path) -> str:
 
 
 def test_it_follows_the_lock_and_keeps_its_comments(root: Path, text: str, tmp_path: Path) -> None:
-    held = lock.load(root)
+    held = digests.load(root)
     path = tmp_path / devcontainer.FILE
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")

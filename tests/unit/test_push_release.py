@@ -12,7 +12,7 @@ import pytest
 
 from workflows import errors
 from workflows.image import reference, registry, release
-from workflows.image.lock import FilePin, ImageLock
+from workflows.image.digests import FilePin, ImageLock
 from workflows.image.promote import Moved
 from workflows.image.push import Pushed
 from workflows.image.registry import Manifest

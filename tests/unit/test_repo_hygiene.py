@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import json
 import re
 import subprocess
@@ -169,6 +170,25 @@ def test_one_distribution_never_imports_the_other(root: Path) -> None:
         assert files
         wrong = [path for path in files if not others.isdisjoint(imports.findall(text_of(path)))]
         assert (own, relative(root, wrong)) == (own, [])
+
+
+def test_no_two_modules_of_the_tooling_have_one_name(root: Path) -> None:
+    names = [path.stem for path in tracked(root, "workflows/*.py") if path.stem != "__init__"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_folder_of_the_tooling_imports_in_a_circle(root: Path) -> None:
+    """Imports within functions and for types count; the entry points, which open the door to commands, do not."""
+    imported = re.compile(r"^\s*(?:from|import) workflows(?:\.(\w+)|\s+import (.+))", re.MULTILINE)
+    folders = {path.parent.name for path in tracked(root, "workflows/*/*.py")}
+    needs: dict[str, set[str]] = {"": set()} | {folder: set() for folder in folders}
+    for path in tracked(root, "workflows/*.py"):
+        if path.name not in ("__main__.py", "cli.py"):
+            own = path.parent.name if path.parent.name in folders else ""
+            found = [name for match in imported.findall(text_of(path)) for name in re.split(r"[\s,]+", " ".join(match))]
+            needs[own] |= ({name if name in folders else "" for name in found if name}) - {own}
+    order = list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError
+    assert order[-1] == "commands"
 
 
 def test_the_dockerfile_is_clean(root: Path) -> None:

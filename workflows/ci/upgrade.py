@@ -18,9 +18,9 @@ from packaging.version import InvalidVersion, Version
 
 from workflows import console, errors, files, proc
 from workflows.ci import upstream
-from workflows.image import bump as images
 from workflows.image import devcontainer
-from workflows.sources import build, bump, git, lock, manifest
+from workflows.image import renew as images
+from workflows.sources import assemble, bump, git, lock, manifest
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace
 
@@ -113,7 +113,9 @@ def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pa
     jax, pin = manifest.load(here.manifest)["jax"], lock.load(here.lock)["jax"]
     with tempfile.TemporaryDirectory() as folder:
         repo = git.init(Path(folder, "jax"))
-        git.fetch(repo, build.address(jax, mirror), str(pin.commit), label="jax", on_progress=lambda done, total: None)
+        git.fetch(
+            repo, assemble.address(jax, mirror), str(pin.commit), label="jax", on_progress=lambda done, total: None
+        )
         text = repo("show", f"{pin.commit}:{path}", check=False)
     match = pattern.search(text.text)
     if match is None:

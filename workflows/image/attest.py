@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from workflows import errors
 from workflows.image import network
+from workflows.image.digests import ImageLock, ImagePin
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
-from workflows.image.lock import ImageLock, ImagePin
 
 if TYPE_CHECKING:
     from workflows.image.registry import Manifest, Registry

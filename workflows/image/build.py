@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console, errors, proc
-from workflows.image import bazel, command, context, failure, lock, network
+from workflows.image import bazel, command, context, digests, failure, network
 from workflows.image.engine import Engine
 from workflows.image.progress import Display, Steps
 from workflows.image.spec import Built, ImageSpec, Layer, Means
@@ -74,7 +74,7 @@ def plan(
     PinError
         ``third_party/maxtext`` is missing or is not what ``sources.lock`` says.
     """
-    pins = lock.load(root)
+    pins = digests.load(root)
     base, access = command.bases(spec, pins), network.access(means, os.environ)
     library = _library(root)
     untracked = context.untracked(root)

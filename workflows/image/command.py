@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workflows import errors
+from workflows.image.digests import ImageLock, ImagePin
 from workflows.image.engine import Engine
-from workflows.image.lock import ImageLock, ImagePin
 from workflows.image.network import Access
 from workflows.image.spec import ImageSpec, Means
 from workflows.sources import lock as sources

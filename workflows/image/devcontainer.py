@@ -8,7 +8,7 @@ from pathlib import Path
 
 from workflows import errors, files
 from workflows.image import reference
-from workflows.image.lock import ImageLock
+from workflows.image.digests import ImageLock
 from workflows.image.registry import Registry
 
 FILE = ".devcontainer/devcontainer.json"

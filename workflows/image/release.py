@@ -13,9 +13,9 @@ from typing import Any
 import jsonschema
 
 from workflows import errors, files
-from workflows.image import lock as images_lock
+from workflows.image import digests
 from workflows.image.attest import Attestation
-from workflows.image.lock import ImageLock
+from workflows.image.digests import ImageLock
 from workflows.image.promote import Moved
 from workflows.image.push import Pushed
 from workflows.image.sign import Signature
@@ -52,7 +52,7 @@ class Locks:
 
 def load_locks(root: Path) -> Locks:
     """Read and check ``sources.lock`` and ``images.lock``."""
-    return Locks(sources_lock.load(root / "sources.lock"), images_lock.load(root))
+    return Locks(sources_lock.load(root / "sources.lock"), digests.load(root))
 
 
 def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool) -> list[str]:

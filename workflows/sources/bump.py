@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from workflows import console, errors
-from workflows.sources import archive, build, git, lock, manifest, patch, safety
+from workflows.sources import archive, assemble, git, lock, manifest, patch, safety
 from workflows.sources.lock import Pin
 from workflows.sources.manifest import Component, Transport
 from workflows.sources.workspace import Workspace
@@ -63,7 +63,7 @@ def _resolve(workspace: Workspace, component: Component, mirror: str | None, rep
     """Find out the pins of a version and what the patches give on it."""
     name = component.name
     patches = patch.load_series(workspace.root, name)
-    url = build.address(component, mirror)
+    url = assemble.address(component, mirror)
     with workspace.stage() as (stage, _):
         probe = git.init(stage / f"{name}.probe")
         reporter.phase(name, f"asking {url}")
@@ -79,8 +79,8 @@ def _resolve(workspace: Workspace, component: Component, mirror: str | None, rep
         )
         files = tuple((each.file, each.sha256) for each in patches)
         pin = Pin(component.version, commit, found, root_tree if component.path else None, archives, files)
-        means = build.Means((probe.root,), offline=True, mirror=None)
-        built = build.build(build.Recipe(component, pin, patches), stage, means, reporter, verify=False)
+        means = assemble.Means((probe.root,), offline=True, mirror=None)
+        built = assemble.build(assemble.Recipe(component, pin, patches), stage, means, reporter, verify=False)
     reporter.done(name, f"{len(patches)} patches apply to {component.version}")
     return replace(pin, patched_commit=built.record.commit, patched_tree=built.tree)
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from workflows import cli, console, errors, proc
-from workflows.sources import build, lock, manifest, patch, quick, tree
-from workflows.sources.build import Means, Recipe
+from workflows import console, errors, proc
+from workflows.sources import assemble, lock, manifest, patch, quick, tree
+from workflows.sources.assemble import Means, Recipe
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace
 
@@ -94,7 +94,7 @@ def _wish(workspace: Workspace, component: Component, pins: Mapping[str, lock.Pi
         return Wish(component, target=str(override.folder))
     if override is not None:
         blank = Recipe(component, lock.Pin("", None, None), patch.load_series(workspace.root, component.name))
-        return Wish(component, build.overridden(blank, override.url, override.commit))
+        return Wish(component, assemble.overridden(blank, override.url, override.commit))
     if component.link:
         folder = workspace.root / component.link
         if not folder.is_dir() or folder.resolve() != workspace.root.resolve() / component.link:
@@ -235,7 +235,7 @@ def _guarded(
     except errors.WorkflowsError as error:
         message, code = str(error), error.exit_code
     except OSError as error:
-        message, code = f"{name}: {cli.disk_message(error)}", errors.DiskError.exit_code
+        message, code = f"{name}: {errors.disk_message(error)}", errors.DiskError.exit_code
     reporter.done(name, "failed")
     return Outcome(name, "failed", "left as it was", error=message, exit_code=code)
 
@@ -263,8 +263,8 @@ def _sync_one(
         new.symlink_to(wish.target)
         kept = workspace.swap(new, name, stage, stash=stash)
         return Outcome(name, action, f"link to {wish.target}" + (f"; the old one is at {kept}" if kept else ""))
-    seeds = build.seeds(workspace, name, left)
-    built = build.build(wish.recipe, stage, Means(seeds, options.offline, options.mirror), reporter)
+    seeds = assemble.seeds(workspace, name, left)
+    built = assemble.build(wish.recipe, stage, Means(seeds, options.offline, options.mirror), reporter)
     kept = workspace.swap(built.folder, name, stage, stash=stash)
     detail = f"{wish.recipe.component.version[:12]}, {len(wish.recipe.patches)} patches"
     reporter.done(name, f"{action} {detail}" + (f"; the old tree is at {kept}" if kept else ""))

@@ -122,3 +122,8 @@ class Workspace:
     def _stash_for(self, name: str) -> Path:
         numbers = (number for number in range(1, 1_000_000) if not os.path.lexists(self.stashes / f"{name}-{number}"))
         return self.stashes / f"{name}-{next(numbers)}"
+
+
+def workspace() -> Workspace:
+    """Return the clone that this package lies in."""
+    return Workspace(Path(__file__).resolve().parent.parent.parent)

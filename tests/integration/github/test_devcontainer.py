@@ -18,7 +18,7 @@ from stand_ins import ROOT, git
 
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
-from workflows.image import devcontainer, lock
+from workflows.image import devcontainer, digests
 
 CLI = "@devcontainers/cli@0.89.0"
 USER = 1000  # of the image
@@ -30,7 +30,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_it_is_built_from_the_pinned_images() -> None:
-    assert read(ROOT / devcontainer.FILE)["build"]["args"] == devcontainer.arguments(lock.load(ROOT))
+    assert read(ROOT / devcontainer.FILE)["build"]["args"] == devcontainer.arguments(digests.load(ROOT))
 
 
 def test_it_asks_for_nothing_that_a_laptop_lacks() -> None:

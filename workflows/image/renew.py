@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workflows import console, errors
-from workflows.image import devcontainer, lock, reference
-from workflows.image.lock import FilePin
+from workflows.image import devcontainer, digests, reference
+from workflows.image.digests import FilePin
 from workflows.image.registry import Registry
 from workflows.image.retry import Policy
 
@@ -41,14 +41,14 @@ def bump(root: Path) -> list[Answer]:
     ``images.lock`` and the devcontainer that is built from it change together.
     A standalone Python's checksum comes from a table that a person reads, so it is not asked for.
     """
-    held = lock.load(root)
+    held = digests.load(root)
     downloads = {name: file for name, file in held.files.items() if name.startswith("bazel ")}
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(lambda pin: _digest(pin.reference), held.images.values()))
+        found = list(pool.map(lambda pin: _digest(pin.reference), held.images.values()))
         sums = list(pool.map(lambda file: _published(f"{file.url}.sha256"), downloads.values()))
     answers = [
         Answer(name, pin.digest, digest or pin.digest, fault)
-        for (name, pin), (digest, fault) in zip(held.images.items(), digests, strict=True)
+        for (name, pin), (digest, fault) in zip(held.images.items(), found, strict=True)
     ] + [
         Answer(name, file.sha256, sha256 or file.sha256, fault)
         for (name, file), (sha256, fault) in zip(downloads.items(), sums, strict=True)
@@ -56,21 +56,21 @@ def bump(root: Path) -> list[Answer]:
     told = {answer.name: answer.after for answer in answers if not answer.fault}
     images = {name: replace(held.images[name], digest=told[name], read_in="") for name in held.images.keys() & told}
     files = {name: replace(held.files[name], sha256=told[name], read_in="") for name in held.files.keys() & told}
-    new = lock.ImageLock(held.images | images, held.files | files)
-    lock.save(root, new)
+    new = digests.ImageLock(held.images | images, held.files | files)
+    digests.save(root, new)
     devcontainer.follow(root, new)
     return answers
 
 
 def move_bazel(root: Path, version: str) -> str:
     """Name another Bazel in ``images.lock`` and return the version before; a checksum is for ``bump`` to ask."""
-    held, before, files = lock.load(root), version, dict[str, FilePin]()
+    held, before, files = digests.load(root), version, dict[str, FilePin]()
     for name, file in held.files.items():
         found = _BAZEL.search(file.url)
         if found and found[1] != version:
             before = found[1]
             files[name] = FilePin(file.url.replace(before, version), None)
-    lock.save(root, replace(held, files=held.files | files))
+    digests.save(root, replace(held, files=held.files | files))
     return before
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from workflows import helping
 from workflows.cache import server, settings
-from workflows.image import lock
+from workflows.image import digests
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,7 +71,7 @@ def _asked(args: argparse.Namespace) -> settings.Settings:
 
 def _pin() -> str | None:
     """Return the locked image of bazel-remote; None while its digest is not known."""
-    pin = lock.load(Path(__file__).resolve().parent.parent.parent).images["bazel-remote"]
+    pin = digests.load(Path(__file__).resolve().parent.parent.parent).images["bazel-remote"]
     return pin.exact if pin.digest else None
 
 

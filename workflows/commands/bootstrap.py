@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from workflows import errors, helping
-from workflows.sources import commands, quick
+from workflows.commands import sources
+from workflows.sources import quick
+from workflows.sources.workspace import workspace
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,24 +22,24 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "./bootstrap.sh                             # everything, with the sources of jax and xla",
         ),
     )
-    commands.add_sync_options(parser)
+    sources.add_sync_options(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Sync the sources, then install; a failed source does not keep the packages from coming."""
-    from workflows import environment
+    from workflows.sources import environment
 
     code, failed = 0, None
     try:
-        code = commands.run_sync(args)
+        code = sources.run_sync(args)
     except errors.WorkflowsError as error:
         if isinstance(error, errors.UsageError):
             raise
         failed = error
     if not args.dry_run:
-        root = commands.workspace().root
-        environment.install(root, commands.chosen(args), offline=args.offline, quiet=args.json)
+        root = workspace().root
+        environment.install(root, sources.chosen(args), offline=args.offline, quiet=args.json)
         inputs = quick.signature(str(root), quick.PACKAGES)
         quick.remember_packages(
             str(root), inputs, [each for each in quick.ALL_GROUPS if environment.ready(root, [each])]

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 from workflows import console, errors, files, helping
-from workflows.ci import nightly, release, upgrade
+from workflows.ci import nightly, tag, upgrade
 from workflows.ci.github import GitHub, where
 from workflows.image import devcontainer, flags
-from workflows.sources.commands import workspace
+from workflows.sources.workspace import workspace
 
 REGISTRY, IMAGE = "ghcr.io", "multimesh-jax"
 _OWNER = re.compile(r"[A-Za-z0-9](-?[A-Za-z0-9])*")
@@ -90,24 +90,24 @@ def run_image_name(args: argparse.Namespace) -> int:
 def run_versions(args: argparse.Namespace) -> int:
     """Print the version of the tag."""
     here = workspace()
-    version = release.check_versions(here.root, args.tag)
+    version = tag.check_versions(here.root, args.tag)
     parser = argparse.ArgumentParser("docker/build.py", allow_abbrev=False)
     flags.add(parser)
-    release.check_pins(here.root, flags.request(parser.parse_args(args.options)).spec)
+    tag.check_pins(here.root, flags.request(parser.parse_args(args.options)).spec)
     print(version)
     return 0
 
 
 def run_wheel(args: argparse.Namespace) -> int:
     """Print sha256 and name of each, as sha256sum does."""
-    for path, digest in release.build_wheels(workspace().root, args.folder.resolve()):
+    for path, digest in tag.build_wheels(workspace().root, args.folder.resolve()):
         print(f"{digest}  {path.name}")
     return 0
 
 
 def run_notes(args: argparse.Namespace) -> int:
     """Print Markdown."""
-    print(release.notes(workspace().root, args.tag), end="")
+    print(tag.notes(workspace().root, args.tag), end="")
     return 0
 
 
@@ -115,7 +115,7 @@ def run_publish(args: argparse.Namespace) -> int:
     """Print the address of the release."""
     if missing := [str(path) for path in args.files if not path.is_file()]:
         raise errors.UsageError(f"{missing[0]}: is no file; nothing was published")
-    notes = release.notes(workspace().root, args.tag)
+    notes = tag.notes(workspace().root, args.tag)
     print(GitHub(where()).publish_release(args.tag, notes, args.files, draft=False))
     return 0
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console, errors, helping
-from workflows.image import attest, bazel, build, commit, engine, flags, lock, smoke, validate
+from workflows.image import attest, bazel, build, commit, digests, engine, flags, smoke, validate
 from workflows.image.attest import NOTHING, Attesting
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
@@ -82,7 +82,7 @@ def decide(where: Engine, request: Request) -> Attesting:
     """Return what is done about attestations, and say so; an image that stays here has none."""
     if not request.actions.upload:
         return NOTHING
-    attesting = attest.decide(where, request, lock.load(ROOT))
+    attesting = attest.decide(where, request, digests.load(ROOT))
     console.note(f"attestations: {attesting.said}")
     return attesting
 

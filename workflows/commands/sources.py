@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING
 from workflows import console, errors, helping
 from workflows.sources import safety
 from workflows.sources.quick import ALL_GROUPS, GROUPS
-from workflows.sources.workspace import Workspace
+from workflows.sources.workspace import workspace
 
 if TYPE_CHECKING:
     from workflows.sources.sync import Override
 
 MAX_JOBS = 64
-
-
-def workspace() -> Workspace:
-    """Return the clone that this package lies in."""
-    return Workspace(Path(__file__).resolve().parent.parent.parent)
 
 
 def add_sync_options(parser: argparse.ArgumentParser) -> None:

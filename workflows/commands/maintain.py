@@ -6,11 +6,10 @@ import argparse
 from dataclasses import replace
 
 from workflows import console, errors, helping
-from workflows.sources import build, lock, manifest, patch, quick, tidy
-from workflows.sources.commands import workspace
+from workflows.sources import assemble, lock, manifest, patch, quick, tidy
 from workflows.sources.lock import Pin
 from workflows.sources.manifest import Component
-from workflows.sources.workspace import Workspace
+from workflows.sources.workspace import Workspace, workspace
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -76,8 +75,8 @@ def repin(here: Workspace, component: Component, pin: Pin, reporter: console.Rep
     if not patches and component.keeps_upstream_commit:
         return replace(pin, patched_commit=pin.commit, patched_tree=pin.tree)
     with here.stage() as (stage, left):
-        means = build.Means(build.seeds(here, component.name, left), False, None)
-        built = build.build(build.Recipe(component, pin, patches), stage, means, reporter, verify=False)
+        means = assemble.Means(assemble.seeds(here, component.name, left), False, None)
+        built = assemble.build(assemble.Recipe(component, pin, patches), stage, means, reporter, verify=False)
     reporter.done(component.name, f"locked {len(patches)} patches, {built.record.commit[:12]}")
     return replace(pin, patched_commit=built.record.commit, patched_tree=built.tree)
 
@@ -108,7 +107,7 @@ def run_bump(args: argparse.Namespace) -> int:
 
     here = workspace()
     if args.name == "images":
-        from workflows.image import bump as images
+        from workflows.image import renew as images
 
         if args.version or args.mirror:
             raise errors.UsageError("bump images: takes no version and no --mirror; it asks where images.lock points")
