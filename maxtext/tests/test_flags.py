@@ -196,6 +196,7 @@ def test_what_is_no_pipeline_of_multimesh_is_left_to_maxtext(job: Callable[[Sequ
     "argv",
     [
         *(f"--schedule {name}" for name in schedules.names() if name != "interleaved"),
+        *("--schedule auto", "--schedule auto --interleave 2"),
         *(f"--schedule {name} --interleave 2" for name in schedules.names() if name != "zb-h1"),
         "logits_via_embedding=true",
         "--batch-size 3",

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh import contexts
+from multimesh import contexts, schedules
 from multimesh_maxtext import hooks
 from multimesh_maxtext.errors import LauncherError, UnsupportedError, UsageError
 from multimesh_maxtext.launch import VARIABLE, Handoff
@@ -89,7 +89,15 @@ def batch() -> Any:
     return {"x": x, "y": y}
 
 
-def test_a_step_in_maxtexts_manner_becomes_a_pipeline(handoff: Handoff):
+@pytest.mark.parametrize(("schedule", "limit"), [("1f1b", 0), ("auto", 0), ("auto", 10**6)])
+def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
+    handoff: Handoff, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, limit: int
+):
+    """With the schedule ``auto`` it is measured before it runs, and made again."""
+    chosen = tmp_path / "schedule.json"
+    given = replace(handoff, schedule=schedule, limit=limit, chosen=str(chosen) if schedule == "auto" else "")
+    monkeypatch.setenv(VARIABLE, given.variables()[VARIABLE])
+    hooks._handoff.cache_clear()
     devices = hooks.stage_devices()
     assert devices == jax.devices()[:4]
     mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"))
@@ -121,6 +129,12 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(handoff: Handoff):
     arrays = {key: [0, 1, 2, 3] for key in ("['params']['layers_0']", "['random']['count']", "['random']['key']")}
     arrays |= {key: [4, 5, 6, 7] for key in ("['params']['layers_1']", "['random']['layers_1']['count']")}
     assert written["created"]["arrays"] == written["stepped"]["arrays"] == arrays
+    if schedule == "auto":
+        choice = json.loads(chosen.read_text())
+        assert choice["costs"]["unit"] == "s"
+        assert all(time > 0 for times in choice["costs"]["times"] for time in times[::2])
+        assert (min(choice["limits"]) > 10 * max(choice["candidates"][0]["peaks"])) == bool(limit)
+        assert schedules.load(chosen) == schedules.custom(choice["table"])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +213,7 @@ def test_a_step_is_compiled_under_the_contexts_that_were_asked_for(handoff: Hand
     asked = {"enable_task_fusion": False, "only_fuse_loop_tasks": True, "autoshard": True}
     seen = []
     step = StepFunction(
-        lambda state, batch: (seen.append(contexts.current()), state), (), replace(handoff, context=asked)
+        lambda state, batch: (seen.append(contexts.current()), state), (), replace(handoff, context=asked), print
     )
     step(jnp.zeros(2), jnp.zeros(2))
     assert {name: getattr(seen[0], name) for name in asked} == asked

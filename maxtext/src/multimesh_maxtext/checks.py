@@ -206,6 +206,8 @@ def _wrong_schedule(options: Options, microbatches: int) -> Iterator[LauncherErr
             else f"--custom-schedule-path {path} is for --schedule custom; add that or leave it out"
         )
         return
+    if name == multimesh.schedules.Auto.name:
+        return  # some order there always is
     if name == "interleaved" and options.interleave == 1:
         yield UsageError("--schedule interleaved is for stages of several pieces; add --interleave 2 or use 1f1b")
         return

@@ -30,7 +30,7 @@ from multimesh_maxtext.settle import Settled, settle
 from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
 from multimesh_maxtext.trainer import Outcome, forecast, inspect, keep_code, tail, terminate_as_interrupt, train
-from multimesh_maxtext.translate import JAX_FRACTION, Paths, fbmem_mib, memory_fraction, notes
+from multimesh_maxtext.translate import Paths, notes
 
 INTERRUPTED = 130
 
@@ -140,7 +140,7 @@ def _train(
 
 def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
     """Show the memory that a pipeline will need, where somebody asks or a limit is known; refuse what does not fit."""
-    o, limit = job.options, _limit(job, gpu_memory)
+    o, limit = job.options, memory.limit(job, gpu_memory)
     if not o.forecast and limit is None:
         return
     try:
@@ -156,21 +156,6 @@ def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | No
     _show_forecast(job, paths, console, found, limit)
     if limit is not None:
         check_fits(found.needs, limit)
-
-
-def _limit(job: Job, gpu_memory: int | None) -> int | None:
-    """Memory of a device in bytes: what the user says, or what JAX will take of the smallest GPU."""
-    o = job.options
-    if o.device_memory is not None:
-        return o.device_memory
-    if o.device:
-        gpu_memory = int(memory.DEVICES[o.device].memory / 2**20)
-    if not o.staged or not o.gpus or (o.nodes > 1 and not o.forecast):
-        return None
-    if gpu_memory is None:
-        return fbmem_mib(o.fbmem) * 2**20 if o.fbmem else None
-    fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem is not None else JAX_FRACTION
-    return int(gpu_memory * 2**20 * fraction)
 
 
 def _compile(start: Launch, o: Options) -> int:
@@ -210,7 +195,12 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
     if o.json:
         if o.forecast:
             needs = [{**asdict(need), "total": need.total} for need in found.needs]
-            print(json.dumps({"forecast": needs, "bubble": found.bubble, "limit": limit, "tokens_per_second": tokens}))
+            print(
+                json.dumps(
+                    {"forecast": needs, "bubble": found.bubble, "limit": limit, "tokens_per_second": tokens}
+                    | report.chosen(paths.schedule)
+                )
+            )
         return
     console.print("memory on each device of a stage at the peak of a step (forecast)", highlight=False)
     console.print(memory.table(found.needs))
@@ -223,6 +213,8 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
             "the step has too many programs to simulate: nothing is said of what devices wait", highlight=False
         )
         return
+    if schedule := report.chosen(paths.schedule):
+        console.print(schedule["schedule"]["text"], highlight=False, markup=False)
     picture = paths.forecast.with_suffix(".svg")
     console.print(
         f"devices wait {100 * found.bubble:.1f} % of a step, if a backward takes two forwards, transfers nothing: see "
@@ -256,7 +248,8 @@ def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         if not o.resume:
             paths.metrics.unlink(missing_ok=True)
-        paths.placement.unlink(missing_ok=True)
+        for file in (paths.placement, paths.schedule):
+            file.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
             f"{error.filename}: {error.strerror}; choose another --output, --metrics-file or --dump"
@@ -291,8 +284,11 @@ def _report(o: Options, console: Console, paths: Paths, outcome: Outcome, pairs:
     steps, error = outcome.steps, outcome.error
     if o.json and not console.quiet:
         files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
-        print(json.dumps(report.summary(steps, outcome.evaluations, pairs, files, error)))
+        found = report.summary(steps, outcome.evaluations, pairs, files, error)
+        print(json.dumps(report.chosen(paths.schedule) | found))
     else:
+        if schedule := report.chosen(paths.schedule):
+            console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n", highlight=False, markup=False)
         console.print(report.comparison(pairs) if pairs else report.table(steps))
         for evaluation in outcome.evaluations:
             console.print(f"evaluated after step {evaluation.step}: loss {evaluation.loss:.4f}", highlight=False)

@@ -19,6 +19,7 @@ SCHEDULES = (
     "zb-h1",
     "wavefront",
     "prefetch-wavefront",
+    "auto",
     "custom",
 )
 
@@ -176,7 +177,8 @@ def _loop(root: argparse.ArgumentParser) -> None:
         choices=SCHEDULES,
         help=(
             "order of the microbatches in a pipeline of backend multimesh (default 1f1b, with --interleave "
-            "interleaved; spmd has only MaxText's own)"
+            "interleaved; spmd has only MaxText's own); auto measures the programs of a step before the first, "
+            "searches for the shortest order in the memory of 1f1b, or up to --device-memory, and writes schedule.json"
         ),
     )
     group.add_argument(
@@ -185,7 +187,7 @@ def _loop(root: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=(
             "JSON table for --schedule custom: per stage a list of cells, F0 the forward of piece 0 for the next "
-            "microbatch, B0 its backward"
+            "microbatch, B0 its backward; or the schedule.json of --schedule auto"
         ),
     )
     group.add_argument(

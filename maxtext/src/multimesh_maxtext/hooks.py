@@ -27,6 +27,8 @@ from multimesh_maxtext.placement import Stages, apply_stack, deal, list_stacks, 
 from multimesh_maxtext.step import StepFunction, accumulate_microbatches, like_flash_attention, unallocated
 
 _stages: Stages | None = None
+_auto: multimesh.schedules.Auto | None = None
+"""Of ``--schedule auto``: with the memory and the costs that are known by now."""
 _made: tuple[Any, Any, Any] | None = None
 """Of a forecast: the model that a layer was last made for, what it was made of, and the layer."""
 
@@ -183,7 +185,7 @@ def accumulate(
     """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
     del split
     given = _handoff()
-    schedule = find_schedule(given.schedule, given.table)
+    schedule = _auto or find_schedule(given.schedule, given.table)
 
     def home(path: Any) -> Mesh:
         return _current().of_path(path)
@@ -194,4 +196,10 @@ def accumulate(
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> StepFunction:
     """Compile a step; arguments keep their layouts, and the new state takes that of the old."""
-    return StepFunction(fn, donate_argnums, _handoff())
+    _set_auto(None)
+    return StepFunction(fn, donate_argnums, _handoff(), _set_auto)
+
+
+def _set_auto(schedule: multimesh.schedules.Auto | None) -> None:
+    global _auto
+    _auto = schedule

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from multimesh_maxtext import memory
 from multimesh_maxtext.checks import Job, schedule_name
 from multimesh_maxtext.errors import UnsupportedError, UsageError
 from multimesh_maxtext.options import Options
@@ -71,6 +72,10 @@ class Handoff:
         A name that `multimesh.schedules` knows, or ``custom``.
     table
         File of the custom schedule.
+    chosen
+        File to be written with what the schedule ``auto`` chose.
+    limit
+        Bytes that a device has, for the schedule ``auto``; 0 where that is not known.
     placement
         File to be written with the devices of every parameter and optimizer moment.
     forecast
@@ -93,6 +98,8 @@ class Handoff:
     table: str | None
     placement: str
     forecast: str = ""
+    chosen: str = ""
+    limit: int = 0
     dump: str = ""
     dump_passes: bool = False
     dump_only: bool = False
@@ -161,7 +168,7 @@ def launch(
     command = (paths.python, "-P", "-m", *trainer, str(base.resolve()), *arguments, *job.options.settings)
     variables = environment(job, paths, inherited=inherited, gpu_memory=gpu_memory)
     if job.options.staged:
-        variables |= handoff(job, paths).variables()
+        variables |= handoff(job, paths, memory.limit(job, gpu_memory)).variables()
     if job.options.nodes > 1 and job.options.gpus:
         visible = [part for part in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
         # A launcher may show each process its own GPUs only, or all of a machine to each.
@@ -176,18 +183,21 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     changes |= {"nodes": 1, "gpus": 0, "cpus": job.devices}
     alone = replace(job, options=Options(**{**vars(job.options), **changes}))
     start = launch(alone, paths, inherited=inherited, gpu_memory=gpu_memory)
-    asked = replace(handoff(alone, paths), forecast=str(paths.forecast), platform=job.options.platform)
+    limit = memory.limit(job, gpu_memory)
+    asked = replace(handoff(alone, paths, limit), forecast=str(paths.forecast), platform=job.options.platform)
     return replace(start, environment={**start.environment, **asked.variables()})
 
 
-def handoff(job: Job, paths: Paths) -> Handoff:
-    """Return what the hooks of ``--backend multimesh`` are told."""
+def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
+    """Return what the hooks of ``--backend multimesh`` are told; ``limit`` is the memory of a device, where known."""
     o = job.options
     return Handoff(
         stages=o.pp,
         interleave=o.interleave,
         schedule=schedule_name(o),
         table=str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None,
+        chosen=str(paths.schedule) if schedule_name(o) == "auto" else "",
+        limit=limit or 0,
         placement=str(paths.placement),
         dump=str(o.dump.resolve()) if o.dump else "",
         dump_passes=bool(o.dump_mpmd_passes),

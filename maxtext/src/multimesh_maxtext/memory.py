@@ -9,8 +9,10 @@ from pathlib import Path
 
 from rich.table import Table
 
+from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import DoesNotFitError
 from multimesh_maxtext.model import Model
+from multimesh_maxtext.translate import JAX_FRACTION, fbmem_mib, memory_fraction
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,22 @@ DEVICES = {
     "h200": Device(141e9, 989e12),
     "b200": Device(180e9, 2250e12),
 }
+
+
+def limit(job: Job, gpu_memory: int | None) -> int | None:
+    """Memory of a device in bytes: what the user says, or what JAX will take of the smallest GPU."""
+    o = job.options
+    if o.device_memory is not None:
+        return o.device_memory
+    if o.device:
+        gpu_memory = int(DEVICES[o.device].memory / 2**20)
+    if not o.staged or not o.gpus or (o.nodes > 1 and not o.forecast):
+        return None
+    if gpu_memory is None:
+        return fbmem_mib(o.fbmem) * 2**20 if o.fbmem else None
+    fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem is not None else JAX_FRACTION
+    return int(gpu_memory * 2**20 * fraction)
+
 
 UTILIZATION = 0.5
 """Of a device's peak that its programs reach, for estimates: what large models reach at best, without the bubble."""

@@ -319,6 +319,11 @@ def summary(
     }
 
 
+def chosen(file: Path) -> dict[str, Any]:
+    """Return what ``--schedule auto`` chose, as `summary` shows it; nothing where it was not asked."""
+    return {"schedule": json.loads(file.read_text())} if file.exists() else {}
+
+
 def _records(steps: Sequence[Step | Evaluation]) -> list[dict[str, float | None]]:
     return [{key: _finite(value) for key, value in asdict(step).items()} for step in steps]
 

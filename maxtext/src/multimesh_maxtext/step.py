@@ -3,10 +3,11 @@ tells about itself (forecast, dump, timelines)."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ _STATE = "rest_state"
 _DRAWN = 20_000
 """Instructions of a step that a forecast simulates and draws; with more that takes minutes."""
 
+_REPEATS = 2
+"""Measured runs of a step that ``--schedule auto`` takes the costs of its programs from."""
+
 _CALLS = ("jit", "checkpoint", "remat2")
 _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is how values leave a task
 
@@ -39,9 +43,13 @@ _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is
 class StepFunction:
     """A train or evaluation step, with what MaxText uses of a jitted function."""
 
-    def __init__(self, fn: Callable[..., Any], donate_argnums: Any, handoff: Handoff) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], donate_argnums: Any, handoff: Handoff, set_auto: Callable[[Any], None]
+    ) -> None:
+        """Make it; ``set_auto`` gives the schedule ``auto`` to what traces ``fn`` from then on."""
         self.__wrapped__ = fn
         self._handoff = handoff
+        self._set_auto = set_auto
         self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
         self._trains = donate_argnums != ()
         self._first = True
@@ -50,6 +58,7 @@ class StepFunction:
         """Run; the first call compiles, and writes what was asked for about the step."""
         with multimesh.context(**self._handoff.context):
             if self._first and self._trains:
+                self._choose(state, batch, measured=True)
                 _inspect(self._jitted, self._handoff, state, batch)
             result = self._jitted(state, batch)
         if self._first and self._trains:
@@ -62,8 +71,48 @@ class StepFunction:
     def lower(self, state: Any, batch: Any) -> Ahead:
         """Stand in for a compilation that MaxText makes only to print its memory; where nothing trains, end here."""
         with multimesh.context(**self._handoff.context):
+            if self._handoff.forecast or self._handoff.dump_only:
+                self._choose(state, batch, measured=False)
             _end_before_training(self._jitted, self._handoff, state, batch)
         return Ahead()
+
+    def _choose(self, state: Any, batch: Any, *, measured: bool) -> None:
+        """Of ``--schedule auto``: take the memory that devices have, measure the programs, and choose anew."""
+        if not self._handoff.chosen:
+            return
+        lowered = self._jitted.lower(state, batch)
+        (choice,) = lowered.plan.choices
+        limit = self._handoff.limit
+        if limit:
+            choice = self._again(
+                replace(choice.schedule, costs=None, memory=_room(lowered, choice, limit)), state, batch
+            )
+        fits = not limit or all(need.total + need.arguments <= limit for need in lowered.memory_forecast())
+        if measured and fits:
+            compiled = self._jitted.prepare(state, batch)
+            schedule = compiled.profile(state, batch, repeats=_REPEATS).schedule
+            better = schedule.choose(*choice.shape)
+            choice = better if better.taken.table == choice.taken.table else self._again(schedule, state, batch)
+        elif measured:
+            print("schedule auto: a second copy of the state does not fit, so costs are estimated, not measured")
+        Path(self._handoff.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
+
+    def _again(self, schedule: Any, state: Any, batch: Any) -> Any:
+        """Forget the step, and make it with another schedule; return what that chose."""
+        self._set_auto(schedule)
+        self._jitted.clear_cache()
+        return self._jitted.lower(state, batch).plan.choices[0]
+
+
+def _room(lowered: multimesh.Lowered, choice: multimesh.schedules.Choice, limit: int) -> tuple[float, ...]:
+    """What activations may take on each submesh: what a device has beside all else that the step needs there.
+
+    The forecast has the bytes on a device, the choice those of whole arrays.
+    """
+    return tuple(
+        max(0.0, limit - need.total + need.values) * (peak / need.values if need.values else 1.0)
+        for need, peak in zip(lowered.memory_forecast(), choice.taken.peaks, strict=True)
+    )
 
 
 class Ahead:
@@ -128,7 +177,7 @@ def _end_before_training(jitted: multimesh.Jitted, handoff: Handoff, state: Any,
         lowered = jitted.lower(state, batch)
         bubble = None
         if len(lowered.plan.instructions) <= _DRAWN:
-            timeline = lowered.plan.forecast({"F": 1, "B": 2})
+            timeline = lowered.plan.forecast()
             timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
             bubble = timeline.bubble
         memory.write(needs(lowered, state), bubble, Path(handoff.forecast))

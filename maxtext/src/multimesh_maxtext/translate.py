@@ -110,6 +110,11 @@ class Paths:
         return self.output / "forecast.json"
 
     @property
+    def schedule(self) -> Path:
+        """What ``--schedule auto`` chose, as the hooks of ``--backend multimesh`` write it."""
+        return self.output / "schedule.json"
+
+    @property
     def timelines(self) -> Path:
         """Timelines of ``--profile``, as the hooks of ``--backend multimesh`` write them."""
         return self.output / "timelines"
@@ -122,8 +127,8 @@ class Paths:
     @property
     def made(self) -> tuple[str, ...]:
         """What a run makes in the output folder."""
-        own = (self.log, self.placement, self.forecast, self.timelines, self.text, self.output / "metrics.jsonl")
-        return (*(path.name for path in own), RUN_NAME, "spmd")
+        own = (self.log, self.placement, self.forecast, self.timelines, self.schedule, self.text)
+        return (*(path.name for path in own), "metrics.jsonl", RUN_NAME, "spmd")
 
     @property
     def text(self) -> Path:

@@ -58,8 +58,8 @@ class Choice:
     ----------
     schedule
         The `Auto` that chose.
-    title
-        Sizes of the pipeline.
+    shape
+        Submeshes, stages on each, microbatches, and whether there is a backward pass.
     costs
         What was simulated.
     candidates
@@ -71,11 +71,18 @@ class Choice:
     """
 
     schedule: Auto
-    title: str
+    shape: tuple[int, int, int, bool]
     costs: StageCosts
     candidates: tuple[Candidate, ...]
     limits: tuple[float, ...]
     bound: float
+
+    @property
+    def title(self) -> str:
+        """Sizes of the pipeline."""
+        submeshes, chunks, microbatches, _ = self.shape
+        several = f"{chunks} stages on each" if chunks > 1 else ""
+        return ", ".join(filter(None, (f"{submeshes} submeshes", several, f"{microbatches} microbatches")))
 
     @property
     def taken(self) -> Candidate:
@@ -139,9 +146,8 @@ class Choice:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table that is taken; `multimesh.schedules.load` reads it as a custom schedule."""
-        file = Path(checks.path("save: path", path))
-        file.write_text(json.dumps(rows_of(self.taken.table)) + "\n", encoding="utf-8")
+        """Write `to_json`; `multimesh.schedules.load` reads the table that is taken as a custom schedule."""
+        Path(checks.path("save: path", path)).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
 
 def rows_of(table: Table) -> list[list[str]]:
@@ -239,8 +245,7 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
         named.append(_candidate(FOUND, best, best.problem.table(best.rows), limits))
     named.sort(key=lambda c: (c.makespan, c.name == FOUND))
     bound = min(problem.bound() for problem in both.values())
-    parts = (f"{submeshes} submeshes", f"{chunks} stages on each" if chunks > 1 else "", f"{microbatches} microbatches")
-    return Choice(auto, ", ".join(filter(None, parts)), costs, tuple(named), tuple(limits), bound)
+    return Choice(auto, (submeshes, chunks, microbatches, backward), costs, tuple(named), tuple(limits), bound)
 
 
 def _published(

@@ -85,6 +85,8 @@ def custom(rows: Iterable[Iterable[str | tuple[int, str]]]) -> Custom:
 def load(path: str | os.PathLike[str]) -> Custom:
     """Read a schedule from a JSON file: a list of rows as `custom` takes them, pairs as lists ``[0, "F0"]``.
 
+    It also reads what `Choice.save` writes: the table that ``auto`` took.
+
     Raises
     ------
     UsageError
@@ -98,7 +100,7 @@ def load(path: str | os.PathLike[str]) -> Custom:
     except ValueError as error:
         raise UsageError(f"custom schedule {os.fspath(path)}: not JSON: {error}") from None
     try:
-        return custom(rows)
+        return custom(rows["table"] if isinstance(rows, dict) and "table" in rows else rows)
     except UsageError as error:
         raise UsageError(f"{os.fspath(path)}: {error}") from None
 
