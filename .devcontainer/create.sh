@@ -12,7 +12,7 @@ if nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU'; then
 fi
 ./bootstrap.sh "${groups[@]}"
 if [[ -d third_party/jax && -d third_party/xla ]]; then
-  .devcontainer/native.sh
+  .devcontainer/native.sh || printf 'clangd does not know xla yet: see above, then run .devcontainer/native.sh\n'
 else
   printf 'jax and xla are not here: ./bootstrap.sh --group source, then .devcontainer/native.sh, to work on them\n'
 fi

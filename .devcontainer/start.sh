@@ -4,7 +4,7 @@ set -euo pipefail
 
 readonly port="${MULTIMESH_CACHE_PORT:-9090}" remote=/caches/remote.bazelrc
 {
-  printf 'common --disk_cache=/caches/bazel\n'
+  printf 'build --disk_cache=/caches/bazel-disk\nbuild --experimental_disk_cache_gc_max_size=30G\n'
   if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
     printf 'common --remote_cache=http://127.0.0.1:%s\n' "$port"
   fi

@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from tests.integration.parts import registry as registries
 from workflows.image import devcontainer, digests
 
 CLI = "@devcontainers/cli@0.89.0"
-USER = 1000  # of the image
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -64,12 +64,12 @@ def test_native(tmp_path: Path, place: str) -> None:
     tools.mkdir()
     for name, program in (
         ("python3", sys.executable),
-        *((name, shutil.which(name)) for name in ("bash", "dirname", "find")),
+        *((name, shutil.which(name)) for name in ("bash", "dirname", "find", "rm", "sh")),
     ):
         (tools / name).symlink_to(Path(program or name).resolve())
 
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run([script], cwd="/", env={"PATH": str(tools)}, capture_output=True, text=True)
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([script, *words], cwd="/", env={"PATH": str(tools)}, capture_output=True, text=True)
 
     done = run()
     assert (done.returncode, done.stdout) == (2, "")
@@ -77,17 +77,29 @@ def test_native(tmp_path: Path, place: str) -> None:
 
     jax, xla = tmp_path / "third_party" / "jax", tmp_path / "third_party" / "xla"
     executable(jax / "build" / "build.py", "import sys\nopen('asked', 'w').write(' '.join(sys.argv[1:]))\n")
+    executable(xla / "configure.py", "import sys\nopen('xla_configure.bazelrc', 'w').write(' '.join(sys.argv[1:]))\n")
     tool = "import sys\nopen('compile_commands.json', 'w').write(sys.stdin.read())\n"
     executable(xla / "build_tools" / "lint" / "generate_compile_commands.py", tool)
     done = run()
     assert done.returncode == 11
     assert "error: bazel: not on PATH" in done.stderr
-    assert (jax / "asked").read_text() == f"build --wheels=jaxlib --local_xla_path={xla}"
+    asked = f"build --wheels=jaxlib --local_xla_path={xla}"
+    assert (jax / "asked").read_text() == f"{asked} --configure_only"
 
     executable(jax / place / "bazel-7.7.0-linux-x86_64", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     assert run().returncode == 0
-    asked = (xla / "compile_commands.json").read_text().splitlines()
-    assert asked == ["aquery", "mnemonic(CppCompile, //xla/...)", "--output=jsonproto"]
+    assert (xla / "xla_configure.bazelrc").read_text() == "--backend=CPU"
+    words = (xla / "compile_commands.json").read_text().splitlines()
+    assert words == ["aquery", "mnemonic(CppCompile, //xla/...)", "--output=jsonproto"]
+
+    assert run("build").returncode == 0
+    assert (jax / "asked").read_text() == asked
+    done = run("test-xla", "//xla/hlo/...")
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["test", "--test_output=errors", "//xla/hlo/..."])
+    executable(tmp_path / ".venv" / "bin" / "python", '#!/bin/sh\necho "$PWD" "$@"\n')
+    assert run("test-jax", "tests/lax_test.py").stdout == f"{jax} -m pytest -n auto tests/lax_test.py\n"
+    assert run("test-jax").returncode != 0
+    assert "none of commands build test-xla test-jax" in run("nosuch").stderr
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +140,8 @@ def laptop(cli: Path, docker_engine: None, tmp_path: Path) -> Iterator[Laptop]:
     git(ROOT, "clone", "-q", str(ROOT), str(clone))
     (home / ".cache" / "multimesh-jax").mkdir(parents=True)
     config = os.environ.get("DOCKER_CONFIG") or f"{Path.home()}/.docker"
-    yield Laptop(cli, clone, os.environ | {"HOME": str(home), "DOCKER_CONFIG": config})
+    user = {"MULTIMESH_DEVCONTAINER_USER": "root"}  # a bare image has no other
+    yield Laptop(cli, clone, os.environ | user | {"HOME": str(home), "DOCKER_CONFIG": config})
     mine = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
     for container in subprocess.run(mine, capture_output=True, text=True).stdout.split():
         subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
@@ -169,27 +182,77 @@ def test_the_published_one_is_pulled_by_digest(laptop: Laptop, bookworm: str, re
     assert laptop.call("exec", *config, "cat", "/etc/debian_version").stdout.startswith("12.")
 
 
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.stand_in("a Debian 12 base for the CUDA image")
-def test_build_up_and_run_the_unit_tests(laptop: Laptop, bookworm: str) -> None:
-    clone, home = laptop.clone, laptop.environ["HOME"]
-    changed = read(clone / devcontainer.FILE)
-    changed["build"]["args"]["BASE_IMAGE"] = bookworm
-    changed["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
-    path = clone / ".devcontainer" / "bookworm" / "devcontainer.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(changed))
-    config = ("--config", str(path))
+@dataclass(frozen=True)
+class Person:
+    """Somebody of this machine who may use the engine: the owner of a clone."""
 
-    laptop.call("build", *config)
-    subprocess.run([str(clone / ".devcontainer" / "initialize.sh")], env=laptop.environ, check=True)
-    subprocess.run(["chown", "-R", f"{USER}:{USER}", str(clone), home], check=True)  # as a laptop's owner has them
-    up = laptop.call("up", *config)
-    assert "caches of Bazel, ccache, pip and JAX" in up.stderr
-    assert "largest difference" in up.stderr or "ready: .venv/bin/pytest" in up.stderr
-    unit = ".venv/bin/pytest -q tests/unit"
-    tests = ["bash", "-c", f"git config --global safe.directory '*' && {unit}"]
-    assert re.search(r"\d+ passed", laptop.call("exec", *config, *tests).stdout)
-    again = laptop.call("up", *config)  # the second open finds the container
-    assert "requirements/run.txt: installing" not in again.stderr
+    uid: int
+
+    def owns(self, *places: Path) -> None:
+        subprocess.run(packages.as_root("chown", "-R", f"{self.uid}:{self.uid}", *places), check=True)
+
+    def command(self, env: Mapping[str, str], *argv: str | Path) -> list[str]:
+        group = Path(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")).stat().st_gid
+        me = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", f"--groups={group}"]
+        return packages.as_root(*(me if self.uid else []), *argv, env=env)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.stand_in("a Debian 12 base for the CUDA image")
+@pytest.mark.parametrize("uid", [2345, 0, 1000])
+def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
+    cli: Path, docker_engine: None, bookworm: str, uid: int
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="mm-devcontainer-", ignore_cleanup_errors=True) as folder:
+        place, person = Path(folder), Person(uid)
+        place.chmod(0o755)
+        clone, home = place / "clone", place / "home"
+        git(ROOT, "clone", "-q", str(ROOT), str(clone))
+        changed = read(clone / devcontainer.FILE)
+        changed["build"]["args"]["BASE_IMAGE"] = bookworm
+        changed["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
+        path = clone / ".devcontainer" / "bookworm" / "devcontainer.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(changed))
+        executable(clone / ".venv" / "bin" / "pytest", "#!/of/this/machine\n")
+        plugins = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "cli-plugins"
+        (home / ".docker").mkdir(parents=True)
+        if plugins.exists():
+            shutil.copytree(plugins, home / ".docker" / "cli-plugins")
+        shutil.copytree(cli.parents[1], place / "cli", symlinks=True)  # root's folders are not for everybody
+        person.owns(place)
+        kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "DOCKER_HOST"))}
+        env = kept | {"HOME": str(home), "PATH": os.environ["PATH"]}
+
+        def call(verb: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+            options = ["--workspace-folder", clone, "--config", path]
+            argv = person.command(env | more, place / "cli/.bin/devcontainer", verb, *options, *words)
+            return subprocess.run(argv, capture_output=True, text=True)
+
+        if uid == 0:
+            refused = call("up")
+            assert refused.returncode != 0
+            assert "export MULTIMESH_DEVCONTAINER_USER=root" in refused.stdout + refused.stderr
+            env["MULTIMESH_DEVCONTAINER_USER"] = "root"
+        try:
+            up = call("up")
+            assert up.returncode == 0, up.stdout[-3000:] + up.stderr[-3000:]
+            assert "ready: .venv/bin/pytest" in up.stderr
+            assert call("exec", "id", "-u").stdout == f"{uid}\n"
+            assert re.search(r"\d+ passed", call("exec", ".venv/bin/pytest", "-q", "-n0", "tests/unit/cache").stdout)
+            again = call("up")  # the second open finds the container
+            assert again.returncode == 0, again.stderr[-3000:]
+            assert "requirements/run.txt: installing" not in again.stderr
+        finally:
+            mine = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
+            for container in subprocess.run(mine, capture_output=True, text=True).stdout.split():
+                subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
+            strangers = subprocess.run(
+                packages.as_root("find", clone, home, "!", "-user", str(uid)), capture_output=True, text=True
+            )
+            mine = person.command(env, "cat", clone / ".venv" / "bin" / "pytest")
+            left = subprocess.run(mine, capture_output=True, text=True).stdout
+            subprocess.run(packages.as_root("chown", "-R", str(os.geteuid()), place), check=True)
+        assert strangers.stdout == ""
+        assert left == "#!/of/this/machine\n"
