@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from multimesh_maxtext import options
 
 from multimesh import schedules
 from workflows import cli, errors
+from workflows.ci import released, tag
 from workflows.image import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,6 +178,29 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
         fits = [message for message in known if message.pattern.fullmatch(str(raised.value))]
         assert fits, raised.value
         assert not has_remedy or any(message.remedy for message in fits), raised.value
+
+
+def test_readme_says_what_is_released(tmp_path: Path) -> None:
+    """As long as nothing is, it says so; what a release writes there names the image and the wheel of that release."""
+    page = (ROOT / released.PAGE).read_text(encoding="utf-8")
+    assert released.show(page, released.load(ROOT)) == page
+    for name in (released.PAGE, released.FILE):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    image = {"repository": "ghcr.io/some-lab/multimesh-jax", "digest": "sha256:" + "12" * 32}
+    (tmp_path / "release.json").write_text(json.dumps({"image": image}))
+    version = tag.versions(ROOT)["multimesh/pyproject.toml"]
+    last = released.write(tmp_path, tmp_path / "release.json", "Some-Lab/multimesh-jax", f"v{version}")
+    assert released.load(tmp_path) == last
+    assert [" ".join(argv) for argv in commands(tmp_path / released.PAGE)[4:]] == [
+        f"docker pull {image['repository']}:v{version}",
+        f"docker run --rm --gpus all {image['repository']}:v{version} /opt/maxtext/validate-gpu.sh",
+        f"pip install https://github.com/Some-Lab/multimesh-jax/releases/download/v{version}/"
+        f"multimesh_jax-{version}-py3-none-any.whl",
+    ]
+    assert (ROOT / "maxtext" / "validate-gpu.sh").exists()
+    assert "published yet" not in released.show(page, last)
+    assert released.show(released.show(page, last), None) == released.show(page, None)
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:

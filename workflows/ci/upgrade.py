@@ -239,8 +239,8 @@ def apply(folder: Path, root: Path) -> bool:
     return True
 
 
-def push(root: Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Commit the pins on a branch of their own and push it; the token is in no argument."""
+def push(root: Path, branch: str, title: str, names: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+    """Commit these files on a branch of their own and push it; the token is in no argument."""
     who = {"GIT_AUTHOR_NAME": "MultiMesh bumps", "GIT_COMMITTER_NAME": "MultiMesh bumps",
            "GIT_AUTHOR_EMAIL": "bumps@multimesh.invalid", "GIT_COMMITTER_EMAIL": "bumps@multimesh.invalid"}  # fmt: skip
     server = environ.get("GITHUB_SERVER_URL", "https://github.com").rstrip("/")
@@ -248,8 +248,8 @@ def push(root: Path, environ: Mapping[str, str] = os.environ) -> None:
     header = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"http.{server}/.extraheader",
               "GIT_CONFIG_VALUE_0": f"AUTHORIZATION: basic {secret}"}  # fmt: skip
     env = dict(environ) | who | header
-    proc.run(["git", "checkout", "--quiet", "-B", BRANCH], cwd=root, env=env)
-    proc.run(["git", "add", "--", *(name for name in PINNED if (root / name).exists())], cwd=root, env=env)
-    proc.run(["git", "commit", "--quiet", "-m", TITLE], cwd=root, env=env)
+    proc.run(["git", "checkout", "--quiet", "-B", branch], cwd=root, env=env)
+    proc.run(["git", "add", "--", *(name for name in names if (root / name).exists())], cwd=root, env=env)
+    proc.run(["git", "commit", "--quiet", "-m", title], cwd=root, env=env)
     url = f"{server}/{environ['GITHUB_REPOSITORY']}.git"
-    proc.run(["git", "push", "--quiet", "--force", url, f"HEAD:refs/heads/{BRANCH}"], cwd=root, env=env)
+    proc.run(["git", "push", "--quiet", "--force", url, f"HEAD:refs/heads/{branch}"], cwd=root, env=env)

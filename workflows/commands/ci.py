@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from workflows import console, errors, files, helping
-from workflows.ci import nightly, tag, upgrade
+from workflows.ci import nightly, released, tag, upgrade
 from workflows.ci.github import GitHub, where
 from workflows.image import devcontainer, flags
 from workflows.sources.workspace import workspace
@@ -51,6 +51,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part = add("publish", run_publish, "make the GitHub release of a tag, with files; it shows once it is whole")
     part.add_argument("tag")
     part.add_argument("files", type=Path, nargs="+")
+    part = add("released", run_released, "write a release down: README then says how to pull, run and install it")
+    part.add_argument("tag")
+    part.add_argument("file", type=Path, help="the release.json of its image")
+    part.add_argument("--base", metavar="BRANCH", help="also open a pull request against it")
     part = add("digest", run_digest, "print the digest in a release.json as an output of a workflow step")
     part.add_argument("file", type=Path)
     part = add("devcontainer", run_devcontainer, "write .devcontainer/prebuilt, which pulls a published devcontainer")
@@ -120,6 +124,20 @@ def run_publish(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_released(args: argparse.Namespace) -> int:
+    """Print what README now says, or the address of the pull request that makes it say so."""
+    root = workspace().root
+    last = released.write(root, args.file, os.environ.get("GITHUB_REPOSITORY") or f"OWNER/{IMAGE}", args.tag)
+    if args.base is None:
+        print(last.lines, end="")
+        return 0
+    branch, title = f"released/{last.tag}", f"Say how to pull and install {last.tag}"
+    github = GitHub(where())
+    upgrade.push(root, branch, title, (released.FILE, released.PAGE))
+    print(github.upsert_pull(branch, args.base, title, last.lines))
+    return 0
+
+
 def run_digest(args: argparse.Namespace) -> int:
     """Print ``digest=sha256:...``."""
     try:
@@ -166,7 +184,7 @@ def run_propose(args: argparse.Namespace) -> int:
         return 0
     verdict = json.loads((args.folder / upgrade.VERDICT).read_text(encoding="utf-8"))
     github = GitHub(where())
-    upgrade.push(root)
+    upgrade.push(root, upgrade.BRANCH, upgrade.TITLE, upgrade.PINNED)
     print(
         github.upsert_pull(upgrade.BRANCH, args.base, upgrade.TITLE, upgrade.report(upgrade.load(args.folder), verdict))
     )

@@ -50,7 +50,7 @@ def machine(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> jobs.
         "repository": f"{OWNER}/{NAME}", "repository_owner": OWNER, "actor": "somebody", "event_name": "push",
         "ref": "refs/heads/main", "ref_name": "main", "sha": git(clone, "rev-parse", "HEAD"), "run_id": "1",
         "api_url": servers.api.url, "server_url": servers.git.url, "token": github_api.TOKEN,
-        "event": {"repository": {"private": False}},
+        "event": {"repository": {"private": False, "default_branch": "main"}},
     }  # fmt: skip
     environ = jobs.clean_environment(home) | {"MULTIMESH_MIRROR": servers.git.url}
     return jobs.Machine(clone, artifacts, github, environ)

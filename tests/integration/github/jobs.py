@@ -148,7 +148,7 @@ class Machine:
 
     def _action(self, action: str, given: Mapping[str, str]) -> None:
         if action == "actions/checkout":
-            ref = self.github["ref_name"]
+            ref = given.get("ref") or self.github["ref_name"]
             for argv in (["checkout", "-q", "--force", ref], ["clean", "-xdffq"]):
                 subprocess.run(["git", *argv], cwd=self.clone, check=True)
         elif action == "actions/upload-artifact":

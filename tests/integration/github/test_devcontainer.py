@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,19 @@ class Person:
 
     uid: int
 
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Have a user of this id; the command line asks for its name."""
+        name = f"multimesh-{self.uid}"
+        add = packages.as_root("useradd", "--uid", str(self.uid), "--no-create-home", name)
+        if new := self.uid not in (user.pw_uid for user in pwd.getpwall()):
+            subprocess.run(add, check=True)
+        try:
+            yield
+        finally:
+            if new:
+                subprocess.run(packages.as_root("userdel", name), check=True)
+
     def owns(self, *places: Path) -> None:
         subprocess.run(packages.as_root("chown", "-R", f"{self.uid}:{self.uid}", *places), check=True)
 
@@ -204,8 +219,9 @@ class Person:
 def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
     cli: Path, docker_engine: None, bookworm: str, uid: int
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="mm-devcontainer-", ignore_cleanup_errors=True) as folder:
-        place, person = Path(folder), Person(uid)
+    person = Person(uid)
+    with tempfile.TemporaryDirectory(prefix="mm-devcontainer-") as folder, person.known():
+        place = Path(folder)
         place.chmod(0o755)
         clone, home = place / "clone", place / "home"
         git(ROOT, "clone", "-q", str(ROOT), str(clone))
