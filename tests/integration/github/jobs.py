@@ -44,10 +44,15 @@ class Machine:
     steps: list[Step] = field(default_factory=list)
     attested: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    only: str = ""  # a job, or a value of its matrix: the others are left out
 
-    def workflow(self, name: str, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Run all jobs of ``.github/workflows/NAME``; return its outputs. A step that fails fails the test."""
+    def workflow(self, name: str, inputs: Mapping[str, Any] | None = None, *, only: str = "") -> dict[str, Any]:
+        """Run the jobs of ``.github/workflows/NAME``; return its outputs. A step that fails fails the test.
+
+        Parameters
+        ----------
+        only
+            A job, or a value of its matrix: the others are left out. All by default.
+        """
         text = (self.clone / ".github" / "workflows" / name).read_text(encoding="utf-8")
         spec = yaml.load(text, Loader=yaml.BaseLoader)  # plain strings: `on` stays a word
         declared = spec["on"].get("workflow_call", {}) if isinstance(spec["on"], dict) else {}
@@ -77,7 +82,7 @@ class Machine:
             else:
                 outputs = {}
                 for cell in cells(body):
-                    if self.only and self.only not in (job, *cell.values()):
+                    if only and only not in (job, *cell.values()):
                         continue
                     outputs = self._job(f"{name}:{job}", body, context | {"matrix": cell})
             needs[job] = {"result": "success", "outputs": outputs}
@@ -161,10 +166,12 @@ class Machine:
             pattern = given.get("name") or given["pattern"]
             for path in sorted(self.artifacts.glob(pattern)):
                 shutil.copytree(path, self.clone / given["path"], dirs_exist_ok=True)
+        elif action == "actions/upload-pages-artifact":
+            assert (self.clone / given["path"] / "index.html").is_file(), f"no site at {given['path']}"
         elif action == "actions/attest":
             self.attested.append(dict(given))
-        else:  # this Python and an empty cache stand for them
-            assert action in ("actions/setup-python", "actions/cache"), action
+        else:  # this Python, an empty cache and nobody's pages stand for them
+            assert action in ("actions/setup-python", "actions/cache", "actions/deploy-pages"), action
 
 
 def copy_into(path: Path, folder: Path) -> None:

@@ -46,8 +46,7 @@ PARTS = {
 @pytest.mark.stand_in("servers and a runner on this machine")
 @pytest.mark.parametrize("part", PARTS)
 def test_ci_runs_the_parts_of_ci_run(machine: Machine, part: str) -> None:
-    machine.only = part
-    machine.workflow("ci.yml")
+    machine.workflow("ci.yml", only=part)
     text = said(machine, "ci.yml:check")
     assert PARTS[part] in text
     seconds = sum(step.seconds for step in machine.steps)
@@ -56,12 +55,26 @@ def test_ci_runs_the_parts_of_ci_run(machine: Machine, part: str) -> None:
 
 @pytest.mark.rehearsal
 @pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.stand_in("servers and a runner on this machine")
+def test_the_site_is_built(machine: Machine) -> None:
+    machine.workflow("docs.yml")
+    assert "=== the documentation site: " in said(machine, "docs.yml:build")
+
+
+@pytest.mark.stand_in("servers and a runner on this machine")
+def test_jaxlib_from_source_wants_a_runner_with_time(machine: Machine) -> None:
+    with pytest.raises(AssertionError, match="set the variable BUILD_RUNNER"):
+        machine.workflow("image.yml", {"tag": "x", "jaxlib": "source"})
+
+
+@pytest.mark.rehearsal
+@pytest.mark.full
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.stand_in("servers and a runner on this machine")
 @pytest.mark.parametrize("part", ["full-library", "full-maxtext", "full-integration", "oldest-jax"])
 def test_nightly_runs_what_is_slow(machine: Machine, part: str) -> None:
-    machine.only = part
-    machine.workflow("nightly.yml")
+    machine.workflow("nightly.yml", only=part)
     assert " passed" in said(machine, "nightly.yml:full")
 
 
@@ -80,8 +93,7 @@ def test_nightly_tests_both_heads_and_keeps_no_issue_when_they_pass(
     if not (servers.folder / "jax.git").exists():
         upstream(servers.folder / "jax.git", files, "jax-v0.10.2")
     for job in ("test", "report"):  # the third has the parts above
-        machine.only = job
-        machine.workflow("nightly.yml")
+        machine.workflow("nightly.yml", only=job)
     assert said(machine, "nightly.yml:test", "ci nightly").count(": passed (") == 2
     assert "all heads pass; no issue is open" in said(machine, "nightly.yml:report", "ci report")
     assert servers.api.issues == []
