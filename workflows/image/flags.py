@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 from workflows import errors
 from workflows.image import reference, rules
@@ -20,6 +21,7 @@ from workflows.image.spec import (
     Means,
 )
 
+T = TypeVar("T")
 CUDA_VERSION = "12.8.1"
 _IMAGES = {"dev": "dev", "opt": "runtime"}
 
@@ -50,46 +52,22 @@ def request(args: argparse.Namespace) -> Request:
         Options that do not fit together, or a value that may not reach an engine.
     """
     rules.check(args)
-    spec = ImageSpec(
-        reference=reference.make(args.repo, args.name, args.tag),
-        target=_target(args),
-        accelerator=args.accelerator,
-        jaxlib=args.jaxlib,
-        cuda_version=args.cuda_version or CUDA_VERSION,
-        cudnn_version=args.cudnn_version,
-        build_type=args.build_type,
-        base_image=args.base_image,
-        platform=args.platform,
-        python_archive=args.python_archive,
+    return Request(
+        _taken(
+            ImageSpec,
+            args,
+            reference=reference.make(args.repo, args.name, args.tag),
+            target=_target(args),
+            cuda_version=args.cuda_version or CUDA_VERSION,
+        ),
+        _taken(Means, args, use_bazel_cache=args.cache is not False),
+        _taken(Actions, args),
     )
-    means = Means(
-        pip_config=args.pip_config,
-        ca_bundle=args.ca_bundle,
-        network=args.network,
-        layer_cache=not args.no_docker_build_cache,
-        use_bazel_cache=args.cache is not False,
-        bazel_cache=args.bazel_cache,
-        bazel_cache_write=args.bazel_cache_write,
-    )
-    actions = Actions(
-        build=args.build,
-        commit=args.commit,
-        validate=args.validate,
-        upload=args.upload,
-        latest=args.latest,
-        promote=args.promote,
-        release=args.release,
-        attest=args.attest,
-        scanner=args.sbom_scanner,
-        sign_key=args.sign_key,
-        release_file=args.release_file,
-        remote=args.remote,
-        save_remote=args.save_remote,
-        skip_save=args.skip_save,
-        dry_run=args.dry_run,
-        json=args.json,
-    )
-    return Request(spec, means, actions)
+
+
+def _taken(kind: type[T], args: argparse.Namespace, **given: object) -> T:
+    """Return a dataclass whose fields are options of the same name, or given."""
+    return kind(**{each.name: given.get(each.name, getattr(args, each.name, None)) for each in fields(kind)})  # type: ignore[arg-type]
 
 
 def _naming(group: argparse._ArgumentGroup) -> None:
@@ -146,7 +124,9 @@ def _reach(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--network", choices=["default", "host"], default="default", help="of the build's steps; default: %(default)s"
     )
-    group.add_argument("--no-docker-build-cache", action="store_true", help="build every layer anew")
+    group.add_argument(
+        "--no-docker-build-cache", action="store_false", dest="layer_cache", help="build every layer anew"
+    )
     group.add_argument(
         "--cache", action=argparse.BooleanOptionalAction, help="use a remote Bazel cache with --jaxlib source"
     )
@@ -192,7 +172,10 @@ def _doing(group: argparse._ArgumentGroup) -> None:
         help="attach to what is pushed: provenance; sbom: that and an SBOM; default: sbom where the builder can",
     )
     group.add_argument(
-        "--sbom-scanner", metavar="IMAGE", help="makes the SBOM for BuildKit; default: the one in images.lock"
+        "--sbom-scanner",
+        metavar="IMAGE",
+        dest="scanner",
+        help="makes the SBOM for BuildKit; default: the one in images.lock",
     )
     group.add_argument("--sign-key", metavar="KEY", help="sign the digest with cosign: a file, or env://NAME")
     group.add_argument(

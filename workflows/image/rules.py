@@ -52,10 +52,10 @@ def check(args: argparse.Namespace) -> None:
             "leave out --commit, --remote and --no-build",
         ),
         (
-            args.sbom_scanner and args.attest in ("none", "provenance"),
+            args.scanner and args.attest in ("none", "provenance"),
             f"--sbom-scanner makes an SBOM and --attest {args.attest} says not to; give one",
         ),
-        (args.sbom_scanner and not args.upload, "--sbom-scanner looks at what is pushed; add --upload"),
+        (args.scanner and not args.upload, "--sbom-scanner looks at what is pushed; add --upload"),
         (not args.promote and not args.upload, "--no-promote pushes without moving tags; add --upload"),
         (
             not args.promote and (args.latest or args.release),
@@ -79,7 +79,7 @@ def check(args: argparse.Namespace) -> None:
             raise errors.UsageError(reason)
     _check_pattern("--cuda-version", args.cuda_version, _VERSION, "numbers with dots, e.g. 12.8.1")
     _check_pattern("--cudnn-version", args.cudnn_version, _VERSION, "numbers with dots, e.g. 9.8.0")
-    for flag, image in (("--base-image", args.base_image), ("--sbom-scanner", args.sbom_scanner)):
+    for flag, image in (("--base-image", args.base_image), ("--sbom-scanner", args.scanner)):
         if image is not None:
             try:
                 reference.check_image(image)
