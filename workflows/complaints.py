@@ -11,7 +11,7 @@ _NETWORK = re.compile(
     r"connection (refused|reset|timed out|aborted|broken)|reset by peer|recv failure|transfer closed|empty reply|"
     r"rpc failed|\beof\b|broken pipe|timed out|(i/o|handshake|connect|operation) timeout|deadline exceeded|too slow|"
     r"no route to host|network is unreachable|no such host|temporary failure|name resolution|remote end hung up|"
-    r"unexpected disconnect|curl (18|56)|could not read from remote|max retries|proxyerror|newconnectionerror|"
+    r"(unable|failed) to fetch|unexpected disconnect|curl (18|56)|could not read from remote|max retries|proxyerror|newconnectionerror|"
     r"certificate (verify failed|problem|signed by unknown)|tls: failed to verify|too ?many ?requests|"
     r"(status|http|error|code):? (429|50[0234])\b|\b50[0234] (internal|bad|service|gateway|server)|server error|"
     r"service unavailable|blob upload (unknown|invalid)",
@@ -42,3 +42,8 @@ def of_pip(said: str, label: str) -> errors.WorkflowsError | None:
     if network_failed(said):
         return errors.NetworkError(f"{label}: the package index cannot be reached; check the network and run again")
     return None
+
+
+def shortened(said: str, most: int = 600) -> str:
+    """Return a complaint that fits into an error: of a long one both ends, for reasons come last."""
+    return said if len(said) <= most else f"{said[: most // 3]} ... {said[-most * 2 // 3 :]}"

@@ -98,6 +98,16 @@ def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
     assert "--ca-bundle" in str(error)
 
 
+def test_of_apts_complaints_the_cause_is_told() -> None:
+    apt = (
+        "E: Failed to fetch http://a.example/x.deb  Certificate verification failed",
+        "E: Unable to fetch some archives",
+    )
+    error = failure.explain(broken("Get:1", *apt), 1, "base:1")
+    assert isinstance(error, errors.NetworkError)
+    assert "(E: Failed to fetch http://a.example/x.deb" in str(error)
+
+
 @pytest.mark.parametrize(
     "lines",
     [

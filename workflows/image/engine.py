@@ -101,9 +101,9 @@ class Engine:
         result = self.run("image", "inspect", image, check=False)
         if result.returncode == 0:
             return dict(json.loads(result.text)[0])
-        if "no such image" in result.complaint.lower() or "image not known" in result.complaint.lower():
-            return None
-        raise errors.EngineError(f"{image}: the engine does not answer ({result.complaint})")
+        if self.run("version", check=False).returncode:
+            raise errors.EngineError(f"{image}: the engine does not answer ({result.complaint})")
+        return None
 
 
 def detect(context: str | None = None) -> Engine:
@@ -224,7 +224,8 @@ def _ask(cli: tuple[str, ...], *args: str) -> dict[str, Any]:
     except ValueError:
         answer = {}
     if result.returncode and not answer.get("Server"):
-        if "permission denied" in result.complaint.lower():
+        socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+        if os.path.exists(socket) and not os.access(socket, os.W_OK):
             raise errors.EngineError(
                 "this user may not talk to the engine; add it to the group docker, log in again, and run again"
             )

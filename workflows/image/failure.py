@@ -49,8 +49,9 @@ def explain(steps: Steps, returncode: int, base: str) -> errors.WorkflowsError:
 def _telling(lines: Iterable[str]) -> str | None:
     """Return the line that says most: a program's own error, else the last one; of a long one, both ends."""
     kept = [line for line in lines if line and not line.startswith(_NOISE)]
-    chosen = [line for line in kept if _TOLD.match(line)] or kept
-    if not chosen:
+    own = [line for line in kept if _TOLD.match(line)]
+    if not kept:
         return None
-    text = re.sub(r"^(error|ERROR|Error): ", "", chosen[-1])
-    return text if len(text) <= 600 else f"{text[:200]} ... {text[-395:]}"
+    # apt and pip say what is wrong first, then what that means.
+    text = re.sub(r"^(error|ERROR|Error): ", "", own[-3:][0] if own else kept[-1])
+    return complaints.shortened(text)

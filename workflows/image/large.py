@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflows import console, errors, proc
+from workflows import complaints, console, errors, proc
 from workflows.image import slurm
 from workflows.image.engine import Engine
 
@@ -124,7 +124,7 @@ def judge(job: str, end: slurm.State, lines: list[str], wanted: Wishes) -> str:
         cause = next((line for line in lines if _CAUSE.match(line)), (lines or ["it wrote nothing"])[-1])
         raise errors.SmokeError(
             f"the validation job 'large' failed: job {job} of Slurm is {end.word}, exit code {end.exit_code} "
-            f"({cause.strip()[:200]}); no tag was moved. Its output: {LOG}"
+            f"({complaints.shortened(cause.strip())}); no tag was moved. Its output: {LOG}"
         )
     if verdict is None:
         raise errors.SmokeError(f"job {job} of Slurm ended without a verdict on its loss; no tag was moved")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _VERTEX = re.compile(r"#(\d+) (.*)")
-_PLACE = re.compile(r"\[(?:linux/\S+ )?(?P<stage>[\w.-]+) +(?P<number>\d+/\d+)\] (?P<text>.*)")
+_PLACE = re.compile(r"\[(?:linux/\S+ )?(?:(?P<stage>[\w.-]+) +)?(?P<number>\d+/\d+)\] (?P<text>.*)")
 _PODMAN = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<number>\d+/\d+): (?P<text>.*)")
 _OTHER = re.compile(r"exporting to|writing image|importing cache|\[internal\] load (build context|metadata)")
 _SAID = re.compile(r"\d+\.\d+ (.*)")

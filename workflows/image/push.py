@@ -80,10 +80,12 @@ def deliver(
 
 def fault(said: str, label: str) -> Exception:
     """Return what an engine's complaint means: try again, or over."""
-    line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")[:600]
+    line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
     if complaints.network_failed(line):
-        return Transient(line)
-    return errors.RegistryError(f"{label}: refused ({line}); log in to the registry, and check --repo and --name")
+        return Transient(complaints.shortened(line))
+    return errors.RegistryError(
+        f"{label}: refused ({complaints.shortened(line)}); log in to the registry, and check --repo and --name"
+    )
 
 
 def _once(engine: Engine, staging: Reference, reporter: console.Reporter) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from workflows import console, errors, files, proc
+from workflows import complaints, console, errors, files, proc
 from workflows.image.engine import Engine
 from workflows.image.spec import Built
 
@@ -119,7 +119,7 @@ def run_container(engine: Engine, image: str, job: str) -> str:
     if result.returncode:
         said = next((line for line in reversed(lines) if re.match(r"(error|Error)", line)), (lines or ["nothing"])[-1])
         raise errors.SmokeError(
-            f"the validation job '{job}' failed in {image[:19]} ({said[:200]}); no tag was moved. "
+            f"the validation job '{job}' failed in {image[:19]} ({complaints.shortened(said)}); no tag was moved. "
             f"To look: {proc.quoted([*engine.cli[:1], 'run', '-it', '--entrypoint', '/bin/bash', image])}"
         )
     return lines[-1] if lines else ""

@@ -101,7 +101,7 @@ def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors
     """Return the error that a failed conversation with a server amounts to."""
     lines = result.stderr.decode("utf-8", "replace").splitlines()
     said = "\n".join(lines).lower()
-    complaint = "; ".join(line.strip() for line in lines if "fatal:" in line or "error:" in line)[:300]
+    complaint = complaints.shortened("; ".join(line.strip() for line in lines if "fatal:" in line or "error:" in line))
     if complaints.disk_full(said):
         return errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
     if any(phrase in said for phrase in _MISSING):

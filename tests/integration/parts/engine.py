@@ -141,7 +141,7 @@ def base_image(suite: str, folder: Path) -> str:
     debootstrap, mirror, trust = packages.need("debootstrap", "debootstrap"), packages.mirror(), packages.KEYRING
     how = [f"--keyring={trust}", suite]
     if suite == "jammy":
-        # Debian has no package of Ubuntu's keys: TLS says whose archive it is.
+        # Debian has no package of Ubuntu's keys; by TLS a minimal system could install nothing.
         mirror, how = packages.UBUNTU, ["--no-check-gpg", suite]
     rootfs = folder / suite
     make = packages.as_root(debootstrap, "--variant=minbase", *how, rootfs, mirror)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-UBUNTU = "https://archive.ubuntu.com/ubuntu"
+UBUNTU = "http://archive.ubuntu.com/ubuntu"
 
 
 def as_root(*argv: str | Path, env: Mapping[str, str] | None = None) -> list[str]:
