@@ -135,14 +135,14 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
 def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_path: Path) -> None:
     (tmp_path / "sources.lock").write_text((root / "sources.lock").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(errors.PinError, match="--group run"):
-        build._maxtext(tmp_path)
+        build._component(tmp_path, "maxtext", "run")
     tree = tmp_path / "third_party" / "maxtext"
     (tree / "src" / "maxtext").mkdir(parents=True)
     build.proc.run(["git", "init", "-q", tree])
     name = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
     build.proc.run(["git", "-C", tree, *name, "commit", "-q", "--allow-empty", "-m", "m"])
     with pytest.raises(errors.PinError, match="the lock says"):
-        build._maxtext(tmp_path)
+        build._component(tmp_path, "maxtext", "run")
 
 
 def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp_path: Path) -> None:
@@ -157,6 +157,7 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
     trees = {
         tmp_path: tracked,
         tmp_path / "third_party/maxtext": {"src/maxtext/train.py": b"", ".gitignore": b".env\n"},
+        tmp_path / "third_party/jax": {"build/build.py": b""},
     }
 
     def write(tree: Path, files: dict[str, bytes]) -> None:
@@ -170,10 +171,15 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
             build.proc.run([*git, tree, *words])
     write(tmp_path, dict.fromkeys(harmless, b""))
     context.check(tmp_path)
-    assert build._ours(tmp_path, context.untracked(tmp_path)) == build._revision(tmp_path)
+    assert build._ours(tmp_path, odd=False) == build._revision(tmp_path)
     write(tmp_path, dict.fromkeys(planted, b""))
     assert context.untracked(tmp_path) == planted
-    assert build._ours(tmp_path, context.untracked(tmp_path)) == f"{build._revision(tmp_path)}-dirty"
+    assert build._ours(tmp_path, odd=True) == f"{build._revision(tmp_path)}-dirty"
+    assert context.untracked(tmp_path, jaxlib_from_source=True) == (
+        *planted[:5],
+        "third_party/jax/new.py",
+        *planted[5:],
+    )
     with pytest.raises(errors.PinError, match=r"docker/id_rsa, .* and 2 more: git does not track"):
         context.check(tmp_path)
 

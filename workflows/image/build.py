@@ -72,18 +72,24 @@ def plan(
     Raises
     ------
     PinError
-        ``third_party/maxtext`` is missing or is not what ``sources.lock`` says.
+        A component that goes into the image is missing or is not what ``sources.lock`` says, or Bazel has no pin.
     """
     pins = digests.load(root)
     base, access = command.bases(spec, pins), network.access(means, os.environ)
     library = _library(root)
-    untracked = context.untracked(root)
-    stamp = command.Stamp(_ours(root, untracked), _maxtext(root), _source(os.environ))
+    from_source = spec.jaxlib == "source"
+    # At once, for a build of jaxlib takes minutes until it looks.
+    built_from = [_component(root, name, "source") for name in ("jax", "xla") if from_source]
+    untracked = context.untracked(root, jaxlib_from_source=from_source)
+    odd = bool(untracked) or any(each.endswith("-dirty") for each in built_from)
+    stamp = command.Stamp(_ours(root, odd=odd), _component(root, "maxtext", "run"), _source(os.environ))
     labels = command.labels(root, spec, base, stamp)
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
-    if spec.jaxlib == "source":
-        _check_sources(root, build_args["BAZEL_SHA256"])
+    if from_source and not build_args["BAZEL_SHA256"]:
+        raise errors.PinError(
+            "Bazel is not pinned for this platform; run `python -m workflows bump images` where github.com answers"
+        )
     if folder is not None and engine.builder == "podman":
         access = network.in_a_file(access, folder)
     access = replace(access, options=(*access.options, *more))
@@ -240,17 +246,6 @@ def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
             place.unlink(missing_ok=True)
 
 
-def _check_sources(root: Path, bazel_sha256: str) -> None:
-    """Raise at once what would end a build of jaxlib after minutes."""
-    for name in ("jax", "xla"):
-        if not (root / "third_party" / name / ".git").exists():
-            raise errors.PinError(f"third_party/{name} is not there; run ./bootstrap.sh --group source")
-    if not bazel_sha256:
-        raise errors.PinError(
-            "Bazel is not pinned for this platform; run `python -m workflows bump images` where github.com answers"
-        )
-
-
 def _source(environ: Mapping[str, str]) -> str | None:
     """Return the address of the repository whose workflow builds; a person's remote may hold more than an address."""
     server, name = environ.get("GITHUB_SERVER_URL"), environ.get("GITHUB_REPOSITORY")
@@ -274,23 +269,24 @@ def _revision(root: Path) -> str | None:
     return f"{commit}-dirty" if changed else commit
 
 
-def _ours(root: Path, untracked: tuple[str, ...]) -> str | None:
-    """Return the commit of this repository, marked also where a build would read what git does not track."""
+def _ours(root: Path, *, odd: bool) -> str | None:
+    """Return the commit of this repository, marked also where a build would read what no commit or pin holds."""
     commit = _revision(root)
-    return f"{commit.removesuffix('-dirty')}-dirty" if commit and untracked else commit
+    return f"{commit.removesuffix('-dirty')}-dirty" if commit and odd else commit
 
 
-def _maxtext(root: Path) -> str:
-    """Return the commit of the patched MaxText, or raise what must be done first."""
-    place = root / "third_party" / "maxtext"
-    if not (place / "src" / "maxtext").is_dir():
-        raise errors.PinError("third_party/maxtext is not there; run ./bootstrap.sh --group run")
+def _component(root: Path, name: str, group: str) -> str:
+    """Return the commit of a patched component, marked where it differs, or raise what must be done first."""
+    place = root / "third_party" / name
+    inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
+    if not inside.exists():
+        raise errors.PinError(f"third_party/{name} is not there; run ./bootstrap.sh --group {group}")
     held = _revision(place) if (place / ".git").exists() else None
-    pinned = sources.value(root / "sources.lock", "maxtext", "patched_commit")
+    pinned = sources.value(root / "sources.lock", name, "patched_commit")
     if pinned is None:
-        raise errors.PinError("sources.lock has no patched commit of maxtext; run `python -m workflows lock maxtext`")
+        raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m workflows lock {name}`")
     if held is not None and held.removesuffix("-dirty") != pinned:
         raise errors.PinError(
-            f"third_party/maxtext is at {held[:12]}, the lock says {pinned[:12]}; run ./bootstrap.sh --group run"
+            f"third_party/{name} is at {held[:12]}, the lock says {pinned[:12]}; run ./bootstrap.sh --group {group}"
         )
     return held or pinned

@@ -10,16 +10,17 @@ from workflows import errors, proc
 IGNORE = "docker/Dockerfile.dockerignore"
 # Trees of their own of which images get files, and where a Python that was given lies for as long as a build runs.
 _OTHERS = ("third_party/maxtext", "third_party/multimesh")
+_OF_JAXLIB = ("third_party/jax", "third_party/xla")
 _OURS = "docker/context/"
 
 
-def untracked(root: Path) -> tuple[str, ...]:
+def untracked(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...]:
     """Return the files that a build can read and git does not track, ignored ones too; none where git has no tree."""
     lines = (root / IGNORE).read_text(encoding="utf-8").splitlines()
     patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     named = [pattern[1:] for pattern in patterns if pattern.startswith("!") and "third_party" not in pattern]
     found = [name for name in _others(root, *(f":(top){name}" for name in named)) if not name.startswith(_OURS)]
-    for place in _OTHERS:
+    for place in (*_OTHERS, *(_OF_JAXLIB if jaxlib_from_source else ())):
         if (root / place / ".git").exists() and not (root / place).is_symlink():
             found += [f"{place}/{name}" for name in _others(root / place)]
     if not found:
@@ -30,7 +31,7 @@ def untracked(root: Path) -> tuple[str, ...]:
     return tuple(sorted(name for name in found if not ignored.matches(name)))
 
 
-def check(root: Path) -> None:
+def check(root: Path, *, jaxlib_from_source: bool = False) -> None:
     """Refuse to push what holds such files.
 
     Raises
@@ -38,7 +39,7 @@ def check(root: Path) -> None:
     PinError
         Names them.
     """
-    if files := untracked(root):
+    if files := untracked(root, jaxlib_from_source=jaxlib_from_source):
         more = f" and {len(files) - 5} more" if len(files) > 5 else ""
         raise errors.PinError(
             f"{', '.join(files[:5])}{more}: git does not track what the image would hold; commit, move or remove it"

@@ -34,7 +34,7 @@ def check_options(request: Request) -> None:
 def check_before(root: Path, engine: Engine, request: Request, attesting: Attesting) -> None:
     """Raise what would stop a push after the build: pins or trees that no release may have, or no right to push."""
     if request.actions.build and not request.actions.commit:
-        context.check(root)
+        context.check(root, jaxlib_from_source=request.spec.jaxlib == "source")
     if request.actions.release is not None:
         check_release(root, engine, request, attesting)
     place = release_file(root, request).parent
