@@ -289,13 +289,19 @@ def agree_on_plan(name: str, lines: Iterable[str]) -> int:
 
 def exchanged(name: str, mine: bytes, timeout: float = WAIT) -> list[bytes]:
     """What every process says, in all processes; ``name`` is used once."""
-    me, key = jax.process_index(), f"multimesh/exchanged/{name}"
-    _put(f"{key}/{me}", zlib.compress(mine))
-    every = [zlib.decompress(_get(f"{key}/{rank}", name, rank, timeout)) for rank in range(jax.process_count())]
-    barrier(f"exchanged/{name}", timeout)
-    if me == 0:
-        _compat.key_value_store().key_value_delete(f"{key}/")
+    key = f"exchanged/{name}"
+    _put(f"multimesh/{key}/{jax.process_index()}", zlib.compress(mine))
+    said = (_get(f"multimesh/{key}/{rank}", name, rank, timeout) for rank in range(jax.process_count()))
+    every = [zlib.decompress(text) for text in said]
+    forget(key, timeout)
     return every
+
+
+def forget(name: str, timeout: float = WAIT) -> None:
+    """Wait until every process has read what stands under ``multimesh/name/``, then delete it."""
+    barrier(f"{name}/read", timeout)
+    if jax.process_index() == 0:
+        _compat.key_value_store().key_value_delete(f"multimesh/{name}/")
 
 
 def gather(tree: Any, timeout: float = WAIT) -> Any:
@@ -356,9 +362,7 @@ def _gathered(leaves: list[Any], timeout: float) -> list[Any]:
         part, found = whole[i][index], _get(key, "mm.distributed.gather", owner, timeout)
         whole[i][index] = np.frombuffer(found, part.dtype).reshape(part.shape)
     if far:
-        barrier(f"gather/{number}", timeout)
-        if me == 0:
-            _compat.key_value_store().key_value_delete(f"multimesh/gather/{number}/")
+        forget(f"gather/{number}", timeout)
     return whole
 
 

@@ -7,7 +7,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multimesh import distributed, exchange
@@ -58,7 +58,7 @@ class Profile:
     serial: bool
     processes: int = 1
     clocks: float = 0.0
-    plan: Plan | None = None
+    plan: Plan | None = field(default=None, repr=False)
 
     @property
     def schedule(self) -> Auto:
