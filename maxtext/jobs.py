@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The Slurm jobs beside this file: one description each, from which ``maxtext/jobs.py --write`` makes their folders.
+"""The jobs beside this file, for Slurm and Kubernetes: ``maxtext/jobs.py --write`` makes a folder of each description.
 
 Change a description or a template here, never the folders: a test compares them.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ class Machine:
         Rows of the README's table of variables.
     about
         What the README says of the machine.
+    kubernetes
+        Whether it is also one that Kubernetes may manage.
     """
 
     title: str
@@ -49,11 +52,12 @@ class Machine:
     containers: str
     settings: tuple[tuple[str, str], ...]
     about: str
+    kubernetes: bool = False
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job: a folder of three files.
+    """One job: a folder of files.
 
     Attributes
     ----------
@@ -80,73 +84,95 @@ class Job:
 
 
 PYXIS_OR_DOCKER = r"""
-: "${IMAGE:?name the image: IMAGE=REPO:TAG sbatch ...}"
-run=/opt/maxtext/@folder@/@script@
-@address@
-help=$(srun --help)
-if [[ $help == *--container-image* ]]; then
-  exec srun --kill-on-bad-exit=1 --container-image="$IMAGE" --no-container-mount-home \
-    /opt/entrypoint.sh "$run" "$@"
+launch=(srun --kill-on-bad-exit=1)
+inside=/opt/maxtext/@folder@/@script@
+if [[ -z ${IMAGE:-} ]]; then
+  # A checkout with its .venv (./bootstrap.sh --group run --group cuda12) on a file system that all nodes see.
+  : "${CHECKOUT:?name an image, or the repository: CHECKOUT=DIR sbatch ...}"
+  launch+=("$CHECKOUT/maxtext/@folder@/@script@")
+elif [[ $(srun --help) == *--container-image* ]]; then
+  launch+=(--container-image="$IMAGE" --no-container-mount-home /opt/entrypoint.sh "$inside")
+else
+  each_node=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1)
+  if ! "${each_node[@]}" docker version --format '{{.Server.Version}}' >/dev/null; then
+    echo "error: srun has no --container-image (pyxis), and not every node has a Docker that answers; install one" >&2
+    exit 13
+  fi
+  if [[ -n ${IMAGE_ARCHIVE:-} ]]; then
+    "${each_node[@]}" docker load --quiet --input "$IMAGE_ARCHIVE"
+  fi
+  options=(--rm --init --network=host --ipc=host --entrypoint=/opt/entrypoint.sh --workdir=/tmp)
+  if [[ ${SLURM_GPUS_ON_NODE:-0} -gt 0 ]]; then
+    options+=(--gpus=all)
+  fi
+  for name in @variables@; do
+    options+=("--env=$name")
+  done
+  launch+=(docker run "${options[@]}" "$IMAGE" "$inside")
 fi
-
-each_node=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1)
-if ! "${each_node[@]}" docker version --format '{{.Server.Version}}' >/dev/null; then
-  echo "error: srun has no --container-image (pyxis), and not every node has a Docker that answers; install one" >&2
-  exit 13
-fi
-if [[ -n ${IMAGE_ARCHIVE:-} ]]; then
-  "${each_node[@]}" docker load --quiet --input "$IMAGE_ARCHIVE"
-fi
-options=(--rm --init --network=host --ipc=host --entrypoint=/opt/entrypoint.sh --workdir=/tmp)
-if [[ ${SLURM_GPUS_ON_NODE:-0} -gt 0 ]]; then
-  options+=(--gpus=all)
-fi
-for name in @variables@; do
-  options+=("--env=$name")
-done
-exec srun --kill-on-bad-exit=1 docker run "${options[@]}" "$IMAGE" "$run" "$@"
 """
 
 SHIFTER_OR_MODULES = r"""
 launch=(srun --kill-on-bad-exit=1 @launch@)
 inside=/opt/maxtext/@folder@/@script@
-@address@
 if [[ -z ${IMAGE:-} ]]; then
   # A checkout with its .venv (./bootstrap.sh --group run --group cuda12) on a file system that all nodes see.
   : "${CHECKOUT:?name an image, or the repository: CHECKOUT=DIR sbatch ...}"
-  exec "${launch[@]}" "$CHECKOUT/maxtext/@folder@/@script@" "$@"
+  launch+=("$CHECKOUT/maxtext/@folder@/@script@")
+elif command -v shifter >/dev/null; then
+  launch+=(shifter --image="$IMAGE" --module="gpu,nccl-plugin" /opt/entrypoint.sh "$inside")
+else
+  options=(--rm --gpu --nccl --net=host --ipc=host --entrypoint=/opt/entrypoint.sh)
+  for name in @variables@; do
+    options+=("--env=$name")
+  done
+  launch+=(podman-hpc run "${options[@]}" "$IMAGE" "$inside")
 fi
-if command -v shifter >/dev/null; then
-  exec "${launch[@]}" shifter --image="$IMAGE" --module=gpu,nccl-plugin /opt/entrypoint.sh "$inside" "$@"
-fi
-options=(--rm --gpu --nccl --net=host --ipc=host --entrypoint=/opt/entrypoint.sh)
-for name in @variables@; do
-  options+=("--env=$name")
-done
-exec "${launch[@]}" podman-hpc run "${options[@]}" "$IMAGE" "$inside" "$@"
 """
 
 CHECKOUT_ONLY = r"""
 : "${CHECKOUT:?name the repository, on a file system that all nodes see: CHECKOUT=DIR sbatch ...}"
-@address@
-exec srun --kill-on-bad-exit=1 "$CHECKOUT/maxtext/@folder@/@script@" "$@"
+launch=(srun --kill-on-bad-exit=1 "$CHECKOUT/maxtext/@folder@/@script@")
 """
 
-ADDRESS = r"""
-# Process 0 is on the first node; its address as Slurm has it, and JAX's own choice of a port.
+LOST = 17
+"""Exit code of a process that ends because another one was lost; a test compares it with the launcher's own."""
+
+ATTEMPTS = r"""
+# Process 0 is on the first node; its address as Slurm has it.
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 address=$(scontrol show node "$first" --oneliner | grep -o 'NodeAddr=[^ ]*')
-export JAX_COORDINATOR_ADDRESS="${address#*=}:$((61440 + SLURM_JOB_ID % 4096))"
+
+# With --max-restarts K all processes start again from the newest checkpoint when one was lost.
+limit=$(sed -nE 's/^(.* )?--max-restarts[ =]([0-9]+)( .*)?$/\2/p' <<<"$*")
+if [[ -n $limit ]]; then
+  # A node that is lost never says that its processes ended: srun waits so many seconds for it, and shares its place.
+  export SLURM_WAIT="${SLURM_WAIT:-60}" SLURM_OVERLAP=1
+fi
+more=()
+for ((restarts = 0; ; restarts++)); do
+  # JAX's own choice of a port; another one each time, because what is left of the last attempt may still listen.
+  export JAX_COORDINATOR_ADDRESS="${address#*=}:$((61440 + (SLURM_JOB_ID + 97 * restarts) % 4096))"
+  export MULTIMESH_MAXTEXT_RESTARTS=$restarts
+  code=0
+  "${launch[@]}" "$@" "${more[@]}" || code=$?
+  # @lost@: a process says that another one was lost; above 128: it was killed itself.
+  if ((restarts >= ${limit:-0} || (code != @lost@ && code <= 128))); then
+    exit "$code"
+  fi
+  more=(--resume)
+  echo "a process was lost (srun ended with exit code $code); all start again"
+done
 """
 
-VARIABLES = "JAX_COORDINATOR_ADDRESS SLURM_JOB_ID SLURM_STEP_NODELIST SLURM_NTASKS SLURM_PROCID SLURM_LOCALID"
+VARIABLES = "{JAX_COORDINATOR_ADDRESS,MULTIMESH_MAXTEXT_RESTARTS,SLURM_{JOB_ID,STEP_NODELIST,NTASKS,PROCID,LOCALID}}"
 
 BATCH = r"""#!/usr/bin/env bash
 # @title@, one process per GPU. Made by maxtext/jobs.py; see README.md.
 #   @submit@ sbatch [options of sbatch] job.sbatch [flags of run.py]
 @options@
 set -euo pipefail
-@containers@"""
+@containers@@attempts@"""
 
 PROCESS = r"""#!/usr/bin/env bash
 # One process of the job, as srun starts it. Made by maxtext/jobs.py.
@@ -172,6 +198,83 @@ elif [[ ${SLURM_PROCID:-0} -eq 0 ]]; then
 fi
 """
 
+JOBSET = """# @title@, as a JobSet of Kubernetes: a process per node. Made by maxtext/jobs.py; see README.md.
+# Never applied to a cluster. Put your own in place of IMAGE and of CLAIM, a volume claim that all pods can write to:
+#   sed 's|: IMAGE|: REPO:TAG|; s|: CLAIM|: NAME|' jobset.yaml | kubectl apply -f -
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: @folder@
+spec:
+  network:
+    enableDNSHostnames: true
+    publishNotReadyAddresses: true
+  failurePolicy:
+    maxRestarts: 3
+    rules:
+      # An error that is no lost process would come again.
+      - name: only-lost-processes
+        action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+    - name: node
+      replicas: 1
+      template:
+        spec:
+          completionMode: Indexed
+          parallelism: @count@
+          completions: @count@
+          backoffLimit: 0
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes:
+                  operator: NotIn
+                  values: [@lost@, 137, 143]
+          template:
+            spec:
+              restartPolicy: Never
+              containers:
+                - name: maxtext
+                  image: IMAGE
+                  command: [/opt/entrypoint.sh, /opt/maxtext/run.py]
+                  args: [
+                    --nodes, "@count@", --gpus, "@gpus@", --max-restarts, "3", --resume,
+                    --checkpoint, /shared/@folder@/checkpoints, --output, /shared/@folder@/output,
+                    @words@
+                  ]
+                  env:
+                    - name: JAX_COORDINATOR_ADDRESS
+                      value: @folder@-node-0-0.@folder@:61440
+                    - name: MULTIMESH_MAXTEXT_SIZE
+                      value: "@count@"
+                    - name: MULTIMESH_MAXTEXT_LOCAL_RANK
+                      value: "0"
+                    - name: MULTIMESH_MAXTEXT_RANK
+                      valueFrom:
+                        fieldRef:
+                          fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
+                    - name: MULTIMESH_MAXTEXT_RESTARTS
+                      valueFrom:
+                        fieldRef:
+                          fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+                  resources:
+                    limits:
+                      nvidia.com/gpu: @gpus@
+                  volumeMounts:
+                    - name: shared
+                      mountPath: /shared
+                    - name: memory
+                      mountPath: /dev/shm
+              volumes:
+                - name: shared
+                  persistentVolumeClaim:
+                    claimName: CLAIM
+                - name: memory
+                  emptyDir:
+                    medium: Memory
+"""
+
 README = """# @title@
 
 @nodes@@grid@.
@@ -188,8 +291,11 @@ job's output ends with `ok: N steps, loss A -> B`, or with an error and its exit
 |---|---|
 | `job.sbatch` | the batch script: where process 0 is, and how processes are started |
 | `@script@` | what every process runs: it starts `run.py` |
-
+@jobset@
 @about@
+
+With `--max-restarts K --checkpoint DIR --output DIR`, folders that all nodes see, all processes start again within the
+job when one is lost: see [checkpoints](../README.md#checkpoints).
 
 ## Settings
 
@@ -217,6 +323,10 @@ DGX_H100 = Machine(
             "with pyxis what `srun --container-image` takes (`REGISTRY#REPO:TAG`, or a squashfs file), else for Docker",
         ),
         ("IMAGE_ARCHIVE", "without pyxis: a file of `docker save` that all nodes see, loaded on each of them first"),
+        (
+            "CHECKOUT",
+            "without an image: the repository with its `.venv`, where all nodes see it",
+        ),
     ),
     about=(
         "`run-dgx-h100.sh` binds each process to the cores and the memory beside its GPU; on another machine than\n"
@@ -226,6 +336,7 @@ DGX_H100 = Machine(
         "`--container-image`, else by Docker on the nodes. A cluster with neither is refused with exit code 13. MPI\n"
         "launchers (`--mpi=pmix`) are not used: JAX needs Slurm's variables only."
     ),
+    kubernetes=True,
 )
 
 PERLMUTTER = Machine(
@@ -344,7 +455,8 @@ def files(job: Job) -> dict[str, str]:
     several = f"{job.nodes} nodes of {machine.gpus} GPUs each ({machine.title}), one process per GPU: "
     words = {
         "containers": machine.containers.lstrip(),
-        "address": ADDRESS,
+        "attempts": ATTEMPTS,
+        "lost": str(LOST),
         "variables": VARIABLES,
         "options": "\n".join(f"#SBATCH {option}" for option in options),
         "start": machine.start,
@@ -361,11 +473,20 @@ def files(job: Job) -> dict[str, str]:
         "asked": "" if job.nodes else "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 ",
         "about": machine.about,
         "settings": "\n".join(f"| `{name}` | {text} |" for name, text in machine.settings),
+        "count": str(job.nodes),
+        "gpus": str(machine.gpus),
+        "words": ("\n" + 20 * " ").join(_listed(job.flags)),
+        "jobset": _JOBSET_ROW if machine.kubernetes else "",
         "tried": _TRIED if job.folder == "llama3-8b-16gpus" else _UNTRIED,
     }
     made = {"job.sbatch": BATCH, machine.script: PROCESS, "README.md": README}
+    made |= {"jobset.yaml": JOBSET} if machine.kubernetes else {}
     return {name: _filled(template, words) for name, template in made.items()}
 
+
+_JOBSET_ROW = (
+    "| `jobset.yaml` | the same job for Kubernetes with JobSet, one process per node; never applied to a cluster |\n"
+)
 
 _UNTRIED = "No run on such a machine has been recorded."
 
@@ -393,6 +514,17 @@ def _wrapped(flags: str) -> str:
             lines.append("")
         lines[-1] += f"{flag} "
     return "\\\n  ".join(lines)
+
+
+def _listed(flags: str) -> list[str]:
+    """Return flags as lines of a list in YAML, numbers as text."""
+    lines = [""]
+    for word in flags.split():
+        item = f"{json.dumps(word) if word.isdigit() else word}, "
+        if len(lines[-1]) + len(item) > 100:
+            lines.append("")
+        lines[-1] += item
+    return [line.rstrip() for line in lines]
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""The folders of jobs for Slurm: what one description makes, and the flags that their processes start with.
+"""The folders of jobs for Slurm and Kubernetes: what one description makes, and the flags that processes start with.
 
-Nothing here is a Slurm: the scripts are run as srun would start one of their processes, with ``--dry-run``.
+Nothing here is a cluster: a process is started as srun or a kubelet would start it, with ``--dry-run``. A real Slurm
+runs the batch scripts in tests/integration/processes/test_jobs.py.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import original
 import pytest
+import yaml
 
 from multimesh_maxtext.options import read
 from multimesh_maxtext.settle import settle
@@ -60,3 +64,79 @@ def test_perlmutter_is_started_as_its_users_are_told_to():
     made = jobs.files(next(job for job in jobs.JOBS if job.folder == "perlmutter"))["job.sbatch"]
     assert "--gpus-per-task=1 --gpu-bind=none" in made
     assert all(engine in made for engine in ("shifter --image=", "podman-hpc run", "CHECKOUT"))
+
+
+def fields(required: str = "", **others: dict[str, Any]) -> dict[str, Any]:
+    """Schema of an object with these fields, all of which but those in ``required`` may be left out, and no others."""
+    return {"type": "object", "properties": others, "required": required.split(), "additionalProperties": False}
+
+
+def items(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema, "minItems": 1}
+
+
+WORD, COUNT, YES = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+SOURCE = fields("fieldRef", fieldRef=fields("fieldPath", fieldPath=WORD))
+CONTAINER = fields(
+    "name",
+    **dict.fromkeys(("name", "image"), WORD),
+    **dict.fromkeys(("command", "args"), items(WORD)),
+    env=items(fields("name", name=WORD, value=WORD, valueFrom=SOURCE)),
+    resources=fields(limits={"type": "object", "additionalProperties": COUNT}),
+    volumeMounts=items(fields("name mountPath", name=WORD, mountPath=WORD)),
+)
+VOLUME = fields(
+    "name",
+    name=WORD,
+    persistentVolumeClaim=fields("claimName", claimName=WORD),
+    emptyDir=fields(medium={"enum": ["", "Memory"]}),
+)
+POD = fields(
+    "containers", restartPolicy={"enum": ["Never", "OnFailure"]}, containers=items(CONTAINER), volumes=items(VOLUME)
+)
+EXIT = fields("operator values", operator={"enum": ["In", "NotIn"]}, values=items(COUNT))
+KUBERNETES_JOB = fields(
+    "template",
+    completionMode={"enum": ["Indexed", "NonIndexed"]},
+    **dict.fromkeys(("parallelism", "completions", "backoffLimit"), COUNT),
+    podFailurePolicy=fields("rules", rules=items(fields("action", action={"enum": ["FailJob"]}, onExitCodes=EXIT))),
+    template=fields(spec=POD),
+)
+RULE = fields(
+    "action name", name=WORD, action={"enum": ["FailJobSet", "RestartJobSet"]}, onJobFailureReasons=items(WORD)
+)
+JOBSET = fields(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+    kind={"const": "JobSet"},
+    metadata=fields("name", name={"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,53}[a-z0-9])?$"}),
+    spec=fields(
+        network=fields(enableDNSHostnames=YES, publishNotReadyAddresses=YES),
+        failurePolicy=fields(maxRestarts=COUNT, rules=items(RULE)),
+        replicatedJobs=items(
+            fields("name template", name=WORD, replicas=COUNT, template=fields(spec=KUBERNETES_JOB)),
+        ),
+    ),
+)
+"""The fields of a JobSet that ours use, as its CustomResourceDefinition has them (v1alpha2, August 2026)."""
+
+
+@pytest.mark.parametrize("job", [job for job in jobs.JOBS if job.machine.kubernetes], ids=lambda job: job.folder)
+def test_a_jobset_starts_the_processes_of_its_folder(job: jobs.Job, maxtext: Path, tmp_path: Path):
+    """Its fields are those of a JobSet; a pod that has what a kubelet gives it knows who it is."""
+    manifest = yaml.safe_load(jobs.files(job)["jobset.yaml"])
+    jsonschema.validate(manifest, JOBSET)
+    (part,) = manifest["spec"]["replicatedJobs"]
+    (container,) = part["template"]["spec"]["template"]["spec"]["containers"]
+    assert part["template"]["spec"]["completions"] * container["resources"]["limits"]["nvidia.com/gpu"] == job.processes
+    given = {entry["name"]: entry.get("value", "1") for entry in container["env"]}  # index and restart are 1
+    name = manifest["metadata"]["name"]
+    assert given["JAX_COORDINATOR_ADDRESS"] == f"{name}-{part['name']}-0-0.{name}:61440"
+    line = [sys.executable, str(jobs.HERE / "run.py"), *container["args"], "--dry-run", "--json"]
+    line = [word.replace("/shared/", f"{tmp_path}/") for word in line]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "SLURM"))}
+    done = subprocess.run(line, env={**clean, **given}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    start = json.loads(done.stdout)
+    assert start["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3,4,5,6,7"
+    assert str(tmp_path / job.folder / "output/process-1/metrics.jsonl") == start["configuration"]["metrics_file"]

@@ -23,7 +23,7 @@ from multimesh_maxtext.translate import Paths
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
-SPAWNED = {"MULTIMESH_MAXTEXT_RANK": "1", "MULTIMESH_MAXTEXT_SIZE": "16"}
+SPAWNED = {f"MULTIMESH_MAXTEXT_{name}": value for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("SIZE", "16"))}
 MPI = {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 
 

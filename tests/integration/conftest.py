@@ -11,6 +11,7 @@ import pytest
 from tests.integration.parts import engine as engines
 from tests.integration.parts import registry as registries
 from tests.integration.parts import slurm
+from tests.telling import pytest_collection_modifyitems  # noqa: F401
 from workflows.image import engine as detected
 
 

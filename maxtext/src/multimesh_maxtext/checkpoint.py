@@ -124,7 +124,7 @@ class Beginning:
 
 
 @contextmanager
-def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[Beginning]:
+def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: float = 0.0) -> Iterator[Beginning]:
     """Reserve ``--checkpoint`` for this run and find out where it begins; say what was found on stderr.
 
     Parameters
@@ -133,6 +133,8 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[Be
         Where MaxText keeps its checkpoints.
     first
         Of several processes the first reserves and says.
+    patience
+        Seconds to wait for another run that is about to end.
 
     Raises
     ------
@@ -145,7 +147,8 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[Be
     if o.checkpoint is None:
         yield Beginning()
         return
-    with writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError) if first else nullcontext() as descriptor:
+    lock = writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError, patience=patience)
+    with lock if first else nullcontext() as descriptor:
         found = look(o.checkpoint)
         for line in clear_half_written(found) if first else ():
             print(line, file=sys.stderr)

@@ -134,12 +134,20 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
     )
     for name, needed in (
         *(("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")),
-        *(("max_restarts", "spawn"), ("max_restarts", "checkpoint"), ("device", "forecast")),
+        *(("max_restarts", "checkpoint"), ("device", "forecast")),
     ):
         yield (
             o.has(name) and not o.has(needed),
             UsageError(f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it"),
         )
+    yield (
+        o.max_restarts and o.nodes == 1,
+        UsageError("--max-restarts is about losing one of several processes; add --nodes, or leave it out"),
+    )
+    yield (
+        o.max_restarts and not o.spawn and not o.output,
+        UsageError("--max-restarts finds out why from the logs of all processes; add --output, a folder that all see"),
+    )
     yield (
         o.checkpoint and o.verify,
         UsageError("--verify trains twice from step 0 to compare; leave out --checkpoint or --verify"),

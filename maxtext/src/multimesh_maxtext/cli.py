@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from multimesh_maxtext import memory, report
+from multimesh_maxtext import memory, report, restarts
 from multimesh_maxtext.checkpoint import Beginning, beginning
 from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import LauncherError, TrainerFailedError, UsageError
@@ -26,6 +26,7 @@ from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
 from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
 from multimesh_maxtext.reserve import RUNNING, holds_run, replace_run, writing
+from multimesh_maxtext.restarts import Loss
 from multimesh_maxtext.settle import Settled, settle
 from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
@@ -33,6 +34,8 @@ from multimesh_maxtext.trainer import Outcome, forecast, inspect, keep_code, tai
 from multimesh_maxtext.translate import Paths, notes
 
 INTERRUPTED = 130
+
+_PATIENCE = 60.0  # seconds that what is left of an attempt that lost a process gets to end
 
 
 def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
@@ -103,11 +106,29 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
         _prepare(job, paths, texts)
         _check_memory(job, paths, console, gpu_memory)
         return _dump(start, paths, options) if options.dump_only else 0
+    again = restarts.attempt(options, os.environ)
     another = holds_run(paths.output) and not options.resume
-    with writing(paths.output / RUNNING, "--output") as held:
+    with writing(paths.output / RUNNING, "--output", patience=_PATIENCE if again else 0) as held:
         if another:
             replace_run(paths.output, overwrite=options.overwrite, names=paths.made)
-        return _train(job, paths, start, texts, console, gpu_memory, this.rank, held)
+        losses = _begin_again(options, paths, this.rank, again) if again else []
+        code = _train(
+            job, paths, start, texts, console, gpu_memory, this.rank, held, patience=_PATIENCE if again else 0
+        )
+        if losses:
+            Console(stderr=options.json, width=restarts.WIDTH).print(restarts.table(losses))
+        return code
+
+
+def _begin_again(options: Options, paths: Paths, rank: int, again: int) -> list[Loss]:
+    """Keep the log of the attempt that lost a process; in the first process, say why this one is made."""
+    losses = []
+    if rank == 0:
+        losses = restarts.remember(paths.restarts, restarts.find_loss(options, paths, again), again)
+        count = f"restart {again} of at most {options.max_restarts}"
+        print(f"{losses[-1].reason}; all processes start again ({count})", file=sys.stderr)
+    restarts.keep_log(paths.log, again)
+    return losses
 
 
 def _train(
@@ -119,12 +140,14 @@ def _train(
     gpu_memory: int | None,
     rank: int,
     held: int,
+    *,
+    patience: float,
 ) -> int:
     """Train, judge, compare; the trainer inherits the descriptor ``held``."""
     options = job.options
     _prepare(job, paths, texts)
     _check_memory(job, paths, console, gpu_memory)
-    with beginning(job, paths.checkpoints, first=rank == 0) as begin:
+    with beginning(job, paths.checkpoints, first=rank == 0, patience=patience) as begin:
         if begin.step >= options.num_steps:
             return _say_finished(options, begin.step) if rank == 0 else 0
         begin = replace(begin, inherited=(*begin.inherited, held))

@@ -131,7 +131,10 @@ def _processes(root: argparse.ArgumentParser) -> None:
         "--max-restarts",
         type=_count(0),
         metavar="K",
-        help="with --spawn: start all again from the last checkpoint when one is lost, at most so often (default 0)",
+        help=(
+            "start all processes again from the last checkpoint when one is lost, at most so often: with --spawn, in "
+            "the batch scripts for Slurm beside run.py, or by Kubernetes (default 0)"
+        ),
     )
 
 

@@ -38,7 +38,7 @@ _CHECKPOINTED = {"run_name", "enable_checkpointing"}
 _LAUNCHERS = {
     "SLURM_STEP_NODELIST": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "MULTIMESH_MAXTEXT_RANK": ("MULTIMESH_MAXTEXT_RANK", "MULTIMESH_MAXTEXT_SIZE", "MULTIMESH_MAXTEXT_RANK"),
+    "MULTIMESH_MAXTEXT_RANK": ("MULTIMESH_MAXTEXT_RANK", "MULTIMESH_MAXTEXT_SIZE", "MULTIMESH_MAXTEXT_LOCAL_RANK"),
 }
 """A variable that only the launcher's processes have, and those with rank, number and rank on this machine."""
 
@@ -297,7 +297,7 @@ def join(arguments: Sequence[str]) -> None:
     """Be MaxText's trainer as one of several processes, in this one.
 
     It finds the others by the variables of srun or mpirun, and the first of them by JAX_COORDINATOR_ADDRESS where that
-    is set; those that ``--spawn`` started are told.
+    is set; those that ``--spawn`` or Kubernetes started are told.
     """
     # Only here: the command that starts the trainers never imports JAX.
     import jax

@@ -8,23 +8,32 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from multimesh_maxtext.errors import LauncherError, UsageError
 
 _PR_SET_PDEATHSIG = 1
+
+_POLL = 0.1  # seconds between looks at a lock
 
 RUNNING = ".running"
 """Locked while a run writes to an output folder, and there ever after."""
 
 
 @contextmanager
-def writing(file: Path, flag: str, kind: type[LauncherError] = UsageError) -> Iterator[int]:
+def writing(file: Path, flag: str, kind: type[LauncherError] = UsageError, *, patience: float = 0.0) -> Iterator[int]:
     """Reserve a folder for one run by a lock file in it; yields a file descriptor that the trainer must inherit.
 
     The reservation ends when both this process and the trainer have ended, however they ended.
+
+    Parameters
+    ----------
+    patience
+        Seconds to wait for another run that is about to end.
 
     Raises
     ------
@@ -37,14 +46,24 @@ def writing(file: Path, flag: str, kind: type[LauncherError] = UsageError) -> It
     except OSError as error:
         raise kind(f"{flag} {file.parent}: {error.strerror}; choose another folder") from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline = time.monotonic() + patience
+        while not (taken := _lock(lock)) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        if not taken:
             raise kind(
                 f"{flag} {file.parent}: another run writes here, {_living(file)}; wait for it, stop it, or choose "
                 "another folder"
-            ) from None
+            )
         yield lock.fileno()
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file; return whether nobody else has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _living(file: Path) -> str:

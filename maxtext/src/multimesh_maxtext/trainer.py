@@ -23,7 +23,13 @@ from rich.console import Console
 from multimesh_maxtext import memory
 from multimesh_maxtext.checkpoint import Beginning, explained
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.errors import LauncherError, MissingPartError, StoppedEarlyError, TrainerFailedError
+from multimesh_maxtext.errors import (
+    LauncherError,
+    MissingPartError,
+    ProcessLostError,
+    StoppedEarlyError,
+    TrainerFailedError,
+)
 from multimesh_maxtext.launch import Launch
 from multimesh_maxtext.report import Evaluation, Step, judge, progress
 from multimesh_maxtext.reserve import end_with_parent
@@ -34,6 +40,9 @@ _POLL = 0.1  # seconds between looks at the metrics file
 _HOLD = 4.0  # seconds that a trainer gets to end because another process of its job has
 
 _TAIL = 20  # lines of a failed trainer's log
+
+LOST = re.compile(r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone) .*)$", re.MULTILINE)
+"""What a trainer says of a process that was lost."""
 
 _COMPLETED = re.compile(r"^[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6}) .*completed step: (\d+),", re.MULTILINE)
 
@@ -72,8 +81,11 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
         )
     except (TrainerFailedError, StoppedEarlyError) as ended:
         log = paths.log.read_text(encoding="utf-8", errors="replace")
-        error = explained(log, o.checkpoint) if o.checkpoint else None
-        error = error or ended
+        lost = [said for said in LOST.findall(log) if " ended with exit code " not in said]
+        if o.nodes > 1 and lost:  # whatever else failed, such as a checkpoint, is its fault
+            error = ended if isinstance(ended, ProcessLostError) else ProcessLostError(f"{lost[0]}; see {paths.log}")
+        else:
+            error = (explained(log, o.checkpoint) if o.checkpoint else None) or ended
     except LauncherError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)

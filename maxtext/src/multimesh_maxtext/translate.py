@@ -115,6 +115,11 @@ class Paths:
         return self.output / "schedule.json"
 
     @property
+    def restarts(self) -> Path:
+        """Why the job was started again, each time."""
+        return self.output / "restarts.json"
+
+    @property
     def timelines(self) -> Path:
         """Timelines of ``--profile``, as the hooks of ``--backend multimesh`` write them."""
         return self.output / "timelines"
@@ -127,7 +132,7 @@ class Paths:
     @property
     def made(self) -> tuple[str, ...]:
         """What a run makes in the output folder."""
-        own = (self.log, self.placement, self.forecast, self.timelines, self.schedule, self.text)
+        own = (self.log, self.placement, self.forecast, self.timelines, self.schedule, self.restarts, self.text)
         return (*(path.name for path in own), "metrics.jsonl", RUN_NAME, "spmd")
 
     @property

@@ -13,6 +13,9 @@ from pathlib import Path
 from tests.integration.parts import packages, processes
 
 NODES = ("n1", "n2")
+_SHAPE = "CPUs=128 RealMemory=1000 Feature=gpu,hbm80g Gres=gpu:8"
+"""What a node claims to have, so that batch scripts of clusters with GPUs are taken as they are; no GPU is there."""
+
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -30,6 +33,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 KillWait=5
@@ -47,9 +51,12 @@ def running(place: Path) -> Iterator[dict[str, str]]:
     conf, socket = place / "slurm.conf", place / "munge" / "socket"
     ports = [processes.free_port() for _ in range(3)]
     nodes = [
-        f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 State=UNKNOWN"
+        f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} {_SHAPE} State=UNKNOWN"
         for name, port in zip(NODES, ports[1:], strict=True)
     ]
+    for number in range(8):
+        (place / f"gpu{number}").touch()
+    (place / "gres.conf").write_text(f"Name=gpu File={place}/gpu[0-7]\n")
     conf.write_text(_CONFIG.format(controller=ports[0], socket=socket, place=place, nodes="\n".join(nodes)))
     env = {"SLURM_CONF": str(conf)}
     with ExitStack() as started:

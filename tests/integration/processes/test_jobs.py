@@ -1,0 +1,216 @@
+"""The folders of `maxtext/jobs.py` under a real Slurm of two nodes: their own batch scripts, and what restarts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from multimesh_maxtext.errors import ProcessLostError
+
+from tests.integration.parts import processes
+from tests.integration.processes.test_slurm import trainer
+from workflows.image import slurm
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "maxtext"))
+
+import jobs  # noqa: E402
+
+pytestmark = pytest.mark.slurm
+
+TINY = (
+    "--gpus 0 --attention dot_product --sequence-length 32 --model-dims 32 --num-heads 4 --num-steps 3 dtype=float32 "
+    "vocab_size=512"
+)
+"""What every rehearsal scales: CPU devices in place of GPUs and their attention; the sizes of the model; the steps."""
+
+SCALED = {
+    "gpt3-175b-64gpus": "--cpus 4 --pp 4 --tp 2 --interleave 2 --num-layers 8 --batch-size 16",
+    "llama3-70b-64gpus": "--cpus 4 --pp 4 --tp 2 --interleave 2 --num-layers 8 --batch-size 16",
+    "llama3-8b-16gpus": "--cpus 4 --tp 2 --interleave 2 --num-layers 4",
+    "perlmutter": "--cpus 4 --tp 2 --interleave 2 --num-layers 4",
+    "slurm": "--cpus 4 --pp 2 --dp 4 --num-layers 2 --batch-size 16",
+}
+"""... and what each scales besides, to eight devices in two processes. Everything else is the folder's own: its batch
+script with its options of sbatch (but for the number of nodes and tasks), its srun line, the script of a process and
+its binding, the model's kind, the schedule, microbatch size, contexts and recomputation."""
+
+WHOLE = {
+    "gpt3-175b-64gpus": "--cpus 16",
+    "llama3-70b-64gpus": "--cpus 16",
+    "llama3-8b-16gpus": "--cpus 4",
+    "perlmutter": "--cpus 4",
+}
+"""The very parallelism of a folder, in four processes: as many devices, stages, pieces and layers."""
+
+Submit = Callable[..., "Submitted"]
+
+
+class Submitted:
+    """A batch job."""
+
+    def __init__(self, number: str, log: Path) -> None:
+        self.number = number
+        self.log = log
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait(self, patience: float = 600.0) -> int:
+        """Return the code of a job that ended."""
+        until = time.monotonic() + patience
+        while (now := slurm.state(self.number)) is None or not now.ended:
+            assert time.monotonic() < until, f"{now}\n{self.said}"
+            time.sleep(0.5)
+        return now.exit_code
+
+
+@pytest.fixture
+def submit(cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Give a folder's batch script to Slurm, from this checkout; what still runs at the end is cancelled."""
+    for name in ("XLA_FLAGS", "IMAGE"):
+        monkeypatch.delenv(name, raising=False)
+    # Compiles faster; the numbers are compared with those of one program that is compiled alike.
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    for name, value in (cluster | {"CHECKOUT": str(ROOT), "XLA_FLAGS": quick, "OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    submitted = []
+
+    def give(folder: str, tasks: int, *flags: str) -> Submitted:
+        log = tmp_path / "job.log"
+        options = ["--parsable", "--nodes=2", f"--ntasks-per-node={tasks // 2}", f"--output={log}"]
+        done = subprocess.run(
+            ["sbatch", *options, str(ROOT / "maxtext" / folder / "job.sbatch"), *flags], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        submitted.append(Submitted(done.stdout.strip(), log))
+        return submitted[-1]
+
+    yield give
+    for job in submitted:
+        subprocess.run(["scancel", "--quiet", job.number], check=False)
+
+
+@pytest.mark.stand_in("two Slurm nodes on one machine, CPU devices, tiny dimensions: the folders' scripts as they are")
+@pytest.mark.telling("perlmutter")
+@pytest.mark.parametrize("folder", SCALED)
+def test_a_folder_trains(submit: Submit, folder: str, tmp_path: Path) -> None:
+    """Its own script, on devices that are fewer; losses are those of MaxText without the pipeline."""
+    rehearse(submit, folder, tmp_path, SCALED[folder], tasks=2)
+
+
+@pytest.mark.full
+@pytest.mark.stand_in("two Slurm nodes on one machine, virtual CPU devices, tiny dimensions: the very parallelism")
+@pytest.mark.parametrize("folder", WHOLE)
+@pytest.mark.timeout(3600)
+def test_a_folder_trains_with_all_of_its_stages_and_pieces(submit: Submit, folder: str, tmp_path: Path) -> None:
+    heads = "--model-dims 64 --num-heads 8" if "175b" in folder else ""
+    rehearse(submit, folder, tmp_path, f"{WHOLE[folder]} {heads} --num-steps 2", tasks=4, patience=3000)
+
+
+def rehearse(submit: Submit, folder: str, place: Path, scaled: str, *, tasks: int, patience: float = 600) -> None:
+    shown = ["--verify", "--output", str(place / "out")]
+    job = submit(folder, tasks, *TINY.split(), *scaled.split(), *shown)
+    assert job.wait(patience) == 0, job.said
+    last = job.said.splitlines()[-1]
+    assert re.fullmatch(r"ok: [23] steps, loss .*; the same without the pipeline", last), job.said
+    assert job.said.count("MaxText, backend multimesh") == 1  # of the processes one speaks
+    asked = dict(re.findall(r"--(dp|pp|tp|interleave) (\d+)", described(folder) + scaled))
+    grid = " ".join(f"{axis} {asked[axis]}" for axis in ("dp", "tp", "pp", "interleave") if axis in asked)
+    assert f"{grid};" in job.said
+    assert len([*(place / "out").glob("process-*")]) == tasks - 1
+
+
+def described(folder: str) -> str:
+    (job,) = (job for job in jobs.JOBS if job.folder == folder)
+    return f"{job.flags} "
+
+
+def test_batch_scripts_know_the_code_of_a_lost_process() -> None:
+    assert ProcessLostError.exit_code == jobs.LOST
+
+
+STEPS = 40
+TRAINING = (
+    *("--gpus=0", "--cpus=1", "--pp=2", "--num-layers=2", "--batch-size=8", "--microbatch-size=2", "--seed=1"),
+    *("--sequence-length=32", "--model-dims=32", "--num-heads=2", f"--num-steps={STEPS}", "dtype=float32"),
+)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["learning/loss"] for record in records}
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def rank(output: Path, number: int) -> int:
+    """The trainer of a process; its parent is the launcher, whose parent is Slurm's process of the step on its node."""
+    return trainer((output if number == 0 else output / f"process-{number}") / "metrics.jsonl")
+
+
+def step(output: Path, number: int) -> list[int]:
+    """Return all of a node that has one process of the job, but for the trainer, which follows its launcher."""
+    launcher = parent(rank(output, number))
+    return [parent(launcher), launcher]
+
+
+LOST: dict[str, Callable[[Path], list[int]]] = {
+    "a trainer": lambda output: [rank(output, 1)],
+    "a launcher": lambda output: [parent(rank(output, 0))],
+    "a node's step": lambda output: step(output, 1),
+}
+"""What is killed in turn, by SIGKILL."""
+
+
+@pytest.mark.full
+def test_a_job_that_loses_processes_starts_again(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times, each from its newest checkpoint; losses are those of a run that nobody interrupts."""
+    monkeypatch.setenv("SLURM_WAIT", "5")
+    text, output, kept = ["--text", str(ROOT / "LICENSE")], tmp_path / "several", tmp_path / "ck"
+    place = ["--output", str(output), "--checkpoint", str(kept), "--checkpoint-every", "2", "--max-restarts", "3"]
+    job = submit("slurm", 2, *TRAINING, *place, *text)
+    saved = 0
+
+    def newest() -> int:
+        return max((int(path.name) for path in kept.glob("*") if path.name.isdigit()), default=-1)
+
+    for number, find in enumerate(LOST.values()):
+        begun = f"restart {number} of at most 3"
+        processes.wait_for(
+            lambda begun=begun, saved=saved: newest() > saved and (begun in job.said or begun[8] == "0"),
+            f"{begun}: there is a checkpoint after {saved}",
+            patience_s=300,
+            log=job.log,
+        )
+        saved = newest() + 2
+        for pid in find(output):
+            os.kill(pid, signal.SIGKILL)
+    assert job.wait() == 0, job.said
+    assert re.search(r"\nok: \d+ steps, loss ", job.said), job.said
+    table = job.said.rpartition("\nok: ")[2]
+    rows = re.findall(r"\n +(\d) +[\d:]{8} +(\d+) +(\d+) +(\d+) +(\S.*)", table)
+    assert [int(row[0]) for row in rows] == [1, 2, 3], job.said
+    assert all(int(done) - int(kept) == int(again) for _, done, kept, again, _ in rows)
+    assert re.search(r"process 1 of 2 .* was killed by SIGKILL", rows[0][-1]), job.said
+
+    alone = [str(ROOT / "maxtext/run.py"), *TRAINING, "--cpus=2", "--output", str(tmp_path / "one"), *text]
+    subprocess.run(alone, capture_output=True, check=True)
+    ours, want = losses(output), losses(tmp_path / "one")
+    assert [*want] == [*range(STEPS)]
+    # MaxText writes the metrics of a step one step later: those of the last step before a loss may be missing.
+    assert len(ours) >= STEPS - 3
+    assert ours == {step: pytest.approx(want[step], rel=1e-5) for step in ours}
