@@ -477,7 +477,7 @@ def test_axes_of_a_spec_that_are_no_names():
 
 
 def test_a_released_package_links_its_errors_to_their_page(monkeypatch):
-    monkeypatch.setattr(errors, "_page", lambda: "https://site/docs/errors.html")
+    monkeypatch.setattr(errors, "_page", lambda: "https://site.example/docs/errors.html")
     for call, anchor in (
         (lambda: mm.microbatch(len, size=0), "checks"),
         (lambda: mm.microbatch(len, size=1, schedule="lifo"), "schedules"),
@@ -485,4 +485,4 @@ def test_a_released_package_links_its_errors_to_their_page(monkeypatch):
     ):
         with pytest.raises(mm.MultiMeshError) as raised:
             call()
-        assert raised.value.__notes__ == [f"https://site/docs/errors.html#{anchor}"]
+        assert raised.value.__notes__ == [f"https://site.example/docs/errors.html#{anchor}"]
