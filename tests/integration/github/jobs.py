@@ -76,14 +76,12 @@ class Machine:
                 continue
             if "uses" in body:
                 outputs = {}
-                for cell in expand(list(cells(body)), context, calls):
+                for cell in expand(list(chosen(job, body, only)), context, calls):
                     asked = expand(body.get("with", {}), context | {"matrix": cell}, calls)
                     outputs = self.workflow(Path(body["uses"]).name, asked)
             else:
                 outputs = {}
-                for cell in cells(body):
-                    if only and only not in (job, *cell.values()):
-                        continue
+                for cell in chosen(job, body, only):
                     outputs = self._job(f"{name}:{job}", body, context | {"matrix": cell})
             needs[job] = {"result": "success", "outputs": outputs}
         context = {"jobs": needs}
@@ -191,6 +189,11 @@ def cells(body: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         return
     for values in itertools.product(*matrix.values()):
         yield dict(zip(matrix, values, strict=True))
+
+
+def chosen(job: str, body: Mapping[str, Any], only: str) -> Iterator[dict[str, str]]:
+    """Yield the cells that are asked for: all, or those of a job or of a value."""
+    return (cell for cell in cells(body) if not only or only in (job, *cell.values()))
 
 
 def in_order(jobs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

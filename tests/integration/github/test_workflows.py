@@ -229,6 +229,29 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, re
     assert TOKEN not in "".join(step.output for step in machine.steps)
 
 
+@pytest.mark.stand_in("servers and a runner on this machine")
+def test_readme_follows_a_release(machine: Machine, servers: Servers) -> None:
+    git(machine.clone, "tag", "--force", "v0.1.0")
+    made = machine.artifacts / "release-json-runtime"
+    made.mkdir(exist_ok=True)
+    image = {"repository": "ghcr.io/some-lab/multimesh-jax", "digest": "sha256:" + "12" * 32}
+    (made / "release.json").write_text(json.dumps({"image": image}))
+    before = dict(machine.github)
+    machine.github |= {"ref": "refs/tags/v0.1.0", "ref_name": "v0.1.0"}
+    machine.workflow("release.yml", only="readme")
+    machine.github = before
+    pull = servers.api.pulls[-1]
+    assert (pull["head"], pull["base"]) == ("released/v0.1.0", "main")
+    assert f"$ docker pull {image['repository']}:v0.1.0\n" in pull["body"]
+    page = git(servers.repository, "show", "released/v0.1.0:README.md")
+    assert pull["body"].strip() in page
+    assert "published yet" not in page
+    assert git(servers.repository, "diff", "--name-only", "main", "released/v0.1.0").split() == [
+        "README.md",
+        "docs/released.json",
+    ]
+
+
 def test_the_workflows_pass_their_linters(tmp_path: Path) -> None:
     files = sorted(str(path) for path in (ROOT / ".github" / "workflows").glob("*.yml"))
     tools = Path(sys.executable).parent
