@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console, errors, helping
-from workflows.image import attest, bazel, build, commit, digests, engine, flags, smoke, validate
+from workflows.image import attest, bazel, build, commit, digests, engine, flags, smoke
 from workflows.image.attest import NOTHING, Attesting
 from workflows.image.engine import Engine
 from workflows.image.flags import Request
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     request = flags.request(args)
     if request.actions.dry_run:
         return dry_run(request)
-    validate.check_means(request.actions.validate)
+    smoke.check_means(request.actions.validate)
     if request.actions.upload:
         from workflows.image import publish  # an HTTP client and more: a rebuild of nothing takes less time
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from workflows.image.spec import Built
 _CONTENTS = "docker/scripts/contents.sh"
 _KEPT = 20
 _CHECKED = Path("build/image/checked.json")
+_GPUS = ("nvidia-smi", "--list-gpus")
 _JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
 
 
@@ -56,6 +58,18 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
     _remember(root, built.content, passed)
     return passed
+
+
+def check_means(job: str) -> None:
+    """Raise ``UsageError``, before an hour is spent on an image, for a job that needs what is not here."""
+    if job == "medium" and not (shutil.which("nvidia-smi") and "GPU " in proc.run(_GPUS, check=False).text):
+        raise errors.UsageError(
+            "--validate medium: nvidia-smi lists no GPU here; run it on a machine with one, or take --validate small"
+        )
+    if job == "large":
+        from workflows.image import large
+
+        large.check_means()
 
 
 def contents(root: Path, engine: Engine, built: Built) -> None:
