@@ -63,7 +63,11 @@ def _from_index(transport: Transport, version: str, sha256: str | None, folder: 
     if result.returncode == 0 and (folder / transport.file).is_file():
         return folder / transport.file
     said = (result.stderr + result.stdout).decode("utf-8", "replace")
-    if (known := complaints.of_pip(said, f"{label}: {transport.file}")) is not None:
+    if complaints.OTHER_FILES.search(said):
+        raise errors.IntegrityError(
+            f"{label}: the index offers another {transport.file} than sources.lock pins ({sha256}); do not use it"
+        )
+    if (known := complaints.of_pip(said, label)) is not None:
         raise known
     if result.returncode == 0 or "No matching distribution" in said:
         raise errors.MissingCommitError(
