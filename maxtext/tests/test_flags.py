@@ -195,9 +195,9 @@ def test_what_is_no_pipeline_of_multimesh_is_left_to_maxtext(job: Callable[[Sequ
 @pytest.mark.parametrize(
     "argv",
     [
-        *(f"--schedule {name}" for name in schedules.names() if name != "interleaved"),
+        *(f"--schedule {name}" for name in schedules.names() if schedules.get(name).usual == 1),
         *("--schedule auto", "--schedule auto --interleave 2"),
-        *(f"--schedule {name} --interleave 2" for name in schedules.names() if name != "zb-h1"),
+        *(f"--schedule {name} --interleave 2" for name in schedules.names() if schedules.get(name).chunks != 1),
         "logits_via_embedding=true",
         "--batch-size 3",
         "--scan-layers --interleave 2",
@@ -235,6 +235,8 @@ def test_a_table_of_ones_own_is_accepted_where_it_runs_every_cell(job: Callable[
     ("argv", "message"),
     [
         ("--schedule zb-h1 --interleave 2", r"--interleave 2, .* zb-h1 has one stage a submesh, .*; use interleaved"),
+        ("--schedule zb-v", r"--schedule zb-v is for stages of several pieces; add --interleave 2"),
+        ("--schedule zb-v --interleave 3", r"zb-v has two stages a submesh, but the loop has 3"),
         ("--schedule interleaved", r"for stages of several pieces; add --interleave 2 or use 1f1b"),
         ("--schedule custom", r"needs a table; add --custom-schedule-path FILE"),
         ("--schedule custom --custom-schedule-path none.json", r"none.json: No such file"),

@@ -26,7 +26,7 @@ def multimesh(*argv, code=None, env=CLEAN):
 
 @pytest.mark.parametrize(
     "schedule",
-    [s if s == "1f1b" else pytest.param(s, marks=pytest.mark.full) for s in mm.schedules.names()],
+    [s if s in ("1f1b", "zb-v") else pytest.param(s, marks=pytest.mark.full) for s in mm.schedules.names()],
 )
 def test_each_loss_is_that_of_one_device(schedule):
     argv = ("demo", "--schedule", schedule, "--steps", "5", "--microbatches", "3", "--json", "--plan")

@@ -12,14 +12,20 @@ from multimesh import bubbles
 TABLE = """\
 p=4 submeshes, m=8 microbatches, tF=1, tB=1, tW=1, transfers 0
 
-schedule            makespan  idle  published                     bubble  peak activations
-gpipe                     33     9          9  (p-1)(tF+tB+tW)    27.3 %           8 8 8 8
-1f1b                      33     9          9  (p-1)(tF+tB+tW)    27.3 %           4 3 2 1
-eager-1f1b                33     9          9  (p-1)(tF+tB+tW)    27.3 %           7 5 3 1
-interleaved, v=2        28.5   4.5        4.5  (p-1)(tF+tB+tW)/v  15.8 %   5.5 4.5 3.5 2.5
-zb-h1                     27     3          3  (p-1)(tF+tB-tW)    11.1 %           4 4 4 4
-wavefront                 33     9          -                     27.3 %           8 6 4 2
-prefetch-wavefront        33     9          -                     27.3 %           8 6 4 2
+schedule             makespan  idle  in a row  published                              bubble  peak activations
+gpipe                      33     9         9          9  (p-1)(tF+tB+tW)             27.3 %           8 8 8 8
+looped-bfs, v=2          28.5   4.5       4.5        4.5  (p-1)(tF+tB+tW)/v           15.8 %           8 8 8 8
+1f1b                       33     9         9          9  (p-1)(tF+tB+tW)             27.3 %           4 3 2 1
+eager-1f1b                 33     9         9          9  (p-1)(tF+tB+tW)             27.3 %           7 5 3 1
+interleaved, v=2         28.5   4.5       4.5        4.5  (p-1)(tF+tB+tW)/v           15.8 %   5.5 4.5 3.5 2.5
+kimi-k2, v=2             28.5   4.5       4.5        4.5  (p-1)(tF+tB+tW)/v           15.8 %           6 5 4 3
+zb-h1                      27     3         3          3  (p-1)(tF+tB-tW)             11.1 %           4 4 4 4
+zb-h2                      27     3         0          0  (p-1)(tF+tB-2tW)            11.1 %           7 7 7 7
+interleaved-zb, v=2      25.5   1.5       1.5        1.5  (p-1)(tF+tB-tW)/v            5.9 %           4 4 4 4
+zb-v, v=2                25.5   1.5         0          0  0                            5.9 %           4 4 4 4
+dualpipe-v, v=2          25.5   1.5       1.5          3  (p-1)(tF+2tB-tW)/v at most   5.9 %   4.5 4.5 4.5 4.5
+wavefront                  33     9         9          -                              27.3 %           8 6 4 2
+prefetch-wavefront         33     9         9          -                              27.3 %           8 6 4 2
 """
 
 
@@ -35,7 +41,7 @@ def test_all_schedules(capsys):
 def test_one_schedule(capsys):
     code, out, _ = run(capsys, "--schedule", "zb-h1", "--costs", "F=2, B=2,W=1", "--stages", 3, "--microbatches", 6)
     assert code == 0
-    assert out.splitlines()[-1].split() == ["zb-h1", "36", "6", "6", "(p-1)(tF+tB-tW)", "16.7", "%", "3", "3", "3"]
+    assert out.splitlines()[-1].split() == ["zb-h1", "36", "6", "6", "6", "(p-1)(tF+tB-tW)", "16.7", "%", "3", "3", "3"]
 
 
 def test_json(capsys):
@@ -53,6 +59,7 @@ def test_json(capsys):
     [
         (["--schedule", "interleaved", "--microbatches", 9], "interleaved: the formula need not hold, as p does not"),
         (["--schedule", "zb-h1", "--microbatches", 3], "zb-h1: the formula need not hold, as m < p"),
+        (["--schedule", "zb-v", "--costs", "F=1,B=2,W=1"], "zb-v: the formula need not hold, as tF, tB and tW differ"),
         (["--schedule", "zb-h1", "--costs", "F=1,B=1,W=2"], "zb-h1: the formula need not hold, as tW > tF"),
         (["--schedule", "1f1b", "--transfer", 0.5], "1f1b: the formula need not hold, as transfers take time"),
     ],

@@ -18,14 +18,8 @@ import multimesh as mm
 from multimesh import schedules
 
 ROWS, SIZE = 16, 4
-NEW = (
-    "eager-1f1b",
-    "interleaved",
-    "zb-h1",
-    "wavefront",
-    "prefetch-wavefront",
-)  # the other tests are about gpipe and 1f1b
-NAMES = ("gpipe", "1f1b", *NEW)
+NAMES = tuple(name for name in schedules.names() if name != "fill-drain")
+NEW = tuple(name for name in NAMES if name not in ("gpipe", "1f1b"))  # the other tests are about these two
 CUSTOM = [  # two stages, four microbatches: the first stage runs two ahead
     ["F0", "F0", "F0", "B0", "W0", "F0", "B0", "B0", "W0", "W0", "B0", "W0"],
     ["F1", "B1", "F1", "B1", "W1", "W1", "F1", "B1", "W1", "F1", "B1", "W1"],
@@ -33,8 +27,10 @@ CUSTOM = [  # two stages, four microbatches: the first stage runs two ahead
 
 
 def split_for(schedule, stages):
-    """Interleaved has two stages on each submesh, the others one."""
-    return Split(submeshes(stages // 2 if schedule == "interleaved" else stages, (2,)))
+    """As many stages on each submesh as the schedule is meant for, and where it says."""
+    found = schedules.get(schedule)
+    count = stages // found.usual
+    return Split(submeshes(count, (2,)), placement=found.placement(count))
 
 
 def check(model, schedule, where, stages=4, rows=ROWS):
@@ -54,6 +50,14 @@ def check(model, schedule, where, stages=4, rows=ROWS):
         pytest.param(TRANSFORMER, "interleaved", "inside", marks=pytest.mark.full),
         pytest.param(MOE, "interleaved", "inside", marks=pytest.mark.full),
         (MLP, "eager-1f1b", "inside"),
+        (MLP, "kimi-k2", "outside"),
+        (MLP, "zb-h2", "outside"),
+        (MLP, "interleaved-zb", "inside"),
+        (SKIP, "zb-v", "inside"),
+        pytest.param(TRANSFORMER, "zb-v", "inside", marks=pytest.mark.full),
+        pytest.param(MOE, "dualpipe-v", "outside", marks=pytest.mark.full),
+        (MLP, "dualpipe-v", "outside"),
+        (MLP, "looped-bfs", "inside"),
         (MLP, "zb-h1", "inside"),
         (SKIP, "zb-h1", "outside"),
         pytest.param(TRANSFORMER, "zb-h1", "inside", marks=pytest.mark.full),  # in every change: test_adamw
@@ -138,7 +142,9 @@ def test_scanned_layers_may_be_constrained_and_drop_out():
 
 
 def plan_of(schedule, stages, count, chunks=1, model=MLP, **options):
-    split = Split(submeshes(stages // chunks, (1,)))
+    count_of = stages // chunks
+    on = () if schedule == "custom" else schedules.get(schedule).placement(count_of)
+    split = Split(submeshes(count_of, (1,)), placement=on)
     loss = jax.value_and_grad(lambda p, b: model.loss(p, b, split))
     f = mm.microbatch(loss, size=2, argnum=1, schedule=schedule, **options)
     return mm.jit(f).plan(model.init(stages), model.batch(2 * count, 0))
@@ -154,13 +160,15 @@ def cells(plan):
 
 
 def as_dispatched(row):
-    """A row with phases of a stage that always follow each other as one, called B."""
+    """A row with phases that always follow each other as one, called B; B and W only where nobody waits for B."""
     row = list(row)
     for first, second, dropped in ("FBF", "BWW"):
         for stage in {c.stage for c in row if c.phase == first}:
             following = dict(itertools.pairwise(row))
             mine = [c for c in row if (c.phase, c.stage) == (first, stage)]
-            if all(following.get(c) == Cell(second, stage, c.microbatch) for c in mine):
+            if (second == "B" or not stage) and all(
+                following.get(c) == Cell(second, stage, c.microbatch) for c in mine
+            ):
                 row = [c for c in row if (c.phase, c.stage) != (dropped, stage)]
     return row
 
@@ -171,6 +179,11 @@ def as_dispatched(row):
         ("zb-h1", 4, 1),
         ("interleaved", 4, 2),
         ("interleaved", 6, 3),
+        ("kimi-k2", 4, 2),
+        ("zb-h2", 3, 1),
+        ("interleaved-zb", 6, 3),
+        ("zb-v", 6, 2),
+        ("dualpipe-v", 6, 2),
         ("1f1b", 4, 2),
         ("wavefront", 4, 1),
         ("gpipe", 4, 2),

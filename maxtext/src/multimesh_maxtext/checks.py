@@ -216,13 +216,13 @@ def _wrong_schedule(options: Options, microbatches: int) -> Iterator[LauncherErr
         return
     if name == multimesh.schedules.Auto.name:
         return  # some order there always is
-    if name == "interleaved" and options.interleave == 1:
-        yield UsageError("--schedule interleaved is for stages of several pieces; add --interleave 2 or use 1f1b")
-        return
     try:
         schedule = find_schedule(name, path)
     except multimesh.UsageError as error:
         yield UsageError(str(error))
+        return
+    if schedule.usual > options.interleave == 1:
+        yield UsageError(f"--schedule {name} is for stages of several pieces; add --interleave 2 or use 1f1b")
         return
     shape = options.pp, options.interleave, microbatches
     try:

@@ -13,10 +13,16 @@ BACKENDS = ("multimesh", "spmd", "cuda", "cpu", "legate")
 SCHEDULES = (
     "fill-drain",
     "gpipe",
+    "looped-bfs",
     "1f1b",
     "eager-1f1b",
     "interleaved",
+    "kimi-k2",
     "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zb-v",
+    "dualpipe-v",
     "wavefront",
     "prefetch-wavefront",
     "auto",
@@ -178,10 +184,12 @@ def _loop(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--schedule",
         choices=SCHEDULES,
+        metavar="NAME",
         help=(
             "order of the microbatches in a pipeline of backend multimesh (default 1f1b, with --interleave "
             "interleaved; spmd has only MaxText's own); auto measures the programs of a step before the first, "
-            "searches for the shortest order in the memory of 1f1b, or up to --device-memory, and writes schedule.json"
+            "searches for the shortest order in the memory of 1f1b, or up to --device-memory, and writes "
+            f"schedule.json. Names: {', '.join(SCHEDULES)}"
         ),
     )
     group.add_argument(

@@ -125,13 +125,16 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument(
         "--schedule",
         choices=(*schedules.names(), schedules.Auto.name),
+        metavar="NAME",
         default="1f1b",
-        help="order in which a submesh runs its microbatches: gpipe (or fill-drain) all forwards, then all backwards; "
-        "1f1b one forward, one backward, which keeps fewer activations; eager-1f1b the same with more forwards first, "
-        "so that transfers take place beside programs; interleaved the same with two stages on each "
-        "submesh; zb-h1 1f1b with the weight gradients apart, to fill idle time; wavefront each task as soon as its "
-        "inputs allow; prefetch-wavefront with transfers issued ahead; auto the best table for the "
-        "estimated costs of the stages (default: %(default)s)",
+        help="order in which a submesh runs its microbatches: gpipe (or fill-drain, with two stages on each submesh "
+        "looped-bfs) all forwards, then all backwards; 1f1b one forward, one backward, which keeps fewer activations; "
+        "eager-1f1b the same with more forwards first, so that transfers take place beside programs; interleaved 1f1b "
+        "with two stages on each submesh, kimi-k2 with one forward more first; zb-h1 1f1b with the weight gradients "
+        "apart, to fill idle time, zb-h2 all of it in more memory, interleaved-zb with two stages on each submesh; "
+        "zb-v with the first and the last stage on one submesh, and so on inwards, dualpipe-v the same with forwards "
+        "beside backwards; wavefront each task as soon as its inputs allow; prefetch-wavefront with transfers "
+        "issued ahead; auto the best table for the estimated costs of the stages (default: %(default)s)",
     )
     demo.add_argument("--steps", type=_positive, default=8, metavar="N", help="training steps (default: %(default)s)")
     demo.add_argument(
@@ -192,13 +195,15 @@ def _add_forecast(commands: Any) -> None:
     command.add_argument(
         "--schedule",
         choices=(*schedules.names(), schedules.Auto.name),
-        help="by default all published ones are compared; auto searches for a shorter table in the memory of 1f1b",
+        metavar="NAME",
+        help=f"by default all published ones are compared: {', '.join(schedules.names())}; auto searches for a shorter "
+        "table in the memory of 1f1b",
     )
     command.add_argument(
         "--stages", type=_positive, default=4, metavar="P", help="submeshes of the pipeline (default: %(default)s)"
     )
     command.add_argument(
-        "--interleave", type=_positive, metavar="V", help="stages on each submesh (default: 2 for interleaved, else 1)"
+        "--interleave", type=_positive, metavar="V", help="stages on each submesh (default: 2 or 1, as it is usual)"
     )
     command.add_argument("--microbatches", type=_positive, default=8, metavar="M", help="default: %(default)s")
     command.add_argument("--costs", default="F=1,B=1,W=1", metavar="F=1,B=1,W=1", help="times; default: all 1")

@@ -26,11 +26,26 @@ class Shape:
 
 @dataclass(frozen=True)
 class Published:
-    """Idle time of every submesh according to a paper; ``exact`` is the reason why it need not hold, or empty."""
+    """Idle time of a submesh according to a paper.
+
+    Attributes
+    ----------
+    idle, formula
+        Of every submesh in one step; with ``in_a_row`` of the busiest where steps follow each other, so that the next
+        one begins on a submesh as soon as this one has ended there.
+    unless
+        The reason why it need not hold, or empty.
+    in_a_row
+        See ``idle``.
+    bound
+        Whether it is the most.
+    """
 
     idle: float
     formula: str
     unless: str = ""
+    in_a_row: bool = False
+    bound: bool = False
 
 
 def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS) -> Published | None:
@@ -39,19 +54,36 @@ def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COS
     ``costs`` are those of a whole submesh, in all its ``v`` stages together.
 
     GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019) and eager 1F1B: ``(p - 1) (tF + tB + tW)``. Interleaved
-    (Narayanan et al. 2021): that divided by ``v``, where ``p`` divides ``m``. ZB-H1 (Qi et al. 2023):
-    ``(p - 1) (tF + tB - tW)``. It holds for at least ``p`` microbatches and ``tW <= tF``; the paper assumes equal
-    times. Longer weight gradients do not fit into the gaps that they fill.
+    (Narayanan et al. 2021), and with one forward more Kimi K2: that divided by ``v``, where ``p`` divides ``m``; looped
+    BFS (Lamy-Poirier 2022): the same, for at least ``p`` microbatches. ZB-H1 (Qi et al. 2023): ``(p - 1) (tF + tB -
+    tW)``. It holds for at least ``p`` microbatches and ``tW <= tF``; the paper assumes equal times. Longer weight
+    gradients do not fit into the gaps that they fill. The same divided by ``v`` for the interleaved form.
+
+    The papers of ZB-H2 (``(p - 1) (tF + tB - 2 tW)``) and ZB-V (none) look at steps in a row, and at equal times; the
+    first holds for ``2 tW <= tF + tB``. That of DualPipe, ``(p - 1) (tF&B + tB - 3 tW)`` in times of a stage and of a
+    whole backward, takes a forward and the backward beside it as one. In our tables each hands on its result at once.
     """
     p, v, m = shape.submeshes, shape.chunks, shape.microbatches
     full = (p - 1) * (costs["F"] + costs["B"] + costs["W"])
-    if schedule in ("gpipe", "fill-drain", "1f1b", "eager-1f1b") and v == 1:
-        return Published(full, "(p-1)(tF+tB+tW)")
-    if schedule in ("1f1b", "eager-1f1b", "interleaved"):
-        return Published(full / v, "(p-1)(tF+tB+tW)/v", "" if m % p == 0 or v == 1 else "p does not divide m")
-    if schedule == "zb-h1":
-        unless = "m < p" if m < p else "tW > tF" if costs["W"] > costs["F"] else ""
-        return Published((p - 1) * (costs["F"] + costs["B"] - costs["W"]), "(p-1)(tF+tB-tW)", unless)
+    over, uneven = "/v" if v > 1 else "", "p does not divide m" if m % p and v > 1 else ""
+    forward, backward, weights = costs["F"], costs["B"], costs["W"]
+    if schedule in ("gpipe", "fill-drain", "looped-bfs"):
+        return Published(full / v, f"(p-1)(tF+tB+tW){over}", "m < p" if m < p and v > 1 else "")
+    if schedule in ("1f1b", "eager-1f1b", "interleaved", "kimi-k2"):
+        return Published(full / v, f"(p-1)(tF+tB+tW){over}", uneven)
+    if schedule in ("zb-h1", "interleaved-zb"):
+        unless = "m < p" if m < p else uneven or ("tW > tF" if weights > forward else "")
+        return Published((p - 1) * (forward + backward - weights) / v, f"(p-1)(tF+tB-tW){over}", unless)
+    if schedule == "zb-h2":
+        unless = "m < 2p-1" if m < 2 * p - 1 else "2 tW > tF+tB" if 2 * weights > forward + backward else ""
+        return Published((p - 1) * (forward + backward - 2 * weights), "(p-1)(tF+tB-2tW)", unless, in_a_row=True)
+    if schedule in ("zb-v", "dualpipe-v"):
+        unless = "m < 2p" if m < 2 * p else ""
+        if schedule == "zb-v":
+            unless = unless or ("" if forward == backward == weights else "tF, tB and tW differ")
+            return Published(0.0, "0", unless, in_a_row=True)
+        most = (p - 1) * (forward + 2 * backward - weights) / v
+        return Published(most, "(p-1)(tF+2tB-tW)/v at most", unless, bound=True)
     return None
 
 
@@ -70,17 +102,24 @@ class Result:
         return max(self.timeline.idle)
 
     @property
+    def in_a_row(self) -> float:
+        """Longest idle time of a submesh where steps follow each other, and nothing waits for all submeshes between."""
+        return self.timeline.period - max(self.timeline.busy)
+
+    @property
     def peaks(self) -> tuple[float, ...]:
         """Most microbatches alive on each submesh; that in one of ``v`` stages counts ``1 / v``."""
         return tuple(peak / self.shape.chunks for peak in self.timeline.peaks)
 
     @property
     def agrees(self) -> bool | None:
-        """Whether every submesh is idle for the published time; None where nothing is published for this shape."""
-        if self.published is None or self.published.unless:
+        """Whether submeshes are idle for the published time; None where nothing is published for this shape."""
+        known = self.published
+        if known is None or known.unless:
             return None
         slack = CLOSE * self.timeline.makespan
-        return all(abs(idle - self.published.idle) <= slack for idle in self.timeline.idle)
+        found = (self.in_a_row,) if known.in_a_row else self.timeline.idle
+        return all((0 if known.bound else known.idle) - slack <= idle <= known.idle + slack for idle in found)
 
     def to_json(self) -> dict[str, Any]:
         """What the table says, as data."""
@@ -93,6 +132,7 @@ class Result:
             "makespan": line.makespan,
             "busy": list(line.busy),
             "idle": list(line.idle),
+            "idle_in_a_row": self.in_a_row,
             "bubble": line.bubble,
             "peak_activations": list(self.peaks),
             "formula": known and known.formula,
@@ -121,9 +161,9 @@ def forecast(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, t
 
 def table(results: Sequence[Result]) -> str:
     """Text: simulated idle time of each schedule beside the published."""
-    heads = ("schedule", "makespan", "idle", "published", "", "bubble", "peak activations")
+    heads = ("schedule", "makespan", "idle", "in a row", "published", "", "bubble", "peak activations")
     rows = [_row(result) for result in results]
-    lines = columns([(head, [row[i] for row in rows]) for i, head in enumerate(heads)], left=(0, 4))
+    lines = columns([(head, [row[i] for row in rows]) for i, head in enumerate(heads)], left=(0, 5))
     notes = [
         f"{result.schedule}: the formula need not hold, as {result.published.unless}"
         for result in results
@@ -138,6 +178,7 @@ def _row(result: Result) -> tuple[str, ...]:
         result.schedule + (f", v={chunks}" if chunks > 1 else ""),
         f"{result.timeline.makespan:.4g}",
         f"{result.idle:.4g}",
+        f"{result.in_a_row:.4g}",
         "-" if known is None else f"{known.idle:.4g}",
         "" if known is None else known.formula,
         f"{100 * result.timeline.bubble:.1f} %",
@@ -148,9 +189,12 @@ def _row(result: Result) -> tuple[str, ...]:
 def compared(name: str | None, submeshes: int, chunks: int | None, microbatches: int) -> list[tuple[str, Shape]]:
     """Schedules to compare: the one named, or all.
 
-    ``chunks`` are those of the schedule that is named, else of interleaved, where they are 2 by default.
+    ``chunks`` are those of the schedule that is named, else of those that are meant for several and take any number.
     """
     if name is not None:
-        return [(name, Shape(submeshes, chunks or (2 if name == "interleaved" else 1), microbatches))]
-    every = [n for n in schedules.names() if schedules.get(n).name == n]
-    return [(n, Shape(submeshes, chunks or 2 if n == "interleaved" else 1, microbatches)) for n in every]
+        return [(name, Shape(submeshes, chunks or schedules.get(name).usual, microbatches))]
+    found = []
+    for schedule in (schedules.get(n) for n in schedules.names() if schedules.get(n).name == n):
+        wanted = chunks if schedule.usual > 1 and schedule.chunks is None else None
+        found.append((schedule.name, Shape(submeshes, wanted or schedule.usual, microbatches)))
+    return found

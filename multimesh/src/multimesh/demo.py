@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -47,7 +46,12 @@ class Job:
     @property
     def chunks(self) -> int:
         """Stages on each submesh; they share its layers."""
-        return 2 if self.schedule == "interleaved" else 1
+        return mm.schedules.get(self.schedule).usual
+
+    def homes(self, submeshes: tuple[Mesh, ...]) -> tuple[Mesh, ...]:
+        """Submesh of each stage."""
+        placement = mm.schedules.get(self.schedule).placement(STAGES)
+        return tuple(submeshes[placement[s % len(placement)]] for s in range(STAGES * self.chunks))
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,8 @@ def init(chunks: int = 1) -> Params:
     }
 
 
-def place(params: Params, submeshes: tuple[Mesh, ...]) -> Params:
-    """Put parameters where they are used: heads and hidden units divided over ``model``."""
+def place(params: Params, homes: tuple[Mesh, ...]) -> Params:
+    """Put parameters where they are used, on the submesh of their stage: heads and hidden units over ``model``."""
     specs = {
         "qkv": PartitionSpec(None, "model"),
         "out": PartitionSpec("model"),
@@ -117,9 +121,9 @@ def place(params: Params, submeshes: tuple[Mesh, ...]) -> Params:
     }
     stages = [
         [{k: jax.device_put(w, NamedSharding(mesh, specs[k])) for k, w in layer.items()} for layer in layers]
-        for mesh, layers in zip(itertools.cycle(submeshes), params["stages"], strict=False)
+        for mesh, layers in zip(homes, params["stages"], strict=True)
     ]
-    home = NamedSharding(submeshes[0], PartitionSpec())  # the last stage, which reads it too, is sent a copy
+    home = NamedSharding(homes[0], PartitionSpec())  # the last stage, which reads it too, is sent a copy if elsewhere
     return {"embedding": jax.device_put(params["embedding"], home), "stages": stages}
 
 
@@ -153,6 +157,7 @@ def _normalised(x: Any) -> Any:
 
 def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, Any], tuple[Params, Any]]:
     """``(params, tokens) -> (new params, loss)``; runs under `multimesh.jit` and under ``jax.jit``."""
+    homes = options.homes(submeshes)
     axes = {"rows": "data"}  # the constraint's name for rows, and the axis of a submesh that divides them
 
     def hidden(layers: list[Params], x: Any) -> Any:
@@ -167,10 +172,10 @@ def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, An
 
     def loss(params: Params, tokens: Any) -> Any:
         first, *middle, last = params["stages"]
-        x = mm.task(embed, mesh=submeshes[0], logical_axes=axes)(params["embedding"], first, tokens[:, :-1])
+        x = mm.task(embed, mesh=homes[0], logical_axes=axes)(params["embedding"], first, tokens[:, :-1])
         for s, layers in enumerate(middle, 1):
-            x = mm.task(hidden, f"hidden{s}", mesh=submeshes[s % STAGES], logical_axes=axes)(layers, x)
-        return mm.task(head, mesh=submeshes[-1], logical_axes=axes)(params["embedding"], last, x, tokens[:, 1:])
+            x = mm.task(hidden, f"hidden{s}", mesh=homes[s], logical_axes=axes)(layers, x)
+        return mm.task(head, mesh=homes[-1], logical_axes=axes)(params["embedding"], last, x, tokens[:, 1:])
 
     def step(params: Params, tokens: Any) -> tuple[Params, Any]:
         summed = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=ROWS, schedule=options.schedule)
@@ -184,7 +189,7 @@ def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, An
 def train(options: Job, submeshes: tuple[Mesh, ...]) -> Iterator[StepLosses]:
     """Train twice from the same start: on the submeshes and on one device."""
     pipelined, plain = _jitted(options, submeshes), jax.jit(make_step(options, submeshes))
-    params, reference = place(init(options.chunks), submeshes), init(options.chunks)
+    params, reference = place(init(options.chunks), options.homes(submeshes)), init(options.chunks)
     for number in range(1, options.steps + 1):
         tokens = batch(number, ROWS * options.microbatches)
         params, loss = pipelined(params, divided(tokens, submeshes))
@@ -210,7 +215,8 @@ def _jitted(options: Job, submeshes: tuple[Mesh, ...]) -> Any:
 
 def _first(options: Job, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
     """Arguments of the first step."""
-    return place(init(options.chunks), submeshes), divided(batch(1, ROWS * options.microbatches), submeshes)
+    tokens = batch(1, ROWS * options.microbatches)
+    return place(init(options.chunks), options.homes(submeshes)), divided(tokens, submeshes)
 
 
 def run(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def drawn(schedule, submeshes, microbatches, backward=True, chunks=1):
 
 def chunks_of(name, chunks):
     """``chunks``, or the only number that the schedule has."""
-    return 1 if name == "zb-h1" else chunks
+    return schedules.get(name).chunks or chunks
 
 
 def alive(row, end="B"):
@@ -81,6 +81,51 @@ def test_zb_h1_makes_the_weight_gradients_later_on_later_stages():
     ]
 
 
+def test_kimi_k2_is_interleaved_with_a_forward_more_first():
+    first, more = (schedules.get(name).table(3, 2, 6, True) for name in ("interleaved", "kimi-k2"))
+    for rank, (row, other) in enumerate(zip(first, more, strict=True)):
+        warm = [next(i for i, c in enumerate(cells) if c.phase == "B") for cells in (row, other)]
+        assert warm[1] == warm[0] + 1, rank
+        assert [[c for c in row if c.phase == p] for p in "FB"] == [[c for c in other if c.phase == p] for p in "FB"]
+
+
+def test_zb_h2_fills_the_pipeline_twice():
+    assert drawn("zb-h2", 3, 6) == [
+        "F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5",
+        "F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5",
+    ]
+
+
+def test_interleaved_zb_is_zb_h1_group_by_group():
+    assert drawn("interleaved-zb", 3, 5) == drawn("zb-h1", 3, 5)
+    assert drawn("interleaved-zb", 2, 2, chunks=2) == [
+        "F0.0 F0.1 F2.0 F2.1 B2.0 W2.0 B2.1 W2.1 B0.0 W0.0 B0.1 W0.1",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 W3.0 B1.0 W3.1 B1.1 W1.0 W1.1",
+    ]
+
+
+def test_looped_bfs_is_gpipe_stage_by_stage():
+    assert drawn("looped-bfs", 2, 3, chunks=2) == drawn("gpipe", 2, 3, chunks=2)
+
+
+def test_a_v_goes_down_and_up_again():
+    """One submesh has the first and the last stage; a microbatch comes back to it, and its backward begins there."""
+    assert schedules.get("zb-v").placement(3) == schedules.get("dualpipe-v").placement(3) == (0, 1, 2, 2, 1, 0)
+    assert drawn("zb-v", 2, 4, chunks=2) == [
+        "F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 B3.1 W3.1 F0.3 B0.0 W0.0 F3.2 B3.2 W3.2 B0.1 W0.1 F3.3 B3.3 W3.3 "
+        "B0.2 W0.2 B0.3 W0.3",
+        "F1.0 F2.0 F1.1 F2.1 B2.0 W2.0 F1.2 B1.0 W1.0 F2.2 B2.1 W2.1 F1.3 B1.1 W1.1 F2.3 B2.2 W2.2 "
+        "B1.2 B2.3 B1.3 W1.2 W2.3 W1.3",
+    ]
+    assert drawn("dualpipe-v", 2, 4, chunks=2) == [
+        "F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 F0.3 B3.1 W3.1 F3.2 B0.0 W0.0 B3.2 W3.2 F3.3 B0.1 W0.1 "
+        "B3.3 W3.3 B0.2 W0.2 B0.3 W0.3",
+        "F1.0 F2.0 F1.1 F2.1 F1.2 B2.0 W2.0 F2.2 B1.0 W1.0 F1.3 B2.1 W2.1 F2.3 B1.1 W1.1 "
+        "B2.2 W2.2 B1.2 W1.2 B2.3 B1.3 W2.3 W1.3",
+    ]
+
+
 def test_wavefront_goes_front_by_front_and_forwards_first():
     assert drawn("wavefront", 2, 4) == ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3"]
     assert drawn("prefetch-wavefront", 2, 4) == drawn("wavefront", 2, 4)
@@ -91,7 +136,10 @@ def test_wavefront_goes_front_by_front_and_forwards_first():
 
 @pytest.mark.parametrize("name", schedules.names())
 def test_forward_only(name):
-    assert drawn(name, 2, 3, backward=False) == ["F0 F1 F2"] * 2
+    chunks = chunks_of(name, 1)
+    rows = [row.split() for row in drawn(name, 2, 3, backward=False, chunks=chunks)]
+    assert [len(row) for row in rows] == [3 * chunks] * 2
+    assert {cell[0] for row in rows for cell in row} == {"F"}
 
 
 def test_gpipe_with_two_stages_on_a_submesh():
@@ -102,12 +150,14 @@ def test_gpipe_with_two_stages_on_a_submesh():
 @pytest.mark.parametrize(("submeshes", "microbatches"), SHAPES)
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_cell_stands_once_in_the_row_of_its_submesh(name, submeshes, microbatches):
-    table = schedules.get(name).table(submeshes, 1, microbatches, True)
-    phases = "FBW" if schedules.get(name).splits else "FB"
+    schedule, chunks = schedules.get(name), chunks_of(name, 1)
+    table = schedule.table(submeshes, chunks, microbatches, True)
+    phases = "FBW" if schedule.splits else "FB"
     assert len(table) == submeshes
     for rank, row in enumerate(table):
         found = collections.Counter((c.phase, c.stage, c.microbatch) for c in row)
-        assert found == collections.Counter(itertools.product(phases, [rank], range(microbatches)))
+        mine = [stage for stage, on in enumerate(schedule.placement(submeshes)) if on == rank]
+        assert found == collections.Counter(itertools.product(phases, mine, range(microbatches)))
 
 
 @pytest.mark.parametrize("name", schedules.names())
@@ -116,11 +166,12 @@ def test_every_table_is_valid(name):
         chunks = chunks_of(name, chunks)
         for backward in (True, False):
             table = schedules.get(name).table(submeshes, chunks, microbatches, backward)
-            schedules.validate(table, submeshes, chunks, microbatches, backward)
+            on = schedules.get(name).placement(submeshes)
+            schedules.validate(table, submeshes, chunks, microbatches, backward, on)
 
 
 def test_live_activations_are_bounded():
-    """Of one stage and microbatch each; what zb-h1 holds until W counts."""
+    """Of one stage and microbatch each; what is held until W counts."""
     for p, chunks, m in GRID:
         for r in range(p):
 
@@ -131,15 +182,32 @@ def test_live_activations_are_bounded():
             assert held("1f1b") == min(p - r, m)
             assert held("eager-1f1b") == min(2 * (p - r) - 1, m)
             assert held("zb-h1", "W") == min(p, m)
+            assert held("zb-h2", "W") == min(2 * p - 1, m)
+            assert held("zb-v", "W", 2) <= 2 * min(p, m)
+            assert held("zb-v", "W", 2) == 2 * p or m < 2 * p
+            assert held("dualpipe-v", "W", 2) <= 2 * p + 1
+            assert held("dualpipe-v", "W", 2) == 2 * p + 1 or m < 2 * p
+            assert held("looped-bfs", v=chunks) == chunks * m
             assert held("wavefront") <= min(2 * (p - r), m)
             if chunks > 1:
                 group = -(-m // max(1, m // p))  # p, where it divides m
                 assert held("interleaved", v=chunks) <= 2 * (p - r - 1) + (chunks - 1) * group + 1
+                assert held("kimi-k2", v=chunks) <= 2 * (p - r) + (chunks - 1) * group
+                assert held("interleaved-zb", "W", v=chunks) <= (chunks - 1) * group + p
 
 
-def test_zb_h1_refuses_several_stages_on_a_submesh():
-    with pytest.raises(mm.UsageError, match="zb-h1 has one stage a submesh, but the loop has 2; use interleaved"):
-        schedules.get("zb-h1").table(2, 2, 4, True)
+@pytest.mark.parametrize(
+    ("name", "chunks", "message"),
+    [
+        ("zb-h1", 2, "has one stage a submesh, but the loop has 2; use interleaved"),
+        ("zb-h2", 3, "has one stage a submesh, but the loop has 3; use interleaved"),
+        ("zb-v", 1, "has two stages a submesh, but the loop has 1; use 1f1b or zb-h1"),
+        ("dualpipe-v", 4, "has two stages a submesh, but the loop has 4; use interleaved"),
+    ],
+)
+def test_a_number_of_stages_that_a_schedule_has_no_table_for(name, chunks, message):
+    with pytest.raises(mm.UsageError, match=f"{name} {message}"):
+        schedules.get(name).table(2, chunks, 4, True)
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
@@ -152,8 +220,8 @@ def test_names():
     assert schedules.get("fill-drain") == schedules.get("gpipe")
     assert schedules.get(schedules.get("1f1b")) is schedules.get("1f1b")
     assert set(schedules.names()) == {
-        *("gpipe", "fill-drain", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "wavefront"),
-        "prefetch-wavefront",
+        *("gpipe", "fill-drain", "looped-bfs", "1f1b", "eager-1f1b", "interleaved", "kimi-k2", "wavefront"),
+        *("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v", "prefetch-wavefront"),
     }
     with pytest.raises(mm.UsageError, match="unknown schedule 'zigzag'; known: gpipe, "):
         schedules.get("zigzag")

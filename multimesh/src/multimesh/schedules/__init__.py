@@ -11,23 +11,30 @@ from multimesh.costs import StageCosts
 from multimesh.errors import UsageError
 from multimesh.schedules.auto import Auto, Candidate, Choice
 from multimesh.schedules.custom import Custom, custom, load
-from multimesh.schedules.gpipe import GPipe
-from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, OneFOneB
+from multimesh.schedules.gpipe import GPipe, LoopedBFS
+from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, KimiK2, OneFOneB
 from multimesh.schedules.table import Cell, Row, Schedule, Table
+from multimesh.schedules.v_shaped import ZBV, DualPipeV
 from multimesh.schedules.validation import needs, validate
 from multimesh.schedules.wavefront import PrefetchWavefront, Wavefront
-from multimesh.schedules.zero_bubble import ZBH1
+from multimesh.schedules.zero_bubble import ZBH1, ZBH2, InterleavedZB
 
 __all__ = [
     "ZBH1",
+    "ZBH2",
+    "ZBV",
     "Auto",
     "Candidate",
     "Cell",
     "Choice",
     "Custom",
+    "DualPipeV",
     "EagerOneFOneB",
     "GPipe",
     "Interleaved",
+    "InterleavedZB",
+    "KimiK2",
+    "LoopedBFS",
     "OneFOneB",
     "PrefetchWavefront",
     "Row",
@@ -44,8 +51,8 @@ __all__ = [
 ]
 
 _ALL: tuple[Schedule, ...] = (
-    *(GPipe(), OneFOneB(), EagerOneFOneB(), Interleaved()),
-    *(ZBH1(), Wavefront(), PrefetchWavefront()),
+    *(GPipe(), LoopedBFS(), OneFOneB(), EagerOneFOneB(), Interleaved(), KimiK2()),
+    *(ZBH1(), ZBH2(), InterleavedZB(), ZBV(), DualPipeV(), Wavefront(), PrefetchWavefront()),
 )
 _BY_NAME: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL} | {"fill-drain": GPipe(), "auto": Auto()}
 

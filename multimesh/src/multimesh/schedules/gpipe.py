@@ -1,6 +1,7 @@
-"""GPipe: all forwards, then all backwards.
+"""All forwards, then all backwards.
 
-Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
+GPipe: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
+Looped BFS: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
 """
 
 from __future__ import annotations
@@ -24,3 +25,15 @@ class GPipe(Schedule):
             yield from (Cell("F", chunk * submeshes + rank, i) for i in range(microbatches))
         for chunk in reversed(range(chunks)):
             yield from (Cell("B", chunk * submeshes + rank, i) for i in range(microbatches))
+
+
+@dataclass(frozen=True)
+class LoopedBFS(GPipe):
+    """`GPipe` with ``v`` stages on each submesh: the microbatches go round breadth first, all of them stage by stage.
+
+    Fill and drain take ``1 / v`` of the time, as in `Interleaved`; a submesh needs the weights of one stage at a time,
+    which suits weights that are gathered or loaded for each use. Every microbatch is alive at once.
+    """
+
+    name: ClassVar[str] = "looped-bfs"
+    usual: ClassVar[int] = 2

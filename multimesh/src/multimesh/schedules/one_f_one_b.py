@@ -3,6 +3,7 @@
 Plain: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, in its synchronous form.
 Eager: Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023.
 Interleaved: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+Kimi K2: Moonshot AI, "Kimi K2: Open Agentic Intelligence", 2025, in the form of JaxPP.
 """
 
 from __future__ import annotations
@@ -33,18 +34,41 @@ class Interleaved(Schedule):
     """
 
     name: ClassVar[str] = "interleaved"
+    usual: ClassVar[int] = 2
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
         """Forwards and backwards group by group, chunk by chunk."""
         if chunks == 1:
             return OneFOneB().row(rank, submeshes, chunks, microbatches)
-        groups = _groups(submeshes, microbatches)
+        forwards, backwards, group = in_groups(rank, submeshes, chunks, microbatches)
+        return alternated(forwards, backwards, 2 * (submeshes - rank - 1) + (chunks - 1) * group)
 
-        def cells(phase: str, order: Sequence[int]) -> list[Cell]:
-            return [Cell(phase, c * submeshes + rank, i) for group in groups for c in order for i in group]
 
-        warm = 2 * (submeshes - rank - 1) + (chunks - 1) * len(groups[0])
-        return alternated(cells("F", range(chunks)), cells("B", range(chunks)[::-1]), warm)
+@dataclass(frozen=True)
+class KimiK2(Schedule):
+    """`Interleaved` with one forward more before the first backward.
+
+    In the steady state what a submesh needs next was made a cell earlier: a transfer, or an exchange of tokens between
+    experts, has the time of a cell before its reader waits for it. Submesh ``r`` holds one activation more.
+    """
+
+    name: ClassVar[str] = "kimi-k2"
+    usual: ClassVar[int] = 2
+
+    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
+        """Forwards and backwards group by group, chunk by chunk."""
+        forwards, backwards, group = in_groups(rank, submeshes, chunks, microbatches)
+        return alternated(forwards, backwards, 2 * (submeshes - rank - 1) + (chunks - 1) * group + 1)
+
+
+def in_groups(rank: int, submeshes: int, chunks: int, microbatches: int) -> tuple[list[Cell], list[Cell], int]:
+    """Forwards and backwards of a submesh, both in groups of ``p`` microbatches; and the size of the first group."""
+    groups = _groups(submeshes, microbatches)
+
+    def cells(phase: str, order: Sequence[int]) -> list[Cell]:
+        return [Cell(phase, c * submeshes + rank, i) for group in groups for c in order for i in group]
+
+    return cells("F", range(chunks)), cells("B", range(chunks)[::-1]), len(groups[0])
 
 
 def _groups(size: int, microbatches: int) -> list[range]:

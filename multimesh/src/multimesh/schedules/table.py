@@ -47,6 +47,8 @@ class Schedule:
         Whether weight gradients are a phase W of their own.
     chunks
         Stages on each submesh, where the schedule has a table for no other number.
+    usual
+        Stages on each submesh that it is meant for: where nobody says how many, and it can choose.
     ahead
         How many fronts before its reader a transfer is issued; None: at once, behind the task that made the value. Only
         for schedules that have fronts.
@@ -55,6 +57,7 @@ class Schedule:
     name: ClassVar[str]
     splits: ClassVar[bool] = False
     chunks: ClassVar[int | None] = None
+    usual: ClassVar[int] = 1
     ahead: ClassVar[int | None] = None
 
     def placement(self, submeshes: int) -> tuple[int, ...]:

@@ -119,6 +119,15 @@ class Timeline:
         return tuple(self.makespan - busy for busy in self.busy)
 
     @functools.cached_property
+    def period(self) -> float:
+        """Time of a step where steps follow each other: the longest from a submesh's first program to its last.
+
+        Programs that take no time do not count.
+        """
+        rows = [[s for s in self.row(number) if s.duration] for number in range(len(self.rows))]
+        return max((max(s.end for s in row) - min(s.start for s in row) for row in rows if row), default=0.0)
+
+    @functools.cached_property
     def bubbles(self) -> tuple[float, ...]:
         """Idle share of each submesh: idle / (idle + busy)."""
         return tuple(idle / self.makespan if self.makespan else 0.0 for idle in self.idle)
