@@ -99,15 +99,15 @@ class GitHub:
             pull = self._ask("POST", "/pulls", json={"title": title, "body": body, "head": branch, "base": base})
         return str(pull["html_url"])
 
-    def publish_release(self, tag: str, notes: str, files: list[Path], *, draft: bool) -> str:
+    def publish_release(self, tag: str, notes: str, files: list[Path]) -> str:
         """Make the release of a tag with these files; return its address. One that exists is an error."""
         made = self._ask("POST", "/releases", json={"tag_name": tag, "name": tag, "body": notes, "draft": True})
         upload = str(made["upload_url"]).partition("{")[0]
         for path in files:
             kind = {"Content-Type": "application/octet-stream"}
             self._ask("POST", upload, params={"name": path.name}, data=path.read_bytes(), headers=kind)
-        if not draft:  # a reader never sees a release without its files
-            made = self._ask("PATCH", f"/releases/{made['id']}", json={"draft": False})
+        # Last: a reader never sees a release without its files.
+        made = self._ask("PATCH", f"/releases/{made['id']}", json={"draft": False})
         return str(made["html_url"])
 
     def _ask(self, method: str, path: str, **arguments: Any) -> Any:

@@ -120,7 +120,7 @@ def run_publish(args: argparse.Namespace) -> int:
     if missing := [str(path) for path in args.files if not path.is_file()]:
         raise errors.UsageError(f"{missing[0]}: is no file; nothing was published")
     notes = tag.notes(workspace().root, args.tag)
-    print(GitHub(where()).publish_release(args.tag, notes, args.files, draft=False))
+    print(GitHub(where()).publish_release(args.tag, notes, args.files))
     return 0
 
 

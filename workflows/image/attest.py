@@ -75,7 +75,7 @@ def decide(engine: Engine, request: Request, pins: ImageLock, environ: Mapping[s
         return Attesting(None, "none: --attest none")
     if not actions.build or actions.commit or actions.remote:
         return Attesting(None, f"none made: they come with a build that is pushed from its own engine; {_INSIDE}")
-    through = engine.facts().attestations
+    through = engine.attests()
     if through is None:
         why = f"this engine keeps no image index ({engine.kind} {engine.version}, {engine.builder})"
         if actions.attest is not None:

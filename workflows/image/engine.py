@@ -23,27 +23,6 @@ _WITHOUT = (
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What an engine says about itself.
-
-    Attributes
-    ----------
-    rootless
-        It runs as a user: its host network and its limits are that user's.
-    storage, root
-        Its storage driver and where that keeps the images.
-    attestations
-        Who can attach an SBOM and provenance to an image: ``engine``, which keeps them with it (the containerd image
-        store); ``builder``, one of its own beside an engine that keeps none, so only when it pushes; None.
-    """
-
-    rootless: bool
-    storage: str
-    root: str
-    attestations: str | None
-
-
-@dataclass(frozen=True)
 class Engine:
     """An engine that answered, and the way to build with it.
 
@@ -80,17 +59,20 @@ class Engine:
         means = {"buildx": "buildx", "buildkit": "docker build with BuildKit", "podman": "podman build"}
         return f"{self.kind} {self.version}, {means[self.builder]}"
 
-    def facts(self) -> Facts:
-        """Ask for what only some commands need to know; takes a third of a second."""
-        if self.kind == "podman":
-            return _podman_facts(_ask(self.cli, "info", "--format", "json"))
+    def attests(self) -> str | None:
+        """Ask who can attach an SBOM and provenance to an image.
+
+        ``engine``: it keeps them with the image (the containerd image store); ``builder``: one of its own, beside an
+        engine that keeps none, so only when it pushes; None.
+        """
+        if self.builder != "buildx":
+            return None
         info = _ask(self.cli, "info", "--format", "{{json .}}")
-        return Facts(
-            rootless=any("rootless" in str(option) for option in info.get("SecurityOptions") or []),
-            storage=str(info.get("Driver", "unknown")),
-            root=str(info.get("DockerRootDir", "")),
-            attestations=_attests(self.cli, info) if self.builder == "buildx" else None,
-        )
+        if any("containerd.snapshotter" in str(pair) for pair in info.get("DriverStatus") or []):
+            return "engine"
+        told = self.run("buildx", "inspect", check=False, timeout_s=_PATIENCE_S)
+        driver = re.search(r"^Driver:\s*(\S+)", told.text, re.MULTILINE)
+        return "builder" if driver is not None and driver.group(1) != "docker" else None
 
     def run(self, *args: str, check: bool = True, timeout_s: float | None = None) -> proc.Result:
         """Run a command of the engine."""
@@ -163,15 +145,6 @@ def _plugins() -> list[Path]:
     return [Path(folder) / "docker-buildx" for folder in (config / "cli-plugins", *extra, *system)]
 
 
-def _attests(cli: tuple[str, ...], info: dict[str, Any]) -> str | None:
-    """Attestations need an image index: an engine that keeps its images in containerd, or a builder of its own."""
-    if any("containerd.snapshotter" in str(pair) for pair in info.get("DriverStatus") or []):
-        return "engine"
-    result = proc.run([*cli, "buildx", "inspect"], check=False, timeout_s=_PATIENCE_S)
-    driver = re.search(r"^Driver:\s*(\S+)", result.text, re.MULTILINE)
-    return "builder" if driver is not None and driver.group(1) != "docker" else None
-
-
 def _local_podman(context: str | None) -> Engine:
     if shutil.which("podman") is None:
         raise errors.EngineError(f"no container engine is installed; install docker.io or podman. {_WITHOUT}")
@@ -198,16 +171,6 @@ def _podman(options: tuple[str, ...]) -> Engine:
             "install the same here"
         )
     return Engine(cli, "podman", version, client, "podman")
-
-
-def _podman_facts(info: dict[str, Any]) -> Facts:
-    host, store = info.get("host", {}), info.get("store", {})
-    return Facts(
-        rootless=bool(host.get("security", {}).get("rootless")),
-        storage=str(store.get("graphDriverName", "unknown")),
-        root=str(store.get("graphRoot", "")),
-        attestations=None,
-    )
 
 
 def _ask(cli: tuple[str, ...], *args: str) -> dict[str, Any]:

@@ -47,7 +47,6 @@ class Built:
     folder: Path
     record: tree.Record
     tree: str
-    base_tree: str
 
 
 def build(recipe: Recipe, stage: Path, means: Means, reporter: console.Reporter, *, verify: bool = True) -> Built:
@@ -76,7 +75,7 @@ def build(recipe: Recipe, stage: Path, means: Means, reporter: console.Reporter,
         raise errors.IntegrityError(
             f"{name}: the files on disk are not those of the commit ({', '.join(look.changed[:3])})"
         )
-    return Built(repo.root, record, patched, repo.object(f"{base}^{{tree}}") or "")
+    return Built(repo.root, record, patched)
 
 
 def _expect(what: str, pinned: str | None, found: str) -> None:
