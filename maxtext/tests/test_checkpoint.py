@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from multimesh_maxtext.checkpoint import Beginning, beginning, explained, look
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import CheckpointError, UsageError
-from multimesh_maxtext.relayout import Relayout, held, is_stack
+from multimesh_maxtext.relayout import Relayout, check_same, held, is_stack
 from multimesh_maxtext.reserve import writing
 from multimesh_maxtext.trainer import keep_before
 
@@ -227,6 +229,8 @@ def test_what_the_log_says_about_a_checkpoint(tmp_path: Path):
             f"--checkpoint {tmp_path}: a checkpoint cannot be written (No space left on device); checkpoint 3 there is "
             "complete; put it right and add --resume"
         )
+    told = "the checkpoint is of another model or optimizer: params/a is (2,) in it and (3,) in this run; use"
+    assert str(explained(f"more\nmultimesh_maxtext.errors.CheckpointError: {told}\n", tmp_path)).endswith(told)
     other = "Length mismatch at key path ('opt_state',): template has length 2, but structure has length 3"
     assert str(explained(f"more\nValueError: {other}\n", tmp_path)) == (
         f"--checkpoint {tmp_path} is of another model or optimizer: {other}; use the flags that it was written with, "
@@ -234,6 +238,30 @@ def test_what_the_log_says_about_a_checkpoint(tmp_path: Path):
     )
     unlike = "ValueError: Checkpoint does not match the model:\n  - 'a/b': shape (1,)\n  - 'c': missing\nVerify it"
     assert "is of another model: 'a/b': shape (1,) and 1 more; use the flags" in str(explained(unlike, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        ({}, None),
+        ({("params", "layers_0", "w"): (4, 4)}, r"params/layers_0/w is \(4, 4\) in it and \(2, 3\) in this run;"),
+        ({("params", "layers_0", "b"): (2,)}, r"params/layers_0/b is \(2,\) in it and not there in this run"),
+        ({("params", "layers_0", "w"): None}, r"params/layers_0/w is not there in it and \(2, 3\) in this run"),
+        ({("opt_state", "0", "count"): None}, r"opt_state/0/count is not there in it and \(\) in this run"),
+        ({("nnx_aux", "rngs"): (9,)}, None),
+    ],
+)
+def test_a_checkpoint_of_another_model_names_the_first_parameter(kept: dict[Any, Any], told: str | None):
+    model = {("params", "layers_0", "w"): (2, 3), ("opt_state", "0", "count"): (), ("nnx_aux", "rngs"): (1,)}
+    held = {path: shape for path, shape in {**model, **kept}.items() if shape is not None}
+    with pytest.raises(CheckpointError, match=told) if told else nullcontext():
+        check_same(model, held, {})
+
+
+def test_layers_in_another_layout_are_the_same_model():
+    model = {("params", f"layers_{n}", "w"): (2, 3) for n in range(2)}
+    stack = {("params", "layers", "w"): (2, 2, 3)}
+    check_same(model, stack, Relayout(model, stack, 2).sources)
 
 
 def test_metrics_of_steps_that_will_be_repeated_are_cut_off(tmp_path: Path):

@@ -24,7 +24,7 @@ _COMPLETE = "commit_success.txt"
 
 _LOCK = ".writing"
 
-_LAYER = re.compile(r"layers(?:_(\d+))?(?:_(\d+))?")
+_LAYER = re.compile(r"(?:(?:dense_|moe_)?layers|scanned_blocks)(?:_(\d+))?(?:_(\d+))?")
 
 _FAILED = re.compile(
     r"^.*(?:Training stopped: Checkpointing failed\. |_SignalingThread\.run\(\) raised an exception: )(.*)$",
@@ -34,6 +34,8 @@ _FAILED = re.compile(
 _UNLIKE = re.compile(r"Checkpoint does not match the model:\n((?:  - .*\n)+)")
 
 _OTHER = re.compile(r"^(?:\w+\.)*\w+Error: (\w[\w ]* mismatch at key path [^\n]*)", re.MULTILINE)
+
+_OURS = re.compile(r"^multimesh_maxtext\.errors\.CheckpointError: (.*)$", re.MULTILINE)
 
 _REASON = re.compile(r": ([^:\n]+) \[os_error_code='\d+'\]")
 
@@ -181,9 +183,9 @@ def _check_continues(job: Job, found: Checkpoints) -> None:
 
 def layout(layers: frozenset[str]) -> str:
     """Return how a checkpoint holds its layers: ``scanned``, ``unrolled``, or ``in stacks``."""
-    if layers == {"layers"}:
-        return "scanned"
-    return "unrolled" if all(name.count("_") == 1 for name in layers) else "in stacks"
+    found = (_LAYER.fullmatch(name) for name in layers)
+    numbers = {len([part for part in match.groups() if part]) for match in found if match}
+    return "scanned" if numbers == {0} else "unrolled" if numbers <= {1} else "in stacks"
 
 
 def link(checkpoints: Path, folder: Path) -> None:
@@ -204,6 +206,9 @@ def link(checkpoints: Path, folder: Path) -> None:
 
 def explained(log: str, folder: Path) -> CheckpointError | None:
     """Return what MaxText's log says went wrong with a checkpoint; ``None`` if that was not the matter."""
+    ours = _OURS.findall(log)
+    if ours:
+        return CheckpointError(f"--checkpoint {folder}: {ours[-1]}")
     unlike = _UNLIKE.search(log)
     if unlike:
         first, *more = unlike[1].splitlines()

@@ -7,7 +7,7 @@ all. MaxText stacks parameters and their moments along their second dimension, e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any], 
     target, args = _flat(items.item), _flat(items.restore_args)
     wanted = {tuple(map(str, path)): path for path in target}
     relayout = Relayout(wanted, kept, layers)
+    stored = ocp.PyTreeCheckpointer().metadata(Path(manager.directory) / str(step) / "items").item_metadata.tree
+    check_same(_shapes(target), _shapes(_flat(stored)), relayout.sources)
     if all(sources == [path] for path, sources in relayout.sources.items()):
         return manager.restore(step, args=composite(items=items))
     elsewhere = {name for name in relayout.sources if not has_device(target[wanted[name]].sharding)}
@@ -62,10 +64,50 @@ def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any], 
     return {"items": _nested(result)}
 
 
+def check_same(
+    model: Mapping[Entry, tuple[int, ...]],
+    kept: Mapping[Entry, tuple[int, ...]],
+    sources: Mapping[Entry, Sequence[Entry]],
+) -> None:
+    """Raise where a checkpoint is of another model or optimizer.
+
+    Parameters
+    ----------
+    model, kept
+        Shapes of the run's leaves, and of the checkpoint's.
+    sources
+        Leaves of the checkpoint that hold one of the run's, where names of layers do not say so: `Relayout.leaf` checks
+        their shapes.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the first parameter, else the first moment, that differs, with both shapes.
+    """
+    used = {source for found in sources.values() for source in found}
+    for part in _SECOND:
+        for path in sorted(path for path in {*model, *kept} if path[0] == part):
+            direct = sources.get(path, [path]) == [path]
+            ours = model.get(path)
+            theirs = kept.get(path) if direct else ours
+            if ours is None and path in used:
+                continue
+            if ours != theirs:
+                there, here = ("not there" if shape is None else shape for shape in (theirs, ours))
+                raise CheckpointError(
+                    f"the checkpoint is of another model or optimizer: {'/'.join(path)} is {there} in it and {here} in "
+                    "this run; use the flags that it was written with, but for the parallelism"
+                )
+
+
 def _flat(tree: Any) -> dict[tuple[str | int, ...], Any]:
     """Leaves of nested dictionaries and lists by their paths; ``None`` is a leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {tuple(key.idx if hasattr(key, "idx") else key.key for key in path): leaf for path, leaf in leaves}
+
+
+def _shapes(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[Entry, tuple[int, ...]]:
+    return {tuple(map(str, path)): tuple(leaf.shape) for path, leaf in leaves.items() if leaf is not None}
 
 
 def _nested(flat: Mapping[tuple[str | int, ...], Any]) -> Any:
