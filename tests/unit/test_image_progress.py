@@ -98,6 +98,16 @@ def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
     assert "--ca-bundle" in str(error)
 
 
+def test_of_pips_complaints_the_exception_is_told() -> None:
+    pip = (
+        "error: subprocess-exited-with-error",
+        "    OSError: no such file: x.py",
+        "error: metadata-generation-failed",
+        "hint:",
+    )
+    assert str(failure.explain(broken(*pip), 1, "b")).endswith("failed: OSError: no such file: x.py")
+
+
 def test_of_apts_complaints_the_cause_is_told() -> None:
     apt = (
         "E: Failed to fetch http://a.example/x.deb  Certificate verification failed",

@@ -10,7 +10,7 @@ from workflows.image.progress import Steps
 
 # Where a builder looks for a base: a step of its own, or, in Podman, the first of a stage.
 _BASE = re.compile(r"\[internal\] load metadata|\S+ \d+/\d+: FROM ")
-_TOLD = re.compile(r"(error|ERROR|Error|E|fatal|curl)(: | \()")
+_TOLD = re.compile(r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()")
 _NOISE = ("------", "WARNING", "View build details", "> [", ">>>")
 
 

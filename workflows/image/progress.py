@@ -101,7 +101,7 @@ class Steps:
         elif text == "CANCELED":
             step.error = text
         elif said := _SAID.fullmatch(text):
-            step.said.append(said[1])
+            step.said.append(said[1].strip())
         return step if step.ended else None
 
     @property

@@ -5,7 +5,7 @@ set -eu
 for project in multimesh:multimesh maxtext:multimesh_maxtext; do
   folder=/opt/${project%:*}
   mkdir -p "$folder/src/${project#*:}"
-  cp "/projects/${project%:*}/pyproject.toml" "$folder/"
+  cp "/projects/${project%:*}/"* "$folder/"
   touch "$folder/README.md"
   PYTHONPATH=$(echo /opt/installer/lib/python3*/site-packages) \
     "$(dirname "$0")/pip.sh" --no-index --no-deps --no-build-isolation --editable "$folder"
