@@ -31,8 +31,9 @@ if [ "$target" = runtime ]; then
       fault "a tool to build with, $found"
     fi
   done
-  for file in /opt/maxtext/run.py /opt/maxtext/validate-cpu.sh /opt/entrypoint.sh /opt/inventory/sbom.cdx.json \
-    /opt/inventory/licences.txt /opt/inventory/THIRD-PARTY-NOTICES /opt/LICENSE /opt/sources.lock /opt/images.lock; do
+  for file in /opt/maxtext/run.py /opt/maxtext/validate-cpu.sh /opt/entrypoint.sh /opt/hardware.py \
+    /opt/inventory/sbom.cdx.json /opt/inventory/licences.txt /opt/inventory/THIRD-PARTY-NOTICES /opt/LICENSE \
+    /opt/sources.lock /opt/images.lock; do
     [ -s "$file" ] || fault "no $file"
   done
   if [ -n "$(find /opt -user multimesh 2>/dev/null | head -n 1)" ]; then
@@ -43,6 +44,14 @@ else
     command -v "$program" >/dev/null || fault "no $program"
   done
 fi
+# The loader takes these before the libraries of JAX's wheels.
+IFS=:
+for folder in ${LD_LIBRARY_PATH:-}; do
+  if [ -n "$(find "$folder/" -maxdepth 1 -name 'libcublasLt.so*' 2>/dev/null | head -n 1)" ]; then
+    fault "CUDA of another than JAX's own, in $folder of LD_LIBRARY_PATH"
+  fi
+done
+unset IFS
 # JAX ignores a plugin of another version and runs on the CPU.
 if [ -x /opt/.venv/bin/python ]; then
   said=$(/opt/.venv/bin/python -I -c '

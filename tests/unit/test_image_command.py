@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -210,3 +212,24 @@ def test_a_program_ends_though_an_interrupt_left_the_lock_of_popen_taken() -> No
     proc._end(process)
     assert process.returncode == -signal.SIGKILL
     assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_layers_of_cuda_name_locked_packages(root: Path) -> None:
+    steps = re.findall(r"/scripts/cuda\.sh(.*)", (root / "docker" / "Dockerfile").read_text(encoding="utf-8"))
+    locked = re.findall(
+        r"^([\w-]+)==", (root / "requirements" / "cuda12.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    named = [name for step in steps for name in step.split()]
+    assert set(named) <= set(locked)
+    assert len(named) == len(set(named))
+    assert steps[-1] == "", "the last installs what is left"
+
+
+def test_hardware_is_told_where_there_is_none(root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, root / "docker" / "hardware.py"], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    titles = {line[:12].strip() for line in done.stdout.splitlines()} - {""}
+    assert titles == {"GPUs", "packages", "NCCL", "verbs", "InfiniBand", "container", "JAX sees"}
+    assert all(line[12:].strip() for line in done.stdout.splitlines())

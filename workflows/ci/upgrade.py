@@ -135,7 +135,7 @@ def _bazel(here: Workspace, mirror: str | None) -> Move:
 def _relock(root: Path, version: str) -> Move:
     """Put a jax version into the requirements, its plugin for GPUs too, and lock them anew: all, or none."""
     folder = root / "requirements"
-    names = ("run", "cuda12", "dev", "workflows", "bench", "docs", "inventory")
+    names = ("run", "cuda12", "dev", "workflows", "bench", "docs", "inventory", "jupyter")
     before = {path: path.read_bytes() for name in names for path in (folder / f"{name}.in", folder / f"{name}.txt")}
     old = next((match[0].partition("==")[2] for match in _JAX.finditer((folder / "run.in").read_text("utf-8"))), "")
     try:

@@ -46,7 +46,7 @@ FROM accelerator-${ACCELERATOR} AS runtime
 USER 1000:1000
 ENTRYPOINT ["/opt/entrypoint.sh"]
 COPY maxtext /opt/maxtext
-COPY docker/entrypoint.sh docker/images.lock LICENSE sources.lock /opt/
+COPY docker/entrypoint.sh docker/hardware.py docker/images.lock LICENSE sources.lock /opt/
 COPY . /sources
 """
 _JOB = '#!/bin/sh\necho "ok: ran on $(uname -m)"\n'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker
 
 
 @pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+def test_it_says_what_hardware_it_finds(image: dict[str, Any]) -> None:
+    run = ["docker", "run", "--rm", "--env", "MULTIMESH_HARDWARE=1", image["id"], "echo", "and then"]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "and then\n")
+    assert "no nvidia-smi; start with --gpus all" in done.stderr
+    assert "JAX sees    cpu 0" in done.stderr
+
+
+@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
 def test_the_documented_docker_run_line_trains(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     scripts = repository.path / "docker" / "workspace" / "maxtext-scripts"
     mount = f"type=bind,source={scripts},target=/workspace,readonly"
@@ -126,7 +136,8 @@ def test_a_change_of_maxtext_rebuilds_from_there_on(
 def test_an_image_that_breaks_its_promise_gets_no_name(
     image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, spec: Specs
 ) -> None:
-    text = f"FROM {image['image']}\nUSER 0\nRUN cp /bin/true /usr/bin/gcc && echo s >/etc/pip.conf\nUSER 1000\n"
+    text = f"FROM {image['image']}\nUSER 0\nRUN cp /bin/true /usr/bin/gcc && echo s >/etc/pip.conf\n"
+    text += "RUN touch /srv/libcublasLt.so.12\nENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/srv\nUSER 1000\n"
     bad = docker("build", "-q", "-", stdin=text)
     docker("tag", bad, f"{NAME}:bad")
     done = repository.build(
@@ -135,6 +146,7 @@ def test_an_image_that_breaks_its_promise_gets_no_name(
     assert done.returncode == errors.SmokeError.exit_code
     assert "/usr/bin/gcc" in done.stderr
     assert "/etc/pip.conf" in done.stderr
+    assert "CUDA of another than JAX's own, in /srv of LD_LIBRARY_PATH" in done.stderr
     assert docker("image", "ls", "-q", f"{NAME}:latest") == ""
 
 

@@ -169,7 +169,7 @@ def checkable(verdict: str = "echo ok: stub") -> tuple[dict[str, tuple[bytes, in
         "opt/maxtext/validate-cpu.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
         "opt/maxtext/llama3-8b-16gpus/run-dgx-h100.sh": (f"#!/bin/sh\n{verdict}\n".encode(), 0o755),
     }
-    stubs = ["opt/maxtext/run.py", "opt/LICENSE"]
+    stubs = ["opt/hardware.py", "opt/maxtext/run.py", "opt/LICENSE"]
     stubs += [f"opt/inventory/{name}" for name in ("sbom.cdx.json", "licences.txt", "THIRD-PARTY-NOTICES")]
     files |= dict.fromkeys((*stubs, "opt/sources.lock", "opt/images.lock"), (b"stub\n", 0o644))
     return files, {f"bin/{name}": "busybox" for name in ("sh", "cat", "find", "head")}
