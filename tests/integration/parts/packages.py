@@ -80,6 +80,8 @@ def _update() -> None:
 
 def _apt(*args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
     """Run apt: as root for the machine's own packages, as we are with a state of our own (``env``)."""
-    argv = ["apt-get", *args] if env else as_root("apt-get", *args, env={"DEBIAN_FRONTEND": "noninteractive"})
+    # A machine that has just started may be installing packages of its own.
+    wait = ["apt-get", "-o", "DPkg::Lock::Timeout=300", *args]
+    argv = wait if env else as_root(*wait, env={"DEBIAN_FRONTEND": "noninteractive"})
     done = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr[-1000:]}"
