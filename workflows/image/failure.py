@@ -11,17 +11,24 @@ from workflows.image.progress import Steps
 # Where a builder looks for a base: a step of its own, or, in Podman, the first of a stage.
 _BASE = re.compile(r"\[internal\] load metadata|\S+ \d+/\d+: FROM ")
 _TOLD = re.compile(r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()")
-_NOISE = ("------", "WARNING", "View build details", "> [", ">>>")
+_NOISE = ("------", "WARNING", "View build details", "> [", ">>>", "time=")
 
 
 def explain(steps: Steps, returncode: int, base: str) -> errors.WorkflowsError:
     """Return the error for a build that failed."""
     step = steps.failed
-    said = list(step.said) if step else []
+    said = [line for line in step.said if not line.startswith(_NOISE)] if step else []
     error = [step.error] if step and step.error else []
     text = "\n".join([*said, *error] if step else steps.rest)
     where = f"step `{step.title}`" if step else "the build"
-    last = _telling(said) or _telling(error) or _telling(steps.rest) or f"exit status {returncode}, no message"
+    # Podman's own line says more than a step that complained of nothing; BuildKit's only repeats the command.
+    podmans = [line for line in error if line.startswith("Error: ")]
+    last = (
+        _telling([*said, *podmans])
+        or _telling(error)
+        or _telling(steps.rest)
+        or f"exit status {returncode}, no message"
+    )
     if complaints.disk_full(text):
         return errors.DiskError(
             f"{where}: the engine's disk is full; free some space (`docker system df`) and run again"
@@ -36,6 +43,7 @@ def explain(steps: Steps, returncode: int, base: str) -> errors.WorkflowsError:
             "(Debian and Ubuntu: qemu-user-static, binfmt-support), or leave out --platform"
         )
     if step and _BASE.match(step.title):
+        last = _telling(error) or last
         return errors.NetworkError(
             f"{base}: the base image cannot be fetched ({last}); log in to its registry or give another --base-image"
         )

@@ -65,6 +65,11 @@ def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker
     assert {"jax", "multimesh-jax"} <= {name for name, _ in told}
     licences = docker("run", "--rm", image["id"], "cat", "/opt/inventory/licences.txt").splitlines()
     assert len(licences) == len(sbom["components"])
+    assert not [line for line in licences if line.endswith("not declared")]
+    assert [each for each in sbom["components"] if each["purl"].startswith("pkg:deb/debian/libc6@")]
+    notices = docker("run", "--rm", image["id"], "cat", "/opt/inventory/THIRD-PARTY-NOTICES")
+    assert "\njaxlib-" in notices
+    assert "Apache License" in notices
 
 
 @pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -53,27 +52,25 @@ def archive(parts_folder: Path) -> Path:
 
 @pytest.mark.stand_in("Ubuntu 22.04 made with debootstrap, and a Python put together from Debian 12")
 def test_the_inventory_on_ubuntu_names_its_packages_and_the_standalone_python(
-    repository: Repository,
-    docker_engine: None,
-    parts_folder: Path,
-    archive: Path,
-    engine: Engine,
-    means: Means,
-    docker: Callable[..., str],
-    spec: Callable[..., ImageSpec],
+    root: Path, docker_engine: None, parts_folder: Path, archive: Path, docker: Callable[..., str], tmp_path: Path
 ) -> None:
     jammy = engines.base_image("jammy", parts_folder)
-    built = build.run(repository.path, engine, spec("inventory", base_image=jammy, python_archive=archive), means)
-    assert built is not None
-    run = ("run", "--rm", "--user", "0", "--workdir", "/", "--entrypoint", "cat", built.image_id)
-    purls = {each["purl"] for each in json.loads(docker(*run, "inventory/sbom.cdx.json"))["components"]}
+    subprocess.run(["tar", "-xzf", archive, "-C", tmp_path], check=True)
+    mounts = {
+        tmp_path / "python": "/opt/python",
+        root / "docker" / "scripts": "/srv/scripts",
+        root / "sources.lock": "/srv/lock",
+    }
+    volumes = [f"--volume={source}:{target}:ro" for source, target in mounts.items()]
+    ask = (
+        "import inventory, pathlib; lock = pathlib.Path('/srv/lock')\n"
+        "print(*(each['purl'] for each in [*inventory.system_packages(), *inventory.other(lock)]), sep='\\n')"
+    )
+    env = ["--env=PYTHONPATH=/srv/scripts", "--env=PYTHONDONTWRITEBYTECODE=1"]
+    purls = docker("run", "--rm", *volumes, *env, jammy, "/opt/python/bin/python3", "-c", ask).splitlines()
     assert any(each.startswith("pkg:deb/ubuntu/libc6@") and each.endswith("distro=ubuntu-22.04") for each in purls)
     assert not [each for each in purls if "debian" in each]
     assert [each for each in purls if each.startswith("pkg:generic/cpython@3.11")]
-    assert [each for each in purls if each.startswith("pkg:pypi/jax@")]
-    notices = docker(*run, "inventory/THIRD-PARTY-NOTICES")
-    assert "Apache License" in notices
-    assert "\njaxlib " in notices
 
 
 @pytest.mark.stand_in("Debian 11, and a Python put together from Debian 12")
