@@ -18,6 +18,8 @@ CASES = {
     "llama custom four stages dropout": (
         "--pp 4 --num-layers 4 --schedule custom --custom-schedule-path TABLE dropout_rate=0.1"
     ),
+    "llama auto uneven": "--pp 4 --num-layers 7 --schedule auto",
+    "llama interleaved uneven scanned": "--dp 2 --pp 2 --interleave 2 --num-layers 7 --scan-layers",
     "gpt3 zb-h1 dp tied": (
         "--dp 2 --pp 2 --schedule zb-h1 --num-layers 2 --remat minimal_offloaded decoder_block=gpt3 "
         "logits_via_embedding=true"
@@ -41,7 +43,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return compare(cases, tmp_path_factory.mktemp("parity"))
 
 
-@pytest.mark.telling("gpt3 zb-h1 dp tied", "llama interleaved sequence-parallel scanned tied")
+@pytest.mark.telling("gpt3 zb-h1 dp tied", "llama auto uneven", "llama interleaved sequence-parallel scanned tied")
 @pytest.mark.parametrize("name", [name for name in CASES if "mixtral" not in name])
 def test_a_dense_pipeline_trains_as_one_program(results: dict[str, Result], name: str):
     found = results[name]

@@ -55,6 +55,18 @@ def test_pieces_are_dealt_as_a_schedule_says():
     }
 
 
+def test_pieces_of_unequal_sizes():
+    """Their stacks are named by their first and last layers, also that of one layer."""
+    from multimesh_maxtext.placement import list_stacks
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    uneven = deal(mesh, stages=2, layers=6, devices=jax.devices(), interleave=2, sizes=(2, 1, 2, 1))
+    assert uneven.pieces == [range(0, 2), range(2, 3), range(3, 5), range(5, 6)]
+    assert [uneven.meshes.index(uneven.of_layer(n)) for n in range(6)] == [0, 0, 1, 0, 0, 1]
+    names = ["layers_0_1", "layers_2_2", "layers_3_4", "layers_5_5"]
+    assert [name for name, *_ in list_stacks(uneven.pieces, None)] == names
+
+
 @pytest.mark.flax
 def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
     from flax import nnx

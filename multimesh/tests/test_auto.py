@@ -1,4 +1,4 @@
-"""``schedule="auto"``: the shortest table for measured or estimated costs, and what it is measured against."""
+"""``schedule="auto"`` and ``partition``: the shortest table and the best cut for given costs, against brute force."""
 
 import dataclasses
 import functools
@@ -172,6 +172,69 @@ def test_the_table_of_candidates_says_why():
 def test_errors(make, match):
     with pytest.raises(mm.UsageError, match=match):
         make()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_cut_of_layers_has_a_lower_bound(seed):
+    """By brute force over all cuts: what is minimised is the bound of the simulator's tables without W."""
+    rng = random.Random(seed)
+    count, stages, m, hop = rng.randint(4, 9), rng.randint(2, 4), rng.randint(1, 9), rng.choice((0.0, 0.3))
+    layers = [rng.choice((1.0, 1.0, 1.0, rng.uniform(0, 4))) for _ in range(count)]
+
+    def bound(sizes):
+        times = [sum(layers[end - size : end]) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        costs = StageCosts(tuple((t / 3, t / 3, t / 3) for t in times), (hop,) * (stages - 1))
+        return Problem(range(stages), m, costs, backward=True, splits=False).bound(), costs
+
+    cuts = [
+        tuple(b - a for a, b in itertools.pairwise((0, *middle, count)))
+        for middle in itertools.combinations(range(1, count), stages - 1)
+    ]
+    found = schedules.partition(layers, stages, microbatches=m, transfer=hop)
+    least, costs = bound(found.sizes)
+    assert least == pytest.approx(min(bound(cut)[0] for cut in cuts))
+    assert max(found.bound, sum(layers) + 2 * hop * (stages - 1)) == pytest.approx(least)
+    equal = [cut for cut in cuts if value_of(layers, cut, m, hop) <= found.bound + 1e-9]
+    longest = min(max(t[0] for t in bound(cut)[1].times) for cut in equal)
+    assert max(t[0] for t in costs.times) == pytest.approx(longest)
+    assert [sum(layers[n] for n in piece) for piece in found.pieces] == pytest.approx([s.time for s in found.stages])
+    assert simulate(schedules.get("1f1b").table(stages, 1, m, True), costs).makespan >= least * (1 - 1e-9)
+
+
+def value_of(layers, sizes, microbatches, hop, chunks=1):
+    """The objective of `partition`, written down again."""
+    ends = list(itertools.accumulate(sizes))
+    return max(
+        sum(layers[: end - size]) + 2 * s * hop + microbatches * chunks * sum(layers[end - size : end])
+        for s, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    )
+
+
+def test_a_partition_keeps_to_memory_and_several_stages_share_a_submesh():
+    """Of brute force over all cuts that fit: the ends hold much, and the first stages keep more microbatches."""
+    costs = [schedules.LayerCosts(0.0, 60, 0), *[schedules.LayerCosts(1.0, 10, 2)] * 8, schedules.LayerCosts(3, 60, 1)]
+    times = [c.time for c in costs]
+    for memory, m in ((90.0, 8), (75.0, 8), (200.0, 2)):
+        fits = []
+        for middle in itertools.combinations(range(1, 10), 2):
+            cut = tuple(b - a for a, b in itertools.pairwise((0, *middle, 10)))
+            pieces = [costs[end - size : end] for size, end in zip(cut, itertools.accumulate(cut), strict=True)]
+            alive = [min(m, 3 - s) for s in range(3)]
+            needs = [sum(c.held + n * c.activation for c in piece) for n, piece in zip(alive, pieces, strict=True)]
+            fits += [cut] if max(needs) <= memory else []
+        if not fits:
+            with pytest.raises(mm.UsageError, match="no cut of 10 layers into 3 stages fits into 75 bytes on each"):
+                schedules.partition(costs, 3, microbatches=m, memory=memory)
+            continue
+        found = schedules.partition(costs, 3, microbatches=m, memory=memory)
+        assert found.sizes in fits
+        assert found.bound == pytest.approx(min(value_of(times, cut, m, 0.0) for cut in fits))
+    several = schedules.partition([1.0] * 7, 2, chunks=2, microbatches=4)
+    assert sorted(several.sizes) == [1, 2, 2, 2]
+    assert several.bound == value_of([1.0] * 7, several.sizes, 4, 0.0, chunks=2)
+    assert "layers" in str(several)
+    with pytest.raises(mm.UsageError, match="3 layers cannot make 4 stages"):
+        schedules.partition([1, 1, 1], 2, chunks=2, microbatches=4)
 
 
 WIDTHS = (16, 64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from multimesh_maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
 MULTIMESH_ONLY = {
     "schedule": "it runs MaxText's own circular pipeline",
     "custom_schedule_path": "it runs MaxText's own circular pipeline",
+    "partition": "its pieces have as many layers each",
     "forecast": "it has no plan to forecast from",
     "device_memory": "it has no plan to forecast from",
     "dump_only": "MaxText compiles when it trains; use --num-steps 1",
@@ -74,6 +77,21 @@ class Job:
         if not self.options.staged:
             return self.devices
         return self.devices // self.options.pp or 1  # fewer devices than stages are refused elsewhere
+
+    @functools.cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Decoder layers of each piece of a stage: as many as of any other, as the user says, or by what they cost."""
+        o, layers, number = self.options, self.model.layers, self.options.pp * self.options.interleave
+        if isinstance(o.partition, tuple):
+            return o.partition
+        if o.partition is None and layers % number == 0:
+            return (layers // number,) * number
+        costs = self.model.layer_costs(o.sequence_length, shards=o.tp * o.fsdp)
+        shape: dict[str, Any] = {"microbatches": self.microbatches, "chunks": o.interleave}
+        cut = multimesh.schedules.partition
+        with contextlib.suppress(multimesh.UsageError):  # a forecast refuses what does not fit, with its numbers
+            return cut(costs, o.pp, memory=o.device_memory, **shape).sizes
+        return cut(costs, o.pp, **shape).sizes
 
     @property
     def scans_layers(self) -> bool:
@@ -269,8 +287,13 @@ def _wrong_devices(o: Options, devices: int) -> Iterator[LauncherError]:
 
 def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
     pieces = o.pp * o.interleave
-    if model.layers % pieces:
-        near = max(1, round(model.layers / pieces)) * pieces
+    near = max(1, round(model.layers / pieces)) * pieces
+    if isinstance(o.partition, tuple) and (len(o.partition), sum(o.partition)) != (pieces, model.layers):
+        yield UsageError(
+            f"--partition {','.join(map(str, o.partition))} has {len(o.partition)} pieces, {sum(o.partition)} layers "
+            f"in all, but there are {model.layers} and pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces"
+        )
+    elif model.layers < pieces or (model.layers % pieces and not o.staged):
         yield UsageError(
             f"{model.layers} layers cannot be dealt to pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces; "
             f"use --num-layers {near} or another --pp or --interleave"

@@ -84,6 +84,18 @@ def _count(minimum: int) -> Callable[[str], int]:
     return whole_number
 
 
+def _partition(text: str) -> str | tuple[int, ...]:
+    if text == "auto":
+        return text
+    try:
+        sizes = tuple(map(int, text.split(",")))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor numbers of layers; write e.g. 3,3,2")
+    return sizes
+
+
 def _switch(group: Any, flag: str, text: str) -> None:
     """Add ``--X`` and ``--no-X``; ``None`` where neither is given."""
     group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
@@ -155,6 +167,16 @@ def _parallelism(root: argparse.ArgumentParser) -> None:
         ("--interleave", "pieces of the model per stage: more pieces, a smaller bubble, more transfers"),
     ):
         group.add_argument(flag, type=_count(1), default=1, metavar="N", help=f"{text} (default 1)")
+    group.add_argument(
+        "--partition",
+        type=_partition,
+        metavar="auto|N,N,...",
+        help=(
+            "decoder layers of each piece, in the order of the model: auto cuts such that no piece holds up the "
+            "others, with the embedding and the logits at the ends (default: equal pieces, or auto where pp x "
+            "interleave does not divide the layers)"
+        ),
+    )
     _switch(
         group,
         "--sequence-parallel",

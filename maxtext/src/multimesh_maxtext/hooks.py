@@ -61,6 +61,7 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
         devices=jax.devices(),
         interleave=given.interleave,
         placement=find_schedule(given.schedule, given.table).placement(given.stages),
+        sizes=tuple(given.sizes),
     )
     return mesh.abstract_mesh
 

@@ -72,6 +72,8 @@ class Handoff:
         A name that `multimesh.schedules` knows, or ``custom``.
     table
         File of the custom schedule.
+    sizes
+        Decoder layers of each piece, in the order of the model; empty: all have as many.
     chosen
         File to be written with what the schedule ``auto`` chose.
     limit
@@ -98,6 +100,7 @@ class Handoff:
     table: str | None
     placement: str
     forecast: str = ""
+    sizes: tuple[int, ...] = ()
     chosen: str = ""
     limit: int = 0
     dump: str = ""
@@ -196,6 +199,7 @@ def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
         interleave=o.interleave,
         schedule=schedule_name(o),
         table=str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None,
+        sizes=job.pieces,
         chosen=str(paths.schedule) if schedule_name(o) == "auto" else "",
         limit=limit or 0,
         placement=str(paths.placement),

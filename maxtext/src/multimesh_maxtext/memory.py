@@ -100,13 +100,7 @@ UTILIZATION = 0.5
 
 def estimate_tokens(model: Model, sequence: int, devices: int, device: Device, bubble: float) -> float:
     """Estimate tokens a second: six operations a parameter and token, and those of causal attention."""
-    matrices = model.vocabulary * model.embedding
-    width = model.resolved.get("head_dim") or model.embedding // model.query_heads
-    per_layer = 2 * model.embedding * width * (model.query_heads + model.kv_heads)
-    gates = len(model.resolved.get("mlp_activations") or ["silu"])
-    per_layer += (gates + 1) * model.embedding * model.mlp
-    attention = model.layers * model.query_heads * width * sequence  # half of the pairs of tokens
-    operations = 6 * (matrices + model.layers * per_layer + attention)
+    operations = sum(layer.time for layer in model.layer_costs(sequence))
     return devices * device.peak * UTILIZATION * (1 - bubble) / operations
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from multimesh.schedules import LayerCosts
 from multimesh_maxtext.errors import MissingPartError, UsageError
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.settings import read_values
@@ -55,6 +56,27 @@ class Model:
     vocabulary: int
     settings: Mapping[str, Any]
     resolved: Mapping[str, Any]
+
+    def layer_costs(self, sequence: int, *, shards: int = 1) -> list[LayerCosts]:
+        """Estimate what each decoder layer costs; the embedding counts to the first and the logits to the last.
+
+        ``time`` is operations a token: six a parameter, and those of causal attention; to look an embedding up takes
+        none. ``held`` are bytes on each of ``shards`` devices: 16 a parameter, of itself, its gradient and two moments.
+        """
+        width = self.resolved.get("head_dim") or self.embedding // self.query_heads
+        parameters = 2 * self.embedding * width * (self.query_heads + self.kv_heads)
+        gates = len(self.resolved.get("mlp_activations") or ["silu"])
+        parameters += (gates + 1) * self.embedding * self.mlp
+        attention = self.query_heads * width * sequence  # half of the pairs of tokens
+        ends = self.vocabulary * self.embedding
+        last = self.layers - 1
+        return [
+            LayerCosts(
+                6.0 * (parameters + attention + (ends if n == last else 0)),
+                16.0 * (parameters + ends * ((n == 0) + (n == last))) / shards,
+            )
+            for n in range(self.layers)
+        ]
 
 
 def find_maxtext(root: Path | None) -> Path:

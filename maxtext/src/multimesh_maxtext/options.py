@@ -30,6 +30,7 @@ class Options(argparse.Namespace):
     pp: int
     ep: int
     interleave: int
+    partition: tuple[int, ...] | str | None
     sequence_parallel: bool | None
     # training loop
     num_steps: int

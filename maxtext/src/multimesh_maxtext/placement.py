@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
 import re
@@ -30,35 +32,40 @@ Stack = tuple[str, int, Any]
 
 @dataclass(frozen=True)
 class Stages:
-    """A submesh per stage; layers are dealt in equal, contiguous pieces, and these as the schedule's placement says.
+    """A submesh per stage; layers are dealt in contiguous pieces, and these as the schedule's placement says.
 
     Attributes
     ----------
     meshes
         One a stage, equal but for their devices.
     layers
-        Number of decoder layers, a multiple of the number of pieces.
+        Number of decoder layers.
     interleave
         Pieces a stage.
     placement
         The stage of each piece, as ``multimesh.schedules.Schedule.placement`` gives it; by default in turn.
+    sizes
+        Layers of each piece; by default all have as many.
     """
 
     meshes: tuple[Mesh, ...]
     layers: int
     interleave: int = 1
     placement: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def pieces(self) -> list[range]:
         """Layers of each piece, in the order of the model."""
-        size = self.layers // (len(self.meshes) * self.interleave)
-        return [range(first, first + size) for first in range(0, self.layers, size)]
+        number = len(self.meshes) * self.interleave
+        ends = [0, *itertools.accumulate(self.sizes or (self.layers // number,) * number)]
+        return [range(start, end) for start, end in itertools.pairwise(ends)]
 
     def of_layer(self, number: int) -> Mesh:
         """Submesh of a layer, or of the piece that begins with it."""
         on = self.placement or range(len(self.meshes))
-        return self.meshes[on[number // len(self.pieces[0]) % len(on)]]
+        piece = next(i for i, layers in enumerate(self.pieces) if number in layers)
+        return self.meshes[on[piece % len(on)]]
 
     def of_path(self, path: Any) -> Mesh:
         """Submesh of a leaf of the train state: a parameter, its moments, the state of a random number generator.
@@ -127,6 +134,7 @@ def deal(
     devices: Sequence[jax.Device],
     interleave: int = 1,
     placement: tuple[int, ...] = (),
+    sizes: tuple[int, ...] = (),
 ) -> Stages:
     """Make the submeshes of all stages from that of the first.
 
@@ -143,7 +151,7 @@ def deal(
             grid[at] = devices[number[device] + stage * mesh.size]
         return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
-    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave, placement)
+    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave, placement, sizes)
 
 
 @dataclass(frozen=True)

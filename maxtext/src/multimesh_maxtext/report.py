@@ -172,6 +172,7 @@ def reference_job(job: Job) -> Job:
         "schedule": None,
         "custom_schedule_path": None,
         "interleave": 1,
+        "partition": None,
         "scan_layers": bool(o.scan_layers),
         "cpus": None if o.gpus else job.mesh_devices,
         "gpus": job.mesh_devices if o.gpus else 0,

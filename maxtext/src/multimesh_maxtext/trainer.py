@@ -124,8 +124,10 @@ def _headline(job: Job) -> str:
     axes = ((name, getattr(o, name)) for name in ("dp", "fsdp", "tp", "pp", "ep", "interleave"))
     grid = " ".join(f"{name} {size}" for name, size in axes if size > 1) or "no parallelism"
     use = "in the pipeline" if o.pp > 1 else "accumulated"
+    sizes = job.pieces if o.staged else ()
+    dealt = f" dealt {' '.join(map(str, sizes))}" if len(set(sizes)) > 1 else ""
     return (
-        f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {grid}; {job.model.layers} layers; "
+        f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {grid}; {job.model.layers} layers{dealt}; "
         f"batch {job.batch} = {job.microbatches} microbatches {use}"
     )
 

@@ -13,6 +13,7 @@ from multimesh.schedules.auto import Auto, Candidate, Choice
 from multimesh.schedules.custom import Custom, custom, load
 from multimesh.schedules.gpipe import GPipe, LoopedBFS
 from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, KimiK2, OneFOneB
+from multimesh.schedules.partitioning import LayerCosts, Partition, partition
 from multimesh.schedules.table import Cell, Row, Schedule, Table
 from multimesh.schedules.v_shaped import ZBV, DualPipeV
 from multimesh.schedules.validation import needs, validate
@@ -34,8 +35,10 @@ __all__ = [
     "Interleaved",
     "InterleavedZB",
     "KimiK2",
+    "LayerCosts",
     "LoopedBFS",
     "OneFOneB",
+    "Partition",
     "PrefetchWavefront",
     "Row",
     "Schedule",
@@ -47,6 +50,7 @@ __all__ = [
     "load",
     "names",
     "needs",
+    "partition",
     "validate",
 ]
 

@@ -1,0 +1,189 @@
+"""Layers to stages: contiguous pieces of a list of layers, chosen by what the layers cost. Nothing here imports JAX."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from multimesh import checks
+from multimesh.costs import cost
+from multimesh.errors import UsageError
+from multimesh.units import amount, columns
+
+_CLOSE = 1e-9  # relative difference of rounding
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What a layer costs on a submesh.
+
+    Attributes
+    ----------
+    time
+        Of F, B and W of a microbatch together, in any unit.
+    held
+        Bytes that it holds all the time: parameters, gradients, the state of the optimizer.
+    activation
+        Bytes that it keeps of a microbatch from F to the end of its backward.
+    """
+
+    time: float
+    held: float = 0.0
+    activation: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no cost."""
+        for name, value in vars(self).items():
+            cost(value, f"a layer's {name}")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Pieces of a list of layers, one for each stage; ``str`` is a table of the stages.
+
+    Attributes
+    ----------
+    sizes
+        Number of layers of each stage.
+    stages
+        What each stage costs in all.
+    bound
+        What `partition` makes as short as can be.
+    """
+
+    sizes: tuple[int, ...]
+    stages: tuple[LayerCosts, ...]
+    bound: float
+
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """Numbers of the layers of each stage."""
+        ends = itertools.accumulate(self.sizes)
+        return tuple(range(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
+
+    def __str__(self) -> str:
+        parts: list[tuple[str, Sequence[str]]] = [
+            ("stage", [str(s) for s in range(len(self.sizes))]),
+            ("layers", [f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in self.pieces]),
+            ("time", [amount(stage.time, "") for stage in self.stages]),
+        ]
+        if any(stage.held for stage in self.stages):
+            parts.append(("held", [amount(stage.held, "bytes") for stage in self.stages]))
+        return "\n".join(columns(parts))
+
+
+def partition(
+    layers: Iterable[LayerCosts | float],
+    submeshes: int,
+    *,
+    microbatches: int,
+    chunks: int = 1,
+    memory: float | None = None,
+    transfer: float = 0.0,
+) -> Partition:
+    """Cut a list of layers into stages so that a pipeline of them can end earliest.
+
+    With ``t`` the times of the stages, ``m`` microbatches and ``v`` stages on each submesh, what is made as short as
+    can be is ``max over s of (t_0 + ... + t_(s-1) + 2 s transfer + m v t_s)``. With one stage on each submesh no table
+    whose B makes the weight gradients too ends before that in the simulator: ``t_s`` must run ``m`` times,
+    after the first microbatch has come through the stages before, and before the last one has gone back through them.
+    With several it is an upper estimate: as if all stages of a submesh took the time of its longest. Of cuts that are
+    equal in this, one whose longest stage is shortest is taken. Found by dynamic programming, in time
+    ``stages * layers ** 2``; no other cut has a smaller value.
+
+    Parameters
+    ----------
+    layers
+        What each costs, in order; a number is its time.
+    submeshes, chunks
+        How many there are, and the stages on each, round and round.
+    microbatches
+        ``m``.
+    memory
+        Bytes that a submesh has; None: enough. A stage fits where what its layers hold and the activations that are
+        alive under 1F1B, interleaved where there are several stages on a submesh, take at most a ``v``-th of it.
+    transfer
+        Time of a transfer between two stages.
+
+    Returns
+    -------
+    Partition
+        At least one layer in each stage.
+
+    Raises
+    ------
+    UsageError
+        When there are fewer layers than stages, or no cut fits into memory.
+
+    Examples
+    --------
+    A head that takes as long as three layers:
+
+    >>> partition([1, 1, 1, 1, 1, 1, 1, 1, 3], submeshes=4, microbatches=8).sizes
+    (2, 3, 3, 1)
+    """
+    submeshes, chunks = checks.whole("partition: submeshes", submeshes, 1), checks.whole("partition: chunks", chunks, 1)
+    microbatches = checks.whole("partition: microbatches", microbatches, 1)
+    costs = [
+        c if isinstance(c, LayerCosts) else LayerCosts(c) for c in checks.many("partition: layers", layers, "costs")
+    ]
+    number, hop = submeshes * chunks, cost(transfer, "a transfer")
+    if len(costs) < number:
+        raise UsageError(
+            f"partition: {len(costs)} layers cannot make {number} stages ({submeshes} submeshes x {chunks}); each "
+            "needs one at least"
+        )
+    room = math.inf if memory is None else cost(memory, "partition: memory of a submesh") / chunks
+    before, held, kept = (
+        [0.0, *itertools.accumulate(getattr(c, name) for c in costs)] for name in ("time", "held", "activation")
+    )
+
+    def alive(stage: int) -> float:
+        rank = stage % submeshes
+        many = submeshes - rank if chunks == 1 else 2 * (submeshes - rank - 1) + (chunks - 1) * submeshes + 1
+        return min(microbatches * chunks, many) / chunks
+
+    def needs(stage: int, start: int, end: int) -> float:
+        return held[end] - held[start] + alive(stage) * (kept[end] - kept[start])
+
+    def value(stage: int, start: int, end: int) -> float:
+        if needs(stage, start, end) > room:
+            return math.inf
+        return before[start] + 2 * stage * hop + microbatches * chunks * (before[end] - before[start])
+
+    bound, _ = _best(number, len(costs), value)
+    if math.isinf(bound):
+        least = max(needs(number - 1, i, i + 1) for i in range(len(costs)))
+        raise UsageError(
+            f"partition: no cut of {len(costs)} layers into {number} stages fits into {amount(memory or 0, 'bytes')} "
+            f"on each submesh; a layer alone takes up to {amount(least, 'bytes')}. Use more submeshes, or keep less "
+            "of a microbatch with jax.checkpoint"
+        )
+    limit = bound * (1 + _CLOSE)
+    _, cuts = _best(number, len(costs), lambda k, a, b: before[b] - before[a] if value(k, a, b) <= limit else math.inf)
+    pieces = [costs[a:b] for a, b in itertools.pairwise(cuts)]
+    stages = tuple(LayerCosts(*(sum(getattr(c, n) for c in p) for n in ("time", "held", "activation"))) for p in pieces)
+    return Partition(tuple(map(len, pieces)), stages, bound)
+
+
+def _best(stages: int, layers: int, value: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
+    """The least largest value of (stage, first layer, end) over all cuts, and the ends of such a cut, from 0."""
+    best = [math.inf if end == 0 else value(0, 0, end) for end in range(layers + 1)]
+    starts: list[list[int]] = []
+    for stage in range(1, stages):
+        new, chosen = [math.inf] * (layers + 1), [0] * (layers + 1)
+        for end in range(stage + 1, layers + 1):
+            for start in range(end - 1, stage - 1, -1):
+                here = value(stage, start, end)
+                if here >= new[end]:
+                    break  # a longer piece costs no less
+                if max(best[start], here) < new[end]:
+                    new[end], chosen[end] = max(best[start], here), start
+        best = new
+        starts.append(chosen)
+    ends = [layers]
+    for chosen in reversed(starts):
+        ends.append(chosen[ends[-1]])
+    return best[-1], [0, *reversed(ends)]
