@@ -306,3 +306,52 @@ def test_a_plan_runs_the_table_that_it_names():
 def test_too_little_memory_is_refused_with_the_line_of_the_loop():
     with pytest.raises(mm.UsageError, match=r"test_auto.py:\d+: schedule auto: no table keeps activations within 1 b"):
         step(Auto(memory=1.0)).plan(PARAMS, X)
+
+
+def affine(w, x):
+    return jnp.tanh(x @ w)
+
+
+def test_a_list_of_layers_is_cut_by_what_they_cost():
+    """The head does as much as four layers; loss and gradients are those of plain JAX, on the pieces' own devices."""
+    params = [np.eye(8, k, dtype=np.float32) / 2 for k in (8, 8, 8, 8, 8, 32)]
+    layers = [*[affine] * 5, lambda w, x: jnp.sum(affine(w, x) ** 2)]
+    meshes = submeshes(2, (1,))
+    model = mm.sequential(layers, meshes, microbatches=6)
+    cut = model.partition(params, jax.ShapeDtypeStruct((1, 8), np.float32))
+    assert cut.sizes == (5, 1)
+    assert [stage.held for stage in cut.stages] == [5 * 4 * 256, 4 * 1024]
+    assert cut.stages[1].time > 3 * 2 * 8 * 32
+    value, grads = mm.jit(mm.microbatch(jax.value_and_grad(model), size=1, argnum=1, schedule="auto"))(params, X)
+
+    def plain(params, x):
+        for layer, w in zip(layers, params, strict=True):
+            x = layer(w, x)
+        return x
+
+    wanted = jax.value_and_grad(plain)(params, X)
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
+    for n, (grad, other) in enumerate(zip(grads, wanted[1], strict=True)):
+        np.testing.assert_allclose(grad, other, rtol=1e-5, atol=1e-6)
+        assert grad.devices() == set(meshes[n == 5].devices.flat)
+    given = mm.sequential(layers, meshes, partition=(2, 4), microbatches=6)
+    assert given.partition(params, X[:1]).pieces == (range(2), range(2, 6))
+    measured = mm.sequential(layers, meshes, costs=[9, 1, 1, 1, 1, 1], microbatches=6)
+    assert measured.partition(params, X[:1]).sizes == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"partition": "even"}, "must be 'auto' or the layers of each stage, got 'even'"),
+        ({"partition": (1, 2)}, r"2 stages with 3 layers, but there are 2 \(2 submeshes x 1\) and 2 layers"),
+        ({"costs": [1]}, "costs of 1 layers, but there are 2"),
+        ({"placement": (0, 2)}, "must name submeshes 0 to 1"),
+        ({"chunks": 0}, "chunks must be at least 1"),
+    ],
+)
+def test_a_list_that_cannot_be_cut(options, match):
+    with pytest.raises(mm.UsageError, match=match):
+        mm.sequential([affine] * 2, submeshes(2, (1,)), microbatches=4, **options)
+    with pytest.raises(mm.UsageError, match="2 layers, but parameters for 1"):
+        mm.sequential([affine] * 2, submeshes(2, (1,)), microbatches=4).partition([np.eye(2)], np.ones((1, 2)))
