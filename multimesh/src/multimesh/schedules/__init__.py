@@ -14,6 +14,7 @@ from multimesh.schedules.custom import Custom, custom, load
 from multimesh.schedules.gpipe import GPipe, LoopedBFS
 from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, KimiK2, OneFOneB
 from multimesh.schedules.partitioning import LayerCosts, Partition, partition
+from multimesh.schedules.published import PUBLISHED
 from multimesh.schedules.table import Cell, Row, Schedule, Table
 from multimesh.schedules.v_shaped import ZBV, DualPipeV
 from multimesh.schedules.validation import needs, validate
@@ -54,11 +55,7 @@ __all__ = [
     "validate",
 ]
 
-_ALL: tuple[Schedule, ...] = (
-    *(GPipe(), LoopedBFS(), OneFOneB(), EagerOneFOneB(), Interleaved(), KimiK2()),
-    *(ZBH1(), ZBH2(), InterleavedZB(), ZBV(), DualPipeV(), Wavefront(), PrefetchWavefront()),
-)
-_BY_NAME: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL} | {"fill-drain": GPipe(), "auto": Auto()}
+_BY_NAME: dict[str, Schedule] = {s.name: s for s in PUBLISHED} | {"fill-drain": GPipe(), "auto": Auto()}
 
 
 def names() -> tuple[str, ...]:

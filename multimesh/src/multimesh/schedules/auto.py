@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from multimesh import checks
 from multimesh.costs import UNIT_COSTS, StageCosts, cost
 from multimesh.errors import UsageError
+from multimesh.schedules.published import PUBLISHED
 from multimesh.schedules.search import Found, Problem, search
 from multimesh.schedules.table import Schedule, Table
 from multimesh.units import amount, columns
@@ -101,7 +102,8 @@ class Choice:
         if best is None:
             return f"took the table that was found: no published one fits; {bound}"
         gain = 100 * (1 - taken.makespan / best.makespan)
-        return f"took the table that was found: {gain:.1f} % shorter than {best.name}, the best published one; {bound}"
+        shorter = f"{gain:.1f} % shorter than {best.name}, the best published one that fits"
+        return f"took the table that was found: {shorter}; {bound}"
 
     def __str__(self) -> str:
         unit = self.costs.sizes
@@ -252,13 +254,10 @@ def _published(
     auto: Auto, route: tuple[int, ...], shape: tuple[int, int, int, bool], both: dict[bool, Problem]
 ) -> dict[str, tuple[Found, Table]]:
     """Every published table that the loop can have, simulated; of equal ones the first."""
-    from multimesh import schedules
-
     found: dict[str, tuple[Found, Table]] = {}
     tables = set()
-    for name in schedules.names():
-        schedule = schedules.get(name)
-        if isinstance(schedule, Auto) or schedule.name != name or schedule.placement(shape[0]) != route:
+    for schedule in PUBLISHED:
+        if schedule.placement(shape[0]) != route:
             continue
         try:
             table = schedule.table(*shape)
@@ -271,7 +270,7 @@ def _published(
         rows = problem.rows(table)
         times = problem.times(rows)
         if times is not None and problem.table(rows) == table:
-            found[name] = Found(problem, rows, max(end for _, end in times.values())), table
+            found[schedule.name] = Found(problem, rows, max(end for _, end in times.values())), table
     return found
 
 
