@@ -59,7 +59,7 @@ def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, s
 
 @pytest.mark.parametrize(
     "flag",
-    ["--dump d", "--verify --pp 2 --gpus 1", "--use-tfds-dataset --pp 2"],
+    ["--dump d", "--dump-only --dump d --pp 2", "--verify --pp 2 --gpus 1", "--use-tfds-dataset --pp 2"],
 )
 def test_what_several_processes_cannot_do_is_refused(flag: str):
     with pytest.raises(UnsupportedError, match=f"{flag.split()[0]} is for one process so far: .*; leave it out"):

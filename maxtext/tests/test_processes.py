@@ -235,15 +235,17 @@ def test_validate_mpi(run: Run, tmp_path: Path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("pp", "nodes"), [(2, 2), (4, 4), (2, 4)])
 def test_losses_are_those_of_one_process(root: Path, tmp_path: Path, pp: int, nodes: int):
-    """Also where a stage spans processes (pp 2 on 4 processes, dp 2). One of them writes what all have measured."""
+    """Also where a stage spans processes (pp 2 on 4 processes, dp 2). One writes the plan, and what all measured."""
     job = ["--backend", "multimesh", "--pp", str(pp), "--dp", str(nodes // pp), *STEP]
     assert main([*job, "--cpus", str(nodes), "--output", str(tmp_path / "one")], root=root) == 0
     spawned = ["--spawn", "--nodes", str(nodes), "--cpus", "1", "--profile", "--output", str(tmp_path / "several")]
+    spawned += ["--dump", str(tmp_path / "dump"), "--dump-mpmd-passes"]
     assert main([*job, *spawned], root=root) == 0
     want = losses(tmp_path / "one/metrics.jsonl")
     assert len(want) == 3
     for folder in ("several", "several/process-1"):
         for got, expected in zip(losses(tmp_path / folder / "metrics.jsonl"), want, strict=True):
             assert got == pytest.approx(expected, rel=1e-5)
+    assert {"plan.txt", "plan.json", "plan.svg", "plan.html", "plan.perfetto.json"} <= {*os.listdir(tmp_path / "dump")}
     assert [path.parent for path in tmp_path.rglob("timelines")] == [tmp_path / "several"]
     assert f"of {nodes} processes" in (tmp_path / "several/timelines/measured.svg").read_text()

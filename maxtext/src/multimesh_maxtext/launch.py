@@ -42,17 +42,18 @@ _LAUNCHERS = {
 }
 """A variable that only the launcher's processes have, and those with rank, number and rank on this machine."""
 
-_ALONE = {
-    "dump": "every process would write the same files",
-}
-"""Flags that only one process can honour so far, and why."""
+_SAME_FILES = "every process would write the same files"
 
+_PROGRAM_ALONE = {"dump": _SAME_FILES}
+"""Flags that only one process can honour so far where all run one program, and why."""
 
 _STAGED_ALONE = {
+    **dict.fromkeys(("dump_hlo", "dump_all_passes"), _SAME_FILES),
+    "dump_only": "all would compile for one to write",
     "use_tfds_dataset": "only processes of the first stage would know when the data ends",
     "device_memory": "one process forecasts for all devices",
 }
-"""Further ones where stages are programs of their own."""
+"""... where stages are programs of their own; of those the first process writes the plan."""
 
 _GPUS_ALONE = {"verify": "the reference trains on all GPUs of a stage in one process"}
 """Further ones where these are on GPUs."""
@@ -244,8 +245,8 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
     """
     if options.nodes == 1:
         return Member()
-    staged = _STAGED_ALONE | (_GPUS_ALONE if options.gpus else {}) if options.staged else {}
-    for name, reason in (_ALONE | staged).items():
+    staged = _STAGED_ALONE | (_GPUS_ALONE if options.gpus else {})
+    for name, reason in (staged if options.staged else _PROGRAM_ALONE).items():
         if options.has(name):
             raise UnsupportedError(
                 f"--{name.replace('_', '-')} is for one process so far: {reason}; leave it out, or use --nodes 1"

@@ -203,6 +203,8 @@ def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any)
 
 
 def _dump(lowered: multimesh.Lowered, handoff: Handoff) -> None:
+    if jax.process_index():  # of several processes, which all have the same plan, the first writes it
+        return
     folder = Path(handoff.dump)
     folder.mkdir(parents=True, exist_ok=True)
     plan = lowered.plan
