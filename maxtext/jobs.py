@@ -67,6 +67,8 @@ class Job:
         Of its machine; 0 where the user says.
     flags
         For ``run.py``, without the processes and devices.
+    note
+        What else its README says.
     """
 
     folder: str
@@ -76,6 +78,7 @@ class Job:
     nodes: int
     time: str
     flags: str
+    note: str = ""
 
     @property
     def processes(self) -> int:
@@ -303,7 +306,7 @@ job when one is lost: see [checkpoints](../README.md#checkpoints).
 |---|---|
 @settings@
 
-## What was tried
+@note@## What was tried
 
 `maxtext/jobs.py` makes this folder from one description; tests compare the two, and try the flags with `--dry-run`.
 @tried@
@@ -384,6 +387,19 @@ ANY = Machine(
     ),
 )
 
+_MEMORY_70B = """## Memory
+
+By the forecast these flags need 119 GiB on each GPU of stage 0, more than an H100 has; with `--schedule
+interleaved` it is 60 GiB. Only the order of the tasks differs: parameters, their moments and gradients are 20
+GiB in both. One forward of one layer keeps 0.37 GiB for its backward (8,192 tokens of 25,000 numbers in
+bfloat16: what comes in, queries, keys, values and two products of the feed-forward block, by `--remat
+minimal`). In `prefetch-wavefront` the backward of layer s comes about 2 x (80 - s) fronts after its forward,
+when most of the 64 microbatches have passed it: stage 0 holds 64 + 64 + 64 + 64 + 32 = 288 of its 320 forwards
+(`gpipe` holds all 320). Interleaved 1F1B holds 95. The original's flags are kept as they are: whether its
+runtime holds as much is not known here.
+
+"""
+
 LLAMA3_8B = (
     f"--dp 2 --pp 2 --tp 4 --interleave 8 --schedule prefetch-wavefront --only-fuse-loop-tasks --model-name llama3-8b "
     f"--num-layers 32 --sequence-length 4096 --batch-size 32 --microbatch-size 2 {SHARED}"
@@ -415,6 +431,7 @@ JOBS = (
             "--model-name llama3-70b --num-layers 80 --sequence-length 4096 --batch-size 128 --microbatch-size 2 "
             f"{SHARED} --fbmem 78 --num-steps 10"
         ),
+        note=_MEMORY_70B,
     ),
     Job(
         folder="llama3-8b-16gpus",
@@ -477,6 +494,7 @@ def files(job: Job) -> dict[str, str]:
         "gpus": str(machine.gpus),
         "words": ("\n" + 20 * " ").join(_listed(job.flags)),
         "jobset": _JOBSET_ROW if machine.kubernetes else "",
+        "note": job.note,
         "tried": _TRIED if job.folder == "llama3-8b-16gpus" else _UNTRIED,
     }
     made = {"job.sbatch": BATCH, machine.script: PROCESS, "README.md": README}
