@@ -122,6 +122,7 @@ def test_a_pipeline_goes_on_from_any_layout(
 
 
 LAYOUTS = [("layers_0", "layers_1", "layers_2", "layers_3"), ("layers_0_1", "layers_2_3"), ("layers",)]
+LAYOUTS += [("layers_0_2", "layers_3_3")]  # of unequal pieces
 KERNEL = np.arange(4 * 3 * 2).reshape(4, 3, 2)  # of four layers, three by two each
 COUNT = np.arange(4)
 
