@@ -32,7 +32,8 @@ def _schedules(model: str) -> list[str]:
     cases = []
     for name in dict.fromkeys([*schedules.names(), "custom"]):
         for pieces in (1, 2):
-            if name == "fill-drain" or (name, pieces) in {("interleaved", 1), ("zb-h1", 2)}:
+            known = schedules.get("1f1b" if name == "custom" else name)
+            if name == "fill-drain" or known.usual > pieces or known.chunks not in (None, pieces):
                 continue
             number = len(cases)
             stages = 4 if number % 3 == 2 and pieces == 1 else 2

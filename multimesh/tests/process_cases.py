@@ -38,8 +38,9 @@ def pipeline(split: str, model: str, schedule: str, where: str = "inside") -> No
     rows, size = 16, 4
     found = next(m for m in MODELS if m.name == model)
     parts = SPLITS[split]()
-    stages = len(parts) * (2 if schedule == "interleaved" else 1)
-    split_ = Split(tuple(parts))
+    known = mm.schedules.get(schedule)
+    stages = len(parts) * known.usual
+    split_ = Split(tuple(parts), placement=known.placement(len(parts)))
     params, batch = found.init(stages), found.batch(rows, 0)
     owners = found.owners(params)
     placed = jax.tree.map(lambda x, o: on(split_.mesh(o[0]), x), params, owners)

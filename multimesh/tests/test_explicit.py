@@ -1,5 +1,7 @@
 """Meshes with Explicit axes, as ``jax.make_mesh`` makes: plain jit's values, results on the mesh given."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,28 +37,34 @@ def place(split, params, owners):
 
 
 @pytest.mark.telling(
-    "gpipe-outside-mixed axes", "1f1b-inside-explicit", "zb-h1-inside-one submesh", "wavefront-outside-explicit"
+    "gpipe-outside-mixed axes",
+    "1f1b-inside-explicit",
+    "zb-h1-inside-one submesh",
+    "wavefront-outside-explicit",
+    "zb-v-inside-mixed axes",
 )
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize(
-    ("schedule", "where"), [("gpipe", "outside"), ("1f1b", "inside"), ("zb-h1", "inside"), ("wavefront", "outside")]
+    ("schedule", "where"),
+    [("gpipe", "outside"), ("1f1b", "inside"), ("zb-h1", "inside"), ("wavefront", "outside"), ("zb-v", "inside")],
 )
 def test_a_training_step(kinds, schedule, where):
     """Rows over ``data``: sums are delayed, arguments donated, and the next step takes its own results."""
-    split, model = split_of(KINDS[kinds]), MLP
-    owners = model.owners(model.init(2))
+    found, model = mm.schedules.get(schedule), MLP
+    split, stages = dataclasses.replace(split_of(KINDS[kinds]), placement=found.placement(2)), 2 * found.usual
+    owners = model.owners(model.init(stages))
     grad = gradient(model, split, size=4, rows=16, where=where, schedule=schedule)
 
     def step(params, batch):
         loss, grads = grad(params, batch)
         return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
-    params, batch = place(split, model.init(2), owners), split.lay_out(model.batch(16, 0))
+    params, batch = place(split, model.init(stages), owners), split.lay_out(model.batch(16, 0))
     given = jax.tree.map(lambda x: x.sharding, params)
-    loss, grads = reference_gradient(model, 2, 16, 4)
+    loss, grads = reference_gradient(model, stages, 16, 4)
     jitted = mm.jit(step, donate_argnums=0)
     got, new = jitted(params, batch)
-    assert_same((got, new), (loss, jax.tree.map(lambda p, g: p - np.float32(0.1) * g, model.init(2), grads)))
+    assert_same((got, new), (loss, jax.tree.map(lambda p, g: p - np.float32(0.1) * g, model.init(stages), grads)))
     assert jax.tree.map(lambda x: x.sharding, new) == given
     assert got.sharding.mesh in split.meshes
     assert all(x.is_deleted() for x in jax.tree.leaves(params))

@@ -12,6 +12,7 @@ from spawning import run
 CASES = Path(__file__).with_name("process_cases.py")
 TRANSPORTS = ("pull", "device_put", "ppermute")
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "wavefront", "prefetch-wavefront")
+OTHERS = ("looped-bfs", "interleaved", "kimi-k2", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v")
 
 SHORT = {
     (2, 1): (
@@ -33,6 +34,7 @@ SHORT = {
     ),
     (2, 2): (
         "pipeline:halves:transformer:zb-h1",
+        "pipeline:halves:mlp:zb-v",
         "pipeline:crossed:mlp:1f1b",
         "pipeline:one in all:skip:gpipe",
         "training:crossed",
@@ -43,7 +45,7 @@ MODELS = ("mlp", "skip", "dropout", "transformer")
 FULL = {
     (2, 1): (
         *(f"pipeline:halves:{model}:{schedule}" for model in MODELS for schedule in SCHEDULES),
-        "pipeline:halves:mlp:interleaved",
+        *(f"pipeline:halves:mlp:{schedule}" for schedule in OTHERS),
         "pipeline:backwards:mlp:1f1b:outside",
         *(f"{case}:{name}" for case in ("dtypes", "arguments") for name in TRANSPORTS[1:]),
         *(f"profiled:halves:0:{name}" for name in TRANSPORTS),
@@ -62,7 +64,7 @@ FULL = {
     ),
     (4, 1): (
         *(f"pipeline:quarters:{model}:1f1b" for model in MODELS),
-        *(f"pipeline:quarters:mlp:{schedule}" for schedule in (*SCHEDULES, "interleaved")),
+        *(f"pipeline:quarters:mlp:{schedule}" for schedule in (*SCHEDULES, *OTHERS)),
         *(f"transports:{name}" for name in TRANSPORTS),
         "pipeline:halves:transformer:zb-h1",
         "profiled:quarters:100",

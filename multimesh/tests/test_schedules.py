@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import published
 import pytest
 from jax.sharding import PartitionSpec as P
 from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER, squared_error
@@ -97,6 +98,20 @@ def test_adamw(model, schedule, stages):
 @pytest.mark.parametrize("model", [MLP, TRANSFORMER, MOE], ids=lambda m: m.name)
 def test_adamw_of_every_model(model, schedule, optimizer):
     check_training(model, OPTIMIZERS[optimizer](), schedule, split_for(schedule, 4), 4)
+
+
+@pytest.mark.telling("zb-v-2-4")
+@pytest.mark.parametrize(("p", "m"), published.grid())
+@pytest.mark.parametrize("name", NAMES)
+def test_idle_time_numerics_and_live_bytes(name, p, m):
+    """What benchmarks/published.py shows: of the plan that runs, the idle time is that of the table."""
+    found = published.measure(name, p, m)
+    assert found["agrees"] != "NO"
+    assert found["plan"] == pytest.approx(found["simulated"], abs=1e-6)
+    assert found["error"] <= 1e-5
+    cut = m * published.ROWS * published.WIDTH * 4 / 1e6  # the batch, in microbatches
+    for live, held in zip(found["live MB"].split(), found["bytes MB"].split(), strict=True):
+        assert float(live) <= cut + 1.25 * float(held) + 0.1
 
 
 def test_the_order_does_not_change_a_bit():
