@@ -55,6 +55,23 @@ def _remat() -> list[str]:
     ]
 
 
+_FEW = "num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=32 sparse_matmul=false"
+UNLIKE = {
+    "gemma3": (
+        "--model-name gemma3-4b --num-heads 4 sliding_window_size=8 vocab_size=384"  # it has no default of its own
+    ),
+    "gpt_oss": (
+        f"decoder_block=gpt_oss {_FEW} sliding_window_size=8 attention_bias=true attention_sink=true routed_bias=true "
+        "mlp_bias=true mlp_activations=[sigmoid,linear] mlp_activations_limit=7.0 inhomogeneous_layer_cycle_interval=2"
+    ),
+    "deepseek": (
+        f"decoder_block=deepseek {_FEW} first_num_dense_layers=1 shared_experts=1 attention_type=mla q_lora_rank=16 "
+        "kv_lora_rank=16 qk_nope_head_dim=8 qk_rope_head_dim=8 v_head_dim=8 routed_scaling_factor=2.5 "
+        "routed_score_func=sigmoid"
+    ),
+}
+"""Models whose layers are not alike, in the small."""
+
 SECTIONS = {
     "schedules-llama": _schedules(_LLAMA),
     "schedules-gpt3": _schedules(_GPT3),
@@ -105,6 +122,9 @@ SECTIONS = {
         for layers in ("--num-layers 2", "--num-layers 4 --scan-layers")
     ]
     + [f"{_FOUR} --num-layers 2 num_experts_per_tok=2 {_SPARSE.replace('mixtral', 'qwen3_moe')}"],
+    "unlike": [
+        f"--cpus 2 --pp 2 --num-layers {6 if 'gemma' in block else 4} {model}" for block, model in UNLIKE.items()
+    ],
 }
 """What is compared: flags beside `parity.SMALL`, by section of the page."""
 

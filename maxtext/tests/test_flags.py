@@ -176,11 +176,11 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
     [
         (
             "pure_nnx=false",
-            r"with pure_nnx=False yet: only NNX models have the hooks; use pure_nnx=True or --backend spmd",
+            r"with pure_nnx=False yet: only NNX models have the hooks; use pure_nnx=True or --backend spmd with --fsdp",
         ),
-        ("--model-name gemma3-4b", r"with decoder_block=gemma3 yet: .*; use decoder_block=llama2 or --backend spmd"),
-        ("--model-name deepseek2-16b --num-layers 2", r"with decoder_block=deepseek yet"),
-        ("inhomogeneous_layer_cycle_interval=2", r"with inhomogeneous_layer_cycle_interval=2 yet: .* come in groups"),
+        ("decoder_block=deepseek4", r"with decoder_block=deepseek4 yet: .*; use --backend spmd with --fsdp or --tp in"),
+        ("--scan-layers --model-name gemma3-4b", r"--scan-layers: .* decoder_block=gemma3 .*; use --no-scan-layers$"),
+        ("--scan-layers inhomogeneous_layer_cycle_interval=2", r"--scan-layers: .* are not alike"),
         ("--model-name mixtral-8x7b --ep 2", r"--ep 2: with sparse_matmul=True .* add sparse_matmul=false"),
         ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
         ("quantization=int8", r"with quantization=int8 yet"),

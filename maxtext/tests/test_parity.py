@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import grid
 import pytest
 from parity import METRICS, Result, compare
@@ -31,7 +33,11 @@ CASES = {
     "mixtral prefetch-wavefront sparse dp scanned": (
         f"--dp 2 --pp 2 --schedule prefetch-wavefront --num-layers 4 --scan-layers megablox=false {_EXPERTS}"
     ),
+    "gemma3 local and global": f"--dp 2 --pp 2 --num-layers 6 {grid.UNLIKE['gemma3']}",
+    "gpt_oss windows and all": f"--dp 2 --pp 2 --schedule zb-h1 --num-layers 4 {grid.UNLIKE['gpt_oss']}",
+    "deepseek dense first": f"--pp 4 --num-layers 4 {grid.UNLIKE['deepseek']}",
 }
+MIXTURES = [name for name, flags in CASES.items() if "num_experts" in flags]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.telling("gpt3 zb-h1 dp tied", "llama auto uneven", "llama interleaved sequence-parallel scanned tied")
-@pytest.mark.parametrize("name", [name for name in CASES if "mixtral" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in MIXTURES])
 def test_a_dense_pipeline_trains_as_one_program(results: dict[str, Result], name: str):
     found = results[name]
     assert found.error is None
@@ -54,7 +60,7 @@ def test_a_dense_pipeline_trains_as_one_program(results: dict[str, Result], name
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in CASES if "mixtral" in name])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_of_experts_has_the_losses_of_one_program(results: dict[str, Result], name: str):
     found = results[name]
     assert found.error is None
@@ -73,6 +79,7 @@ def test_a_mixture_of_experts_has_the_losses_of_one_program(results: dict[str, R
         ),
         ("llama custom four stages dropout", 4, ["layers_0", "layers_1", "layers_2", "layers_3"]),
         ("mixtral prefetch-wavefront sparse dp scanned", 2, ["layers_0_1", "layers_2_3"]),
+        ("deepseek dense first", 4, ["dense_layers_0", "moe_layers_0", "moe_layers_1", "moe_layers_2"]),
     ],
 )
 def test_every_array_lies_on_its_stage_only(results: dict[str, Result], name: str, stages: int, pieces: list[str]):
@@ -88,7 +95,7 @@ def test_every_array_lies_on_its_stage_only(results: dict[str, Result], name: st
             "'mu'",
         }
         assert [path for path, on in mine.items() if on != devices[number % stages]] == []
-    rest = {path: on for path, on in created.items() if "['layers_" not in path}
+    rest = {path: on for path, on in created.items() if not re.search(r"layers_\d", path)}
     assert [
         path for path, on in rest.items() if on != devices[-1 if "decoder_norm" in path or "logits" in path else 0]
     ] == []

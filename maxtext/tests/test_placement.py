@@ -67,6 +67,14 @@ def test_pieces_of_unequal_sizes():
     assert [name for name, *_ in list_stacks(uneven.pieces, None)] == names
 
 
+def test_layers_that_are_counted_apart_are_dealt_in_one_row():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    stages = deal(mesh, stages=2, layers=4, devices=jax.devices(), dense=1)
+    paths = {"dense_layers_0": 0, "moe_layers_0": 0, "moe_layers_1": 0, "moe_layers_2": 0}
+    found = jax.tree_util.tree_map_with_path(lambda path, _: stages.meshes.index(stages.of_path(path)), paths)
+    assert [*found.values()] == [0, 0, 1, 1]
+
+
 @pytest.mark.flax
 def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
     from flax import nnx

@@ -30,15 +30,18 @@ MULTIMESH_ONLY = {
 GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
 """Kernels that CPU devices lack."""
 
+UNLIKE = ("gemma3", "gpt_oss", "deepseek")
+"""Decoder blocks whose layers alternate in a fixed pattern, or begin with dense ones: stages of unlike structure."""
+
 _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_block": (
         (
             *("llama2", "default", "mistral", "gpt3", "mixtral"),
             *("gemma", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
+            *UNLIKE,
         ),
-        "its layers are no plain sequence, or were never tried",
+        "its layers were never tried, or read more than the layer before",
     ),
-    "inhomogeneous_layer_cycle_interval": ((1,), "its layers come in groups"),
     "global_parameter_scale": ((1,), "it changes the number of layers"),
     "mhc_expansion_rate": ((1,), "its streams were never tried"),
     "pure_nnx": ((True,), "only NNX models have the hooks"),
@@ -200,7 +203,7 @@ def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
             f"{o.microbatch_size} = {rows}; use --batch-size {near}"
         )
     if o.staged:
-        yield from _not_placeable(job.model)
+        yield from _not_placeable(job)
         yield from _wrong_schedule(o, job.microbatches)
     elif o.pp > 1 and counted and job.microbatches % o.pp:
         near = max(1, round(job.microbatches / o.pp)) * o.pp
@@ -251,15 +254,24 @@ def _wrong_schedule(options: Options, microbatches: int) -> Iterator[LauncherErr
         yield UsageError(f"{where}, --pp {shape[0]}, --interleave {shape[1]}, {shape[2]} microbatches: {error}")
 
 
-def _not_placeable(model: Model) -> Iterator[LauncherError]:
+def _not_placeable(job: Job) -> Iterator[LauncherError]:
     """Yield the settings of a pipeline that the backend cannot run yet, why, and what to use."""
+    resolved = job.model.resolved
     for key, (values, reason) in _ABLE.items():
-        value = model.resolved.get(key, values[0])
+        value = resolved.get(key, values[0])
         if value not in values:
+            # Another block would be another model.
+            other = "" if key == "decoder_block" else f"{key}={values[0]} or "
             yield UnsupportedError(
                 f"--backend multimesh cannot train with {key}={value} yet: {reason}; "
-                f"use {key}={values[0]} or --backend spmd"
+                f"use {other}--backend spmd with --fsdp or --tp in place of --pp"
             )
+    alike = resolved.get("decoder_block") not in UNLIKE and resolved.get("inhomogeneous_layer_cycle_interval", 1) == 1
+    if job.scans_layers and not alike:
+        yield UnsupportedError(
+            f"--scan-layers: layers of decoder_block={resolved.get('decoder_block')} are not alike, and a pipeline "
+            "cannot scan over groups of them yet; use --no-scan-layers"
+        )
 
 
 def _wrong_shares(job: Job, rows: int) -> Iterator[LauncherError]:

@@ -29,8 +29,8 @@ from multimesh_maxtext.step import StepFunction, accumulate_microbatches, like_f
 _stages: Stages | None = None
 _auto: multimesh.schedules.Auto | None = None
 """Of ``--schedule auto``: with the memory and the costs that are known by now."""
-_made: tuple[Any, Any, Any] | None = None
-"""Of a forecast: the model that a layer was last made for, what it was made of, and the layer."""
+_made: list[tuple[Any, Any, Any]] = []
+"""Of a forecast: the model that each kind of layer was made for, what it was made of, and the layer."""
 
 
 @functools.cache
@@ -62,6 +62,7 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
         interleave=given.interleave,
         placement=find_schedule(given.schedule, given.table).placement(given.stages),
         sizes=tuple(given.sizes),
+        dense=config.first_num_dense_layers,
     )
     return mesh.abstract_mesh
 
@@ -136,14 +137,14 @@ def everywhere(tree: Any) -> Any:
 
 def new_layer(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make a layer of an unrolled model; for a forecast, where only shapes matter, the next ones like it are copies."""
-    global _made
     if not _handoff().forecast:
         return make(*args, **kwargs)
     owner = getattr(make, "__self__", None)
-    if _made is None or _made[0] is not owner or _made[1] != (args, kwargs):
-        _made = (owner, (args, kwargs), make(*args, **kwargs))
-        return _made[2]
-    return nnx.clone(_made[2])
+    like = next((layer for model, given, layer in _made if model is owner and given == (args, kwargs)), None)
+    if like is not None:
+        return nnx.clone(like)
+    _made.append((owner, (args, kwargs), make(*args, **kwargs)))
+    return _made[-1][2]
 
 
 @functools.lru_cache(maxsize=1)

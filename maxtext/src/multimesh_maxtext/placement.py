@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 import multimesh
 from multimesh_maxtext.processes import absent, has_device
 
-_LAYER = re.compile(r"\blayers_(\d+)(?:_\d+)?\b")
+_LAYER = re.compile(r"\b(layers|dense_layers|moe_layers)_(\d+)(?:_\d+)?\b")
 
 _AFTER_LAYERS = re.compile(r"\b(decoder_norm|logits_dense)\b")
 
@@ -46,6 +46,8 @@ class Stages:
         The stage of each piece, as ``multimesh.schedules.Schedule.placement`` gives it; by default in turn.
     sizes
         Layers of each piece; by default all have as many.
+    dense
+        Number of the first layers that are dense, where MaxText counts those and the others apart.
     """
 
     meshes: tuple[Mesh, ...]
@@ -53,6 +55,7 @@ class Stages:
     interleave: int = 1
     placement: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    dense: int = 0
 
     @functools.cached_property
     def pieces(self) -> list[range]:
@@ -77,7 +80,7 @@ class Stages:
         # A stack of layers is named by its first and its last: it lies where the first one does.
         layer = _LAYER.search(name)
         if layer:
-            return self.of_layer(int(layer[1]))
+            return self.of_layer(int(layer[2]) + (self.dense if layer[1] == "moe_layers" else 0))
         return self.of_layer(self.layers - 1 if _AFTER_LAYERS.search(name) else 0)
 
     def shardings(self, tree: Any) -> Any:
@@ -135,6 +138,7 @@ def deal(
     interleave: int = 1,
     placement: tuple[int, ...] = (),
     sizes: tuple[int, ...] = (),
+    dense: int = 0,
 ) -> Stages:
     """Make the submeshes of all stages from that of the first.
 
@@ -151,7 +155,7 @@ def deal(
             grid[at] = devices[number[device] + stage * mesh.size]
         return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
-    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave, placement, sizes)
+    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave, placement, sizes, dense)
 
 
 @dataclass(frozen=True)
