@@ -101,7 +101,7 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
     devices = hooks.stage_devices()
     assert devices == jax.devices()[:4]
     mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"))
-    assert hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), mesh) == mesh.abstract_mesh
+    assert hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh) == mesh.abstract_mesh
     assert hooks.platform(mesh.abstract_mesh) == "cpu"
 
     replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), jax.eval_shape(init))
@@ -160,7 +160,10 @@ def test_a_step_that_was_dumped_or_profiled_compiles_again_for_other_types(
 ):
     monkeypatch.setenv(VARIABLE, replace(handoff, **{written: str(tmp_path / "out")}).variables()[VARIABLE])
     hooks._handoff.cache_clear()
-    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), Mesh(np.array(hooks.stage_devices()), ("data",)))
+    hooks.model_mesh(
+        SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0),
+        Mesh(np.array(hooks.stage_devices()), ("data",)),
+    )
     traced = []
 
     def train(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -179,7 +182,7 @@ def test_a_step_that_was_dumped_or_profiled_compiles_again_for_other_types(
 def test_small_arrays_of_the_state_lie_whole_where_that_is_asked_for(handoff: Handoff, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, replace(handoff, replicate_below=64).variables()[VARIABLE])
     mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",))
-    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), mesh)
+    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh)
     split = NamedSharding(mesh, P("tensor"))
     state = {"layers_1": {name: jax.ShapeDtypeStruct((n,), float, sharding=split) for name, n in (("w", 64), ("b", 8))}}
     types, shardings = hooks.place_state(state, jax.tree.map(lambda x: x.sharding, state))
@@ -221,7 +224,7 @@ def test_a_step_is_compiled_under_the_contexts_that_were_asked_for(handoff: Hand
 
 def test_an_evaluation_gives_nothing_up_and_writes_no_placement(handoff: Handoff):
     mesh = Mesh(np.array(hooks.stage_devices()).reshape(2, 2), ("data", "tensor"))
-    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2), mesh)
+    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh)
     evaluate = hooks.jit(lambda state, x: hooks.layer(1, lambda w, x: jnp.sum(x @ w))(state, x), donate_argnums=())
     weights = jax.device_put(jnp.eye(WIDTH), NamedSharding(hooks._current().of_layer(1), P()))
     assert evaluate(weights, jnp.ones((4, WIDTH))) == 4 * WIDTH

@@ -73,7 +73,13 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
     found = variables("--cpus 8 --pp 4 --dp 2 --schedule gpipe", PYTHONPATH="/mine")
     context = {"autoshard": True, "enable_task_fusion": True, "only_fuse_loop_tasks": False}
     assert received(found) == Handoff(
-        4, interleave=1, schedule="gpipe", table=None, placement=str(paths.output / "placement.json"), context=context
+        4,
+        interleave=1,
+        schedule="gpipe",
+        table=None,
+        placement=str(paths.output / "placement.json"),
+        context=context,
+        sizes=(2, 2, 2, 2),
     )
     given = received(variables("--pp 2 --no-autoshard --no-fuse-tasks --only-fuse-loop-tasks --replicate-small-params"))
     assert given.context == {"autoshard": False, "enable_task_fusion": False, "only_fuse_loop_tasks": True}

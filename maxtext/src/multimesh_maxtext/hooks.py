@@ -61,7 +61,7 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
         devices=jax.devices(),
         interleave=given.interleave,
         placement=find_schedule(given.schedule, given.table).placement(given.stages),
-        sizes=tuple(given.sizes),
+        sizes=given.sizes,
         dense=config.first_num_dense_layers,
     )
     return mesh.abstract_mesh

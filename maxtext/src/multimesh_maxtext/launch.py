@@ -126,7 +126,8 @@ def received(environment: Mapping[str, str]) -> Handoff:
         Where the variable does not hold a `Handoff`.
     """
     try:
-        handoff = Handoff(**json.loads(environment[VARIABLE]))
+        given = json.loads(environment[VARIABLE])
+        handoff = Handoff(**{**given, "sizes": tuple(given.get("sizes", ()))})
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{VARIABLE} is not what maxtext/run.py writes ({error}); start MaxText with it") from error
     return handoff
