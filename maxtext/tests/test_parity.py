@@ -20,7 +20,7 @@ CASES = {
     "llama custom four stages dropout": (
         "--pp 4 --num-layers 4 --schedule custom --custom-schedule-path TABLE dropout_rate=0.1"
     ),
-    "llama auto uneven": "--pp 4 --num-layers 7 --schedule auto",
+    "llama auto uneven": "--dp 2 --pp 2 --num-layers 3 --schedule auto",
     "llama interleaved uneven scanned": "--dp 2 --pp 2 --interleave 2 --num-layers 7 --scan-layers",
     "gpt3 zb-h1 dp tied": (
         "--dp 2 --pp 2 --schedule zb-h1 --num-layers 2 --remat minimal_offloaded decoder_block=gpt3 "
