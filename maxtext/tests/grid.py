@@ -46,7 +46,7 @@ def _schedules(model: str) -> list[str]:
 
 
 def _remat() -> list[str]:
-    from multimesh_maxtext.flags import REMAT
+    from multimesh_maxtext.values import REMAT
 
     return [
         f"{_FOUR} --remat {policy} {shape}"

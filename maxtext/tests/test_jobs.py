@@ -133,7 +133,7 @@ def test_a_jobset_starts_the_processes_of_its_folder(job: jobs.Job, maxtext: Pat
     name = manifest["metadata"]["name"]
     assert given["JAX_COORDINATOR_ADDRESS"] == f"{name}-{part['name']}-0-0.{name}:61440"
     line = [sys.executable, str(jobs.HERE / "run.py"), *container["args"], "--dry-run", "--json"]
-    line = [word.replace("/shared/", f"{tmp_path}/") for word in line]
+    line = [word.replace("/srv/", f"{tmp_path}/") for word in line]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "SLURM"))}
     done = subprocess.run(line, env={**clean, **given}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -215,7 +215,7 @@ def test_a_program_ends_though_an_interrupt_left_the_lock_of_popen_taken() -> No
 
 
 def test_layers_of_cuda_name_locked_packages(root: Path) -> None:
-    steps = re.findall(r"/scripts/cuda\.sh(.*)", (root / "docker" / "Dockerfile").read_text(encoding="utf-8"))
+    steps = re.findall(r"cuda\.sh(.*)", (root / "docker" / "Dockerfile").read_text(encoding="utf-8"))
     locked = re.findall(
         r"^([\w-]+)==", (root / "requirements" / "cuda12.txt").read_text(encoding="utf-8"), re.MULTILINE
     )

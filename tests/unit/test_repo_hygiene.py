@@ -38,6 +38,7 @@ PUBLIC_HOSTS = {
     "files.pythonhosted.org",
     "ghcr.io",
     "github.com",
+    "jobset.sigs.k8s.io",
     "json-schema.org",
     "mirror.bazel.build",
     "nvcr.io",

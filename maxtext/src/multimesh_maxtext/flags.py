@@ -3,110 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BACKENDS = ("multimesh", "spmd", "cuda", "cpu", "legate")
-
-SCHEDULES = (
-    "fill-drain",
-    "gpipe",
-    "looped-bfs",
-    "1f1b",
-    "eager-1f1b",
-    "interleaved",
-    "kimi-k2",
-    "zb-h1",
-    "zb-h2",
-    "interleaved-zb",
-    "zb-v",
-    "dualpipe-v",
-    "wavefront",
-    "prefetch-wavefront",
-    "auto",
-    "custom",
+from multimesh_maxtext.values import (
+    ATTENTION,
+    BACKENDS,
+    DEVICES,
+    REMAT,
+    SCHEDULES,
+    XLA_SWITCHES,
+    XLA_THRESHOLDS,
+    count,
+    parse_size,
+    partition,
 )
-
-ATTENTION = ("autoselected", "dot_product", "flash", "cudnn_flash_te", "cudnn_flash_jax")
-
-REMAT = (  # MaxText also reads "none", and recomputes everything
-    "full",
-    "minimal",
-    "minimal_flash",
-    "minimal_with_context",
-    "minimal_with_quantization",
-    "minimal_with_context_and_quantization",
-    "save_dot_with_context_except_mlp",
-    "save_dot_except_mlpwi",
-    "save_dot_except_mlp",
-    "save_qkv_proj",
-    "save_out_proj",
-    "qkv_proj_offloaded",
-    "minimal_offloaded",
-    "custom",
-)
-
-XLA_SWITCHES = {
-    "latency_hiding_scheduler": "move collectives so that computation hides them",
-    "xla_pipelining": "pipeline collectives of a loop over its iterations",
-    "xla_loop_buffering": "double-buffer loops",
-    "use_nccl_comm_split": "make communicators of subsets by splitting",
-}
-"""Switches that are on for GPUs unless told otherwise, and what they do."""
-
-XLA_THRESHOLDS = {
-    "xla_ar_threshold": ("all-reduces", 2**32),
-    "xla_ag_threshold": ("all-gathers", 2**32),
-    "xla_rs_threshold": ("reduce-scatters", 2**25),
-}
-"""What is combined, and up to which size unless told otherwise."""
-
-DEVICES = ("a100-40gb", "a100", "h100", "h200", "b200")
-"""GPUs whose memory and peak `memory.DEVICES` has."""
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
-
-
-def _count(minimum: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return value
-
-    return whole_number
-
-
-def _partition(text: str) -> str | tuple[int, ...]:
-    if text == "auto":
-        return text
-    try:
-        sizes = tuple(map(int, text.split(",")))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor numbers of layers; write e.g. 3,3,2")
-    return sizes
 
 
 def _switch(group: Any, flag: str, text: str) -> None:
     """Add ``--X`` and ``--no-X``; ``None`` where neither is given."""
     group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-
-
-def parse_size(text: str) -> int:
-    """Return bytes: ``80GiB``, ``24 GB``; ``1e9`` is none."""
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 80GiB or 24GB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def _processes(root: argparse.ArgumentParser) -> None:
@@ -123,17 +39,17 @@ def _processes(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--nodes",
-        type=_count(1),
+        type=count(1),
         default=1,
         metavar="N",
         help="number of processes in all; one per GPU is usual on a cluster (default 1)",
     )
     group.add_argument(
-        "--gpus", type=_count(0), default=0, metavar="N", help="GPUs per process (default 0: train on CPU devices)"
+        "--gpus", type=count(0), default=0, metavar="N", help="GPUs per process (default 0: train on CPU devices)"
     )
     group.add_argument(
         "--cpus",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help=(
             "CPU devices per process, virtual ones on any number of cores; beside --gpus only the GPUs train"
@@ -147,7 +63,7 @@ def _processes(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-restarts",
-        type=_count(0),
+        type=count(0),
         metavar="K",
         help=(
             "start all processes again from the last checkpoint when one is lost, at most so often: with --spawn, in "
@@ -166,10 +82,10 @@ def _parallelism(root: argparse.ArgumentParser) -> None:
         ("--ep", "expert parallelism: experts of a mixture-of-experts model split over devices"),
         ("--interleave", "pieces of the model per stage: more pieces, a smaller bubble, more transfers"),
     ):
-        group.add_argument(flag, type=_count(1), default=1, metavar="N", help=f"{text} (default 1)")
+        group.add_argument(flag, type=count(1), default=1, metavar="N", help=f"{text} (default 1)")
     group.add_argument(
         "--partition",
-        type=_partition,
+        type=partition,
         metavar="auto|N,N,...",
         help=(
             "decoder layers of each piece, in the order of the model: auto cuts such that no piece holds up the "
@@ -186,16 +102,16 @@ def _parallelism(root: argparse.ArgumentParser) -> None:
 
 def _loop(root: argparse.ArgumentParser) -> None:
     group = root.add_argument_group("training loop", "microbatches = batch size / (dp x fsdp x ep x microbatch size)")
-    group.add_argument("--num-steps", type=_count(1), default=10, metavar="N", help="optimizer steps (default 10)")
+    group.add_argument("--num-steps", type=count(1), default=10, metavar="N", help="optimizer steps (default 10)")
     group.add_argument(
         "--batch-size",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help="sequences in one step over all devices (default: 2 x devices)",
     )
     group.add_argument(
         "--microbatch-size",
-        type=_count(1),
+        type=count(1),
         default=1,
         metavar="N",
         help=(
@@ -225,7 +141,7 @@ def _loop(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--seed",
-        type=_count(0),
+        type=count(0),
         default=0,
         metavar="N",
         help="seed of the initial parameters and of the order of the data (default 0)",
@@ -237,7 +153,7 @@ def _model(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model-name",
         metavar="NAME",
-        help=("a model that MaxText knows (llama3-8b, gpt3-175b, mixtral-8x7b, ...); the size flags below override it"),
+        help="a model that MaxText knows (llama3-8b, gpt3-175b, mixtral-8x7b, ...); the size flags below override it",
     )
     group.add_argument(
         "--maxtext-config",
@@ -247,27 +163,27 @@ def _model(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num-layers",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help="decoder layers (default: the model's, or 2 x pp x interleave)",
     )
     group.add_argument(
-        "--model-dims", type=_count(1), metavar="N", help="width of the residual stream (default: the model's, or 256)"
+        "--model-dims", type=count(1), metavar="N", help="width of the residual stream (default: the model's, or 256)"
     )
     group.add_argument(
         "--mlp-dims",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help="width of the feed-forward blocks (default: 4 x --model-dims, else the model's, or 256)",
     )
     group.add_argument(
         "--num-heads",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help="attention heads, for queries as for keys and values (default: the model's, or 4)",
     )
     group.add_argument(
-        "--sequence-length", type=_count(1), default=128, metavar="N", help="tokens in a sequence (default 128)"
+        "--sequence-length", type=count(1), default=128, metavar="N", help="tokens in a sequence (default 128)"
     )
     group.add_argument(
         "--attention",
@@ -340,7 +256,7 @@ def _outputs(root: argparse.ArgumentParser) -> None:
         "--metrics-file",
         type=Path,
         metavar="FILE",
-        help=("one JSON object a step: loss, gradient norms, times (default: metrics.jsonl in the output folder)"),
+        help="one JSON object a step: loss, gradient norms, times (default: metrics.jsonl in the output folder)",
     )
     group.add_argument(
         "--dry-run", action="store_true", help="print the exact command, environment and configuration, start nothing"
@@ -375,7 +291,7 @@ def _checkpoints(root: argparse.ArgumentParser) -> None:
         help="write checkpoints here while training goes on (Orbax), the last one after the last step",
     )
     group.add_argument(
-        "--checkpoint-every", type=_count(1), metavar="N", help="... after steps 0, N, 2N, ... (default 100)"
+        "--checkpoint-every", type=count(1), metavar="N", help="... after steps 0, N, 2N, ... (default 100)"
     )
     group.add_argument(
         "--resume",
@@ -386,11 +302,11 @@ def _checkpoints(root: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
-        "--eval-every", type=_count(1), metavar="N", help="evaluate after steps 0, N, 2N, ... (default: never)"
+        "--eval-every", type=count(1), metavar="N", help="evaluate after steps 0, N, 2N, ... (default: never)"
     )
     group.add_argument(
         "--eval-steps",
-        type=_count(1),
+        type=count(1),
         metavar="N",
         help="batches in an evaluation, each as large as a microbatch over all domains (default 4)",
     )
@@ -419,7 +335,7 @@ def _runtime(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--fbmem",
-        type=_count(0),
+        type=count(0),
         metavar="N",
         help=(
             "GPU memory to reserve per device, in GB below 1000, in MB from there on: becomes JAX's memory fraction, "
@@ -439,7 +355,7 @@ def _xla(root: argparse.ArgumentParser) -> None:
     group = root.add_argument_group("XLA", "for GPUs; thresholds are bytes")
     group.add_argument(
         "--collective-matmul",
-        type=_count(0),
+        type=count(0),
         metavar="MIB",
         help="overlap matrix products from this size with the gather or scatter of their operands (default: do not)",
     )
@@ -448,7 +364,7 @@ def _xla(root: argparse.ArgumentParser) -> None:
     for name, (what, size) in XLA_THRESHOLDS.items():
         group.add_argument(
             f"--{name.replace('_', '-')}",
-            type=_count(0),
+            type=count(0),
             metavar="BYTES",
             help=f"combine {what} up to this size (default {size})",
         )
@@ -499,7 +415,7 @@ def _realm(root: argparse.ArgumentParser) -> None:
         ("--host-offload-min-reuse-distance", "N", "offload values that rest for this many tasks; see --remat"),
         ("--compile-topology-num-slices", "N", "goes to MaxText, where only its train_compile reads it"),
     ):
-        group.add_argument(flag, type=_count(0), metavar=metavar, help=text)
+        group.add_argument(flag, type=count(0), metavar=metavar, help=text)
     group.add_argument("--network", choices=("none", "gasnetex", "ucx"), help="network layer; JAX finds its own")
     for flag, text in (
         ("--hoist-loop-convert", "convert parameters once, before the microbatch loop"),

@@ -15,9 +15,9 @@ import yaml
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
-from multimesh_maxtext.flags import XLA_THRESHOLDS
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import index_path
+from multimesh_maxtext.values import XLA_THRESHOLDS
 
 RUN_NAME = "train"
 DEFAULT_PERIOD = 100

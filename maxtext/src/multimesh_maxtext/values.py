@@ -1,0 +1,105 @@
+"""What the values of flags may be, and how text becomes one."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+BACKENDS = ("multimesh", "spmd", "cuda", "cpu", "legate")
+
+SCHEDULES = (
+    "fill-drain",
+    "gpipe",
+    "looped-bfs",
+    "1f1b",
+    "eager-1f1b",
+    "interleaved",
+    "kimi-k2",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zb-v",
+    "dualpipe-v",
+    "wavefront",
+    "prefetch-wavefront",
+    "auto",
+    "custom",
+)
+
+ATTENTION = ("autoselected", "dot_product", "flash", "cudnn_flash_te", "cudnn_flash_jax")
+
+REMAT = (  # MaxText also reads "none", and recomputes everything
+    "full",
+    "minimal",
+    "minimal_flash",
+    "minimal_with_context",
+    "minimal_with_quantization",
+    "minimal_with_context_and_quantization",
+    "save_dot_with_context_except_mlp",
+    "save_dot_except_mlpwi",
+    "save_dot_except_mlp",
+    "save_qkv_proj",
+    "save_out_proj",
+    "qkv_proj_offloaded",
+    "minimal_offloaded",
+    "custom",
+)
+
+XLA_SWITCHES = {
+    "latency_hiding_scheduler": "move collectives so that computation hides them",
+    "xla_pipelining": "pipeline collectives of a loop over its iterations",
+    "xla_loop_buffering": "double-buffer loops",
+    "use_nccl_comm_split": "make communicators of subsets by splitting",
+}
+"""Switches that are on for GPUs unless told otherwise, and what they do."""
+
+XLA_THRESHOLDS = {
+    "xla_ar_threshold": ("all-reduces", 2**32),
+    "xla_ag_threshold": ("all-gathers", 2**32),
+    "xla_rs_threshold": ("reduce-scatters", 2**25),
+}
+"""What is combined, and up to which size unless told otherwise."""
+
+DEVICES = ("a100-40gb", "a100", "h100", "h200", "b200")
+"""GPUs whose memory and peak `memory.DEVICES` has."""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+
+
+def count(minimum: int) -> Callable[[str], int]:
+    """The type of whole numbers of at least ``minimum``."""
+
+    def whole_number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return value
+
+    return whole_number
+
+
+def partition(text: str) -> str | tuple[int, ...]:
+    """Return the layers of each piece, or ``auto``."""
+    if text == "auto":
+        return text
+    try:
+        sizes = tuple(map(int, text.split(",")))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor numbers of layers; write e.g. 3,3,2")
+    return sizes
+
+
+def parse_size(text: str) -> int:
+    """Return bytes: ``80GiB``, ``24 GB``; ``1e9`` is none."""
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 80GiB or 24GB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
