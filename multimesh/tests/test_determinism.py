@@ -115,7 +115,9 @@ def scanned(schedule):
 
     import multimesh as mm
 
-    meshes = submeshes(2, (1, 2))
+    known = mm.schedules.get(schedule)
+    stages, on = 2 * known.usual, known.placement(2)
+    meshes = [submeshes(2, (1, 2))[on[s % len(on)]] for s in range(stages)]
 
     def layer(h, w):
         h = mm.with_sharding_constraint(h, P("data"))
@@ -128,14 +130,14 @@ def scanned(schedule):
     def loss(params, x):
         total = 0.0
         for s, ws in enumerate(params):
-            x, norm = mm.task(stage, name=f"stage{s}", mesh=meshes[s % 2])(ws, x)
+            x, norm = mm.task(stage, name=f"stage{s}", mesh=meshes[s])(ws, x)
             total = total + 1e-3 * norm
-        return total + mm.task(lambda h: jnp.mean(h**2), name="loss", mesh=meshes[1])(x)
+        return total + mm.task(lambda h: jnp.mean(h**2), name="loss", mesh=meshes[-1])(x)
 
     def normal(*shape):
         return np.ones(shape, np.float32)
 
-    params = [{"a": normal(3, 8, 8), "b": normal(3, 8, 8), "bias": normal(3, 8)} for _ in range(2)]
+    params = [{"a": normal(3, 8, 8), "b": normal(3, 8, 8), "bias": normal(3, 8)} for _ in range(stages)]
     step = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, size=2, schedule=schedule))
     return step, (params, normal(8, 8))
 

@@ -16,7 +16,8 @@ SIZE = 2
 
 
 def plan_of(schedule, stages, count, where="inside", meshes=None):
-    split = Split(submeshes(meshes or stages, (1,)))
+    meshes = meshes or stages
+    split = Split(submeshes(meshes, (1,)), placement=schedules.get(schedule).placement(meshes))
     f = mm.jit(gradient(MLP, split, size=SIZE, rows=SIZE * count, where=where, schedule=schedule))
     return f.plan(MLP.init(stages), MLP.batch(SIZE * count, 0))
 
@@ -27,12 +28,14 @@ def plan_of(schedule, stages, count, where="inside", meshes=None):
 )
 def test_a_plan_is_idle_for_as_long_as_its_table(schedule, where):
     """Also where phases of a stage are one program: the last forward and backward, or B and W of the first stage."""
-    costs = {"F": 1.0, "B": 1.5, "W": 0.5}
-    line = plan_of(schedule, 4, 8, where).forecast(costs)
-    table = bubbles.forecast(schedule, Shape(4, 1, 8), costs).timeline
+    costs, chunks = {"F": 1.0, "B": 1.5, "W": 0.5}, schedules.get(schedule).usual
+    line = plan_of(schedule, 4 * chunks, 8, where, meshes=4).forecast(costs)
+    whole = {phase: chunks * cost for phase, cost in costs.items()}  # of all stages of a submesh
+    table = bubbles.forecast(schedule, Shape(4, chunks, 8), whole).timeline
     assert line.makespan == pytest.approx(table.makespan)
     assert line.idle == pytest.approx(table.idle)
-    assert line.title == f"{schedule}: 4 submeshes, 8 microbatches"
+    each = " of 2 stages" if chunks > 1 else ""
+    assert line.title == f"{schedule}: 4 submeshes{each}, 8 microbatches"
 
 
 def test_two_stages_on_each_submesh():
