@@ -70,3 +70,10 @@ def cluster(parts_folder: Path) -> Iterator[dict[str, str]]:
     """A Slurm of two nodes, with nothing to run; the variables that its clients need."""
     with slurm.running(parts_folder / "slurm") as environment:
         yield environment
+
+
+@pytest.fixture(scope="module")
+def gpu_cluster(parts_folder: Path) -> Iterator[dict[str, str]]:
+    """A Slurm of two nodes that claim to have GPUs."""
+    with slurm.running(parts_folder / "slurm-gpus", slurm.CLAIMS_GPUS) as environment:
+        yield environment

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder
 
 import api as github_api
-import jobs
+import workflow_jobs
 from stand_ins import NAME, OWNER, ROOT, Servers, bare, git
 
 
@@ -37,7 +37,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 @pytest.fixture(scope="module")
-def machine(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> jobs.Machine:
+def machine(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> workflow_jobs.Machine:
     """A runner's machine: a clean clone, an empty home, and a token that only the stand-in knows."""
     clone = tmp_path_factory.mktemp("runner") / NAME
     git(ROOT, "clone", "-q", str(ROOT), str(clone))
@@ -52,5 +52,5 @@ def machine(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> jobs.
         "api_url": servers.api.url, "server_url": servers.git.url, "token": github_api.TOKEN,
         "event": {"repository": {"private": False, "default_branch": "main"}},
     }  # fmt: skip
-    environ = jobs.clean_environment(home) | {"MULTIMESH_MIRROR": servers.git.url}
-    return jobs.Machine(clone, artifacts, github, environ)
+    environ = workflow_jobs.clean_environment(home) | {"MULTIMESH_MIRROR": servers.git.url}
+    return workflow_jobs.Machine(clone, artifacts, github, environ)

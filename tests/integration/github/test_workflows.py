@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from api import TOKEN
-from jobs import Machine
 from stand_ins import ROOT, Servers, git, upstream
+from workflow_jobs import Machine
 
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries

@@ -13,8 +13,9 @@ from pathlib import Path
 from tests.integration.parts import packages, processes
 
 NODES = ("n1", "n2")
-_SHAPE = "CPUs=128 RealMemory=1000 Feature=gpu,hbm80g Gres=gpu:8"
-"""What a node claims to have, so that batch scripts of clusters with GPUs are taken as they are; no GPU is there."""
+SMALL = "CPUs=4 RealMemory=1000"
+CLAIMS_GPUS = "CPUs=128 RealMemory=1000 Feature=gpu,hbm80g Gres=gpu:8"
+"""A node that claims what batch scripts of clusters with GPUs ask for, so that they are taken as they are."""
 
 _CONFIG = """\
 ClusterName=test
@@ -43,15 +44,15 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 @contextmanager
-def running(place: Path) -> Iterator[dict[str, str]]:
-    """Have a cluster of two nodes with four CPUs each for the length of a block; gives what clients need to find it."""
+def running(place: Path, node: str = SMALL) -> Iterator[dict[str, str]]:
+    """Have a cluster of two such nodes for the length of a block; gives what clients need to find it."""
     munged = packages.need("munged", "slurm-wlm", "slurm-client", "slurm-wlm-basic-plugins", "munge")
     for folder in ("state", *(f"spool-{name}" for name in NODES)):
         (place / folder).mkdir(parents=True)
     conf, socket = place / "slurm.conf", place / "munge" / "socket"
     ports = [processes.free_port() for _ in range(3)]
     nodes = [
-        f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} {_SHAPE} State=UNKNOWN"
+        f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} {node} State=UNKNOWN"
         for name, port in zip(NODES, ports[1:], strict=True)
     ]
     for number in range(8):

@@ -75,13 +75,13 @@ class Submitted:
 
 
 @pytest.fixture
-def submit(cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def submit(gpu_cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Give a folder's batch script to Slurm, from this checkout; what still runs at the end is cancelled."""
     for name in ("XLA_FLAGS", "IMAGE"):
         monkeypatch.delenv(name, raising=False)
     # Compiles faster; the numbers are compared with those of one program that is compiled alike.
     quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    for name, value in (cluster | {"CHECKOUT": str(ROOT), "XLA_FLAGS": quick, "OMP_NUM_THREADS": "1"}).items():
+    for name, value in (gpu_cluster | {"CHECKOUT": str(ROOT), "XLA_FLAGS": quick, "OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
     submitted = []
 
