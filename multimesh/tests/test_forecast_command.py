@@ -44,6 +44,18 @@ def test_one_schedule(capsys):
     assert out.splitlines()[-1].split() == ["zb-h1", "36", "6", "6", "6", "(p-1)(tF+tB-tW)", "16.7", "%", "3", "3", "3"]
 
 
+def test_auto_says_what_it_chose_from(capsys):
+    argv = ("--schedule", "auto", "--costs", "F=1,B=1.5,W=0.5")
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[-1] == "took zb-h1: the search found nothing shorter that fits; no table ends before 28"
+    assert [line.split()[0] for line in lines if line.endswith("taken")] == ["zb-h1"]
+    (found,) = json.loads(run(capsys, *argv, "--json")[1])["schedules"]
+    assert found["choice"]["taken"] == "zb-h1"
+    assert found["makespan"] == found["choice"]["candidates"][1]["makespan"] == 30
+
+
 def test_json(capsys):
     code, out, _ = run(capsys, "--schedule", "interleaved", "--interleave", 4, "--json")
     found = json.loads(out)

@@ -89,12 +89,13 @@ def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COS
 
 @dataclass(frozen=True)
 class Result:
-    """A simulated schedule and what is published for it."""
+    """A simulated schedule and what is published for it, or what ``auto`` chose from."""
 
     schedule: str
     shape: Shape
     timeline: Timeline
     published: Published | None
+    choice: schedules.Choice | None = None
 
     @property
     def idle(self) -> float:
@@ -139,6 +140,7 @@ class Result:
             "idle_by_formula": known and known.idle,
             "formula_fails_as": known and (known.unless or None),
             "agrees": self.agrees,
+            "choice": self.choice and self.choice.to_json(),
         }
 
 
@@ -147,16 +149,18 @@ def forecast(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, t
     whole = checked(costs)
     share = {phase: time / shape.chunks for phase, time in whole.items()}
     schedule = schedules.get(name)
+    choice = None
     if isinstance(schedule, schedules.Auto):
         costs_each = schedules.StageCosts.alike(share, shape.submeshes * shape.chunks, transfer)
         schedule = replace(schedule, costs=costs_each)
+        choice = schedule.choose(shape.submeshes, shape.chunks, shape.microbatches)
     table = schedule.table(shape.submeshes, shape.chunks, shape.microbatches, backward=True)
     title = sizes(name, shape.submeshes, shape.chunks, shape.microbatches)
     timeline = simulate(table, share, transfer=cost(transfer, "a transfer"), title=title)
     known = published(name, shape, whole)
     if known is not None and transfer:
         known = replace(known, unless="transfers take time")
-    return Result(name, shape, timeline, known)
+    return Result(name, shape, timeline, known, choice)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -169,7 +173,8 @@ def table(results: Sequence[Result]) -> str:
         for result in results
         if result.published is not None and result.published.unless
     ]
-    return "\n".join([*(line.rstrip() for line in lines), *([""] if notes else []), *notes])
+    choices = [f"\n{result.choice}" for result in results if result.choice is not None]
+    return "\n".join([*(line.rstrip() for line in lines), *([""] if notes else []), *notes, *choices])
 
 
 def _row(result: Result) -> tuple[str, ...]:
