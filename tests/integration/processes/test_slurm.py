@@ -157,6 +157,7 @@ def trainer(metrics: Path) -> int:
     raise AssertionError(f"nobody writes {metrics}")
 
 
+@pytest.mark.full  # a folder of `maxtext/jobs.py` trains one for every change, in test_jobs.py
 def test_a_pipeline_of_maxtext(cluster: dict[str, str], tmp_path: Path) -> None:
     """The losses are those of one process."""
     one, env = [*MAXTEXT, "--cpus=2", f"--output={tmp_path / 'one'}"], environment(cluster)
