@@ -107,16 +107,14 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
         _check_memory(job, paths, console, gpu_memory)
         return _dump(start, paths, options) if options.dump_only else 0
     again = restarts.attempt(options, os.environ)
+    patience = _PATIENCE if again else 0.0
     another = holds_run(paths.output) and not options.resume
-    with writing(paths.output / RUNNING, "--output", patience=_PATIENCE if again else 0) as held:
+    with writing(paths.output / RUNNING, "--output", patience=patience) as held:
         if another:
             replace_run(paths.output, overwrite=options.overwrite, names=paths.made)
         losses = _begin_again(options, paths, this.rank, again) if again else []
-        code = _train(
-            job, paths, start, texts, console, gpu_memory, this.rank, held, patience=_PATIENCE if again else 0
-        )
-        if losses:
-            Console(stderr=options.json, width=restarts.WIDTH).print(restarts.table(losses))
+        code = _train(job, paths, start, texts, console, gpu_memory, this.rank, held, patience=patience)
+        restarts.show(losses, options)
         return code
 
 
@@ -125,8 +123,7 @@ def _begin_again(options: Options, paths: Paths, rank: int, again: int) -> list[
     losses = []
     if rank == 0:
         losses = restarts.remember(paths.restarts, restarts.find_loss(options, paths, again), again)
-        count = f"restart {again} of at most {options.max_restarts}"
-        print(f"{losses[-1].reason}; all processes start again ({count})", file=sys.stderr)
+        restarts.announce(losses[-1], again, options)
     restarts.keep_log(paths.log, again)
     return losses
 

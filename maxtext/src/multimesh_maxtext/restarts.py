@@ -7,12 +7,14 @@ Kubernetes. Process 0 then notes why, in the output folder, where all processes 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
 from multimesh_maxtext.checkpoint import look
@@ -25,8 +27,7 @@ from multimesh_maxtext.translate import Paths
 VARIABLE = "MULTIMESH_MAXTEXT_RESTARTS"
 """Name of the environment variable: how often all processes have been started again, 0 at first."""
 
-WIDTH = 160
-"""Of the table: reasons are not broken."""
+_WIDTH = 160  # of the table: reasons are not broken
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,18 @@ def remember(file: Path, loss: Loss, number: int) -> list[Loss]:
     found.append(loss)
     file.write_text(json.dumps([asdict(each) for each in found], indent=1))
     return found
+
+
+def announce(loss: Loss, number: int, options: Options) -> None:
+    """Say on stderr why all processes start again, for the ``number``-th time."""
+    count = f"restart {number} of at most {options.max_restarts}"
+    print(f"{loss.reason}; all processes start again ({count})", file=sys.stderr)
+
+
+def show(losses: Sequence[Loss], options: Options) -> None:
+    """Print the table of all restarts, if there were any."""
+    if losses:
+        Console(stderr=options.json, width=_WIDTH).print(table(losses))
 
 
 def table(losses: Sequence[Loss]) -> Table:

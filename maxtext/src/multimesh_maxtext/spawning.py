@@ -14,12 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from multimesh_maxtext.errors import ProcessLostError
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.reserve import end_with_parent
-from multimesh_maxtext.restarts import WIDTH, Loss, find_loss, table
+from multimesh_maxtext.restarts import Loss, announce, find_loss, show
 from multimesh_maxtext.translate import Paths
 
 _POLL = 0.1  # seconds between looks at the processes
@@ -37,10 +35,8 @@ def spawn(argv: Sequence[str], options: Options, root: Path | None) -> int:
     while (code := _run(words, options, root)) == ProcessLostError.exit_code and len(losses) < limit:
         losses.append(find_loss(options, paths))
         words += [] if "--resume" in words else ["--resume"]
-        count = f"restart {len(losses)} of at most {limit}"
-        print(f"{losses[-1].reason}; all processes start again ({count})", file=sys.stderr)
-    if losses:
-        Console(stderr=options.json, width=WIDTH).print(table(losses))
+        announce(losses[-1], len(losses), options)
+    show(losses, options)
     return code
 
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multimesh import schedules
-from multimesh.costs import UNIT_COSTS, checked, cost
+from multimesh.costs import CLOSE, UNIT_COSTS, checked, cost
 from multimesh.forecast import simulate, sizes
 from multimesh.units import columns
 from multimesh.views.timeline import Timeline
-
-CLOSE = 1e-9  # relative difference of rounding
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Key = str | tuple[str | int, str]
 PHASES = ("F", "B", "W")
 UNIT_COSTS: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
+CLOSE = 1e-9  # relative difference of rounding
 
 
 def cost(value: object, what: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,9 @@ from jax.sharding import Mesh
 
 from multimesh import _compat, checks
 from multimesh.errors import UsageError
-from multimesh.passes.estimate import operations
+from multimesh.passes.estimate import of_program
 from multimesh.schedules import LayerCosts, Partition, partition
+from multimesh.schedules.partitioning import cut
 from multimesh.tasks import task
 
 Layer = Callable[[Any, Any], Any]
@@ -50,10 +50,7 @@ class Sequential:
                 f"sequential: {len(self.layers)} layers, but parameters for {len(params)}; give a sequence"
             )
         if self.sizes is not None:
-            costs = self.costs or (0.0,) * len(self.layers)
-            pieces = [costs[sum(self.sizes[:s]) : sum(self.sizes[: s + 1])] for s in range(len(self.sizes))]
-            each = [partition(piece, 1, microbatches=1).stages[0] for piece in pieces]
-            return Partition(self.sizes, tuple(each), 0.0)
+            return cut(self.costs or (0.0,) * len(self.layers), self.sizes)
         costs = self.costs or estimated(self.layers, params, x)
         shape: dict[str, Any] = {"microbatches": self.microbatches, "chunks": self.chunks}
         return partition(costs, len(self.meshes), memory=self.memory, **shape)
@@ -151,21 +148,18 @@ def estimated(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[L
         kept = jax.make_jaxpr(lambda p, x, layer=layer: jax.tree.leaves(jax.vjp(layer, p, x)[1]))(own, x).jaxpr
         count = len(jax.tree.leaves(own))
         given = set(kept.invars[:count])
-        residuals = {v for v in kept.outvars if not hasattr(v, "val")} - given
-        flops = sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in forward.jaxpr.eqns)
-        held = sum(_bytes(leaf) for leaf in jax.tree.leaves(own))
-        activation = sum(_bytes(v.aval) for v in residuals)
-        costs.append(LayerCosts((3 if count else 2) * flops, float(_STATES * held), float(activation)))
+        residuals = {v for v in kept.outvars if not isinstance(v, _compat.Literal)} - given
+        held = sum(map(_compat.nbytes, jax.tree.leaves(own)))
+        activation = sum(_compat.nbytes(v.aval) for v in residuals)
+        costs.append(
+            LayerCosts((3 if count else 2) * of_program(forward.jaxpr), float(_STATES * held), float(activation))
+        )
         x = shapes
     return tuple(costs)
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
     return x if isinstance(x, jax.ShapeDtypeStruct) else _compat.abstractify(x)
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _run(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> Any:

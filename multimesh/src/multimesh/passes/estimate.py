@@ -42,6 +42,11 @@ def _total(parts: Sequence[Fragment]) -> float:
     return sum(operations(op.prim.name, op.params, op.ins, op.outs) / size for op, size in ops)
 
 
+def of_program(jaxpr: Any) -> float:
+    """Operations of all equations of a jaxpr."""
+    return sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in jaxpr.eqns)
+
+
 def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> float:
     """Operations of a primitive on atoms with an ``aval``."""
     size = float(sum(math.prod(ir.shape(o)) for o in outs))
@@ -51,10 +56,7 @@ def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequ
     if name == "conv_general_dilated":
         kernel = ir.shape(ins[1])
         return 2 * size * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
-    inner = [
-        sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in jaxpr.eqns)
-        for jaxpr in _compat.subjaxprs(params)
-    ]
+    inner = [of_program(jaxpr) for jaxpr in _compat.subjaxprs(params)]
     if not inner:
         return size
     return max(inner) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)

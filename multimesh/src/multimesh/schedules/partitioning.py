@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from multimesh import checks
-from multimesh.costs import cost
+from multimesh.costs import CLOSE, cost
 from multimesh.errors import UsageError
 from multimesh.units import amount, columns
-
-_CLOSE = 1e-9  # relative difference of rounding
 
 
 @dataclass(frozen=True)
@@ -161,11 +159,17 @@ def partition(
             f"on each submesh; a layer alone takes up to {amount(least, 'bytes')}. Use more submeshes, or keep less "
             "of a microbatch with jax.checkpoint"
         )
-    limit = bound * (1 + _CLOSE)
+    limit = bound * (1 + CLOSE)
     _, cuts = _best(number, len(costs), lambda k, a, b: before[b] - before[a] if value(k, a, b) <= limit else math.inf)
-    pieces = [costs[a:b] for a, b in itertools.pairwise(cuts)]
+    return cut(costs, [b - a for a, b in itertools.pairwise(cuts)], bound)
+
+
+def cut(layers: Sequence[LayerCosts | float], sizes: Sequence[int], bound: float = 0.0) -> Partition:
+    """Cut a list of layers into pieces of these sizes."""
+    costs = [c if isinstance(c, LayerCosts) else LayerCosts(c) for c in layers]
+    pieces = [costs[end - size : end] for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
     stages = tuple(LayerCosts(*(sum(getattr(c, n) for c in p) for n in ("time", "held", "activation"))) for p in pieces)
-    return Partition(tuple(map(len, pieces)), stages, bound)
+    return Partition(tuple(sizes), stages, bound)
 
 
 def _best(stages: int, layers: int, value: Callable[[int, int, int], float]) -> tuple[float, list[int]]:

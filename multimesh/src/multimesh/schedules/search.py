@@ -12,11 +12,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from multimesh.costs import StageCosts
+from multimesh.costs import CLOSE, StageCosts
 from multimesh.schedules.scheduler import run
 from multimesh.schedules.table import Cell, Table
 
-_CLOSE = 1e-9  # relative difference of rounding
 _WINDOW = 8  # how far a cell is moved within its row
 _STARTS = 3  # tables that are improved
 
@@ -183,7 +182,7 @@ def listed(problem: Problem, policy: Policy) -> Rows | None:
         now, row = heapq.heappop(looks)
         if clock[row] > now:
             continue
-        room = policy.limits[row] * (1 + _CLOSE) - alive[row]
+        room = policy.limits[row] * (1 + CLOSE) - alive[row]
         fit = [k for k in mine[row] if nexts[k] < (k + 1) * count and not left[nexts[k]] and problem.grows(k) <= room]
         here = [kind for kind in fit if arrival[nexts[kind]] <= now]
         later = [kind for kind in fit if arrival[nexts[kind]] > now]
@@ -272,7 +271,7 @@ def search(
 
 
 def _reached(found: Sequence[Found], bound: float) -> bool:
-    return any(f.makespan <= bound * (1 + _CLOSE) for f in found)
+    return any(f.makespan <= bound * (1 + CLOSE) for f in found)
 
 
 def _different(found: Sequence[Found]) -> list[Found]:
@@ -297,18 +296,18 @@ def _improved(start: Found, limits: Sequence[float], bound: float, evaluations: 
     problem, rows, makespan = start.problem, start.rows, start.makespan
     times = problem.times(rows)
     for _ in range(evaluations):
-        if times is None or makespan <= bound * (1 + _CLOSE):
+        if times is None or makespan <= bound * (1 + CLOSE):
             break
         changed = _moved(problem, rows, times, rng)
         if changed is None:
             continue
         row, order = changed
-        if not _keeps_order(problem, order) or problem.peak(order) > limits[row] * (1 + _CLOSE):
+        if not _keeps_order(problem, order) or problem.peak(order) > limits[row] * (1 + CLOSE):
             continue
         candidate = (*rows[:row], order, *rows[row + 1 :])
         new = problem.times(candidate)
         end = max(end for _, end in new.values()) if new else None
-        if new is not None and end is not None and end <= makespan * (1 + _CLOSE):
+        if new is not None and end is not None and end <= makespan * (1 + CLOSE):
             rows, times, makespan = candidate, new, min(end, makespan)
     return Found(problem, rows, makespan)
 
@@ -320,7 +319,7 @@ def _moved(
     row = rng.randrange(len(rows))
     cells = problem.cells(rows[row])
     gaps = [
-        n for n, (a, b) in enumerate(itertools.pairwise(cells), 1) if times[b][0] > times[a][1] * (1 + _CLOSE) + 1e-300
+        n for n, (a, b) in enumerate(itertools.pairwise(cells), 1) if times[b][0] > times[a][1] * (1 + CLOSE) + 1e-300
     ]
     way = rng.random()
     if gaps and way < 0.8:
