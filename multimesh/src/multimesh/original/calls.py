@@ -92,6 +92,8 @@ def microbatch(
         raise UsageError("microbatch: unrolling= is not supported; drop it, or give the order as custom_schedule=")
     if schedule is None:
         schedule = "1f1b" if custom_schedule is None else "custom"
+    if schedule == "zero-bubble-h2":
+        schedule = "zb-h2"
     return microbatching.microbatch(
         fun if arg_shardings is None else _constrained(fun, argnum, arg_shardings),
         dim=dim,
