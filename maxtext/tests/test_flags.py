@@ -70,6 +70,8 @@ def test_every_flag_is_declared_with_help():
         ("--cpus 6 --tp 4", r"but there are 6 devices; use --cpus 4"),
         ("--gpus 6 --tp 4", r"but there are 6 devices; use --gpus 4"),
         ("--cpus 2 --pp 3", r"but there are 2 devices; use --cpus 3"),
+        ("--spawn --nodes 3 --cpus 1 --pp 2", r"but there are 3 devices; use --nodes 2 --cpus 1"),
+        ("--nodes 4 --gpus 8 --pp 6 --tp 3", r"but there are 32 devices; use --nodes 9 --gpus 2"),
         ("--dp 8 --batch-size 12", r"a batch of 12 is no multiple of .* = 8 x 1 x 1 x 1 = 8; use --batch-size 16"),
         ("--dp 2 --fsdp 2 --microbatch-size 3 --batch-size 8", r"2 x 2 x 1 x 3 = 12; use --batch-size 12"),
         ("--backend spmd --pp 2 --batch-size 3", r"needs a multiple of pp = 2 microbatches, not 3; use --batch-size 4"),

@@ -290,10 +290,14 @@ def _wrong_devices(o: Options, devices: int) -> Iterator[LauncherError]:
     if o.parallelism == devices:
         return
     product = f"{o.dp} x {o.fsdp} x {o.tp} x {o.pp} x {o.ep} = {o.parallelism}"
+    flag = "--gpus" if o.gpus else "--cpus"
     if devices % (o.parallelism // o.dp) == 0:
         remedy = f"use --dp {devices // (o.parallelism // o.dp)}"
+    elif o.parallelism % o.nodes == 0:
+        remedy = f"use {flag} {o.parallelism // o.nodes}"
     else:
-        remedy = f"use {'--gpus' if o.gpus else '--cpus'} {-(-o.parallelism // o.nodes)}"
+        each = math.gcd(o.parallelism, devices // o.nodes)
+        remedy = f"use --nodes {o.parallelism // each} {flag} {each}"
     yield UsageError(f"dp x fsdp x tp x pp x ep = {product}, but there are {devices} devices; {remedy}")
 
 
