@@ -28,7 +28,7 @@ else
   rm -f "$caches/ca.pem"
 fi
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-  printf 'a GPU is here and will be used\n'
+  printf 'a GPU is here; the container sees it if Docker has the NVIDIA container toolkit\n'
 else
   printf 'no GPU is here; everything runs on the CPU\n'
 fi

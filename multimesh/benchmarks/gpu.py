@@ -1,6 +1,6 @@
 """All that a machine with GPUs can tell of MultiMesh, in one table: each piece of work against its single program.
 
-    multimesh/benchmarks/gpu.py             on every visible GPU; ten minutes on one
+    multimesh/benchmarks/gpu.py             on the visible GPUs, or a power of two of them; ten minutes on one
     multimesh/benchmarks/gpu.py --cpu       the same on eight virtual CPU devices, with small sizes: a rehearsal
 
 It trains MaxText (``validate-gpu.sh``, then a pipeline with a stage on each GPU against one program), runs a training
@@ -51,14 +51,14 @@ def seconds(ours: Callable[[], Any], single: Callable[[], Any], runs: int) -> tu
     return statistics.median(times["ours"]) / 1e3, statistics.median(times["single"]) / 1e3
 
 
-def row(work: str, ours: float, single: float, difference: float) -> report.Row:
-    """One line of the table."""
+def row(work: str, ours: float, single: float | None = None, difference: float | None = None) -> report.Row:
+    """One line of the table; what was not measured is a dash."""
     return {
         "work": work,
         "ours ms": 1e3 * ours,
-        "single program ms": 1e3 * single,
-        "ratio": ours / single,
-        "largest relative difference": difference,
+        "single program ms": "-" if single is None else 1e3 * single,
+        "ratio": "-" if single is None else ours / single,
+        "largest relative difference": "-" if difference is None else difference,
     }
 
 
@@ -70,9 +70,9 @@ def training(size: Size, schedule: str, runs: int) -> report.Row:
     return row(f"step, d {size.width}, {schedule}, pp {size.stages}", *times, difference)
 
 
-def numerics(order: int, edge: int, runs: int) -> list[report.Row]:
-    """A Cholesky solve and two transforms over all devices against one of them."""
-    devices = jax.devices()
+def numerics(count: int, order: int, edge: int, runs: int) -> list[report.Row]:
+    """A Cholesky solve and two transforms over several devices against one of them."""
+    devices = jax.devices()[:count]
     mesh, rng = Mesh(np.array(devices), ("x",)), np.random.default_rng(0)
     spread = NamedSharding(mesh, P("x"))
 
@@ -128,7 +128,7 @@ def maxtext(count: int) -> list[report.Row]:
     return rows
 
 
-def machine() -> report.Row:
+def machine(count: int) -> report.Row:
     """What the figures are of."""
     device = jax.devices()[0]
     driver = "-"
@@ -138,7 +138,7 @@ def machine() -> report.Row:
     known = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     names = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-nccl-cu12")
     return {
-        "devices": f"{len(jax.devices())} x {device.device_kind}",
+        "devices": f"{count} of {len(jax.devices())} x {device.device_kind}",
         "driver": driver,
         "python": platform.python_version(),
         **{name: known.get(name, "-") for name in names},
@@ -148,10 +148,11 @@ def machine() -> report.Row:
 def verified(work: str, said: dict[str, Any]) -> report.Row:
     """The line of a run of MaxText: the last steps, of the run and of its reference where it has one."""
     ours, single = (
-        statistics.median(step["seconds"] for step in said.get(which, said["steps"])[-3:])
+        statistics.median(step["seconds"] for step in said[which][-3:]) if said.get(which) else None
         for which in ("steps", "reference")
     )
-    return row(work, ours, single, said.get("difference") or 0.0)
+    assert ours is not None
+    return row(work, ours, single, said.get("difference"))
 
 
 def table(about: report.Row, rows: list[report.Row]) -> str:
@@ -169,21 +170,22 @@ def main() -> None:
     options.add_argument("--runs", type=int, default=10, help="timed runs of each contender (default 10)")
     args = options.parse_args()
     try:
-        count = len(jax.devices())
+        count = 1 << (len(jax.devices()).bit_length() - 1)
     except (RuntimeError, AssertionError) as error:  # JAX asserts where its plugin finds no driver
         sys.exit(f"error: JAX sees no GPU ({str(error) or 'no driver'}); ./bootstrap.sh --group cuda12, or give --cpu")
     shape = {"width": 64, "sequence": 32} if args.cpu else {"width": 1024, "sequence": 512}
-    size = Size("gpu", stages=min(count, 4), tensor=1, devices=min(count, 4), **shape)
-    rows = maxtext(min(count, 4))
+    layers, rows = (max(least, count) for least in (8, 4))
+    size = Size("gpu", stages=count, tensor=1, devices=count, layers=layers, rows=rows, **shape)
+    lines = maxtext(count)
     schedules = ("1f1b", "zb-h1") if count > 1 else ("1f1b",)
-    rows += [training(size, schedule, args.runs) for schedule in schedules]
-    rows += numerics(*((1024, 64) if args.cpu else (8192, 256)), args.runs)
+    lines += [training(size, schedule, args.runs) for schedule in schedules]
+    lines += numerics(count, *((1024, 64) if args.cpu else (8192, 256)), args.runs)
     own = [dispatch.measure(size, schedule, args.runs)["own us per RUN"] for schedule in schedules]
-    about = machine() | {"the runtime's own cost per program": f"{max(own):.0f} us"}
+    about = machine(count) | {"the runtime's own cost per program": f"{max(own):.0f} us"}
     out = ROOT / "build" / "gpu.md"
     out.parent.mkdir(exist_ok=True)
-    out.write_text(table(about, rows), encoding="utf-8")
-    report.show({"machine": [about], "work": rows} if args.json else {"": rows}, args.json)
+    out.write_text(table(about, lines), encoding="utf-8")
+    report.show({"machine": [about], "work": lines} if args.json else {"": lines}, args.json)
     if not args.json:
         print("\n".join(f"{name}: {value}" for name, value in about.items()), f"written to {out}", sep="\n")
 

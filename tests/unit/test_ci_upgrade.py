@@ -15,15 +15,18 @@ from workflows.ci.upgrade import Move
 from workflows.image import digests, renew
 
 
-def built(*moves: Move) -> list[str]:
-    return [argv[2] for argv in upgrade.checks(moves, None) if argv[0] == "docker/build.py"]
+def built(*moves: Move) -> list[tuple[str, str]]:
+    return [(argv[2], argv[4]) for argv in upgrade.checks(moves, None) if argv[0] == "docker/build.py"]
 
 
-def test_an_image_is_built_where_its_base_moved() -> None:
+def test_an_image_is_built_where_what_it_holds_moved() -> None:
     assert built(Move("jax", "1", "2"), Move("bazel-remote", "a", "b")) == []
-    assert built(Move("ubuntu", "a", "b")) == ["cpu"]
-    assert built(Move("cuda-base", "a", "b"), Move("cuda-devel", "a", "b")) == ["cuda12"]
-    assert built(Move("ubuntu", "a", "a", "no answer"), Move("cuda-devel", "a", "b")) == ["cuda12"]
+    assert built(Move("ubuntu", "a", "b")) == [("cpu", "runtime")]
+    both = [("cuda12", "dev"), ("cuda12", "runtime")]
+    assert built(Move("cuda-base", "a", "b"), Move("cuda-devel", "a", "b")) == both
+    assert built(Move("ubuntu", "a", "a", "no answer"), Move("cuda-devel", "a", "b")) == [("cuda12", "dev")]
+    assert built(Move("jax", "1", "2"), Move("requirements", "1", "2")) == [("cuda12", "runtime")], "with its plugin"
+    assert built(Move("requirements", "1", "2", "no such release")) == []
     assert upgrade.checks([Move("ubuntu", "a", "b")], "host")[-1][-2:] == ["--network", "host"]
 
 

@@ -95,13 +95,14 @@ def save(path: Path, outcome: Outcome) -> None:
 
 
 def load(paths: Sequence[Path]) -> list[Outcome]:
-    """Read outcomes; none at all is an error, for it would look like success."""
-    if not paths:
-        raise errors.UsageError("no outcome of a nightly run was given; name the files that `ci nightly` wrote")
+    """Read the outcomes of both heads; one that is missing is an error, for it would look like success."""
     try:
-        return [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(paths)]
+        outcomes = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(paths)]
     except (OSError, ValueError, TypeError) as error:
         raise errors.UsageError(f"an outcome cannot be read: {error}; run `ci nightly` again") from error
+    if missing := _STEPS.keys() - {each.component for each in outcomes}:
+        raise errors.UsageError(f"there is no outcome of {', '.join(sorted(missing))}; run `ci nightly` again")
+    return outcomes
 
 
 def issue(outcomes: Sequence[Outcome]) -> tuple[str, str]:

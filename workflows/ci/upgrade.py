@@ -27,7 +27,13 @@ from workflows.sources.workspace import Workspace
 BRANCH, TITLE = "bump/pins", "Move pins to the newest releases"
 PINNED = ("sources.yaml", "sources.lock", "docker/images.lock", devcontainer.FILE, "requirements", "patches")
 PATCH, MOVES, VERDICT = "pins.patch", "moves.json", "verdict.json"
-_ACCELERATORS = {"cuda-devel": "cuda12", "cuda-base": "cuda12", "ubuntu": "cpu"}
+# What is built where a pin moved: accelerator and stage.
+_BUILDS = {
+    "requirements": ("cuda12", "runtime"),
+    "cuda-base": ("cuda12", "runtime"),
+    "cuda-devel": ("cuda12", "dev"),
+    "ubuntu": ("cpu", "runtime"),
+}
 _SAID_LINES = 25
 _XLA = ("third_party/xla/revision.bzl", re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE))
 _BAZEL_VERSION = re.compile(r"^(\d+\.\d+\.\d+)\s*$")
@@ -160,19 +166,19 @@ def compile_lock(root: Path, name: str) -> None:
 
 
 def checks(moves: Sequence[Move], network: str | None) -> list[list[str]]:
-    """Return the commands that show that what moved works: the CPU job, and images on base images that are new.
+    """Return the commands that show that what moved works: the CPU job, and the images that hold it.
 
     Parameters
     ----------
     network
         Of the steps of an image build; None for the engine's usual one.
     """
-    built = sorted({_ACCELERATORS[move.name] for move in moves if move.name in _ACCELERATORS and not move.fault})
+    built = sorted({_BUILDS[move.name] for move in moves if move.name in _BUILDS and not move.fault})
     options = ["--tag", "bump", "--validate", "small", *(["--network", network] if network else [])]
     return [
         ["./bootstrap.sh", "--group", "run"],
         ["maxtext/validate-cpu.sh"],
-        *(["docker/build.py", "--accelerator", accelerator, *options] for accelerator in built),
+        *(["docker/build.py", "--accelerator", each, "--stage", stage, *options] for each, stage in built),
     ]
 
 

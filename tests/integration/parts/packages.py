@@ -52,7 +52,15 @@ def from_sid(folder: Path, *packages: str, suite: str = "sid", architecture: str
     )
     env = os.environ | {"APT_CONFIG": str(config)}
     _apt("update", "-qq", env=env)
-    _apt("download", *packages, env=env, cwd=folder)
+    return unpack(folder, *packages, env=env)
+
+
+def unpack(folder: Path, *packages: str, env: Mapping[str, str] | None = None) -> Path:
+    """Unpack packages in ``folder``, without installing them: the machine's, or those of apt with ``env``."""
+    if env is None:
+        _update()
+    folder.mkdir(exist_ok=True)
+    _apt("download", *packages, env=env or os.environ, cwd=folder)
     for package in packages:
         (file,) = folder.glob(f"{package}_*.deb")
         subprocess.run(["dpkg", "-x", file, folder], check=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from tests.integration.parts import engine, packages, processes
 
 USER = "multimesh-rootless"
-_START = Path("/usr/share/docker.io/contrib/dockerd-rootless.sh")
 # In a mount namespace of its own: /dev/net/tun, which anybody may open on most machines, and not on every one.
 _AS_USER = """\
 set -eu
@@ -38,13 +37,15 @@ def running(log: Path) -> Iterator[Rootless]:
     packages.need("rootlesskit", "rootlesskit", "slirp4netns", "uidmap", "fuse-overlayfs")
     place = Path(tempfile.mkdtemp(prefix="multimesh-rootless-"))
     place.chmod(0o755)
+    start = place / "docker.io/usr/share/docker.io/contrib/dockerd-rootless.sh"  # Docker's own packages may lack it
+    packages.unpack(place / "docker.io", "docker.io")
     subprocess.run(packages.as_root("useradd", "--home-dir", place / "home", "--create-home", USER), check=True)
     try:
         (place / "run").mkdir()
         subprocess.run(packages.as_root("chown", USER, place / "run"), check=True)
         host = f"unix://{place}/run/docker.sock"
         argv = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", _AS_USER, "sh"]
-        argv += [str(place), USER, str(_START)]
+        argv += [str(place), USER, str(start)]
         with processes.server(packages.as_root(*argv), log, healthy=lambda: engine.answers(host)):
             yield Rootless(host, int(subprocess.check_output(packages.as_root("cat", place / "run" / "docker.pid"))))
     finally:
