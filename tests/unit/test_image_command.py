@@ -153,8 +153,8 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
     tracked |= dict.fromkeys(("maxtext/run.py", "multimesh/src/multimesh/plan.py", "docs/a b.md"), b"")
     harmless = ("build/key", ".venv/secret", "notes.txt", "multimesh/src/multimesh/__pycache__/plan.pyc",
                 "third_party/.synced", "third_party/jax/new.py", "docker/context/python.tar.gz")  # fmt: skip
-    planted = ("docker/id_rsa", "docs/.env", "maxtext/.env", "multimesh/src/multimesh/trial.py",
-               "requirements/mine.txt", "third_party/maxtext/src/.env",
+    planted = ("docker/context/id_rsa", "docker/id_rsa", "docs/.env", "maxtext/.env",
+               "multimesh/src/multimesh/trial.py", "requirements/mine.txt", "third_party/maxtext/src/.env",
                "third_party/maxtext/src/maxtext/id_rsa")  # fmt: skip
     trees = {
         tmp_path: tracked,
@@ -178,12 +178,40 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
     assert context.untracked(tmp_path) == planted
     assert build._ours(tmp_path, odd=True) == f"{build._revision(tmp_path)}-dirty"
     assert context.untracked(tmp_path, jaxlib_from_source=True) == (
-        *planted[:5],
+        *planted[:6],
         "third_party/jax/new.py",
-        *planted[5:],
+        *planted[6:],
     )
-    with pytest.raises(errors.PinError, match=r"docker/id_rsa, .* and 2 more: git does not track"):
+    with pytest.raises(errors.PinError, match=r"docker/id_rsa, .* and 3 more: git does not track"):
         context.check(tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])
+def test_what_git_does_not_look_at_is_not_released(root: Path, tmp_path: Path, flag: str) -> None:
+    """Trees that hold other bytes than the commit of their label, although ``git status`` is silent."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C"]
+    tree = tmp_path / "third_party" / "maxtext"
+    for place, files in ((tmp_path, (context.IGNORE, "maxtext/run.py")), (tree, ("src/maxtext/train.py",))):
+        for name in files:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes((root / context.IGNORE).read_bytes())
+        (place / ".gitignore").write_text("third_party/\n")
+        for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "m"]):
+            build.proc.run([*git, place, *words])
+    assert context.untracked(tmp_path) == ()
+    for place, name in ((tmp_path, "maxtext/run.py"), (tree, "src/maxtext/train.py")):
+        build.proc.run([*git, place, "update-index", flag, name])
+        (place / name).write_text("a token")
+    assert not str(build._revision(tmp_path)).endswith("-dirty")
+    assert context.untracked(tmp_path) == ("maxtext/run.py", "third_party/maxtext/src/maxtext/train.py")
+
+    build.proc.run([*git, tree, "update-index", flag.replace("--", "--no-"), "src/maxtext/train.py"])
+    build.shutil.rmtree(tree / ".git")
+    (tmp_path / "third_party" / "multimesh" / "src").mkdir(parents=True)
+    assert context.untracked(tmp_path)[1:] == ("third_party/maxtext", "third_party/multimesh")
+    pinned = "ab" * 20
+    (tmp_path / "sources.lock").write_text(f'components:\n  maxtext:\n    patched_commit: "{pinned}"\n')
+    assert build._component(tmp_path, "maxtext", "run") == f"{pinned}-dirty"
 
 
 def test_the_lock_is_written_as_it_is_read(root: Path, tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def _component(root: Path, name: str, group: str) -> str:
     inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
     if not inside.exists():
         raise errors.PinError(f"third_party/{name} is not there; run ./bootstrap.sh --group {group}")
-    held = _revision(place) if (place / ".git").exists() else None
+    held = _revision(place) if (place / ".git").exists() else None  # without git, nothing says what it holds
     pinned = sources.value(root / "sources.lock", name, "patched_commit")
     if pinned is None:
         raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m workflows lock {name}`")
@@ -289,4 +289,4 @@ def _component(root: Path, name: str, group: str) -> str:
         raise errors.PinError(
             f"third_party/{name} is at {held[:12]}, the lock says {pinned[:12]}; run ./bootstrap.sh --group {group}"
         )
-    return held or pinned
+    return held or f"{pinned}-dirty"
