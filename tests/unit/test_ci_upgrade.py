@@ -12,7 +12,7 @@ import pytest
 from workflows import errors
 from workflows.ci import upgrade
 from workflows.ci.upgrade import Move
-from workflows.image import digests, renew
+from workflows.image import digests
 
 
 def built(*moves: Move) -> list[tuple[str, str]]:
@@ -77,13 +77,13 @@ def test_bazel_is_moved_without_a_checksum_that_nobody_read(root: Path, tmp_path
     (tmp_path / digests.FILE).parent.mkdir()
     (tmp_path / digests.FILE).write_text(text, encoding="utf-8")
     before = digests.load(tmp_path)
-    assert f"/bazel-{renew.move_bazel(tmp_path, '99.1.0')}-linux-arm64" in text
+    assert f"/bazel-{digests.move_bazel(tmp_path, '99.1.0')}-linux-arm64" in text
     after = digests.load(tmp_path)
     changed = {name for name, file in after.files.items() if file != before.files[name]}
     assert changed == {"bazel linux/amd64", "bazel linux/arm64"}
     url = "https://github.com/bazelbuild/bazel/releases/download/99.1.0/bazel-99.1.0-linux-arm64"
     assert after.files["bazel linux/arm64"] == digests.FilePin(url, None)
-    assert renew.move_bazel(tmp_path, "99.1.0") == "99.1.0"
+    assert digests.move_bazel(tmp_path, "99.1.0") == "99.1.0"
 
 
 def test_jax_moves_with_its_plugin_for_gpus_or_not_at_all(

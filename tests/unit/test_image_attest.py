@@ -10,9 +10,8 @@ import pytest
 from workflows import errors
 from workflows.image import attest, digests
 from workflows.image.engine import Engine
-from workflows.image.flags import Request
 from workflows.image.reference import make
-from workflows.image.spec import Actions, ImageSpec, Means
+from workflows.image.spec import Actions, ImageSpec, Means, Request
 
 SPEC = ImageSpec(make("r.example/i", None, "T"), "runtime", "cpu", "wheel", "", None, "Release", None, None, None)
 MEANS = Means(None, None, "default", True, True, None, False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from workflows import errors
-from workflows.image import build, command, context, digests, network
+from workflows.image import build, command, digests, network
 from workflows.image.engine import Engine
 from workflows.image.reference import make
 from workflows.image.spec import ImageSpec, Means
@@ -117,7 +117,7 @@ def test_a_build_into_the_cache_leaves_no_image() -> None:
 
 
 def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.ImageLock) -> None:
-    got = command.labels(root, spec(), command.bases(spec(), pinned), command.Stamp("c0ffee", "beef"))
+    got = command.labels(root, spec(), command.bases(spec(), pinned), "c0ffee", "beef")
     assert got["org.opencontainers.image.revision"] == "c0ffee"
     assert got["org.opencontainers.image.base.digest"] == DIGEST
     assert got["io.github.multimesh-jax.lock"] == command.lock_digest(root)
@@ -125,9 +125,7 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
     assert got["io.github.multimesh-jax.jax"] == "0.10.2"
     # What is installed, not what the base image is named after.
     assert got["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.90"
-    from_source = command.labels(
-        root, spec(jaxlib="source"), command.bases(spec(), pinned), command.Stamp("c", "b", "s")
-    )
+    from_source = command.labels(root, spec(jaxlib="source"), command.bases(spec(), pinned), "c", "b", "s")
     assert from_source["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.1"
     assert from_source["org.opencontainers.image.source"] == "s"
     assert "org.opencontainers.image.source" not in got
@@ -149,7 +147,7 @@ def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_pa
 
 def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp_path: Path) -> None:
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C"]
-    tracked = {context.IGNORE: (root / context.IGNORE).read_bytes(), ".gitignore": b".env\nbuild/\n/third_party/\n"}
+    tracked = {build.IGNORE: (root / build.IGNORE).read_bytes(), ".gitignore": b".env\nbuild/\n/third_party/\n"}
     tracked |= dict.fromkeys(("maxtext/run.py", "multimesh/src/multimesh/plan.py", "docs/a b.md"), b"")
     harmless = ("build/key", ".venv/secret", "notes.txt", "multimesh/src/multimesh/__pycache__/plan.pyc",
                 "third_party/.synced", "third_party/jax/new.py", "docker/context/python.tar.gz")  # fmt: skip
@@ -172,18 +170,17 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
         for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "m"]):
             build.proc.run([*git, tree, *words])
     write(tmp_path, dict.fromkeys(harmless, b""))
-    context.check(tmp_path)
-    assert build._ours(tmp_path, odd=False) == build._revision(tmp_path)
+    build.check_context(tmp_path)
     write(tmp_path, dict.fromkeys(planted, b""))
-    assert context.untracked(tmp_path) == planted
-    assert build._ours(tmp_path, odd=True) == f"{build._revision(tmp_path)}-dirty"
-    assert context.untracked(tmp_path, jaxlib_from_source=True) == (
+    assert build.untracked(tmp_path) == planted
+    assert build._revision(tmp_path, odd=True) == f"{build._revision(tmp_path)}-dirty"
+    assert build.untracked(tmp_path, jaxlib_from_source=True) == (
         *planted[:6],
         "third_party/jax/new.py",
         *planted[6:],
     )
     with pytest.raises(errors.PinError, match=r"docker/id_rsa, .* and 3 more: git does not track"):
-        context.check(tmp_path)
+        build.check_context(tmp_path)
 
 
 @pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])
@@ -191,24 +188,24 @@ def test_what_git_does_not_look_at_is_not_released(root: Path, tmp_path: Path, f
     """Trees that hold other bytes than the commit of their label, although ``git status`` is silent."""
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C"]
     tree = tmp_path / "third_party" / "maxtext"
-    for place, files in ((tmp_path, (context.IGNORE, "maxtext/run.py")), (tree, ("src/maxtext/train.py",))):
+    for place, files in ((tmp_path, (build.IGNORE, "maxtext/run.py")), (tree, ("src/maxtext/train.py",))):
         for name in files:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_bytes((root / context.IGNORE).read_bytes())
+            (place / name).write_bytes((root / build.IGNORE).read_bytes())
         (place / ".gitignore").write_text("third_party/\n")
         for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "m"]):
             build.proc.run([*git, place, *words])
-    assert context.untracked(tmp_path) == ()
+    assert build.untracked(tmp_path) == ()
     for place, name in ((tmp_path, "maxtext/run.py"), (tree, "src/maxtext/train.py")):
         build.proc.run([*git, place, "update-index", flag, name])
         (place / name).write_text("a token")
     assert not str(build._revision(tmp_path)).endswith("-dirty")
-    assert context.untracked(tmp_path) == ("maxtext/run.py", "third_party/maxtext/src/maxtext/train.py")
+    assert build.untracked(tmp_path) == ("maxtext/run.py", "third_party/maxtext/src/maxtext/train.py")
 
     build.proc.run([*git, tree, "update-index", flag.replace("--", "--no-"), "src/maxtext/train.py"])
     build.shutil.rmtree(tree / ".git")
     (tmp_path / "third_party" / "multimesh" / "src").mkdir(parents=True)
-    assert context.untracked(tmp_path)[1:] == ("third_party/maxtext", "third_party/multimesh")
+    assert build.untracked(tmp_path)[1:] == ("third_party/maxtext", "third_party/multimesh")
     pinned = "ab" * 20
     (tmp_path / "sources.lock").write_text(f'components:\n  maxtext:\n    patched_commit: "{pinned}"\n')
     assert build._component(tmp_path, "maxtext", "run") == f"{pinned}-dirty"

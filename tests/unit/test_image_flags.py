@@ -15,7 +15,7 @@ from workflows import errors
 from workflows.image import build as image_build
 from workflows.image import flags
 from workflows.image.engine import Engine
-from workflows.image.flags import Request
+from workflows.image.spec import Request
 
 
 def ask(*argv: str) -> Request:

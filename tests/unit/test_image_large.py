@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from workflows import errors
-from workflows.image import large, slurm
+from workflows.image import slurm
 from workflows.image.engine import Engine
 from workflows.image.slurm import State
 
 DOCKER = Engine(("docker",), "docker", "28.0.0", "28.0.0", "buildx")
 PODMAN = Engine(("podman",), "podman", "4.3.1", "4.3.1", "podman")
-NOTHING = large.Wishes((), ())
 
 
 @pytest.mark.parametrize(
@@ -41,32 +40,32 @@ def test_a_line_of_squeue_is_read(fields: tuple[str, ...], state: State) -> None
 def test_only_a_verdict_of_a_job_that_completed_counts(end: State, said: str) -> None:
     lines = ["ok: 3 steps, loss 9.1 -> 8.2"] if end.word == "TIMEOUT" else ["ok so far"]
     with pytest.raises(errors.SmokeError, match=said):
-        large.judge("7", end, lines, NOTHING)
+        slurm.judge("7", end, lines, [])
 
 
 def test_a_verdict_names_what_was_wanted_otherwise() -> None:
     end, lines = State("COMPLETED", 0, "1:00", "None"), ["ok: 3 steps, loss 9.1 -> 8.2", "srun: done"]
-    assert large.judge("7", end, lines, NOTHING) == "ok: 3 steps, loss 9.1 -> 8.2; the llama3-8b job of Slurm"
-    wanted = large.wishes({"MULTIMESH_SLURM_OPTIONS": "--account=a", "MULTIMESH_SLURM_FLAGS": "--num-steps 3"})
-    assert large.judge("7", end, lines, wanted).endswith(" with other settings: --account=a --num-steps 3")
+    assert slurm.judge("7", end, lines, []) == "ok: 3 steps, loss 9.1 -> 8.2; the llama3-8b job of Slurm"
+    options, flags = slurm.wishes({"MULTIMESH_SLURM_OPTIONS": "--account=a", "MULTIMESH_SLURM_FLAGS": "--num-steps 3"})
+    assert slurm.judge("7", end, lines, [*options, *flags]).endswith(" with other settings: --account=a --num-steps 3")
 
 
 def test_settings_reach_sbatch_and_run_py_as_words() -> None:
-    wanted = large.wishes({"MULTIMESH_SLURM_OPTIONS": "--comment='a b'", "MULTIMESH_SLURM_FLAGS": "$(id) ;"})
-    argv = large.argv(wanted)
-    assert argv[-4:] == ["--comment=a b", str(large.JOB), "$(id)", ";"]
+    wanted = slurm.wishes({"MULTIMESH_SLURM_OPTIONS": "--comment='a b'", "MULTIMESH_SLURM_FLAGS": "$(id) ;"})
+    argv = slurm.argv(*wanted)
+    assert argv[-4:] == ["--comment=a b", str(slurm.JOB), "$(id)", ";"]
     with pytest.raises(errors.UsageError, match="No closing quotation; quote as for a shell"):
-        large.wishes({"MULTIMESH_SLURM_FLAGS": "'"})
+        slurm.wishes({"MULTIMESH_SLURM_FLAGS": "'"})
 
 
 def test_pyxis_gets_a_squashed_image_and_docker_an_archive() -> None:
     folder = Path("f")
-    assert large.bring(DOCKER, "I", folder, pyxis=True) == (
+    assert slurm.bring(DOCKER, "I", folder, pyxis=True) == (
         ["enroot", "import", "--output", "f/image.sqsh", "dockerd://I"],
         {"IMAGE": "f/image.sqsh"},
     )
-    assert large.bring(PODMAN, "I", folder, pyxis=True)[0][-1] == "podman://I"
-    assert large.bring(DOCKER, "I", folder, pyxis=False) == (
+    assert slurm.bring(PODMAN, "I", folder, pyxis=True)[0][-1] == "podman://I"
+    assert slurm.bring(DOCKER, "I", folder, pyxis=False) == (
         ["docker", "save", "--output", "f/image.tar", "I"],
         {"IMAGE": "I", "IMAGE_ARCHIVE": "f/image.tar"},
     )
@@ -74,6 +73,6 @@ def test_pyxis_gets_a_squashed_image_and_docker_an_archive() -> None:
 
 def test_without_pyxis_an_image_of_podman_reaches_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "runs_containers", lambda: False)
-    large.check_engine(DOCKER)
+    slurm.check_engine(DOCKER)
     with pytest.raises(errors.UsageError, match=r"no --container-image .*, and nodes load no image of podman; install"):
-        large.check_engine(PODMAN)
+        slurm.check_engine(PODMAN)

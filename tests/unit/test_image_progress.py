@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from workflows import errors
-from workflows.image import failure
+from workflows.image import progress
 from workflows.image.progress import Display, Step, Steps
 
 
@@ -49,7 +49,7 @@ def test_the_steps_of_podman_are_counted() -> None:
     )  # fmt: skip
     assert steps.counted == (1, 3)
     assert [step.title for step in ended[1:]] == ["1 2/2: RUN c", "step 1/2: COPY d", "step 2/2: RUN e"]
-    assert str(failure.explain(steps, 1, "a")) == "step `step 2/2: RUN e` failed: no luck"
+    assert str(progress.explain(steps, 1, "a")) == "step `step 2/2: RUN e` failed: no luck"
 
 
 def broken(*lines: str) -> Steps:
@@ -80,7 +80,7 @@ def broken(*lines: str) -> Steps:
     ],
 )
 def test_a_failed_step_is_explained(line: str, kind: type[errors.WorkflowsError], words: str) -> None:
-    error = failure.explain(broken("before", line), 1, "base:1")
+    error = progress.explain(broken("before", line), 1, "base:1")
     assert type(error) is kind
     assert words in str(error)
     assert "locked 1/1: RUN pip" in str(error)
@@ -92,7 +92,7 @@ def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
         "More details here: https://curl.example/docs/sslcerts.html",
         "how to fix it, please visit the web page mentioned above.",
     )
-    error = failure.explain(broken(*curl), 1, "base:1")
+    error = progress.explain(broken(*curl), 1, "base:1")
     assert isinstance(error, errors.NetworkError)
     assert "unable to get local issuer certificate" in str(error)
     assert "--ca-bundle" in str(error)
@@ -105,7 +105,7 @@ def test_of_pips_complaints_the_exception_is_told() -> None:
         "error: metadata-generation-failed",
         "hint:",
     )
-    assert str(failure.explain(broken(*pip), 1, "b")).endswith("failed: OSError: no such file: x.py")
+    assert str(progress.explain(broken(*pip), 1, "b")).endswith("failed: OSError: no such file: x.py")
 
 
 def test_of_apts_complaints_the_cause_is_told() -> None:
@@ -113,7 +113,7 @@ def test_of_apts_complaints_the_cause_is_told() -> None:
         "E: Failed to fetch http://a.example/x.deb  Certificate verification failed",
         "E: Unable to fetch some archives",
     )
-    error = failure.explain(broken("Get:1", *apt), 1, "base:1")
+    error = progress.explain(broken("Get:1", *apt), 1, "base:1")
     assert isinstance(error, errors.NetworkError)
     assert "(E: Failed to fetch http://a.example/x.deb" in str(error)
 
@@ -127,14 +127,14 @@ def test_of_apts_complaints_the_cause_is_told() -> None:
     ],
 )
 def test_a_base_that_cannot_be_pulled_is_named(lines: tuple[str, ...]) -> None:
-    error = failure.explain(fed(*lines)[0], 1, "docker.io/x/y")
+    error = progress.explain(fed(*lines)[0], 1, "docker.io/x/y")
     assert isinstance(error, errors.NetworkError)
     assert str(error).startswith("docker.io/x/y: the base image cannot be fetched")
     assert "--base-image" in str(error)
 
 
 def test_the_table_keeps_its_times_on_a_narrow_terminal() -> None:
-    display = Display(live=False)
+    display = Display()
     for line in (
         "#1 [locked 1/2] RUN " + "pip " * 40,
         "#1 DONE 12.5s",

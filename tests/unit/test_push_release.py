@@ -11,12 +11,11 @@ import jsonschema
 import pytest
 
 from workflows import errors
-from workflows.image import reference, registry, release
+from workflows.image import publish, reference, registry
 from workflows.image.digests import FilePin, ImageLock
-from workflows.image.promote import Moved
-from workflows.image.push import Pushed
+from workflows.image.push import Moved, Pushed
 from workflows.image.registry import Manifest
-from workflows.image.release import Locks, Published
+from workflows.image.smoke import Check
 from workflows.image.spec import Built, ImageSpec
 from workflows.sources.lock import Pin
 
@@ -34,16 +33,16 @@ DIGEST = "sha256:" + "12" * 32
 
 def refused(labels: dict[str, str], pins: dict[str, Pin], *unpinned: str, version: str = "v0.3.0") -> list[str]:
     with pytest.raises(errors.SeveralErrors) as caught:
-        release.check(version, labels, Locks(pins, IMAGES), unpinned)
+        publish.check_release(version, labels, (pins, IMAGES), unpinned)
     return list(caught.value.messages)
 
 
 def test_what_stands_against_a_release() -> None:
-    release.check("v0.3.0", GOOD, Locks({"maxtext": FULL}, IMAGES), ())
+    publish.check_release("v0.3.0", GOOD, ({"maxtext": FULL}, IMAGES), ())
     (said,) = refused(GOOD, {"maxtext": Pin("1", "a" * 40, None, patched_commit="c", patched_tree="d")})
     assert "maxtext: sources.lock has no tree" in said
     xla = {"xla": Pin("1", "a" * 40, None)}
-    release.check("v0.3.0", GOOD, Locks(xla, IMAGES), ())  # wheels need no sources of jaxlib, and no Bazel
+    publish.check_release("v0.3.0", GOOD, (xla, IMAGES), ())  # wheels need no sources of jaxlib, and no Bazel
     said, bazel = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, xla)
     assert said.startswith("no release: xla:")
     assert "bazel linux/amd64: images.lock has no sha256" in bazel
@@ -57,24 +56,25 @@ def test_what_stands_against_a_release() -> None:
 
 
 def test_image_tells_whether_its_base_was_pinned() -> None:
-    assert release.unpinned(GOOD) == ()
-    assert release.unpinned({f"{OCI}.base.digest": "unpinned", f"{OCI}.base.name": "debian:12"}) == ("debian:12",)
-    assert release.unpinned({}) == ("base",)
+    assert publish.unpinned(GOOD) == ()
+    assert publish.unpinned({f"{OCI}.base.digest": "unpinned", f"{OCI}.base.name": "debian:12"}) == ("debian:12",)
+    assert publish.unpinned({}) == ("base",)
 
 
 def document(tmp_path: Path) -> dict[str, Any]:
     name = reference.make("r.example/team", "image", "main")
     spec = ImageSpec(name, "runtime", "cpu", "wheel", "12.8.1", None, "Release", None, None, None)
-    built = Built(spec, DIGEST, 61.27, 3, 4, 10, GOOD, DIGEST)
+    built = Built(spec, DIGEST, 10, GOOD, DIGEST, (), 61.27, 3, 4)
     pushed = Pushed(name.staging, Manifest("application/x", b"{}"), 1, 2.0)
-    published = Published(pushed, 12, (Moved("main", None, pushed.digest),), 0.1, None, "none: because", ())
+    moved = (Moved("main", None, pushed.digest),)
     (tmp_path / "sources.lock").write_text("lock")
-    return release.record(tmp_path, published, built, {"job": "small", "seconds": 9.5, "verdict": "ok"}, "v0.3.0")
+    check, attested = Check("small", 9.5, "ok"), ("none: because", ())
+    return publish.record(tmp_path, built, check, pushed, 12, moved, 0.1, attested, None, "v0.3.0")
 
 
 def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
     said = document(tmp_path)
-    release.write(tmp_path / "build" / "release.json", said)
+    publish.write(tmp_path / "build" / "release.json", said)
     read = json.loads((tmp_path / "build" / "release.json").read_text())
     assert read == said
     assert read["image"]["pull"] == f"docker pull r.example/team/image@{read['image']['digest']}"
@@ -86,7 +86,7 @@ def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"format": 1}, {"extra": 1}, {"version": "newest"}, {"locks": {}}, {"created": 5}])
 def test_wrong_record_is_not_written(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        release.write(tmp_path / "release.json", document(tmp_path) | wrong)
+        publish.write(tmp_path / "release.json", document(tmp_path) | wrong)
     assert not (tmp_path / "release.json").exists()
 
 

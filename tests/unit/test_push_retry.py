@@ -8,8 +8,8 @@ import email.utils
 import pytest
 
 from workflows import errors
-from workflows.image import promote, push, reference, retry
-from workflows.image.retry import Policy, Transient
+from workflows.image import push, reference, registry
+from workflows.image.registry import Policy, Transient
 
 
 class Flaky:
@@ -28,7 +28,7 @@ class Flaky:
 def test_waits_grow_and_follow_the_server() -> None:
     waits: list[float] = []
     action = Flaky(Transient("a"), Transient("b"), Transient("c", after_s=30), Transient("d"))
-    assert retry.call(action, Policy(first_s=1), "x", waits.append) == "done"
+    assert registry.retrying(action, Policy(first_s=1), "x", waits.append) == "done"
     assert action.calls == 5
     for wait, longest in ((waits[0], 1), (waits[1], 2), (waits[3], 8)):
         assert longest * 2 / 3 <= wait <= longest
@@ -39,7 +39,7 @@ def test_waits_grow_and_follow_the_server() -> None:
 def test_the_last_failure_is_an_error() -> None:
     action = Flaky(*[Transient("answer 503")] * 9)
     with pytest.raises(errors.RegistryError, match="x: answer 503, 3 times; try again later"):
-        retry.call(action, Policy(attempts=3), "x", lambda wait: None)
+        registry.retrying(action, Policy(attempts=3), "x", lambda wait: None)
     assert action.calls == 3
 
 
@@ -47,7 +47,7 @@ def test_other_errors_and_long_orders_are_not_waited_for() -> None:
     for fault, said in ((errors.RegistryError("no"), "no"), (Transient("429", after_s=3600), "3600 s of quiet")):
         action = Flaky(fault)
         with pytest.raises(errors.RegistryError, match=said):
-            retry.call(action, Policy(), "x", lambda wait: pytest.fail("waited"))
+            registry.retrying(action, Policy(), "x", lambda wait: pytest.fail("waited"))
         assert action.calls == 1
 
 
@@ -55,10 +55,10 @@ def test_retry_after_in_both_forms() -> None:
     soon = email.utils.format_datetime(
         datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30), usegmt=True
     )
-    assert retry.retry_after("7") == 7
-    assert 28 <= (retry.retry_after(soon) or 0) <= 30
-    assert retry.retry_after("Thu, 01 Jan 2026 11:00:00 GMT") == 0
-    assert [retry.retry_after(text) for text in (None, "soon", "")] == [None] * 3
+    assert registry.retry_after("7") == 7
+    assert 28 <= (registry.retry_after(soon) or 0) <= 30
+    assert registry.retry_after("Thu, 01 Jan 2026 11:00:00 GMT") == 0
+    assert [registry.retry_after(text) for text in (None, "soon", "")] == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_complaints_of_engines(said: str, again: bool) -> None:
 
 def test_tags_of_a_release_end_with_latest() -> None:
     name = reference.make("r.example/team", "image", "main")
-    assert promote.tags(name, latest=False, version=None) == ("main",)
-    assert promote.tags(name, latest=True, version="v1.20.3") == ("main", "v1.20.3", "v1.20", "latest")
-    assert promote.tags(name.tagged("1.2.3"), latest=False, version="1.2.3") == ("1.2.3", "1.2")
+    assert push.tags(name, latest=False, version=None) == ("main",)
+    assert push.tags(name, latest=True, version="v1.20.3") == ("main", "v1.20.3", "v1.20", "latest")
+    assert push.tags(name.tagged("1.2.3"), latest=False, version="1.2.3") == ("1.2.3", "1.2")
     for version in ("1.2", "v1.2.3-rc1", "latest", "v1.2.3\n", ""):
         with pytest.raises(errors.UsageError, match="three numbers"):
-            promote.tags(name, latest=False, version=version)
+            push.tags(name, latest=False, version=version)

@@ -15,8 +15,7 @@ import pytest
 
 from workflows import errors
 from workflows.image import reference
-from workflows.image.registry import Manifest, Registry
-from workflows.image.retry import Policy
+from workflows.image.registry import Manifest, Policy, Registry
 
 MANIFEST = Manifest("application/vnd.oci.image.manifest.v1+json", b'{"config": {"size": 5}, "layers": [{"size": 7}]}')
 

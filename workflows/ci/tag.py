@@ -14,7 +14,7 @@ from email.parser import Parser
 from pathlib import Path
 
 from workflows import errors, proc
-from workflows.image import command, release
+from workflows.image import command, publish
 from workflows.image.spec import ImageSpec
 
 _TAG = re.compile(r"v\d+\.\d+\.\d+")
@@ -58,9 +58,9 @@ def check_pins(root: Path, spec: ImageSpec) -> None:
     SeveralErrors
         A line for each pin that is null.
     """
-    locks = release.load_locks(root)
-    base = command.bases(spec, locks.images)
-    if said := release.null_pins(locks, base.unpinned, jaxlib_from_source=spec.jaxlib == "source"):
+    locks = publish.load_locks(root)
+    base = command.bases(spec, locks[1])
+    if said := publish.null_pins(locks, base.unpinned, jaxlib_from_source=spec.jaxlib == "source"):
         raise errors.SeveralErrors([f"no release: {line}" for line in said], errors.PinError.exit_code)
 
 

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from workflows import console, errors, files, proc
 from workflows.ci import upstream
 from workflows.image import devcontainer
-from workflows.image import renew as images
+from workflows.image import digests as images
 from workflows.sources import assemble, bump, git, lock, manifest
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from workflows import helping
-from workflows.cache import server, settings
+from workflows.cache import server
 from workflows.image import digests
 
 
@@ -30,14 +30,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="start: does nothing if it runs (default); stop: entries stay",
     )  # fmt: skip
     parser.add_argument(
-        "--backend", choices=settings.BACKENDS, default=settings.BACKENDS[0],
+        "--backend", choices=server.BACKENDS, default=server.BACKENDS[0],
         help="bazel-remote in a container (default); disk: a folder for the Bazels of this machine, without a server",
     )  # fmt: skip
-    parser.add_argument("--host", default=settings.DEFAULT_HOST, help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=settings.DEFAULT_PORT, help="(default: %(default)s)")
+    parser.add_argument("--host", default=server.DEFAULT_HOST, help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=server.DEFAULT_PORT, help="(default: %(default)s)")
     parser.add_argument(
         "--max-size",
-        default=settings.DEFAULT_SIZE,
+        default=server.DEFAULT_SIZE,
         metavar="SIZE",
         help="bound, e.g. 500M or 1T (default: %(default)s)",
     )
@@ -49,7 +49,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Do one action; exit 1 where ``status`` finds no running server."""
-    place = settings.Place(Path(os.path.abspath(args.folder))) if args.folder else settings.default_place()
+    place = server.Place(Path(os.path.abspath(args.folder))) if args.folder else server.default_place()
     if args.action == "start":
         started = server.start(place, _asked(args), _pin())
         return _show(place, args.json, "started" if started else "runs already")
@@ -59,12 +59,12 @@ def run(args: argparse.Namespace) -> int:
     return _show(place, args.json, "")
 
 
-def _asked(args: argparse.Namespace) -> settings.Settings:
-    return settings.Settings(
+def _asked(args: argparse.Namespace) -> server.Settings:
+    return server.Settings(
         backend=args.backend,
         host=args.host,
         port=args.port,
-        max_bytes=settings.parse_size(args.max_size),
+        max_bytes=server.parse_size(args.max_size),
         password_file=os.path.abspath(args.password_file) if args.password_file else None,
     )
 
@@ -75,18 +75,16 @@ def _pin() -> str | None:
     return pin.exact if pin.digest else None
 
 
-def _show(place: settings.Place, as_json: bool, done: str, wanted: str = "running") -> int:
+def _show(place: server.Place, as_json: bool, done: str, wanted: str = "running") -> int:
     status = server.status(place)
     if as_json:
         print(json.dumps({"folder": str(place.root), "done": done or None, **asdict(status)}, indent=1))
     else:
         address = status.settings.address if status.settings else "-"
-        bound = settings.shown_size(status.settings.max_bytes) if status.settings else "-"
+        bound = server.shown_size(status.settings.max_bytes) if status.settings else "-"
         backend = status.settings.backend if status.settings else "-"
         print(f"{f'{done}; ' if done else ''}state {status.state}, backend {backend}, address {address}")
-        print(
-            f"{settings.shown_size(status.used_bytes)} of {bound} in {place.root}; {status.hits or 'no lookups known'}"
-        )
+        print(f"{server.shown_size(status.used_bytes)} of {bound} in {place.root}; {status.hits or 'no lookups known'}")
         if status.state == "running":
             print(f"use it: bazel --bazelrc={place.bazelrc} build ...")
     return 0 if status.state == wanted else 1

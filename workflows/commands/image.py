@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from workflows import console, errors, helping
-from workflows.image import attest, bazel, build, commit, digests, engine, flags, smoke
+from workflows.image import attest, build, commit, digests, engine, flags, network, slurm, smoke
 from workflows.image.attest import NOTHING, Attesting
 from workflows.image.engine import Engine
-from workflows.image.flags import Request
-from workflows.image.network import PIP_VARIABLE
-from workflows.image.spec import Built
+from workflows.image.spec import Built, Request
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _UNKNOWN = Engine(("docker",), "docker", "unknown", "unknown", "buildx")
@@ -57,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
         publish.check_options(request)
     where = engine.detect(request.actions.remote)
     if request.actions.validate == "large":
-        from workflows.image import large
-
-        large.check_engine(where)
+        slurm.check_engine(where)
     attesting = decide(where, request)
     if request.actions.upload:
         publish.check_before(ROOT, where, request, attesting)
@@ -74,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     report(where, built, check, names, pushed, as_json=request.actions.json)
     if pushed is not None:
         # Last: whatever becomes of the file, the digest was said.
-        publish.release.write(publish.release_file(ROOT, request), pushed)
+        publish.write(publish.release_file(ROOT, request), pushed)
     return 0
 
 
@@ -93,11 +89,11 @@ def make(where: Engine, request: Request, attesting: Attesting) -> Built | None:
         started, container = time.monotonic(), commit.find(where, request.actions.commit)
         labels = build.plan(ROOT, where, request.spec, request.means, None).labels
         image = commit.commit(where, container, labels)
-        return build.describe(where, request.spec, image, seconds=time.monotonic() - started, cached=0, steps=0)
+        return replace(build.describe(where, request.spec, image), seconds=time.monotonic() - started)
     if request.actions.build:
         save, options = not request.actions.skip_save, attesting.options_for("engine")
         return build.run(ROOT, where, request.spec, request.means, save=save, attest=options)
-    return build.describe(where, request.spec, str(request.spec.reference), seconds=0.0, cached=0, steps=0)
+    return build.describe(where, request.spec, str(request.spec.reference))
 
 
 def name(where: Engine, built: Built, request: Request) -> list[str]:
@@ -151,8 +147,8 @@ def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[
         commands.append([*where.cli, "commit", actions.commit])
     elif actions.build:
         todo = planned_build(where, request, attesting.options_for("engine"))
-        if PIP_VARIABLE in todo.access.variables:
-            console.note(f"{PIP_VARIABLE} in the environment holds your pip's package indexes")
+        if network.PIP_VARIABLE in todo.access.variables:
+            console.note(f"{network.PIP_VARIABLE} in the environment holds your pip's package indexes")
         commands.append(list(todo.argv))
     else:
         image = str(spec.reference)
@@ -167,7 +163,7 @@ def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[
         if options := attesting.options_for("builder"):
             commands.append(list(planned_build(where, request, options, push=str(spec.reference.staging)).argv))
         else:
-            commands += publish.planned_push(where, image, spec.reference.staging)
+            commands += publish.planned_push(where, image, request)
         commands += publish.planned_promotion(request)
     return commands
 
@@ -175,9 +171,8 @@ def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[
 def planned_build(where: Engine, request: Request, options: tuple[str, ...], push: str | None = None) -> build.Plan:
     """Return a build that would run; RESULT stands for a file that the builder writes."""
     result = None if request.actions.skip_save else Path("RESULT")
-    cache = bazel.find(request.spec, request.means)
-    secret = bazel.secret(cache, None, write=request.means.bazel_cache_write)
-    means = bazel.reach(request.means, cache)
+    cache = network.find_cache(request.spec, request.means)
+    means, secret = network.through_cache(cache, request.means, None)
     return build.plan(ROOT, where, request.spec, means, result, more=(*secret, *options), push=push)
 
 
@@ -203,12 +198,12 @@ def report(
             "check": {"job": check.job, "seconds": check.seconds, "verdict": check.verdict},
             "labels": built.labels,
             "pushed": pushed,
-            "layers": [{"step": layer.step, "bytes": layer.bytes} for layer in build.layers(where, built.image_id)],
+            "layers": build.layers(where, built.image_id),
         }
         print(json.dumps(answer, indent=1))
         return
     if built.cached < built.steps:
-        rows = [(f"{layer.bytes / 1e6:.1f} MB", layer.step) for layer in build.layers(where, built.image_id)]
+        rows = [(f"{layer['bytes'] / 1e6:.1f} MB", layer["step"]) for layer in build.layers(where, built.image_id)]
         print(console.table(("size", "layer"), rows))
     print(f"image   {names[0]}")
     print(f"id      {built.image_id}")

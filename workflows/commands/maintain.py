@@ -107,7 +107,7 @@ def run_bump(args: argparse.Namespace) -> int:
 
     here = workspace()
     if args.name == "images":
-        from workflows.image import renew as images
+        from workflows.image import digests as images
 
         if args.version or args.mirror:
             raise errors.UsageError("bump images: takes no version and no --mirror; it asks where images.lock points")

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from workflows import console, helping
-from workflows.image import attest, promote, reference, release
-from workflows.image.registry import Registry
-from workflows.image.retry import Policy
+from workflows.image import attest, publish, push, reference
+from workflows.image.registry import Policy, Registry
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -35,15 +34,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Move the tags; print what they were."""
     wanted, digest = reference.pulled(args.image, args.tag)
-    names = promote.tags(wanted, latest=args.latest, version=args.release)
+    names = push.tags(wanted, latest=args.latest, version=args.release)
     if args.release:
         with Registry(wanted, Policy()) as registry:
             manifest = registry.get(digest)
             labels = registry.labels(manifest)
             console.note(f"attestations: {attest.summary(attest.read(registry, manifest))}")
-        release.check(args.release, labels, release.load_locks(ROOT), release.unpinned(labels))
-    moved = promote.promote(wanted, digest, names, Policy())
-    promote.unstage(wanted, digest, Policy())
+        publish.check_release(args.release, labels, publish.load_locks(ROOT), publish.unpinned(labels))
+    moved = push.promote(wanted, digest, names, Policy())
+    push.unstage(wanted, digest, Policy())
     if args.json:
         print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
     else:

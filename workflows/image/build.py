@@ -1,4 +1,4 @@
-"""Run a build and take down what came of it."""
+"""Run a build and take down what came of it; and what it would read of this tree although git does not track it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,24 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from workflows import console, errors, proc
-from workflows.image import bazel, command, context, digests, failure, network
+from workflows.image import command, digests, network, progress
 from workflows.image.engine import Engine
 from workflows.image.progress import Display, Steps
-from workflows.image.spec import Built, ImageSpec, Layer, Means
+from workflows.image.spec import Built, ImageSpec, Means
 from workflows.sources import lock as sources
 
+IGNORE = f"{command.DOCKERFILE}.dockerignore"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
-_SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
-
-
-@dataclass(frozen=True)
-class Done:
-    """A build that ended: its steps, its exit status, what it wrote about its result, and the base image."""
-
-    steps: Steps
-    returncode: int
-    result: str
-    base: str
+# Only attestations say what buildx asks git.
+_SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
 
 
 @dataclass(frozen=True)
@@ -62,28 +54,23 @@ def plan(
 ) -> Plan:
     """Return the build of a spec, with ``more`` options; reads files and git.
 
-    Parameters
-    ----------
-    push
-        A name to push it under, in place of loading it into the engine.
-    folder
-        Where secrets are written that the engine cannot take from the environment; None to write nothing.
-
-    Raises
-    ------
-    PinError
-        A component that goes into the image is missing or is not what ``sources.lock`` says, or Bazel has no pin.
+    It may ``push`` the image under a name, in place of loading it into the engine. ``folder`` gets secrets that the
+    engine cannot take from the environment. ``PinError``: a component that goes into the image is missing or is not
+    what ``sources.lock`` says, or Bazel has no pin.
     """
     pins = digests.load(root)
     base, access = command.bases(spec, pins), network.access(means, os.environ)
-    library = _library(root)
     from_source = spec.jaxlib == "source"
     # At once, for a build of jaxlib takes minutes until it looks.
     built_from = [_component(root, name, "source") for name in ("jax", "xla") if from_source]
-    untracked = context.untracked(root, jaxlib_from_source=from_source)
-    odd = bool(untracked) or any(each.endswith("-dirty") for each in built_from)
-    stamp = command.Stamp(_ours(root, odd=odd), _component(root, "maxtext", "run"), _source(os.environ))
-    labels = command.labels(root, spec, base, stamp)
+    others = untracked(root, jaxlib_from_source=from_source)
+    ours = _revision(root, odd=bool(others) or any(each.endswith("-dirty") for each in built_from))
+    # A person's remote may hold more than an address; a workflow's run says where its repository lies.
+    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    source = f"{server}/{name}" if server and name else None
+    labels = command.labels(root, spec, base, ours, _component(root, "maxtext", "run"), source)
+    override = root / "third_party" / "multimesh"
+    library = "third_party/multimesh" if override.is_dir() and not override.is_symlink() else "multimesh"
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
     if from_source and not build_args["BAZEL_SHA256"]:
@@ -96,29 +83,27 @@ def plan(
     argv = command.build_argv(
         engine, spec, means, build_args=build_args, labels=labels, access=access, result=result, push=push
     )
-    return Plan(tuple(argv), access, base, labels, untracked)
+    return Plan(tuple(argv), access, base, labels, others)
 
 
 def run(
     root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool = True, attest: tuple[str, ...] = ()
 ) -> Built | None:
-    """Build an image; it has no name yet. None where only the cache was to be filled.
+    """Build an image, with options that ``attest`` for an engine that keeps attestations; it has no name yet.
 
-    Parameters
-    ----------
-    attest
-        Options that attach attestations, for an engine that keeps them.
+    None where only the cache was to be filled.
     """
     started = time.monotonic()
-    done = execute(root, engine, spec, means, save=save, attest=attest)
-    if done.returncode:
-        raise failure.explain(done.steps, done.returncode, done.base)
+    done, result = execute(root, engine, spec, means, save=save, attest=attest)
     if not save:
         return None
-    cached, steps = done.steps.counted
-    return describe(
-        engine, spec, *_names(done.result, engine), seconds=time.monotonic() - started, cached=cached, steps=steps
-    )
+    names = [result]
+    if engine.builder == "buildx":
+        # By the configuration or, in a containerd store, by the manifest.
+        told = json.loads(result)
+        names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
+    cached, steps = done.counted
+    return replace(describe(engine, spec, *names), seconds=time.monotonic() - started, cached=cached, steps=steps)
 
 
 def execute(
@@ -130,55 +115,105 @@ def execute(
     save: bool = True,
     attest: tuple[str, ...] = (),
     push: str | None = None,
-) -> Done:
-    """Run a build to its end, good or bad, with all that it needs beside it; the parameters are those of ``plan``."""
-    cache = bazel.find(spec, means)
+    explain: Callable[[Steps, int, str], Exception] = progress.explain,
+) -> tuple[Steps, str]:
+    """Run a build to its end, with all that it needs beside it; return its steps and what it wrote about its result.
+
+    ``push`` is that of ``plan``; ``explain`` makes an error of steps, exit status and base image.
+    """
+    cache = network.find_cache(spec, means)
     before = cache.hits() if cache else None
-    with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder, _archive(root, spec):
-        result = Path(folder) / "result"
-        secret = bazel.secret(cache, Path(folder), write=means.bazel_cache_write)
-        where = bazel.reach(means, cache)
+    with tempfile.TemporaryDirectory(prefix="multimesh-image-") as place, _archive(root, spec):
+        folder, result = Path(place), Path(place) / "result"
+        means, secret = network.through_cache(cache, means, folder)
         more = (*secret, *attest)
-        todo = plan(root, engine, spec, where, result if save else None, more=more, push=push, folder=Path(folder))
+        todo = plan(root, engine, spec, means, result if save else None, more=more, push=push, folder=folder)
         for name in todo.untracked:
             console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
         for reference in todo.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
-        for place in todo.access.left_out:
-            console.note(f"{place}: pip finds packages there on this machine, but a build cannot see it")
+        for left in todo.access.left_out:
+            console.note(f"{left}: pip finds packages there on this machine, but a build cannot see it")
+        git_info = {"BUILDX_GIT_INFO": "true"} if attest else {}
+        env = os.environ | todo.access.variables | _SETTINGS | git_info
         with Display() as display:
-            # Only attestations say what buildx asks git.
-            env = os.environ | todo.access.variables | _SETTINGS | {"BUILDX_GIT_INFO": "true" if attest else "false"}
             done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=display.line)
-        if cache and before and (after := cache.hits()):
-            console.note(f"Bazel cache {cache.address}: {after - before}")
         told = result.read_text(encoding="utf-8").strip() if result.exists() else ""
-    return Done(display.steps, done.returncode, told, todo.base.build.reference)
+    if cache and before and (after := cache.hits()):
+        console.note(f"Bazel cache {cache.address}: {after - before}")
+    if done.returncode:
+        raise explain(display.steps, done.returncode, todo.base.build.reference)
+    return display.steps, told
 
 
-def describe(engine: Engine, spec: ImageSpec, *names: str, seconds: float, cached: int, steps: int) -> Built:
+def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
     """Ask the engine about an image that it has under one of these names."""
     found = next((known for known in map(engine.inspect, names) if known is not None), None)
     if found is None:
         raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
+    size = int(found.get("Size") or 0)
+    if "Descriptor" in found:  # a containerd image store says that of its compressed layers
+        size = sum(layer["bytes"] for layer in layers(engine, str(found["Id"])))
     return Built(
         spec=spec,
         image_id="sha256:" + str(found["Id"]).removeprefix("sha256:"),  # Podman says the number alone
-        seconds=seconds,
-        cached=cached,
-        steps=steps,
-        bytes=_bytes(engine, found),
+        bytes=size,
         labels=dict((found.get("Config") or {}).get("Labels") or {}),
         names=tuple(found.get("RepoTags") or ()),
         content=_content(found),
     )
 
 
-def _bytes(engine: Engine, found: dict[str, Any]) -> int:
-    """Return the size of an image as it lies unpacked; a containerd image store says that of its compressed layers."""
-    if "Descriptor" in found:
-        return sum(layer.bytes for layer in layers(engine, str(found["Id"])))
-    return int(found.get("Size") or 0)
+def layers(engine: Engine, image: str) -> list[dict[str, Any]]:
+    """Return ``step`` and ``bytes`` of the layers of an image that hold anything, from the base up."""
+    asked = ["history", "--no-trunc", "--human=false", "--format"]
+    if engine.kind == "podman":
+        entries = json.loads(engine.run(*asked, "json", image).text)
+    else:
+        entries = [json.loads(line) for line in engine.run(*asked, "{{json .}}", image).text.splitlines()]
+    # The last comes first, and engines write the same names in different cases.
+    found = [{key.lower(): value for key, value in entry.items()} for entry in reversed(entries)]
+    named = ((_instruction(each.get("createdby") or "base image"), int(each.get("size") or 0)) for each in found)
+    return [{"step": step, "bytes": size} for step, size in named if size]
+
+
+def untracked(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...]:
+    """Return what a build can read and no commit of ours holds; none where this repository is no tree of git.
+
+    A token in ``.env``, a key, somebody's trial: files that git does not track, ignored ones too, or no longer looks
+    at; trees without git; an override of MultiMesh. Where a given Python lies while a build runs is left out.
+    """
+    lines = (root / IGNORE).read_text(encoding="utf-8").splitlines()
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    named = [pattern[1:] for pattern in patterns if pattern.startswith("!") and "third_party" not in pattern]
+    found = [name for name in _others(root, *(f":(top){name}" for name in named)) if name != str(_ARCHIVE)]
+    for name in ("maxtext", "multimesh", *(("jax", "xla") if jaxlib_from_source else ())):
+        place, shown = root / "third_party" / name, f"third_party/{name}"
+        if place.is_dir() and not place.is_symlink():
+            own = name != "multimesh" and (place / ".git").exists()
+            found += [f"{shown}/{file}" for file in _others(place)] if own else [shown]
+    if not found:
+        return ()
+    from docker.utils.build import PatternMatcher  # takes longer than all else here, and is seldom needed
+
+    ignored: Any = PatternMatcher(patterns)  # its types ask for a path, its code for a name
+    return tuple(sorted(name for name in found if not ignored.matches(name)))
+
+
+def check_context(root: Path, *, jaxlib_from_source: bool = False) -> None:
+    """Refuse with ``PinError`` to push what holds such files."""
+    if files := untracked(root, jaxlib_from_source=jaxlib_from_source):
+        more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+        raise errors.PinError(
+            f"{', '.join(files[:5])}{more}: git does not track what the image would hold; commit, move or remove it, "
+            "and bring back what lies in third_party/ with ./bootstrap.sh --group run"
+        )
+
+
+def _others(tree: Path, *paths: str) -> list[str]:
+    """Return the files of a tree that are not plainly tracked (H): of those that git must not look at it hides changes."""
+    told = proc.run(["git", "-C", tree, "ls-files", "--cached", "--others", "-v", "-z", "--", *paths], check=False)
+    return [] if told.returncode else [entry[2:] for entry in told.text.split("\0") if entry and entry[0] != "H"]
 
 
 def _content(found: dict[str, Any]) -> str:
@@ -188,38 +223,10 @@ def _content(found: dict[str, Any]) -> str:
     return f"sha256:{hashlib.sha256(document.encode()).hexdigest()}"
 
 
-def layers(engine: Engine, image: str) -> list[Layer]:
-    """Return the layers of an image that hold anything, from the base up."""
-    found = []
-    for entry in reversed(_history(engine, image)):
-        size = int(entry.get("size") or 0)
-        if size:
-            found.append(Layer(_instruction(str(entry.get("createdby") or "base image")), size))
-    return found
-
-
-def _history(engine: Engine, image: str) -> list[dict[str, Any]]:
-    """Return the steps of an image, the last first; engines write the same names in different cases."""
-    asked = ["history", "--no-trunc", "--human=false", "--format"]
-    if engine.kind == "podman":
-        entries = json.loads(engine.run(*asked, "json", image).text)
-    else:
-        entries = [json.loads(line) for line in engine.run(*asked, "{{json .}}", image).text.splitlines()]
-    return [{key.lower(): value for key, value in entry.items()} for entry in entries]
-
-
 def _instruction(text: str) -> str:
     words = [word for word in text.replace("# buildkit", "").split() if not word.startswith("--mount=")]
     line = re.sub(r"^RUN (\|\d+ .*?)?/bin/sh -euc ", "RUN ", " ".join(words))
     return line if len(line) <= 90 else line[:87] + "..."
-
-
-def _names(result: str, engine: Engine) -> list[str]:
-    """Return what an engine may call its image: by the configuration or, in a containerd store, by the manifest."""
-    if engine.builder != "buildx":
-        return [result]
-    told = json.loads(result)
-    return [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
 
 
 @contextmanager
@@ -246,33 +253,14 @@ def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
             place.unlink(missing_ok=True)
 
 
-def _source(environ: Mapping[str, str]) -> str | None:
-    """Return the address of the repository whose workflow builds; a person's remote may hold more than an address."""
-    server, name = environ.get("GITHUB_SERVER_URL"), environ.get("GITHUB_REPOSITORY")
-    return f"{server}/{name}" if server and name else None
-
-
-def _library(root: Path) -> str:
-    """Return the folder of MultiMesh: this repository's, or the override in ``third_party``."""
-    place = root / "third_party" / "multimesh"
-    return "third_party/multimesh" if place.is_dir() and not place.is_symlink() else "multimesh"
-
-
-def _revision(root: Path) -> str | None:
-    """Return the commit of a tree, marked where the tree differs from it; None where there is none."""
-    ask: list[str | Path] = ["git", "-C", root, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    told = proc.run(ask, check=False)
+def _revision(root: Path, *, odd: bool = False) -> str | None:
+    """Return the commit of a tree, marked where the tree differs from it or is ``odd``; None where there is none."""
+    told = proc.run(["git", "-C", root, "status", "--porcelain=v2", "--branch", "--untracked-files=no"], check=False)
     commit = next((line.split()[2] for line in told.text.splitlines() if line.startswith("# branch.oid ")), None)
     if told.returncode or commit is None:
         return None
-    changed = any(not line.startswith("#") for line in told.text.splitlines())
+    changed = odd or any(not line.startswith("#") for line in told.text.splitlines())
     return f"{commit}-dirty" if changed else commit
-
-
-def _ours(root: Path, *, odd: bool) -> str | None:
-    """Return the commit of this repository, marked also where a build would read what no commit or pin holds."""
-    commit = _revision(root)
-    return f"{commit.removesuffix('-dirty')}-dirty" if commit and odd else commit
 
 
 def _component(root: Path, name: str, group: str) -> str:

@@ -16,8 +16,8 @@ from workflows.image.spec import ImageSpec, Means
 from workflows.sources import lock as sources
 
 DOCKERFILE = "docker/Dockerfile"
-LABEL = "io.github.multimesh-jax"
-_OCI = "org.opencontainers.image"
+LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
+LABEL, OCI = "io.github.multimesh-jax", "org.opencontainers.image"
 # SHELL exists in Docker's format only, and Podman 4 does not find this ignore file by itself. Its layer cache is not
 # used: a change in what a step mounts from the sources (4.3) or from another stage (5.4 too) leaves the step as it was.
 _PODMAN = ["--format", "docker", "--ignorefile", f"{DOCKERFILE}.dockerignore"]
@@ -37,75 +37,60 @@ class Bases:
 
 
 def bases(spec: ImageSpec, lock: ImageLock) -> Bases:
-    """Return the base images of a spec, by digest where the lock has it."""
+    """Return the base images of a spec, by digest where the lock has it: of CUDA's, for the locked version alone."""
+
+    def cuda(name: str) -> ImagePin:
+        pin = lock.images[name]
+        reference = re.sub(r"(?<=/cuda:)[0-9.]+", spec.cuda_version, pin.reference)
+        return pin if reference == pin.reference else ImagePin(reference, None)
+
     if spec.base_image:
-        own = ImagePin(spec.base_image, None)
-        return Bases(own, own)
+        return Bases(ImagePin(spec.base_image, None), ImagePin(spec.base_image, None))
     if spec.accelerator == "cpu":
         return Bases(lock.images["ubuntu"], lock.images["ubuntu"])
-    return Bases(_cuda(lock, "cuda-devel", spec.cuda_version), _cuda(lock, "cuda-base", spec.cuda_version))
+    return Bases(cuda("cuda-devel"), cuda("cuda-base"))
 
 
-def _cuda(lock: ImageLock, name: str, version: str) -> ImagePin:
-    """Return one of NVIDIA's images at a version; only the locked version has a digest."""
-    pin = lock.images[name]
-    reference = re.sub(r"(?<=/cuda:)[0-9.]+", version, pin.reference)
-    return pin if reference == pin.reference else ImagePin(reference, None)
+def labels(
+    root: Path, spec: ImageSpec, base: Bases, revision: str | None, maxtext: str, source: str | None = None
+) -> dict[str, str]:
+    """Return the labels of an image, in a fixed order; none of them changes when nothing else does.
 
-
-@dataclass(frozen=True)
-class Stamp:
-    """What an image says about where it comes from.
-
-    Attributes
-    ----------
-    revision
-        The commit of this repository, with ``-dirty`` where the tree differs; None outside of a repository.
-    maxtext
-        The commit of the patched MaxText, likewise.
-    source
-        The address of this repository, where a workflow's run says it; a registry links the image to it.
+    ``revision`` and ``maxtext`` are commits, with ``-dirty`` where their tree differs; ``source`` the address of this
+    repository.
     """
 
-    revision: str | None
-    maxtext: str | None
-    source: str | None = None
+    def first(pattern: str, name: str) -> str:
+        found = re.search(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
+        return found.group(1) if found else "unknown"
 
-
-def labels(root: Path, spec: ImageSpec, base: Bases, stamp: Stamp) -> dict[str, str]:
-    """Return the labels of an image, in a fixed order; none of them changes when nothing else does."""
-    run = _read(root, "requirements/run.txt")
     # What is installed: the locked wheels bring CUDA with them, whatever the base image has.
-    wheels = _first(r"^nvidia-cuda-runtime-cu12==(\S+)", _read(root, "requirements/cuda12.txt"))
+    wheels = first(r"^nvidia-cuda-runtime-cu12==(\S+)", "requirements/cuda12.txt")
     cuda = spec.cuda_version if spec.jaxlib == "source" else wheels
-    accelerator = {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[spec.accelerator]
     found = base.build if spec.target != "runtime" else base.runtime
     return {
-        f"{_OCI}.title": "MultiMesh for JAX",
-        f"{_OCI}.description": f"MaxText in pipelines on stock JAX: {spec.target}, {spec.accelerator}",
-        f"{_OCI}.licenses": "Apache-2.0",
-        **({f"{_OCI}.source": stamp.source} if stamp.source else {}),
-        f"{_OCI}.version": _first(r'^version = "([^"]+)"', _read(root, "multimesh/pyproject.toml")),
-        f"{_OCI}.revision": stamp.revision or "unknown",
-        f"{_OCI}.base.name": found.reference.partition("@")[0],
-        f"{_OCI}.base.digest": found.exact.partition("@")[2] or "unpinned",
+        f"{OCI}.title": "MultiMesh for JAX",
+        f"{OCI}.description": f"MaxText in pipelines on stock JAX: {spec.target}, {spec.accelerator}",
+        f"{OCI}.licenses": "Apache-2.0",
+        **({f"{OCI}.source": source} if source else {}),
+        f"{OCI}.version": first(r'^version = "([^"]+)"', "multimesh/pyproject.toml"),
+        f"{OCI}.revision": revision or "unknown",
+        f"{OCI}.base.name": found.reference.partition("@")[0],
+        f"{OCI}.base.digest": found.exact.partition("@")[2] or "unpinned",
         f"{LABEL}.target": spec.target,
-        f"{LABEL}.accelerator": accelerator,
+        f"{LABEL}.accelerator": {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[spec.accelerator],
         f"{LABEL}.jaxlib": f"{spec.jaxlib} {spec.build_type}" if spec.jaxlib == "source" else "wheel",
-        f"{LABEL}.jax": _first(r"^jax==(\S+)", run),
+        f"{LABEL}.jax": first(r"^jax==(\S+)", "requirements/run.txt"),
         f"{LABEL}.maxtext": sources.value(root / "sources.lock", "maxtext", "version") or "unknown",
-        f"{LABEL}.maxtext.revision": stamp.maxtext or "unknown",
+        f"{LABEL}.maxtext.revision": maxtext,
         f"{LABEL}.lock": lock_digest(root),
     }
 
 
 def lock_digest(root: Path) -> str:
     """Return one sha256 over every lock that decides what is in an image."""
-    names = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update(hashlib.sha256((root / name).read_bytes()).digest())
-    return f"sha256:{digest.hexdigest()}"
+    sums = (hashlib.sha256((root / name).read_bytes()).digest() for name in LOCKS)
+    return f"sha256:{hashlib.sha256(b''.join(sums)).hexdigest()}"
 
 
 def arguments(spec: ImageSpec, lock: ImageLock, base: Bases, *, machine: str, multimesh: str) -> dict[str, str]:
@@ -167,10 +152,8 @@ def build_argv(
     argv += ["--platform", spec.platform] if spec.platform else []
     argv += ["--network", means.network] if means.network != "default" else []
     argv += [] if means.layer_cache and engine.builder != "podman" else ["--no-cache"]
-    for name, value in build_args.items():
-        argv += ["--build-arg", f"{name}={value}"]
-    for name, value in labels.items():
-        argv += ["--label", f"{name}={value}"]
+    argv += [word for each in build_args.items() for word in ("--build-arg", "=".join(each))]
+    argv += [word for each in labels.items() for word in ("--label", "=".join(each))]
     argv += access.options
     if result is None:
         if engine.builder == "podman":
@@ -183,12 +166,3 @@ def build_argv(
     else:
         argv += ["--iidfile", str(result)]
     return [*argv, "."]
-
-
-def _read(root: Path, name: str) -> str:
-    return (root / name).read_text(encoding="utf-8")
-
-
-def _first(pattern: str, text: str) -> str:
-    found = re.search(pattern, text, re.MULTILINE)
-    return found.group(1) if found else "unknown"

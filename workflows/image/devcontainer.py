@@ -14,7 +14,6 @@ from workflows.image.registry import Registry
 FILE = ".devcontainer/devcontainer.json"
 PREBUILT = ".devcontainer/prebuilt/devcontainer.json"
 TARGET = "devcontainer"
-_TARGET_LABEL = "io.github.multimesh-jax.target"
 _HEAD = """\
 // Written by `python -m workflows ci devcontainer`: ../devcontainer.json with a published image in place of its build.
 """
@@ -27,34 +26,21 @@ def arguments(lock: ImageLock) -> dict[str, str]:
 
 
 def follow(root: Path, lock: ImageLock) -> None:
-    """Write the build arguments of ``devcontainer.json``; all else of it, comments too, stays as it is.
-
-    Raises
-    ------
-    ManifestError
-        An argument has no line of its own there.
-    """
-    path = root / FILE
-    text = path.read_text(encoding="utf-8")
+    """Write the build arguments of ``devcontainer.json``; all else of it, comments too, stays as it is."""
+    text = (root / FILE).read_text(encoding="utf-8")
     for name, value in arguments(lock).items():
         before, *more = re.split(rf'(?m)^(\s*"{name}": )"[^"\n]*"', text)
         if len(more) != 2:
             raise errors.ManifestError(f'{FILE}: has {len(more) // 2} lines "{name}": "..."; write one')
         text = f"{before}{more[0]}{json.dumps(value)}{more[1]}"
-    files.write(path, text)
+    files.write(root / FILE, text)
 
 
 def published(image: str) -> str:
-    """Return ``REPO@DIGEST`` if its registry has it and it is a devcontainer of ours.
-
-    Raises
-    ------
-    UsageError
-        It names no digest, or another image.
-    """
+    """Return ``REPO@DIGEST`` if its registry has it and it is a devcontainer of ours, or raise ``UsageError``."""
     wanted, digest = reference.pulled(image, "latest")
     with Registry(wanted) as registry:
-        target = registry.labels(registry.get(digest)).get(_TARGET_LABEL)
+        target = registry.labels(registry.get(digest)).get("io.github.multimesh-jax.target")
     if target != TARGET:
         raise errors.UsageError(
             f"{wanted.at(digest)}: is no devcontainer (target {target}); `docker/build.py --stage {TARGET}`"
@@ -64,10 +50,8 @@ def published(image: str) -> str:
 
 def prebuilt(text: str, image: str) -> str:
     """Return the text of ``devcontainer.json`` with an image in place of its build."""
-    named, names = re.subn(r'^  "name": "([^"]*)",$', r'  "name": "\1, prebuilt",', text, flags=re.MULTILINE)
-    changed, builds = re.subn(
-        r'^  "build": \{\n.*?^  \},$', f'  "image": {json.dumps(image)},', named, flags=re.MULTILINE | re.DOTALL
-    )
+    named, names = re.subn(r'(?m)^  "name": "([^"]*)",$', r'  "name": "\1, prebuilt",', text)
+    changed, builds = re.subn(r'(?ms)^  "build": \{\n.*?^  \},$', f'  "image": {json.dumps(image)},', named)
     if (names, builds) != (1, 1):
         raise errors.ManifestError(f'{FILE}: needs a "name" and a "build", each indented by two; restore it with git')
     return _HEAD + changed[changed.index("{") :]

@@ -12,9 +12,6 @@ from typing import Any
 
 from workflows import console, errors, proc
 
-OLDEST = (20, 10)
-OLDEST_PODMAN = (4, 3)
-BUNDLED_BUILDKIT_BEFORE = (23, 0)
 _PATIENCE_S = 5.0
 _WITHOUT = (
     "without an engine: ./bootstrap.sh --group run && maxtext/validate-cpu.sh runs the same check on this machine, "
@@ -26,24 +23,15 @@ _WITHOUT = (
 class Engine:
     """An engine that answered, and the way to build with it.
 
-    Attributes
-    ----------
-    cli
-        The program and the options that every call begins with, e.g. ``("docker", "--context", "big")``.
-    kind
-        ``docker`` or ``podman``.
-    builder
-        ``buildx``; ``buildkit``: the one inside of an older ``docker build``; ``podman``.
-    plugin
-        The program of the buildx plugin, to be started without docker's client, which first would start it once more
-        to ask what it is; None where there is none, or where only the client knows the way (``--context``).
+    ``plugin`` is buildx itself, to be started without docker's client, which first would start it once more to ask what
+    it is; None where there is none, or where only the client knows the way (``--context``).
     """
 
-    cli: tuple[str, ...]
-    kind: str
+    cli: tuple[str, ...]  # how every call begins, e.g. ("docker", "--context", "big")
+    kind: str  # docker or podman
     version: str
     client: str
-    builder: str
+    builder: str  # buildx; buildkit: the one inside of an older `docker build`; podman
     plugin: str | None = None
 
     @property
@@ -52,12 +40,6 @@ class Engine:
         if self.builder == "buildx":
             return (self.plugin, "build") if self.plugin else (*self.cli, "buildx", "build")
         return (*self.cli, "build")
-
-    @property
-    def summary(self) -> str:
-        """One line for people."""
-        means = {"buildx": "buildx", "buildkit": "docker build with BuildKit", "podman": "podman build"}
-        return f"{self.kind} {self.version}, {means[self.builder]}"
 
     def attests(self) -> str | None:
         """Ask who can attach an SBOM and provenance to an image.
@@ -96,42 +78,37 @@ def detect(context: str | None = None) -> Engine:
     EngineError
         None answers within seconds, or what is there cannot build; says what to install.
     """
-    docker = shutil.which("docker")
-    if docker is None:
-        return _local_podman(context)
-    cli = (docker, *(("--context", context) if context else ()))
-    try:
-        answer = _ask(cli, "version", "--format", "{{json .}}")
-    except errors.EngineError:
-        if context or os.environ.get("DOCKER_HOST") or shutil.which("podman") is None:
-            raise
-        console.note("docker's client finds no engine; podman is taken")
+    docker, answer = shutil.which("docker"), dict[str, Any]()
+    cli = (docker or "docker", *(("--context", context) if context else ()))
+    if docker:
+        try:
+            answer = _ask(cli, "version", "--format", "{{json .}}")
+        except errors.EngineError:
+            if context or os.environ.get("DOCKER_HOST") or shutil.which("podman") is None:
+                raise
+            console.note("docker's client finds no engine; podman is taken")
+    server = answer.get("Server")
+    if not server:  # where docker is Podman under that name (Debian's podman-docker), it answers without one
+        if shutil.which("podman") is None:
+            raise errors.EngineError(f"no container engine is installed; install docker.io or podman. {_WITHOUT}")
+        if context:
+            raise errors.EngineError(
+                f"--remote {context} names a docker context, and only podman is here; install docker"
+            )
         return _podman(())
-    server, client = answer.get("Server"), answer.get("Client", {})
-    if not server:
-        # Docker's client would have failed: Debian's podman-docker puts Podman's program there under this name.
-        return _local_podman(context)
     if any("podman" in str(part.get("Name", "")).lower() for part in server.get("Components") or []):
         # Its socket speaks Docker's API without BuildKit behind it: only Podman's own client hands over secrets.
-        socket = proc.run([*cli, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]).text
-        return _podman(("--url", socket))
-    version = str(server.get("Version", "0"))
-    if _numbers(version) < OLDEST:
+        return _podman(("--url", proc.run([*cli, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]).text))
+    version, client = str(server.get("Version", "0")), str(answer.get("Client", {}).get("Version", "0"))
+    if _numbers(version) < (20, 10):
         raise errors.EngineError(f"docker engine {version} is too old to build with; install 20.10 or later")
-    client_version = str(client.get("Version", "0"))
     plugin = next((str(file) for file in _plugins() if os.access(file, os.X_OK)), None)
-    builder = "buildx" if plugin else _bundled(client_version)
-    return Engine(cli, "docker", version, client_version, builder, None if context else plugin)
-
-
-def _bundled(client: str) -> str:
-    """Return the builder of a client without buildx."""
-    if _numbers(client) < BUNDLED_BUILDKIT_BEFORE:
-        return "buildkit"
-    raise errors.EngineError(
-        f"docker client {client} builds only with its buildx plugin, which is not here; install it "
-        "(Debian and Ubuntu: docker-buildx, Docker's own packages: docker-buildx-plugin)"
-    )
+    if plugin is None and _numbers(client) >= (23, 0):
+        raise errors.EngineError(
+            f"docker client {client} builds only with its buildx plugin, which is not here; install it "
+            "(Debian and Ubuntu: docker-buildx, Docker's own packages: docker-buildx-plugin)"
+        )
+    return Engine(cli, "docker", version, client, "buildx" if plugin else "buildkit", None if context else plugin)
 
 
 def _plugins() -> list[Path]:
@@ -145,32 +122,23 @@ def _plugins() -> list[Path]:
     return [Path(folder) / "docker-buildx" for folder in (config / "cli-plugins", *extra, *system)]
 
 
-def _local_podman(context: str | None) -> Engine:
-    if shutil.which("podman") is None:
-        raise errors.EngineError(f"no container engine is installed; install docker.io or podman. {_WITHOUT}")
-    if context:
-        raise errors.EngineError(f"--remote {context} names a docker context, and only podman is here; install docker")
-    return _podman(())
-
-
 def _podman(options: tuple[str, ...]) -> Engine:
     podman = shutil.which("podman")
     if podman is None:
         raise errors.EngineError(
             f"Podman answers at {options[-1]}, and docker's client cannot build with it; install podman here too"
         )
-    cli = (podman, *options)
-    told = _ask(cli, "version", "--format", "json")
+    told = _ask((podman, *options), "version", "--format", "json")
     client = str(told.get("Client", {}).get("Version", "0"))
     version = str((told.get("Server") or {}).get("Version", client))
-    if _numbers(version) < OLDEST_PODMAN:
+    if _numbers(version) < (4, 3):
         raise errors.EngineError(f"podman {version} is too old to build with; install 4.3 or later, or docker 20.10")
     if _numbers(version)[0] != _numbers(client)[0]:
         raise errors.EngineError(
             f"podman {version} answers at {options[-1]}, and podman {client} here does not understand all of it; "
             "install the same here"
         )
-    return Engine(cli, "podman", version, client, "podman")
+    return Engine((podman, *options), "podman", version, client, "podman")
 
 
 def _ask(cli: tuple[str, ...], *args: str) -> dict[str, Any]:
@@ -198,4 +166,4 @@ def _ask(cli: tuple[str, ...], *args: str) -> dict[str, Any]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     found = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(int(part) for part in found.groups()) if found else (0, 0)
+    return tuple(map(int, found.groups())) if found else (0, 0)

@@ -14,11 +14,9 @@ import ssl
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_VERSION = re.compile(r"\d+(\.\d+){1,3}")
 _COMPILATION = {
     "Release": (),
     "RelWithDebInfo": ("--copt=-g1", "--strip=never"),
@@ -26,7 +24,6 @@ _COMPILATION = {
 }
 # Beside a remote cache, if any: in the folder that the engine keeps from one build to the next.
 _OWN_CACHE = (f"--disk_cache={Path.home() / '.cache/bazel/disk'}", "--experimental_disk_cache_gc_max_size=50G")
-_CHUNK = 1 << 20
 
 
 class Refused(Exception):
@@ -43,20 +40,16 @@ class Recipe:
     build_type: str
     bazelrc: str
 
-    def check(self) -> None:
-        """Raise ``Refused`` for a value that is not plainly what it should be."""
-        if self.accelerator not in ("cpu", "cuda12"):
-            raise Refused(f"accelerator {self.accelerator!r}: choose cpu or cuda12")
-        if self.build_type not in _COMPILATION:
-            raise Refused(f"build type {self.build_type!r}: choose one of {', '.join(_COMPILATION)}")
-        for name, version in (("CUDA", self.cuda_version), ("cuDNN", self.cudnn_version)):
-            if version and not _VERSION.fullmatch(version):
-                raise Refused(f"{name} version {version!r}: numbers with dots, e.g. 12.8.1")
-
 
 def command(recipe: Recipe, *, bazel: str, xla: str, output: str, python_version: str) -> list[str]:
-    """Return the arguments for jax's ``build/build.py``."""
-    recipe.check()
+    """Return the arguments for jax's ``build/build.py``; raise ``Refused`` for a value that is not plain."""
+    if recipe.accelerator not in ("cpu", "cuda12"):
+        raise Refused(f"accelerator {recipe.accelerator!r}: choose cpu or cuda12")
+    if recipe.build_type not in _COMPILATION:
+        raise Refused(f"build type {recipe.build_type!r}: choose one of {', '.join(_COMPILATION)}")
+    for name, version in (("CUDA", recipe.cuda_version), ("cuDNN", recipe.cudnn_version)):
+        if version and not re.fullmatch(r"\d+(\.\d+){1,3}", version):
+            raise Refused(f"{name} version {version!r}: numbers with dots, e.g. 12.8.1")
     cuda = recipe.accelerator == "cuda12"
     wheels = ["jax", "jaxlib", *(["jax-cuda-plugin", "jax-cuda-pjrt"] if cuda else [])]
     options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[recipe.build_type], *_OWN_CACHE]
@@ -75,17 +68,6 @@ def command(recipe: Recipe, *, bazel: str, xla: str, output: str, python_version
     ]
 
 
-def from_environment(environ: Mapping[str, str], bazelrc: Path) -> Recipe:
-    """Return the recipe that the build arguments of the Dockerfile ask for."""
-    return Recipe(
-        accelerator=environ.get("ACCELERATOR", ""),
-        cuda_version=environ.get("CUDA_VERSION", ""),
-        cudnn_version=environ.get("CUDNN_VERSION", ""),
-        build_type=environ.get("BUILD_TYPE", "Release"),
-        bazelrc=str(bazelrc) if bazelrc.is_file() else "",
-    )
-
-
 def fetch_bazel(url: str, sha256: str, path: Path, ca: Path) -> None:
     """Download Bazel and hold it against its pin."""
     if not url.startswith("https://"):
@@ -93,13 +75,11 @@ def fetch_bazel(url: str, sha256: str, path: Path, ca: Path) -> None:
     if not sha256:
         raise Refused("Bazel is not pinned; run `python -m workflows bump images` where github.com answers")
     context = ssl.create_default_context(cafile=str(ca) if ca.is_file() and ca.stat().st_size else None)
-    digest = hashlib.sha256()
-    with urllib.request.urlopen(url, context=context, timeout=60) as answer, path.open("wb") as file:  # noqa: S310
-        while chunk := answer.read(_CHUNK):
-            digest.update(chunk)
-            file.write(chunk)
-    if digest.hexdigest() != sha256:
-        raise Refused(f"Bazel has sha256 {digest.hexdigest()}, images.lock pins {sha256}; do not use it")
+    with urllib.request.urlopen(url, context=context, timeout=60) as answer:  # noqa: S310
+        content = answer.read()
+    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
+        raise Refused(f"Bazel has sha256 {digest}, images.lock pins {sha256}; do not use it")
+    path.write_bytes(content)
     path.chmod(0o755)
 
 
@@ -109,19 +89,21 @@ def main() -> int:
     parser.add_argument("--sources", type=Path, required=True, help="third_party/")
     parser.add_argument("--output", type=Path, required=True, help="folder for the wheels")
     args = parser.parse_args()
-    bazel = Path("/usr/local/bin/bazel")
+    bazel, secrets, asked = Path("/usr/local/bin/bazel"), Path("/run/secrets"), os.environ.get
+    recipe = Recipe(
+        accelerator=asked("ACCELERATOR", ""),
+        cuda_version=asked("CUDA_VERSION", ""),
+        cudnn_version=asked("CUDNN_VERSION", ""),
+        build_type=asked("BUILD_TYPE", "Release"),
+        bazelrc=str(secrets / "bazelrc") if (secrets / "bazelrc").is_file() else "",
+    )
+    python, xla = f"{sys.version_info.major}.{sys.version_info.minor}", str(args.sources / "xla")
+    program = args.sources / "jax" / "build" / "build.py"
     try:
-        arguments = command(
-            from_environment(os.environ, Path("/run/secrets/bazelrc")),
-            bazel=str(bazel),
-            xla=str(args.sources / "xla"),
-            output=str(args.output),
-            python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
-        )
-        program = args.sources / "jax" / "build" / "build.py"
+        arguments = command(recipe, bazel=str(bazel), xla=xla, output=str(args.output), python_version=python)
         if not program.is_file():
             raise Refused("third_party/jax is not there; run ./bootstrap.sh --group source")
-        fetch_bazel(os.environ["BAZEL_URL"], os.environ.get("BAZEL_SHA256", ""), bazel, Path("/run/secrets/ca.pem"))
+        fetch_bazel(os.environ["BAZEL_URL"], os.environ.get("BAZEL_SHA256", ""), bazel, secrets / "ca.pem")
     except Refused as refused:
         print(f"error: {refused}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What a build is told about the caller's network: pip's indexes, certificates, proxies; handed over as secrets."""
+"""How a build reaches what it needs: pip's indexes, certificates, proxies, a Bazel cache; handed over as secrets."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ import configparser
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from workflows import errors
-from workflows.image.spec import Means
+from workflows import console, errors
+from workflows.image.spec import ImageSpec, Means
+
+if TYPE_CHECKING:
+    from workflows.cache.server import Cache
 
 PIP_VARIABLE = "MULTIMESH_PIP_CONF"
-# What says where packages are; all else in a pip.conf is about the caller's own machine.
-_KEYS = (
-    "index-url",
-    "extra-index-url",
-    "trusted-host",
-    "find-links",
-    "proxy",
-    "timeout",
-    "retries",
-    "keyring-provider",
-)
-_PLACES = ("index-url", "extra-index-url", "find-links")
 SYSTEM = (Path("/etc/xdg/pip/pip.conf"), Path("/etc/pip.conf"))
+_PLACES = ("index-url", "extra-index-url", "find-links")
+# What says where packages are; all else in a pip.conf is about the caller's own machine.
+_KEYS = (*_PLACES, "trusted-host", "proxy", "timeout", "retries", "keyring-provider")
 _CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 _LONGEST_VARIABLE = 120_000
@@ -33,45 +28,43 @@ _LONGEST_VARIABLE = 120_000
 
 @dataclass(frozen=True)
 class Access:
-    """What the build gets.
-
-    Attributes
-    ----------
-    options
-        For the build command; they name files and variables, never what these hold.
-    variables
-        For the environment of the build command.
-    left_out
-        Folders of this machine that pip searches here and cannot search in a build.
-    """
+    """What the build gets; options name files and variables, never what these hold."""
 
     options: tuple[str, ...]
     variables: Mapping[str, str]
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...]  # folders of this machine that pip searches here and cannot search in a build
 
 
 def access(means: Means, environ: Mapping[str, str]) -> Access:
     """Return how the build gets to its package index."""
-    options, variables, left_out = list[str](), dict[str, str](), tuple[str, ...]()
+    options, variables, left_out = list[str](), dict[str, str](), list[str]()
     settings = pip_settings(environ)
     if means.pip_config is not None:
         options += ["--secret", f"id=pip.conf,src={means.pip_config}"]
     else:
-        settings, left_out = _reachable(settings)
-        text = _render({key: value for key, value in settings.items() if key in _KEYS})
-        if len(text) > _LONGEST_VARIABLE:
-            raise errors.UsageError(
-                "your pip configuration is too long to hand over; give a short one with --pip-config"
-            )
-        if text:
+        for key in _PLACES:
+            places = settings.pop(key, "").split()
+            here = [place for place in places if place.startswith(("file:", "/", ".", "~")) or "://" not in place]
+            left_out += here
+            if remaining := [place for place in places if place not in here]:
+                settings[key] = "\n".join(remaining)
+        kept = [(key, settings[key].strip().replace("\n", "\n  ")) for key in sorted(settings) if key in _KEYS]
+        if kept:
+            text = "".join(["[global]\n", *(f"{key} = {value}\n" for key, value in kept)])
+            if len(text) > _LONGEST_VARIABLE:
+                raise errors.UsageError(
+                    "your pip configuration is too long to hand over; give a short one with --pip-config"
+                )
             options += ["--secret", f"id=pip.conf,env={PIP_VARIABLE}"]
             variables[PIP_VARIABLE] = text
-    bundle = means.ca_bundle or _bundle(settings, environ)
+    named = [settings.get("cert", ""), *(environ.get(name, "") for name in _CA_VARIABLES)]
+    trusted = next((Path(name) for name in named if name), None)
+    bundle = means.ca_bundle or (trusted if trusted and trusted.is_file() and fits_an_option(trusted) else None)
     if bundle is not None:
         options += ["--secret", f"id=ca.pem,src={bundle}"]
     for name in proxies(environ):
         options += ["--build-arg", name]  # without a value: the engine's client takes it from the environment
-    return Access(tuple(options), variables, left_out)
+    return Access(tuple(options), variables, tuple(left_out))
 
 
 def proxies(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -87,8 +80,7 @@ def fits_an_option(path: Path) -> bool:
 def in_a_file(access: Access, folder: Path) -> Access:
     """Hand pip's settings over in a file of ours: Podman's server does not see its client's environment."""
     variables = dict(access.variables)
-    text = variables.pop(PIP_VARIABLE, None)
-    if text is None:
+    if (text := variables.pop(PIP_VARIABLE, None)) is None:
         return access
     file = folder / "pip.conf"
     file.write_text(text, encoding="utf-8")
@@ -99,18 +91,12 @@ def in_a_file(access: Access, folder: Path) -> Access:
 def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what pip would be told on this machine: its files in its order, then the environment."""
     home = Path(environ.get("HOME", "/nonexistent"))
-    shared = environ.get("XDG_CONFIG_DIRS", "").split(":")
-    files = [Path(place) / "pip" / "pip.conf" for place in filter(None, shared)]
-    files += [*SYSTEM, home / ".pip" / "pip.conf"]
-    files += [
-        Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf",
-        Path(sys.prefix) / "pip.conf",
-    ]
-    chosen = environ.get("PIP_CONFIG_FILE")
-    if chosen == os.devnull:
-        files = []
-    elif chosen:
-        files.append(Path(chosen))
+    shared = filter(None, environ.get("XDG_CONFIG_DIRS", "").split(":"))
+    user = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf"
+    files = [*(Path(place) / "pip" / "pip.conf" for place in shared), *SYSTEM, home / ".pip" / "pip.conf", user]
+    files.append(Path(sys.prefix) / "pip.conf")
+    if chosen := environ.get("PIP_CONFIG_FILE"):
+        files = [] if chosen == os.devnull else [*files, Path(chosen)]
     parser = configparser.RawConfigParser()
     try:
         parser.read(files, encoding="utf-8")
@@ -129,26 +115,31 @@ def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
-def _reachable(settings: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Leave out places that are folders of this machine."""
-    kept, left_out = dict(settings), list[str]()
-    for key in _PLACES:
-        places = settings.get(key, "").split()
-        away = [place for place in places if place.startswith(("file:", "/", ".", "~")) or "://" not in place]
-        left_out += away
-        remaining = [place for place in places if place not in away]
-        kept.pop(key, None)
-        if remaining:
-            kept[key] = "\n".join(remaining)
-    return kept, tuple(left_out)
+def find_cache(spec: ImageSpec, means: Means) -> Cache | None:
+    """Return the remote Bazel cache that a build is to use; None where it needs none or none answers."""
+    if spec.jaxlib != "source" or not means.use_bazel_cache:
+        return None
+    from workflows.cache import server
+
+    found, asked = server.find(means.bazel_cache), means.bazel_cache
+    if found is None:
+        where = f"{asked}: no Bazel cache answers there" if asked else "no Bazel cache runs here"
+        console.note(f"{where}; the build goes on without (docker/start-cache.sh starts one)")
+    else:
+        console.note(f"Bazel cache {found.address}: {'read and written' if means.bazel_cache_write else 'read only'}")
+    return found
 
 
-def _render(settings: Mapping[str, str]) -> str:
-    lines = [f"{key} = " + value.strip().replace("\n", "\n  ") + "\n" for key, value in sorted(settings.items())]
-    return "".join(["[global]\n", *lines]) if lines else ""
+def through_cache(cache: Cache | None, means: Means, folder: Path | None) -> tuple[Means, tuple[str, ...]]:
+    """Return means that reach a cache, and the build option that hands Bazel's settings over.
 
-
-def _bundle(settings: Mapping[str, str], environ: Mapping[str, str]) -> Path | None:
-    named = [settings.get("cert", ""), *(environ.get(name, "") for name in _CA_VARIABLES)]
-    found = next((Path(name) for name in named if name), None)
-    return found if found is not None and found.is_file() and fits_an_option(found) else None
+    A cache on this machine's loopback is seen from the host network only. The settings, perhaps with a password, are
+    written where a folder is given.
+    """
+    if cache is None:
+        return means, ()
+    path = (folder or Path("FOLDER")) / "bazelrc"
+    if folder is not None:
+        cache.write_rc(path, write=means.bazel_cache_write)
+    on_loopback = cache.address.startswith(("127.", "localhost", "[::1]"))
+    return replace(means, network="host") if on_loopback else means, ("--secret", f"id=bazelrc,src={path}")

@@ -1,4 +1,4 @@
-"""What a build is doing: the plain progress of BuildKit or Podman as steps with cache hits and times."""
+"""What a build is doing, from the plain progress of BuildKit or Podman; and, if it failed, which step, and why."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import re
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from workflows import complaints, errors
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -17,8 +20,10 @@ _VERTEX = re.compile(r"#(\d+) (.*)")
 _PLACE = re.compile(r"\[(?:linux/\S+ )?(?:(?P<stage>[\w.-]+) +)?(?P<number>\d+/\d+)\] (?P<text>.*)")
 _PODMAN = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<number>\d+/\d+): (?P<text>.*)")
 _OTHER = re.compile(r"exporting to|writing image|importing cache|\[internal\] load (build context|metadata)")
-_SAID = re.compile(r"\d+\.\d+ (.*)")
-_DONE = re.compile(r"DONE (\d+(?:\.\d+)?)s")
+# Where a builder looks for a base: a step of its own, or, in Podman, the first of a stage.
+_BASE = re.compile(r"\[internal\] load metadata|\S+ \d+/\d+: FROM ")
+_TOLD = re.compile(r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()")
+_NOISE = ("------", "WARNING", "View build details", "> [", ">>>", "time=")
 _KEPT_LINES = 40
 
 
@@ -59,48 +64,46 @@ class Steps:
     def feed(self, line: str) -> Step | None:
         """Take one line; return the step that it ended."""
         line = line.strip()
+        if vertex := _VERTEX.match(line):
+            return self._of_buildkit(*vertex.groups())
+        # Podman takes one step after the other: the last runs.
+        step = self.by_id.get(f"step {len(self.by_id) - 1}")
         if found := _PODMAN.match(line):
-            before = self._last()
-            self.by_id[f"step {len(self.by_id)}"] = _step(found, found["stage"])
-            if before is not None and not before.ended:
-                before.seconds = time.monotonic() - before.started
-                return before
-        elif vertex := _VERTEX.match(line):
-            return self._vertex(*vertex.groups())
-        elif line:
+            self.by_id[f"step {len(self.by_id)}"] = _step(found)
+            if step is None or step.ended:
+                return None
+            step.seconds = time.monotonic() - step.started
+        elif not line:
+            return None
+        else:
             self.rest.append(line)
-            if (step := self._last()) is not None:
-                if line.startswith("--> Using cache"):
-                    step.cached = True
-                    return step
-                if line.startswith("Error: "):
-                    step.error = line
-                    return step
+            if step is None:
+                return None
+            if line.startswith("--> Using cache"):
+                step.cached = True
+            elif line.startswith("Error: "):
+                step.error = line
+            else:
                 step.said.append(line)
-        return None
+                return None
+        return step
 
-    def _last(self) -> Step | None:
-        """Return the step of Podman that runs: it takes one after the other."""
-        return self.by_id.get(f"step {len(self.by_id) - 1}")
-
-    def _vertex(self, number: str, text: str) -> Step | None:
+    def _of_buildkit(self, number: str, text: str) -> Step | None:
         step = self.by_id.get(number)
         if step is None:
-            found = _PLACE.match(text)
-            if found or _OTHER.match(text):
-                self.by_id[number] = _step(found, found["stage"]) if found else Step(text, counts=False)
+            if found := _PLACE.match(text):
+                self.by_id[number] = _step(found)
+            elif _OTHER.match(text):
+                self.by_id[number] = Step(text, counts=False)
+        if step is None or step.ended:
             return None
-        if step.ended:
-            return None
-        if done := _DONE.fullmatch(text):
+        if done := re.fullmatch(r"DONE (\d+(?:\.\d+)?)s", text):
             step.seconds = float(done[1])
         elif text == "CACHED":
             step.cached = True
-        elif text.startswith("ERROR: "):
+        elif text.startswith(("ERROR: ", "CANCELED")):
             step.error = text.removeprefix("ERROR: ")
-        elif text == "CANCELED":
-            step.error = text
-        elif said := _SAID.fullmatch(text):
+        elif said := re.fullmatch(r"\d+\.\d+ (.*)", text):
             step.said.append(said[1].strip())
         return step if step.ended else None
 
@@ -113,29 +116,27 @@ class Steps:
     @property
     def failed(self) -> Step | None:
         """The step that broke the build; not those that were stopped because of it."""
-        broken = [step for step in self.by_id.values() if step.error not in (None, "CANCELED")]
-        broken = [step for step in broken if "context canceled" not in str(step.error)]
-        return broken[0] if broken else None
+        stopped = re.compile("CANCELED$|.*context canceled")
+        return next((step for step in self.by_id.values() if step.error and not stopped.match(step.error)), None)
 
 
-def _step(found: re.Match[str], stage: str | None) -> Step:
+def _step(found: re.Match[str]) -> Step:
     """Return a step whose title lacks its mounts and fits a terminal."""
     words = [word for word in found["text"].split() if not word.startswith(("--mount=", "--from=", "--chown="))]
-    line = f"{stage or 'step'} {found['number']}: {' '.join(words)}"
+    line = f"{found['stage'] or 'step'} {found['number']}: {' '.join(words)}"
     return Step(line if len(line) <= 100 else line[:97] + "...", counts=words[:1] != ["FROM"])
 
 
 class Display:
     """Shows the steps: a table that is redrawn on a terminal, one line an ended step elsewhere; on stderr."""
 
-    def __init__(self, *, live: bool | None = None) -> None:
+    def __init__(self) -> None:
         self.steps = Steps()
         self._live: Live | None = None
-        self._wants_live = sys.stderr.isatty() if live is None else live
         self._started = time.monotonic()
 
     def __enter__(self) -> Display:
-        if self._wants_live:
+        if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
 
@@ -174,3 +175,48 @@ class Display:
 
 def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def explain(steps: Steps, returncode: int, base: str) -> errors.WorkflowsError:
+    """Return the error for a build that failed: which step, why, and what to do."""
+    step = steps.failed
+    said = [line for line in step.said if not line.startswith(_NOISE)] if step else []
+    error = [step.error] if step and step.error else []
+    text = "\n".join([*said, *error] if step else steps.rest)
+    where = f"step `{step.title}`" if step else "the build"
+    # Podman's own line says more than a step that complained of nothing; BuildKit's only repeats the command.
+    podmans = [line for line in error if line.startswith("Error: ")]
+    ways = ([*said, *podmans], error, steps.rest, [f"exit status {returncode}, no message"])
+    last = next(told for told in map(_telling, ways) if told)
+    if complaints.disk_full(text):
+        return errors.DiskError(
+            f"{where}: the engine's disk is full; free some space (`docker system df`) and run again"
+        )
+    if complaints.OTHER_FILES.search(text):
+        return errors.IntegrityError(
+            f"{where}: the package index offers other files than the locked ones; do not use them"
+        )
+    if "exec format error" in text.lower():
+        return errors.EngineError(
+            f"{where}: the engine's machine cannot run programs of this platform; register QEMU there "
+            "(Debian and Ubuntu: qemu-user-static, binfmt-support), or leave out --platform"
+        )
+    if step and _BASE.match(step.title):
+        last = _telling(error) or last
+        return errors.NetworkError(
+            f"{base}: the base image cannot be fetched ({last}); log in to its registry or give another --base-image"
+        )
+    if complaints.network_failed(text):
+        return errors.NetworkError(
+            f"{where}: cannot reach what it needs ({last}); check --pip-config, --ca-bundle and --network"
+        )
+    return errors.BuildError(f"{where} failed: {last}")
+
+
+def _telling(lines: Iterable[str]) -> str | None:
+    """Return the line that says most: a program's own error, else the last one; of a long one, both ends."""
+    kept = [line for line in lines if line and not line.startswith(_NOISE)]
+    own = [line for line in kept if _TOLD.match(line)]
+    # apt and pip say what is wrong first, then what that means.
+    best = own[-3:][:1] or kept[-1:]
+    return complaints.shortened(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else None

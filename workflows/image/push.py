@@ -1,21 +1,21 @@
-"""Pushes an image through the engine, again after faults that pass, and makes sure that the registry has just that."""
+"""From a checked image in the engine to public tags: pushed, read back, and promoted by digest; all can be repeated."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from workflows import complaints, console, errors, proc
-from workflows.image import retry
 from workflows.image.engine import Engine
 from workflows.image.reference import Reference
-from workflows.image.registry import Manifest, Registry
-from workflows.image.retry import Policy, Transient
+from workflows.image.registry import Manifest, Policy, Registry, Transient, retrying
 
 _LAYER = re.compile(r"([0-9a-f]{12}): (.+)")
 _OVER = re.compile(r"Pushed|Layer already exists|Mounted from .*")
+_VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
+_FIXED = re.compile(rf"{_VERSION.pattern}(-[0-9A-Za-z.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,35 @@ class Pushed:
         return self.manifest.digest
 
 
+@dataclass(frozen=True)
+class Moved:
+    """A tag that has the digest now; ``before`` is the one that it had, None for a new tag."""
+
+    tag: str
+    before: str | None
+    digest: str
+
+
 def push(engine: Engine, image_id: str, staging: Reference, policy: Policy, reporter: console.Reporter) -> Pushed:
     """Push a staging tag of the engine and read back what came of it; see ``deliver``."""
-    return deliver(lambda: _once(engine, staging, reporter), image_id, staging, policy, reporter)
+    layers: dict[str, bool] = {}
+
+    def line(text: str) -> None:
+        if match := _LAYER.match(text):
+            layers[match[1]] = bool(_OVER.match(match[2]))
+            reporter.advance("push", sum(layers.values()), len(layers))
+
+    def send() -> None:
+        reach: list[str] = []
+        if engine.kind == "podman":
+            # It has to be told that a registry on this machine speaks no TLS; Docker finds out.
+            with Registry(staging) as registry:
+                reach = ["--tls-verify=false"] if registry.plain_http else []
+        result = proc.run([*engine.cli, "push", *reach, str(staging)], check=False, on_line=line)
+        if result.returncode:
+            raise fault(result.stderr.decode("utf-8", "replace") or result.text, str(staging))
+
+    return deliver(send, image_id, staging, policy, reporter)
 
 
 def deliver(
@@ -43,12 +69,7 @@ def deliver(
 ) -> Pushed:
     """Have an image sent to a staging tag, again after faults that pass, and read back what came of it.
 
-    Parameters
-    ----------
-    send
-        Sends it, or raises what ``fault`` makes of a complaint.
-    image_id
-        The image that was checked, as the engine names it; the registry must end up with no other.
+    ``send`` raises what ``fault`` makes of a complaint. The registry must end up with the image that was checked.
 
     Raises
     ------
@@ -70,10 +91,16 @@ def deliver(
                 raise Transient(str(passing), registry.quiet_s()) from passing
 
     reporter.phase("push", str(staging))
-    retry.call(attempt, policy, str(staging.repository))
+    retrying(attempt, policy, str(staging.repository))
     with Registry(staging, policy) as registry:
         manifest = registry.get(staging.tag)
-        _same_image(registry, manifest, image_id)
+        images = [registry.get(each["digest"]) for each in manifest.listed()] if manifest.is_index else [manifest]
+        known = {manifest.digest}.union(*({each.digest, each.document["config"]["digest"]} for each in images))
+    if "sha256:" + image_id.removeprefix("sha256:") not in known:
+        raise errors.IntegrityError(
+            f"{registry.place}: holds another image than the one that was checked ({image_id[:19]}); "
+            "another build took its staging tag: build again"
+        )
     reporter.done("push", manifest.digest)
     return Pushed(staging, manifest, attempts, time.monotonic() - started)
 
@@ -88,35 +115,51 @@ def fault(said: str, label: str) -> Exception:
     )
 
 
-def _once(engine: Engine, staging: Reference, reporter: console.Reporter) -> None:
-    """Let the engine push."""
-    layers: dict[str, bool] = {}
+def tags(reference: Reference, *, latest: bool, version: str | None) -> tuple[str, ...]:
+    """Return the tags of an image, the one that matters least first and ``latest`` last.
 
-    def line(text: str) -> None:
-        if match := _LAYER.match(text):
-            layers[match[1]] = bool(_OVER.match(match[2]))
-            reporter.advance("push", sum(layers.values()), len(layers))
-
-    reach: list[str] = []
-    if engine.kind == "podman":
-        # It has to be told that a registry on this machine speaks no TLS; Docker finds out.
-        with Registry(staging) as registry:
-            reach = ["--tls-verify=false"] if registry.plain_http else []
-    result = proc.run([*engine.cli, "push", *reach, str(staging)], check=False, on_line=line)
-    if result.returncode:
-        raise fault(result.stderr.decode("utf-8", "replace") or result.text, str(staging))
+    A version ``v1.2.3`` also gives ``v1.2``, which moves with every correction.
+    """
+    wanted = [reference.tag]
+    if version is not None:
+        if _VERSION.fullmatch(version) is None:
+            raise errors.UsageError(f"--release '{version}': write a version of three numbers, e.g. v0.3.0")
+        wanted += [version, version.rpartition(".")[0]]
+    return tuple(dict.fromkeys([*wanted, *(["latest"] if latest else [])]))
 
 
-def _same_image(registry: Registry, manifest: Manifest, image_id: str) -> None:
-    """Raise unless a manifest is of an image that the engine knows under this id."""
-    known = {manifest.digest}
-    if manifest.is_index:
-        listed = [each["digest"] for each in registry.listed(manifest)]
-        known |= {*listed, *(registry.get(each).document["config"]["digest"] for each in listed)}
-    else:
-        known.add(manifest.document["config"]["digest"])
-    if not any(each.removeprefix("sha256:") == image_id.removeprefix("sha256:") for each in known):
-        raise errors.IntegrityError(
-            f"{registry.place}: holds another image than the one that was checked ({image_id[:19]}); "
-            "another build took its staging tag: build again"
-        )
+def promote(reference: Reference, digest: str, names: Sequence[str], policy: Policy) -> tuple[Moved, ...]:
+    """Move tags of a repository to a digest that it holds, in order, and read each of them back.
+
+    A tag with the shape of a version, as ``v1.2.3`` or ``1.2.3-rc1``, may be new but never moves. ``RegistryError``
+    where the digest is not there, or a tag cannot be moved; it says which were.
+    """
+    moved: list[Moved] = []
+    with Registry(reference, policy) as registry:
+        manifest = registry.get(digest)
+        for fixed in filter(_FIXED.fullmatch, names):
+            if registry.digest(fixed) not in (None, digest):
+                raise errors.RegistryError(f"{registry.place}: {fixed} is another image already; take the next version")
+        for name in names:
+            try:
+                before = registry.digest(name)
+                if before != digest:
+                    registry.put(name, manifest)
+                now = registry.digest(name)
+                if now != digest:
+                    raise errors.RegistryError(
+                        f"{registry.place}: tag {name} has {now or 'nothing'}, not {digest}: somebody else moves it"
+                    )
+            except errors.RegistryError as error:
+                done, left = ", ".join(each.tag for each in moved) or "none", ", ".join(names[len(moved) :])
+                raise errors.RegistryError(f"{error}. Tags moved: {done}; as they were: {left}") from error
+            moved.append(Moved(name, before, digest))
+    return tuple(moved)
+
+
+def unstage(reference: Reference, digest: str, policy: Policy) -> None:
+    """Remove the staging tag of an image that has its public tags; a registry that removes none is no error."""
+    staging = reference.staging.tag
+    with Registry(reference, policy) as registry:
+        if registry.digest(staging) == digest and not registry.remove(staging):
+            console.note(f"{registry.place}: removes no tags; {staging} stays, for you to delete")

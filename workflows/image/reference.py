@@ -7,26 +7,16 @@ from dataclasses import dataclass, replace
 
 from workflows import errors
 
-LOCAL_NAME = "multimesh-jax"
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
 _PART = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LONGEST = 255
-_STAGING = "staging-"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An image in a registry, or in the local engine where ``host`` is None.
-
-    Attributes
-    ----------
-    repository
-        Host and path as one types them, e.g. ``ghcr.io/owner/multimesh-jax``; the path is lower case.
-    tag
-        Checked, case kept.
-    """
+    """An image: its repository as one types it, e.g. ``ghcr.io/owner/multimesh-jax``, in lower case, and its tag."""
 
     repository: str
     tag: str
@@ -37,18 +27,17 @@ class Reference:
     @property
     def host(self) -> str | None:
         """The registry, or None where the name says none."""
-        first, slash, _ = self.repository.partition("/")
-        return first if slash and _is_host(first) else None
+        return _split(self.repository)[0]
 
     @property
     def path(self) -> str:
         """The repository without its host."""
-        return self.repository.removeprefix(f"{self.host}/") if self.host else self.repository
+        return _split(self.repository)[1]
 
     @property
     def staging(self) -> Reference:
         """The same repository under the tag that an image has until it passed its check."""
-        return replace(self, tag=f"{_STAGING}{self.tag}"[:128])
+        return replace(self, tag=f"staging-{self.tag}"[:128])
 
     def tagged(self, tag: str) -> Reference:
         """Return the same repository with another tag."""
@@ -69,10 +58,10 @@ def make(repo: str | None, name: str | None, tag: str) -> Reference:
     UsageError
         Which part is malformed, and what it may hold.
     """
-    repository = "/".join(part for part in (repo, name) if part is not None) or LOCAL_NAME
-    if repo == "" or name == "":
+    repository = "/".join(part for part in (repo, name) if part is not None) or "multimesh-jax"
+    if "" in (repo, name):
         raise errors.UsageError(f"{'--repo' if repo == '' else '--name'} is empty; give a name or leave it out")
-    if "/" not in repository and _is_host(repository):
+    if "/" not in repository and _split(f"{repository}/")[0]:
         raise errors.UsageError(f"--repo {repository}: is a registry alone; name an owner too, e.g. {repository}/OWNER")
     return Reference(check_repository(repository), check_tag(tag))
 
@@ -95,21 +84,18 @@ def check_repository(text: str) -> str:
         )
     if "://" in text:
         raise errors.UsageError(f"repository {text!r}: a repository has no scheme; leave out {text.split('//')[0]}//")
-    first, slash, rest = text.partition("/")
-    host = first if slash and _is_host(first) else None
+    host, path = _split(text)
     if host and not _HOST.fullmatch(host):
         raise errors.UsageError(f"repository {text!r}: {host!r} is no host name; e.g. ghcr.io or localhost:5000")
-    path = (rest if host else text).lower()
-    for part in path.split("/"):
+    for part in path.lower().split("/"):
         if not _PART.fullmatch(part):
             raise errors.UsageError(
                 f"repository {text!r}: {part!r} is no part of a repository; "
                 "letters and digits, with single . _ or - between them"
             )
-    repository = f"{host.lower()}/{path}" if host else path
-    if len(repository) > _LONGEST:
-        raise errors.UsageError(f"repository {text[:40]!r}... has {len(repository)} characters; at most {_LONGEST}")
-    return repository
+    if len(text) > _LONGEST:
+        raise errors.UsageError(f"repository {text[:40]!r}... has {len(text)} characters; at most {_LONGEST}")
+    return text.lower()
 
 
 def check_image(text: str) -> str:
@@ -134,6 +120,7 @@ def check_tag(text: str) -> str:
     return text
 
 
-def _is_host(first: str) -> bool:
-    """Tell a host from the first part of a path, as every engine does."""
-    return "." in first or ":" in first or first == "localhost"
+def _split(repository: str) -> tuple[str | None, str]:
+    """Tell a host from the path, as every engine does."""
+    first, slash, rest = repository.partition("/")
+    return (first, rest) if slash and ("." in first or ":" in first or first == "localhost") else (None, repository)

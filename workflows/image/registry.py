@@ -1,6 +1,7 @@
 """A registry, spoken to directly (its HTTP API v2): who may push, which digest a tag has, and tags that move or go.
 
-The engine pushes layers; this client decides and verifies. Docker's SDK finds the login.
+The engine pushes layers; this client decides and verifies. Docker's SDK finds the login. What may succeed later is
+tried again, and nothing else: network faults, 429 and 5xx.
 """
 
 from __future__ import annotations
@@ -9,29 +10,29 @@ import hashlib
 import ipaddress
 import json
 import os
+import random
 import re
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import requests
 from requests.auth import HTTPBasicAuth
+from urllib3.exceptions import InvalidHeader
+from urllib3.util.retry import Retry
 
-from workflows import errors
-from workflows.image import retry
+from workflows import console, errors
 from workflows.image.reference import Reference
-from workflows.image.retry import Policy, Transient
 
 T = TypeVar("T")
 _TIMEOUT_S = (10, 60)
 _HUB = "registry-1.docker.io"
-_PARAMETER = re.compile(r'(\w+)="([^"]*)"')
-_KIND = "vnd.docker.reference.type"
 _MAX_MANIFEST = 4 << 20
+_ATTESTS = "attestation-manifest"
 _INDEX_TYPES = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
@@ -41,6 +42,60 @@ _TYPES = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
+
+
+class Transient(Exception):
+    """Something that may be gone the next time; ``after_s`` is how long the server asked to wait, if it said."""
+
+    def __init__(self, reason: str, after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How often to try, and how long to wait in between: each time twice as long, but no longer than ``most_s``.
+
+    A server that wants more quiet than ``longest_order_s`` ends it.
+    """
+
+    attempts: int = 6
+    first_s: float = 1.0
+    most_s: float = 60.0
+    longest_order_s: float = 600.0
+
+    def wait_s(self, attempt: int, order_s: float | None) -> float:
+        """Return how long to wait after the failure of an attempt, counted from 1."""
+        # Many clients that failed together do not come back together.
+        backoff: float = min(self.most_s, self.first_s * 2 ** (attempt - 1)) * random.uniform(2 / 3, 1)  # noqa: S311
+        return max(order_s or 0.0, backoff)
+
+
+def retrying(action: Callable[[], T], policy: Policy, label: str, sleep: Callable[[float], None] = time.sleep) -> T:
+    """Return what an action returns, trying again after each ``Transient``; raise ``RegistryError`` after the last."""
+    attempt = 1
+    while True:
+        try:
+            return action()
+        except Transient as fault:
+            if attempt == policy.attempts:
+                raise errors.RegistryError(f"{label}: {fault}, {attempt} times; try again later") from fault
+            if (fault.after_s or 0) > policy.longest_order_s:
+                raise errors.RegistryError(
+                    f"{label}: {fault}; the server wants {fault.after_s:.0f} s of quiet; try again after that"
+                ) from fault
+            wait = policy.wait_s(attempt, fault.after_s)
+            attempt += 1
+            console.note(f"{label}: {fault}; attempt {attempt} of {policy.attempts} in {wait:.1f} s")
+            sleep(wait)
+
+
+def retry_after(header: str | None) -> float | None:
+    """Read a ``Retry-After`` header: seconds, or a date; None if there is none that can be read."""
+    try:
+        return None if header is None else float(Retry().parse_retry_after(header))
+    except InvalidHeader:
+        return None
 
 
 @dataclass(frozen=True)
@@ -65,6 +120,12 @@ class Manifest:
         """Say whether it lists manifests (of platforms, of attestations) in place of layers."""
         return self.media_type in _INDEX_TYPES
 
+    def listed(self, *, attestations: bool = False) -> list[dict[str, Any]]:
+        """Return what an index lists: images, or the attestations about them; nothing of a plain manifest."""
+        found = self.document["manifests"] if self.is_index else []
+        kinds = [(each.get("annotations") or {}).get("vnd.docker.reference.type") for each in found]
+        return [each for each, kind in zip(found, kinds, strict=True) if (kind == _ATTESTS) == attestations]
+
 
 @dataclass(frozen=True)
 class Login:
@@ -78,20 +139,16 @@ class Login:
 def find_login(host: str, path: str) -> Login | None:
     """Return what ``docker login`` or ``podman login`` left for a repository, in a file or with a helper.
 
-    Raises
-    ------
-    RegistryError
-        A configuration cannot be read, or names a helper that is not here. What a helper says is not repeated.
+    What a helper says is not repeated: it may be the password.
     """
     from docker.errors import DockerException
 
     from docker import auth
 
-    runtime, helper = os.environ.get("XDG_RUNTIME_DIR"), "HELPER"
-    podman = f"{runtime}/containers/auth.json"
+    podman, helper = f"{os.environ.get('XDG_RUNTIME_DIR')}/containers/auth.json", "HELPER"
     parts = path.split("/")
     try:
-        for file in (None, podman) if runtime and Path(podman).is_file() else (None,):
+        for file in (None, podman) if Path(podman).is_file() else (None,):
             config = auth.load_config(file)
             helper = config.get_credential_store(host) or helper
             # Podman keeps logins of single repositories, too.
@@ -114,13 +171,7 @@ def find_login(host: str, path: str) -> Login | None:
 
 
 class Registry:
-    """The repository of a reference in its registry; the tag of the reference does not matter.
-
-    Parameters
-    ----------
-    policy
-        What happens after network faults, 429 and 5xx. Everything else ends at once.
-    """
+    """The repository of a reference in its registry; the tag of the reference does not matter."""
 
     def __init__(self, reference: Reference, policy: Policy | None = None) -> None:
         host, path = reference.host, reference.path
@@ -143,9 +194,7 @@ class Registry:
     def __enter__(self) -> Registry:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._session.close()
 
     @property
@@ -155,19 +204,15 @@ class Registry:
 
     def check_push(self) -> None:
         """Raise ``RegistryError`` unless this login may push here; leaves nothing behind."""
-
-        def begin() -> None:
-            answer = self._send("POST", "blobs/uploads/", fine=(202,))
-            place = urlsplit(urljoin(answer.url, answer.headers.get("Location", "")))
-            if place.netloc == urlsplit(answer.url).netloc:
-                self._send("DELETE", f"{place.path}?{place.query}", fine=range(200, 500))
-
-        self._retrying(begin)
+        answer = self._call("POST", "blobs/uploads/", fine=(202,))
+        place = urlsplit(urljoin(answer.url, answer.headers.get("Location", "")))
+        if place.netloc == urlsplit(answer.url).netloc:
+            self._call("DELETE", f"{place.path}?{place.query}", fine=range(200, 500))
 
     def quiet_s(self) -> float | None:
         """Return for how many seconds the registry wants to be left alone, if it says so."""
         try:
-            self._send("GET", "/v2/")
+            self._once("GET", "/v2/")
         except Transient as fault:
             return fault.after_s
         except errors.RegistryError:
@@ -201,9 +246,7 @@ class Registry:
     def put(self, tag: str, manifest: Manifest) -> None:
         """Give a tag to a manifest whose layers are there already; a single request, so it moves whole or not."""
         headers = {"Content-Type": manifest.media_type}
-        self._retrying(
-            lambda: self._send("PUT", f"manifests/{tag}", body=manifest.content, headers=headers, fine=(201,))
-        )
+        self._call("PUT", f"manifests/{tag}", data=manifest.content, headers=headers, fine=(201,))
 
     def remove(self, tag: str) -> bool:
         """Take a tag away, and nothing else; return False where this registry removes none.
@@ -211,87 +254,69 @@ class Registry:
         Registries delete by digest, and with it all tags of that digest. So the tag first moves to a manifest of the
         same layers with a mark of its own, and that goes.
         """
-        held = self._ask(tag)
-        if held is None:
+        if (held := self._ask(tag)) is None:
             return True
         marked = held.document | {"annotations": {"io.github.multimesh-jax.removed": tag}}
         placeholder = Manifest(held.media_type, json.dumps(marked).encode())
         self.put(tag, placeholder)
         try:
-            self._retrying(lambda: self._send("DELETE", f"manifests/{placeholder.digest}", fine=(200, 202)))
+            self._call("DELETE", f"manifests/{placeholder.digest}", fine=(200, 202))
         except errors.RegistryError:
             self.put(tag, held)
             return False
         return True
 
-    def listed(self, manifest: Manifest, *, attestations: bool = False) -> list[dict[str, Any]]:
-        """Return what an index lists: images, or the attestations about them; nothing of a plain manifest."""
-        return [
-            each
-            for each in (manifest.document["manifests"] if manifest.is_index else [])
-            if ((each.get("annotations") or {}).get(_KIND) == "attestation-manifest") == attestations
-        ]
-
     def labels(self, manifest: Manifest) -> dict[str, str]:
         """Return the labels of an image; of the first platform where there are several."""
         if manifest.is_index:
-            return self.labels(self.get(self.listed(manifest)[0]["digest"]))
+            return self.labels(self.get(manifest.listed()[0]["digest"]))
         digest = manifest.document["config"]["digest"]
-        answer = self._retrying(lambda: self._send("GET", f"blobs/{digest}"))
+        answer = self._call("GET", f"blobs/{digest}")
         if Manifest("", answer.content).digest != digest:
             raise errors.IntegrityError(f"{self.place}: sent other bytes for {digest}; do not use this registry")
         return dict(answer.json().get("config", {}).get("Labels") or {})
 
     def bytes_to_pull(self, manifest: Manifest) -> int:
         """Return what configuration and layers take on the wire, in bytes: of all platforms where there are several."""
-        document = manifest.document
         if manifest.is_index:
-            return sum(self.bytes_to_pull(self.get(each["digest"])) for each in self.listed(manifest))
-        return int(document["config"]["size"]) + sum(int(layer["size"]) for layer in document["layers"])
+            return sum(self.bytes_to_pull(self.get(each["digest"])) for each in manifest.listed())
+        return sum(int(each["size"]) for each in (manifest.document["config"], *manifest.document["layers"]))
 
     def _ask(self, reference: str) -> Manifest | None:
-        def ask() -> Manifest | None:
-            accept = {"Accept": ", ".join(_TYPES)}
-            answer = self._send("GET", f"manifests/{reference}", headers=accept, fine=(200, 404))
-            if answer.status_code == 404:
-                return None
-            kind = answer.headers.get("Content-Type", "").partition(";")[0]
-            if len(answer.content) > _MAX_MANIFEST or kind not in _TYPES:
-                raise errors.IntegrityError(
-                    f"{self.place}: sent {len(answer.content)} bytes of {kind or 'no type'} as the manifest "
-                    f"{reference}; check that this is a registry, and no login page before it"
-                )
-            return Manifest(kind, answer.content)
+        accept = {"Accept": ", ".join(_TYPES)}
+        answer = self._call("GET", f"manifests/{reference}", headers=accept, fine=(200, 404))
+        if answer.status_code == 404:
+            return None
+        kind = answer.headers.get("Content-Type", "").partition(";")[0]
+        if len(answer.content) > _MAX_MANIFEST or kind not in _TYPES:
+            raise errors.IntegrityError(
+                f"{self.place}: sent {len(answer.content)} bytes of {kind or 'no type'} as the manifest "
+                f"{reference}; check that this is a registry, and no login page before it"
+            )
+        return Manifest(kind, answer.content)
 
-        return self._retrying(ask)
+    def _call(self, method: str, path: str, **more: Any) -> requests.Response:
+        return retrying(lambda: self._once(method, path, **more), self._policy, self.place)
 
-    def _retrying(self, action: Callable[[], T]) -> T:
-        return retry.call(action, self._policy, self.place)
-
-    def _send(
+    def _once(
         self,
         method: str,
         path: str,
         *,
-        body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         fine: Collection[int] = range(200, 400),
+        **more: Any,
     ) -> requests.Response:
         """Send one request, with a login where the registry asks for it.
 
-        Parameters
-        ----------
-        path
-            Below the repository, or an absolute path of the registry.
-        fine
-            Statuses that are an answer; all others raise ``Transient`` or ``RegistryError``.
+        ``path`` is below the repository or absolute; a status that is not ``fine`` is ``Transient`` or an error.
         """
         url = self._address() + (path if path.startswith("/") else f"/v2/{self._path}/{path}")
         # A token of a smaller scope may be answered with 403, which would look like a refusal.
         scope = "pull" if method == "GET" else "pull,push,delete" if "manifests/sha256" in path else "pull,push"
         for first in (True, False):
             known = {"Authorization": self._tokens[scope]} if scope in self._tokens else {}
-            answer = self._exchange(method, url, data=body, headers={**(headers or {}), **known})
+            answer = self._exchange(method, url, headers={**(headers or {}), **known}, **more)
             if answer.status_code != 401 or not first:
                 break
             self._tokens.pop(scope, None)
@@ -328,18 +353,20 @@ class Registry:
         basic = HTTPBasicAuth(login.user, login.secret) if login and not login.identity else None
         if kind.lower() == "basic" and basic:
             return str(basic(requests.Request("GET", answer.url).prepare()).headers["Authorization"])
-        parameters = dict(_PARAMETER.findall(rest))
-        realm = parameters.get("realm", "")
-        if kind.lower() != "bearer" or not realm:
+        parameters = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+        realm = urlsplit(parameters.get("realm", ""))
+        if kind.lower() != "bearer" or not realm.geturl():
             return None
-        if urlsplit(realm).scheme != "https" and not _is_loopback(urlsplit(realm).netloc):
-            raise errors.RegistryError(f"{self._host}: wants our login sent to {realm} in the open; it was not sent")
+        if realm.scheme != "https" and not _is_loopback(realm.netloc):
+            raise errors.RegistryError(
+                f"{self._host}: wants our login sent to {realm.geturl()} in the open; it was not sent"
+            )
         asked = {"service": parameters.get("service", ""), "scope": f"repository:{self._path}:{scope}"}
         if login and login.identity:
             form = {"grant_type": "refresh_token", "refresh_token": login.secret, "client_id": "multimesh"}
-            told = self._exchange("POST", realm, data=asked | form)
+            told = self._exchange("POST", realm.geturl(), data=asked | form)
         else:
-            told = self._exchange("GET", realm, params=asked, auth=basic or _as_it_is)
+            told = self._exchange("GET", realm.geturl(), params=asked, auth=basic or _as_it_is)
         if told.status_code != 200:
             raise self._fault(told, "a token")
         try:
@@ -353,7 +380,7 @@ class Registry:
         """Return what an answer means: try again, or over. Its body is not repeated: it may say what we sent."""
         status = answer.status_code
         if status == 429 or status >= 500:
-            return Transient(f"answer {status}", retry.retry_after(answer.headers.get("Retry-After")))
+            return Transient(f"answer {status}", retry_after(answer.headers.get("Retry-After")))
         who = "the login for it is not accepted" if self._login else "nobody is logged in"
         told = {
             401: f"{who} (401); run `docker login {self._host}`",

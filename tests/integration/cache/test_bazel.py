@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from workflows.cache import server
-from workflows.cache.settings import Place
+from workflows.cache.server import Place
 
 from .conftest import ACTIONS, Bazel, Remote
 

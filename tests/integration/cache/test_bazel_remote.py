@@ -14,7 +14,7 @@ import pytest
 from tests.integration.parts import engine, packages, processes
 from workflows import errors
 from workflows.cache import server
-from workflows.cache.settings import Place, Settings
+from workflows.cache.server import Place, Settings
 
 METRICS = """\
 bazel_remote_incoming_requests_total{kind="ac",method="get",status="hit"} 3

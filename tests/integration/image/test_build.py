@@ -160,7 +160,7 @@ def test_an_image_of_root_is_refused(
 ) -> None:
     root_image = docker("build", "-q", "-", stdin=f"FROM {image['image']}\nUSER 0\n")
     with pytest.raises(errors.SmokeError, match="runs as root"):
-        smoke.check(repository.path, engine, Built(spec("runtime"), root_image, 0, 0, 0, 0, {}, root_image), "small")
+        smoke.check(repository.path, engine, Built(spec("runtime"), root_image, 0, {}, root_image), "small")
 
 
 def test_the_image_of_this_name_can_be_checked_without_a_build(image: dict[str, Any], repository: Repository) -> None:

@@ -15,8 +15,7 @@ from tests.integration.parts import engine as engine_parts
 from tests.integration.parts import proxy
 from workflows.image import reference
 from workflows.image.reference import Reference
-from workflows.image.registry import Registry
-from workflows.image.retry import Policy
+from workflows.image.registry import Policy, Registry
 
 ROOT = Path(__file__).resolve().parents[3]
 FAST = Policy(first_s=0.01)

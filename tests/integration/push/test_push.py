@@ -14,7 +14,7 @@ import pytest
 from tests.integration.parts import packages
 from tests.integration.parts.proxy import Fault, FaultyProxy
 from workflows import console, errors
-from workflows.image import promote, push
+from workflows.image import push
 from workflows.image.engine import Engine
 from workflows.image.push import Pushed
 from workflows.image.reference import Reference
@@ -42,7 +42,7 @@ def test_push_promote_pull_run(make_tiny, send, target: Reference) -> None:
 
     pushed = send(image, target)
     assert digest_of(target, "v1") is None  # a pushed image has no public tag yet
-    moved = promote.promote(target, pushed.digest, promote.tags(target, latest=True, version="v1.2.3"), FAST)
+    moved = push.promote(target, pushed.digest, push.tags(target, latest=True, version="v1.2.3"), FAST)
 
     assert [(each.tag, each.before) for each in moved] == [(t, None) for t in ("v1", "v1.2.3", "v1.2", "latest")]
     name = target.at(pushed.digest)
@@ -119,34 +119,34 @@ def test_another_image_under_the_staging_tag_is_noticed(make_tiny, engine: Engin
 @pytest.mark.stand_in("a registry on this machine")
 def test_promotion_that_stops_half_way(make_tiny, send, target: Reference, faulty: FaultyProxy) -> None:
     first = send(make_tiny("old"), target)
-    promote.promote(target, first.digest, ("v1", "latest"), FAST)
+    push.promote(target, first.digest, ("v1", "latest"), FAST)
     second = send(make_tiny("new"), target)
     faulty.faults = [Fault("PUT .*/manifests/latest", 9, status=403)]
 
     with pytest.raises(errors.RegistryError, match="Tags moved: v1; as they were: latest"):
-        promote.promote(target, second.digest, ("v1", "latest"), FAST)
+        push.promote(target, second.digest, ("v1", "latest"), FAST)
 
     assert (digest_of(target, "v1"), digest_of(target, "latest")) == (second.digest, first.digest)
     faulty.faults = []
-    moved = promote.promote(target, second.digest, ("v1", "latest"), FAST)
+    moved = push.promote(target, second.digest, ("v1", "latest"), FAST)
     assert [each.before for each in moved] == [second.digest, first.digest]
 
 
 def test_promotion_survives_passing_faults(make_tiny, send, target: Reference, faulty: FaultyProxy) -> None:
     pushed = send(make_tiny(), target)
     faulty.faults = [Fault(MANIFEST, status=503), Fault(MANIFEST, status=429), Fault("GET .*/manifests/", cut_after=0)]
-    promote.promote(target, pushed.digest, ("v1",), FAST)
+    push.promote(target, pushed.digest, ("v1",), FAST)
     assert digest_of(target, "v1") == pushed.digest
 
 
 @pytest.mark.stand_in("a registry on this machine")
 def test_release_tag_never_moves(make_tiny, send, target: Reference) -> None:
     first, second = send(make_tiny("old"), target), send(make_tiny("new"), target)
-    names = promote.tags(target, latest=False, version="v1.0.0")
-    promote.promote(target, first.digest, names, FAST)
-    promote.promote(target, first.digest, names, FAST)
+    names = push.tags(target, latest=False, version="v1.0.0")
+    push.promote(target, first.digest, names, FAST)
+    push.promote(target, first.digest, names, FAST)
     with pytest.raises(errors.RegistryError, match=r"v1\.0\.0 is another image already"):
-        promote.promote(target, second.digest, names, FAST)
+        push.promote(target, second.digest, names, FAST)
     assert {digest_of(target, name) for name in names} == {first.digest}
 
 
@@ -160,7 +160,7 @@ def test_promoting_what_is_not_there(target: Reference) -> None:
 @pytest.mark.stand_in("a registry on this machine")
 def test_failed_check_moves_nothing(make_tiny, send, target: Reference, tmp_path) -> None:
     before = send(make_tiny("good"), target)
-    promote.promote(target, before.digest, ("v1", "latest"), FAST)
+    push.promote(target, before.digest, ("v1", "latest"), FAST)
     bad = make_tiny("bad", verdict="echo error: loss is NaN; exit 1")
     subprocess.run(["docker", "tag", bad.id, str(target)], check=True)
     options = ("--no-build", "--upload", "--latest", "--repo", target.repository, "--tag", "v1")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.parts import packages, processes
 from workflows import console, errors
-from workflows.image import promote, push, reference
+from workflows.image import push, reference
 from workflows.image.reference import Reference
 from workflows.image.registry import Registry
 
@@ -100,7 +100,7 @@ def test_push_with_a_login(
     with Registry(target, FAST) as registry:
         registry.check_push()
     pushed = push.push(engine, image.id, target.staging, FAST, console.Reporter())
-    moved = promote.promote(target, pushed.digest, ("v1",), FAST)
+    moved = push.promote(target, pushed.digest, ("v1",), FAST)
 
     assert moved[0].digest == pushed.digest
     said = "".join(capfd.readouterr())

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.parts import packages
 from tests.integration.parts.proxy import Fault
 from workflows import console, errors
-from workflows.image import promote, push
+from workflows.image import push
 from workflows.image.engine import Engine
 
 from .conftest import FAST, digest_of
@@ -45,7 +45,7 @@ def test_push_with_podman(podman: Moved, target, faulty) -> None:
     pushed = push.push(podman.engine, podman.id, target.staging, FAST, console.Reporter(quiet=True))
 
     assert pushed.attempts == 3
-    promote.promote(target, pushed.digest, ("v1",), FAST)
+    push.promote(target, pushed.digest, ("v1",), FAST)
     assert digest_of(target, "v1") == pushed.digest
 
 

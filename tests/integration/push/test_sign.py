@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.parts import packages
 from workflows import console, errors
-from workflows.image import push, sign
+from workflows.image import attest, push
 
 from .conftest import FAST
 
@@ -32,20 +32,22 @@ def test_sign_and_verify(make_tiny, engine, target, cosign: str, tmp_path, monke
         engine.run("tag", each.id, str(target.staging))
         digests.append(push.push(engine, each.id, target.staging, FAST, console.Reporter(quiet=True)).digest)
     key = str(tmp_path / "cosign.key")
-    sign.check_key(key)
+    attest.check_key(key)
 
-    signature = sign.sign(target, digests[0], key, plain_http=True)
+    signature = attest.sign(target, digests[0], key, plain_http=True)
 
-    assert signature.public_key == (tmp_path / "cosign.pub").read_text().rstrip()
+    assert signature["public_key"] == (tmp_path / "cosign.pub").read_text().rstrip()
     monkeypatch.setenv("SIGNING_KEY", (tmp_path / "cosign.key").read_text())
-    sign.check_key("env://SIGNING_KEY")
-    assert sign.sign(target, digests[0], "env://SIGNING_KEY", plain_http=True).public_key == signature.public_key
+    attest.check_key("env://SIGNING_KEY")
+    assert (
+        attest.sign(target, digests[0], "env://SIGNING_KEY", plain_http=True)["public_key"] == signature["public_key"]
+    )
     with pytest.raises(errors.IntegrityError, match="has no signature of this key"):
-        sign.verify(target.at(digests[1]), signature.public_key, plain_http=True)
+        attest.verify(target.at(digests[1]), signature["public_key"], plain_http=True)
 
 
 def test_keys_that_are_not_there(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
     for key in ("env://NO_KEY", "env://a b", str(tmp_path / "no.key")):
         with pytest.raises(errors.UsageError, match="--sign-key"):
-            sign.check_key(key)
+            attest.check_key(key)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from workflows import errors
-from workflows.cache import server, settings
-from workflows.cache.settings import Place, Settings
+from workflows.cache import server
+from workflows.cache.server import Place, Settings
 
 PIN = "docker.io/buchgr/bazel-remote-cache@sha256:" + "ab" * 32
 
@@ -18,11 +18,11 @@ def wanted(**changes: object) -> Settings:
 
 
 def test_sizes() -> None:
-    assert [settings.parse_size(text) for text in ("500M", "50G", "1T")] == [500 << 20, 50 << 30, 1 << 40]
+    assert [server.parse_size(text) for text in ("500M", "50G", "1T")] == [500 << 20, 50 << 30, 1 << 40]
     for text in ("", "0G", "50", "50g", "-1G", "1.5G", "50G "):
         with pytest.raises(errors.UsageError, match="whole number and M, G or T"):
-            settings.parse_size(text)
-    assert [settings.shown_size(size) for size in (0, 2048, 5 << 20, 3 << 29)] == ["0 B", "2 KiB", "5 MiB", "1.5 GiB"]
+            server.parse_size(text)
+    assert [server.shown_size(size) for size in (0, 2048, 5 << 20, 3 << 29)] == ["0 B", "2 KiB", "5 MiB", "1.5 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_password_file_that_is_refused(tmp_path: Path, text: str | None, mode: i
         file.write_text(text)
         file.chmod(mode)
     with pytest.raises(errors.UsageError, match=said) as refused:
-        settings.read_password(str(file))
+        server.read_password(str(file))
     assert text is None or text not in str(refused.value)
 
 
@@ -71,21 +71,21 @@ bazel_remote_incoming_requests_total{kind="cas",method="contains",status="miss"}
 
 
 def test_rc_says_where_the_cache_is_and_what_it_may_take() -> None:
-    assert settings.remote_rc("127.0.0.1:1", None, write=True).splitlines()[0] == (
+    assert server.remote_rc("127.0.0.1:1", None, write=True).splitlines()[0] == (
         "build --remote_cache=http://127.0.0.1:1"
     )
-    shown = settings.remote_rc("127.0.0.1:1", "s3cret-word", write=False)
+    shown = server.remote_rc("127.0.0.1:1", "s3cret-word", write=False)
     assert "multimesh:s3cret-word@" in shown
     assert "--remote_upload_local_results=false" in shown
-    assert settings.disk_rc(Path("/c"), 5 << 30).splitlines() == [
+    assert server.disk_rc(Path("/c"), 5 << 30).splitlines() == [
         "build --disk_cache=/c",
         "build --experimental_disk_cache_gc_max_size=5120M",
     ]
 
 
 def test_default_place_follows_xdg() -> None:
-    assert settings.default_place({"XDG_CACHE_HOME": "/var/x"}).root == Path("/var/x/multimesh-jax/bazel")
-    assert settings.default_place({}).root == Path.home() / ".cache/multimesh-jax/bazel"
+    assert server.default_place({"XDG_CACHE_HOME": "/var/x"}).root == Path("/var/x/multimesh-jax/bazel")
+    assert server.default_place({}).root == Path.home() / ".cache/multimesh-jax/bazel"
 
 
 @pytest.mark.parametrize("pin", [None, "buchgr/bazel-remote-cache:latest", PIN[:-1]])
