@@ -161,8 +161,6 @@ def find(address: str | None = None, place: Place | None = None) -> Cache | None
         return None
     try:
         told = _session().get(f"http://{address}/cas/{_EMPTY}", timeout=2).status_code
-    except requests.exceptions.InvalidURL as error:
-        raise errors.UsageError(f"--cache-addr '{address}': write HOST:PORT") from error
     except requests.RequestException:
         return None
     return Cache(address, None) if told in (200, 404) else None
@@ -171,12 +169,7 @@ def find(address: str | None = None, place: Place | None = None) -> Cache | None
 def start(place: Place, settings: Settings, pin: str | None) -> bool:
     """Start a cache, with the image ``pin`` of bazel-remote; return False if it runs already, as asked.
 
-    Raises
-    ------
-    CacheError
-        This one runs with other settings, or its container does not start or does not answer.
-    PinError
-        No digest of the image is known.
+    ``CacheError``: it runs with other settings, or its container does not start or does not answer.
     """
     settings.check()
     password = _password(settings)
@@ -361,8 +354,9 @@ def _hits(settings: Settings) -> Hits | None:
 
 
 def _get(settings: Settings, path: str) -> str | None:
-    login = (USER, read_password(settings.password_file)) if settings.password_file else None
+    password = _password(settings)
     try:
+        login = (USER, password) if password else None
         answer = _session().get(f"http://{settings.address}/{path}", auth=login, timeout=2)
         answer.raise_for_status()
         return answer.text

@@ -94,15 +94,7 @@ def lock_digest(root: Path) -> str:
 
 
 def arguments(spec: ImageSpec, lock: ImageLock, base: Bases, *, machine: str, multimesh: str) -> dict[str, str]:
-    """Return the build arguments.
-
-    Parameters
-    ----------
-    machine
-        The engine's own platform, e.g. ``linux/amd64``.
-    multimesh
-        The folder of the library, relative to the repository: ``multimesh``, or an override under ``third_party``.
-    """
+    """Return the build arguments, for an engine of the platform ``machine`` and the library in folder ``multimesh``."""
     platform = spec.platform or machine
     python, bazel = lock.files[f"python {platform}"], lock.files[f"bazel {platform}"]
     chosen = {
@@ -140,12 +132,8 @@ def build_argv(
 ) -> list[str]:
     """Return the command, to be run in the repository.
 
-    Parameters
-    ----------
-    result
-        Where the engine writes what it made; None to build into its cache only.
-    push
-        The name that a builder of its own pushes the image under, in place of loading it into the engine.
+    The engine writes what it made to ``result``; with None it builds into its cache only. A builder of its own may
+    ``push`` the image under a name, in place of loading it into the engine.
     """
     manner = _PODMAN if engine.builder == "podman" else ["--progress=plain"]
     argv = [*engine.build_cli, *manner, "--file", DOCKERFILE, "--target", spec.target]

@@ -73,10 +73,7 @@ class Engine:
 def detect(context: str | None = None) -> Engine:
     """Return the engine of this machine, or of a docker context.
 
-    Raises
-    ------
-    EngineError
-        None answers within seconds, or what is there cannot build; says what to install.
+    ``EngineError``: none answers within seconds, or what is there cannot build; says what to install.
     """
     docker, answer = shutil.which("docker"), dict[str, Any]()
     cli = (docker or "docker", *(("--context", context) if context else ()))

@@ -86,13 +86,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def request(args: argparse.Namespace) -> Request:
-    """Return what parsed options ask for.
-
-    Raises
-    ------
-    UsageError
-        Options that do not fit together, or a value that may not reach an engine.
-    """
+    """Return what parsed options ask for; ``UsageError``: they do not fit together, or may not reach an engine."""
     _check_together(args)
     _check_values(args)
     name = reference.make(args.repo, args.name, args.tag)

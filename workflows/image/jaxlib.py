@@ -14,7 +14,7 @@ import ssl
 import subprocess
 import sys
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 _COMPILATION = {
@@ -30,40 +30,35 @@ class Refused(Exception):
     """A value that may not reach the build, or a Bazel that is not the pinned one."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What to build, and how; empty strings where nothing is asked. ``bazelrc`` says where a remote cache is."""
+def command(
+    environ: Mapping[str, str], *, bazel: str, bazelrc: str, xla: str, output: str, python_version: str
+) -> list[str]:
+    """Return the arguments for jax's ``build/build.py``; raise ``Refused`` for a value that is not plain.
 
-    accelerator: str
-    cuda_version: str
-    cudnn_version: str
-    build_type: str
-    bazelrc: str
-
-
-def command(recipe: Recipe, *, bazel: str, xla: str, output: str, python_version: str) -> list[str]:
-    """Return the arguments for jax's ``build/build.py``; raise ``Refused`` for a value that is not plain."""
-    if recipe.accelerator not in ("cpu", "cuda12"):
-        raise Refused(f"accelerator {recipe.accelerator!r}: choose cpu or cuda12")
-    if recipe.build_type not in _COMPILATION:
-        raise Refused(f"build type {recipe.build_type!r}: choose one of {', '.join(_COMPILATION)}")
-    for name, version in (("CUDA", recipe.cuda_version), ("cuDNN", recipe.cudnn_version)):
+    ``environ`` has the build arguments of the Dockerfile; ``bazelrc`` says where a remote cache is, or is empty.
+    """
+    accelerator, build_type = environ.get("ACCELERATOR", ""), environ.get("BUILD_TYPE", "Release")
+    if accelerator not in ("cpu", "cuda12"):
+        raise Refused(f"accelerator {accelerator!r}: choose cpu or cuda12")
+    if build_type not in _COMPILATION:
+        raise Refused(f"build type {build_type!r}: choose one of {', '.join(_COMPILATION)}")
+    versions = {name: environ.get(f"{name.upper()}_VERSION", "") for name in ("cuda", "cudnn")}
+    for name, version in versions.items():
         if version and not re.fullmatch(r"\d+(\.\d+){1,3}", version):
             raise Refused(f"{name} version {version!r}: numbers with dots, e.g. 12.8.1")
-    cuda = recipe.accelerator == "cuda12"
+    cuda = accelerator == "cuda12"
     wheels = ["jax", "jaxlib", *(["jax-cuda-plugin", "jax-cuda-pjrt"] if cuda else [])]
-    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[recipe.build_type], *_OWN_CACHE]
+    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[build_type], *_OWN_CACHE]
     return [
         "build",
         f"--wheels={','.join(wheels)}",
         f"--bazel_path={bazel}",
         # Where the cache is, with its password: in a file, not in a command line.
-        *([f"--bazel_startup_options=--bazelrc={recipe.bazelrc}"] if recipe.bazelrc else []),
+        *([f"--bazel_startup_options=--bazelrc={bazelrc}"] if bazelrc else []),
         f"--python_version={python_version}",
         f"--local_xla_path={xla}",
         f"--output_path={output}",
-        *([f"--cuda_version={recipe.cuda_version}"] if cuda and recipe.cuda_version else []),
-        *([f"--cudnn_version={recipe.cudnn_version}"] if cuda and recipe.cudnn_version else []),
+        *(f"--{name}_version={version}" for name, version in versions.items() if cuda and version),
         *(f"--bazel_options={option}" for option in options),
     ]
 
@@ -89,18 +84,17 @@ def main() -> int:
     parser.add_argument("--sources", type=Path, required=True, help="third_party/")
     parser.add_argument("--output", type=Path, required=True, help="folder for the wheels")
     args = parser.parse_args()
-    bazel, secrets, asked = Path("/usr/local/bin/bazel"), Path("/run/secrets"), os.environ.get
-    recipe = Recipe(
-        accelerator=asked("ACCELERATOR", ""),
-        cuda_version=asked("CUDA_VERSION", ""),
-        cudnn_version=asked("CUDNN_VERSION", ""),
-        build_type=asked("BUILD_TYPE", "Release"),
-        bazelrc=str(secrets / "bazelrc") if (secrets / "bazelrc").is_file() else "",
-    )
-    python, xla = f"{sys.version_info.major}.{sys.version_info.minor}", str(args.sources / "xla")
+    bazel, secrets = Path("/usr/local/bin/bazel"), Path("/run/secrets")
+    places = {
+        "bazel": str(bazel),
+        "bazelrc": str(secrets / "bazelrc") if (secrets / "bazelrc").is_file() else "",
+        "xla": str(args.sources / "xla"),
+        "output": str(args.output),
+    }
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     program = args.sources / "jax" / "build" / "build.py"
     try:
-        arguments = command(recipe, bazel=str(bazel), xla=xla, output=str(args.output), python_version=python)
+        arguments = command(os.environ, **places, python_version=python)
         if not program.is_file():
             raise Refused("third_party/jax is not there; run ./bootstrap.sh --group source")
         fetch_bazel(os.environ["BAZEL_URL"], os.environ.get("BAZEL_SHA256", ""), bazel, secrets / "ca.pem")

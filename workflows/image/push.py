@@ -69,14 +69,8 @@ def deliver(
 ) -> Pushed:
     """Have an image sent to a staging tag, again after faults that pass, and read back what came of it.
 
-    ``send`` raises what ``fault`` makes of a complaint. The registry must end up with the image that was checked.
-
-    Raises
-    ------
-    RegistryError
-        The registry refuses (at once), or cannot be reached (after the last attempt).
-    IntegrityError
-        The tag was moved to another image between the check and the push.
+    ``send`` raises what ``fault`` makes of a complaint. ``RegistryError``: the registry refuses (at once), or cannot be
+    reached (after the last attempt). ``IntegrityError``: it holds another image than the one that was checked.
     """
     started, attempts = time.monotonic(), 0
 

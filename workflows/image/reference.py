@@ -53,10 +53,7 @@ class Reference:
 def make(repo: str | None, name: str | None, tag: str) -> Reference:
     """Return ``REPO:TAG``, or ``REPO/NAME:TAG`` where a name is given; without both, an image of this machine.
 
-    Raises
-    ------
-    UsageError
-        Which part is malformed, and what it may hold.
+    ``UsageError`` says which part is malformed, and what it may hold.
     """
     repository = "/".join(part for part in (repo, name) if part is not None) or "multimesh-jax"
     if "" in (repo, name):

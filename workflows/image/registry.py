@@ -225,15 +225,7 @@ class Registry:
         return None if manifest is None else manifest.digest
 
     def get(self, reference: str) -> Manifest:
-        """Return the manifest of a tag or digest.
-
-        Raises
-        ------
-        RegistryError
-            There is none.
-        IntegrityError
-            The registry sent other bytes than the digest says.
-        """
+        """Return the manifest of a tag or digest, or raise where there is none or the bytes are others."""
         manifest = self._ask(reference)
         if manifest is None:
             raise errors.RegistryError(f"{self.place}: has no {reference}; push it first")

@@ -47,16 +47,9 @@ def check_means(job: str) -> None:
 def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     """Check an image in a container, or return what is known from the last time: its bytes decide.
 
-    Parameters
-    ----------
-    job
-        ``small``: MaxText on 8 virtual CPU devices, without network or GPU; ``medium``: on the GPUs of this machine;
-        ``large``: llama3-8b under Slurm, every time it is asked for.
-
-    Raises
-    ------
-    SmokeError
-        What the image lacks or holds, or the last line of the job that failed in it.
+    The job ``small`` is MaxText on 8 virtual CPU devices, without network or GPU; ``medium`` runs on the GPUs of this
+    machine; ``large`` is llama3-8b under Slurm, every time it is asked for. ``SmokeError`` says what the image lacks or
+    holds, or the last line of the job that failed in it.
     """
     try:
         before = Check(**_noted(root)[built.content])
