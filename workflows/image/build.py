@@ -211,7 +211,7 @@ def check_context(root: Path, *, jaxlib_from_source: bool = False) -> None:
 
 
 def _others(tree: Path, *paths: str) -> list[str]:
-    """Return the files of a tree that are not plainly tracked (H): of those that git must not look at it hides changes."""
+    """Return the files of a tree that are not plainly tracked (H): git hides changes of those it must not look at."""
     told = proc.run(["git", "-C", tree, "ls-files", "--cached", "--others", "-v", "-z", "--", *paths], check=False)
     return [] if told.returncode else [entry[2:] for entry in told.text.split("\0") if entry and entry[0] != "H"]
 
