@@ -56,21 +56,30 @@ def _remat() -> list[str]:
 
 
 _FEW = "num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=32 sparse_matmul=false"
+_NARROW = "--num-heads 4 sliding_window_size=8 vocab_size=384"  # what a named model has no default for
+_GLOBAL = "global_head_dim=16 global_num_kv_heads=2"
+_V = "--cpus 4 --ep 2 --pp 2 --interleave 2 --schedule zb-v"
 UNLIKE = {
-    "gemma3": (
-        "--model-name gemma3-4b --num-heads 4 sliding_window_size=8 vocab_size=384"  # it has no default of its own
-    ),
+    "gemma3": f"{_FOUR} --num-layers 6 --model-name gemma3-4b {_NARROW}",
+    "gemma4": f"{_FOUR} --num-layers 6 --model-name gemma4-31b {_NARROW} {_GLOBAL}",
+    "gemma4 experts": f"{_V} --num-layers 6 --model-name gemma4-26b {_NARROW} {_GLOBAL} {_FEW}",
     "gpt_oss": (
-        f"decoder_block=gpt_oss {_FEW} sliding_window_size=8 attention_bias=true attention_sink=true routed_bias=true "
-        "mlp_bias=true mlp_activations=[sigmoid,linear] mlp_activations_limit=7.0 inhomogeneous_layer_cycle_interval=2"
+        f"{_FOUR} --schedule zb-h1 --num-layers 4 decoder_block=gpt_oss {_FEW} sliding_window_size=8 "
+        "attention_bias=true attention_sink=true routed_bias=true mlp_bias=true mlp_activations=[sigmoid,linear] "
+        "mlp_activations_limit=7.0 inhomogeneous_layer_cycle_interval=2"
     ),
     "deepseek": (
-        f"decoder_block=deepseek {_FEW} first_num_dense_layers=1 shared_experts=1 attention_type=mla q_lora_rank=16 "
-        "kv_lora_rank=16 qk_nope_head_dim=8 qk_rope_head_dim=8 v_head_dim=8 routed_scaling_factor=2.5 "
-        "routed_score_func=sigmoid"
+        f"--cpus 4 --pp 4 --num-layers 4 decoder_block=deepseek {_FEW} first_num_dense_layers=1 shared_experts=1 "
+        "attention_type=mla q_lora_rank=16 kv_lora_rank=16 qk_nope_head_dim=8 qk_rope_head_dim=8 v_head_dim=8 "
+        "routed_scaling_factor=2.5 routed_score_func=sigmoid"
     ),
+    "llama4": (
+        f"{_FOUR} --interleave 2 --num-layers 4 --model-name llama4-17b-128e {_NARROW} {_FEW} num_experts_per_tok=1 "
+        "chunk_attn_window_size=8"
+    ),
+    "olmo3": f"{_FOUR} --interleave 2 --num-layers 4 --model-name olmo3-7b {_NARROW}",
 }
-"""Models whose layers are not alike, in the small."""
+"""Models whose layers are not alike, in the small: their groups of layers lie across stages."""
 
 SECTIONS = {
     "schedules-llama": _schedules(_LLAMA),
@@ -122,9 +131,7 @@ SECTIONS = {
         for layers in ("--num-layers 2", "--num-layers 4 --scan-layers")
     ]
     + [f"{_FOUR} --num-layers 2 num_experts_per_tok=2 {_SPARSE.replace('mixtral', 'qwen3_moe')}"],
-    "unlike": [
-        f"--cpus 2 --pp 2 --num-layers {6 if 'gemma' in block else 4} {model}" for block, model in UNLIKE.items()
-    ],
+    "unlike": [*UNLIKE.values()],
 }
 """What is compared: flags beside `parity.SMALL`, by section of the page."""
 

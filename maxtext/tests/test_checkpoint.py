@@ -97,6 +97,12 @@ def test_a_run_goes_on_after_the_newest_checkpoint(
             r"has its layers scanned, but this run has them unrolled; use --scan-layers",
         ),
         ("--backend spmd --resume", UNROLLED, CheckpointError, r"layers unrolled, .* scanned; use --no-scan-layers"),
+        (
+            "--pp 2 --resume --model-name olmo3-7b",
+            ["layers"],
+            CheckpointError,
+            r"scanned in groups, .*; use --backend spmd",
+        ),
     ],
 )
 def test_what_cannot_go_on_is_refused(

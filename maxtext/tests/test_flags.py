@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import grid
 import original
 import pytest
 
@@ -180,7 +181,9 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
             "pure_nnx=false",
             r"with pure_nnx=False yet: only NNX models have the hooks; use pure_nnx=True or --backend spmd with --fsdp",
         ),
-        ("decoder_block=deepseek4", r"with decoder_block=deepseek4 yet: .*; use --backend spmd with --fsdp or --tp in"),
+        ("decoder_block=deepseek4", r"=deepseek4 yet: its layers read the tokens.*; use --backend spmd with --fsdp or"),
+        ("--model-name gemma4-e2b", r"=gemma4_small yet: its last layers read keys and values .*; use --backend spmd"),
+        ("--model-name gemma4-31b use_multimodal=true", r"with use_multimodal=True yet: the vision encoder has no"),
         ("--scan-layers --model-name gemma3-4b", r"--scan-layers: .* decoder_block=gemma3 .*; use --no-scan-layers$"),
         ("--scan-layers inhomogeneous_layer_cycle_interval=2", r"--scan-layers: .* are not alike"),
         ("--model-name mixtral-8x7b --ep 2", r"--ep 2: with sparse_matmul=True .* add sparse_matmul=false"),
@@ -216,6 +219,7 @@ def test_what_is_no_pipeline_of_multimesh_is_left_to_maxtext(job: Callable[[Sequ
         "--model-name gpt3-6b",
         "--model-name mixtral-8x7b",
         "--model-name mixtral-8x7b --ep 2 sparse_matmul=false",
+        *grid.UNLIKE.values(),
     ],
 )
 def test_what_can_be_placed_is_accepted(job: Callable[[Sequence[str]], Job], argv: str):

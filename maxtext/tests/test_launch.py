@@ -18,7 +18,7 @@ from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UnsupportedError, UsageError
 from multimesh_maxtext.launch import VARIABLE, Handoff, Launch, Member, launch, member, received
 from multimesh_maxtext.options import parse
-from multimesh_maxtext.trainer import Follower, follow, terminate_as_interrupt, trainer
+from multimesh_maxtext.trainer import Follower, follow, refused, terminate_as_interrupt, trainer
 from multimesh_maxtext.translate import Paths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +105,17 @@ def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job],
     start = launch(on_gpus, paths, inherited={}, gpu_memory=None, local_rank=1)
     assert start.environment["JAX_LOCAL_DEVICE_IDS"] == "2,3"
     assert start.configuration["num_slices"] == 1
+
+
+def test_what_maxtext_refuses_of_its_settings_is_told_in_a_line():
+    log = (
+        "ValidationError: 2 validation errors for MaxTextConfig\nsteps\n  Input should be a valid integer [type=int, "
+        "input_value='x']\n    For further information visit https://errors.pydantic.dev\n  Value error, Only top-1\n"
+        "routing! [type=value_error, input_value={}]\n    For further information visit https://errors.pydantic.dev\n"
+    )
+    told = "MaxText refuses these settings: steps: Input should be a valid integer; Only top-1 routing!"
+    assert str(refused(f"Traceback\n{log}ended\n")) == told
+    assert refused("ValueError: \n  Value error, x [type=y, ") is None
 
 
 @pytest.mark.full

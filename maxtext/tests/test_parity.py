@@ -33,9 +33,7 @@ CASES = {
     "mixtral prefetch-wavefront sparse dp scanned": (
         f"--dp 2 --pp 2 --schedule prefetch-wavefront --num-layers 4 --scan-layers megablox=false {_EXPERTS}"
     ),
-    "gemma3 local and global": f"--dp 2 --pp 2 --num-layers 6 {grid.UNLIKE['gemma3']}",
-    "gpt_oss windows and all": f"--dp 2 --pp 2 --schedule zb-h1 --num-layers 4 {grid.UNLIKE['gpt_oss']}",
-    "deepseek dense first": f"--pp 4 --num-layers 4 {grid.UNLIKE['deepseek']}",
+    "deepseek dense first": grid.UNLIKE["deepseek"],
 }
 MIXTURES = [name for name, flags in CASES.items() if "num_experts" in flags]
 

@@ -171,7 +171,12 @@ def _check_continues(job: Job, found: Checkpoints) -> None:
             "another folder"
         )
     kept, wanted = layout(found.layers()), "scanned" if job.scans_layers else "unrolled"
-    if o.staged or kept == wanted:  # a pipeline takes layers in any layout
+    if o.staged and kept == "scanned" and not job.alike:
+        raise CheckpointError(
+            f"checkpoint {newest} has its layers scanned in groups, and a pipeline cannot take them apart yet; "
+            "use --backend spmd with --fsdp or --tp in place of --pp"
+        )
+    if o.staged or kept == wanted:  # a pipeline takes layers of one kind in any layout
         return
     remedy = {
         "scanned": "use --scan-layers",

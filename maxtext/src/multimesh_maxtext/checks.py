@@ -30,8 +30,14 @@ MULTIMESH_ONLY = {
 GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
 """Kernels that CPU devices lack."""
 
-UNLIKE = ("gemma3", "gpt_oss", "deepseek")
+UNLIKE = ("gemma3", "gemma4", "gpt_oss", "deepseek", "llama4", "olmo3")
 """Decoder blocks whose layers alternate in a fixed pattern, or begin with dense ones: stages of unlike structure."""
+
+_READ_MORE = {
+    "gemma4_small": "its last layers read keys and values of earlier ones",
+    "deepseek4": "its layers read the tokens, and hand on several streams",
+}
+"""Decoder blocks whose layers read more than the result of the layer before, which a stage does not get."""
 
 _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_block": (
@@ -40,7 +46,7 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
             *("gemma", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
             *UNLIKE,
         ),
-        "its layers were never tried, or read more than the layer before",
+        "its layers were never tried",
     ),
     "global_parameter_scale": ((1,), "it changes the number of layers"),
     "mhc_expansion_rate": ((1,), "its streams were never tried"),
@@ -100,7 +106,15 @@ class Job:
     def scans_layers(self) -> bool:
         """Whether MaxText scans over stacks of layers: of all layers, or of each piece of a stage."""
         given = self.options.scan_layers
-        return not self.options.staged if given is None else given
+        if given is None:
+            return not self.options.staged and self.model.resolved.get("decoder_block") != "gemma4_small"
+        return given
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers have one structure, so that a stack of them can be cut anywhere."""
+        found = self.model.resolved
+        return found.get("decoder_block") not in UNLIKE and found.get("inhomogeneous_layer_cycle_interval", 1) == 1
 
 
 def find_wrong_flags(options: Options) -> Iterator[LauncherError]:
@@ -260,14 +274,14 @@ def _not_placeable(job: Job) -> Iterator[LauncherError]:
     for key, (values, reason) in _ABLE.items():
         value = resolved.get(key, values[0])
         if value not in values:
-            # Another block would be another model.
-            other = "" if key == "decoder_block" else f"{key}={values[0]} or "
+            other = f"{key}={values[0]} or "
+            if key == "decoder_block":
+                reason, other = _READ_MORE.get(value, reason), ""  # another block would be another model
             yield UnsupportedError(
                 f"--backend multimesh cannot train with {key}={value} yet: {reason}; "
                 f"use {other}--backend spmd with --fsdp or --tp in place of --pp"
             )
-    alike = resolved.get("decoder_block") not in UNLIKE and resolved.get("inhomogeneous_layer_cycle_interval", 1) == 1
-    if job.scans_layers and not alike:
+    if job.scans_layers and not job.alike:
         yield UnsupportedError(
             f"--scan-layers: layers of decoder_block={resolved.get('decoder_block')} are not alike, and a pipeline "
             "cannot scan over groups of them yet; use --no-scan-layers"

@@ -29,6 +29,7 @@ from multimesh_maxtext.errors import (
     ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
+    UsageError,
 )
 from multimesh_maxtext.launch import Launch
 from multimesh_maxtext.report import Evaluation, Step, judge, progress
@@ -43,6 +44,9 @@ _TAIL = 20  # lines of a failed trainer's log
 
 LOST = re.compile(r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone) .*)$", re.MULTILINE)
 """What a trainer says of a process that was lost."""
+
+_REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
+"""A setting that MaxText's configuration cannot have, and why, as pydantic prints it."""
 
 _COMPLETED = re.compile(r"^[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6}) .*completed step: (\d+),", re.MULTILINE)
 
@@ -85,7 +89,7 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
         if o.nodes > 1 and lost:  # whatever else failed, such as a checkpoint, is its fault
             error = ended if isinstance(ended, ProcessLostError) else ProcessLostError(f"{lost[0]}; see {paths.log}")
         else:
-            error = (explained(log, o.checkpoint) if o.checkpoint else None) or ended
+            error = refused(log) or (explained(log, o.checkpoint) if o.checkpoint else None) or ended
     except LauncherError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)
@@ -103,14 +107,26 @@ def inspect(start: Launch, paths: Paths) -> None:
 
     Raises
     ------
+    UsageError
+        Where MaxText refuses its settings.
     TrainerFailedError
-        Where it fails.
+        Where it fails otherwise.
     """
     with trainer(start, paths) as process:
         process.wait()
     if process.returncode:
+        if error := refused(paths.log.read_text(encoding="utf-8", errors="replace")):
+            raise error
         print(tail(paths.log), file=sys.stderr)
         raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
+
+
+def refused(log: str) -> UsageError | None:
+    """Return what MaxText's log says is wrong with the settings; ``None`` if MaxText took them."""
+    _, found, told = log.rpartition(" for MaxTextConfig\n")
+    told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("    For further"))
+    wrong = [" ".join(": ".join(filter(None, said)).split()) for said in _REFUSED.findall(told)]
+    return UsageError(f"MaxText refuses these settings: {'; '.join(wrong)}") if found and wrong else None
 
 
 def tail(log: Path) -> str:
