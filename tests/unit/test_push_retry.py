@@ -91,6 +91,11 @@ def test_tags_of_a_release_end_with_latest() -> None:
     assert push.tags(name, latest=False, version=None) == ("main",)
     assert push.tags(name, latest=True, version="v1.20.3") == ("main", "v1.20.3", "v1.20", "latest")
     assert push.tags(name.tagged("1.2.3"), latest=False, version="1.2.3") == ("1.2.3", "1.2")
+    of_a_target = name.tagged("devcontainer-v1.2.3")
+    assert push.tags(of_a_target, latest=False, version="v1.2.3") == (of_a_target.tag, "devcontainer-v1.2")
+    for tag, version in (("v1.2.3", None), ("1.2.3", "v1.2.3"), (of_a_target.tag, None), ("v1.2.4", "v1.2.3")):
+        with pytest.raises(errors.UsageError, match=f"--tag {tag}: is the tag of a release; add --release"):
+            push.tags(name.tagged(tag), latest=False, version=version)
     for version in ("1.2", "v1.2.3-rc1", "latest", "v1.2.3\n", ""):
         with pytest.raises(errors.UsageError, match="three numbers"):
             push.tags(name, latest=False, version=version)

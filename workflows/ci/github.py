@@ -106,8 +106,8 @@ class GitHub:
         for path in files:
             kind = {"Content-Type": "application/octet-stream"}
             self._ask("POST", upload, params={"name": path.name}, data=path.read_bytes(), headers=kind)
-        # Last: a reader never sees a release without its files.
-        made = self._ask("PATCH", f"/releases/{made['id']}", json={"draft": False})
+        # Last: a reader never sees a release without its files. Legacy: the highest version is shown as the latest.
+        made = self._ask("PATCH", f"/releases/{made['id']}", json={"draft": False, "make_latest": "legacy"})
         return str(made["html_url"])
 
     def _ask(self, method: str, path: str, **arguments: Any) -> Any:

@@ -90,7 +90,8 @@ def release_file(root: Path, request: Request) -> Path:
 def check_options(request: Request) -> None:
     """Raise for what needs no engine to be seen: tags that cannot be, a key that is not there."""
     actions = request.actions
-    push.tags(request.spec.reference, latest=actions.latest, version=actions.release)
+    if actions.promote:
+        push.tags(request.spec.reference, latest=actions.latest, version=actions.release)
     if actions.sign_key is not None:
         attest.check_key(actions.sign_key)
 

@@ -15,7 +15,8 @@ from workflows.image.registry import Manifest, Policy, Registry, Transient, retr
 _LAYER = re.compile(r"([0-9a-f]{12}): (.+)")
 _OVER = re.compile(r"Pushed|Layer already exists|Mounted from .*")
 _VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
-_FIXED = re.compile(rf"{_VERSION.pattern}(-[0-9A-Za-z.-]+)?")
+_RELEASE = re.compile(rf"(.+-)?{_VERSION.pattern}")
+_FIXED = re.compile(rf"{_RELEASE.pattern}(-[0-9A-Za-z.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -112,28 +113,39 @@ def fault(said: str, label: str) -> Exception:
 def tags(reference: Reference, *, latest: bool, version: str | None) -> tuple[str, ...]:
     """Return the tags of an image, the one that matters least first and ``latest`` last.
 
-    A version ``v1.2.3`` also gives ``v1.2``, which moves with every correction.
+    A version ``v1.2.3`` also gives ``v1.2``, which moves with every correction; where the tag is ``NAME-v1.2.3``, both
+    begin with that name. No tag has the shape of a version that is not released.
     """
     wanted = [reference.tag]
     if version is not None:
         if _VERSION.fullmatch(version) is None:
             raise errors.UsageError(f"--release '{version}': write a version of three numbers, e.g. v0.3.0")
-        wanted += [version, version.rpartition(".")[0]]
+        name = wanted[0] if wanted[0].endswith(f"-{version}") else version
+        wanted += [name, name.rpartition(".")[0]]
+    if _RELEASE.fullmatch(wanted[0]) and wanted[0] not in wanted[1:]:
+        raise errors.UsageError(
+            f"--tag {wanted[0]}: is the tag of a release; add --release with its version, or take another tag"
+        )
     return tuple(dict.fromkeys([*wanted, *(["latest"] if latest else [])]))
 
 
 def promote(reference: Reference, digest: str, names: Sequence[str], policy: Policy) -> tuple[Moved, ...]:
     """Move tags of a repository to a digest that it holds, in order, and read each of them back.
 
-    A tag with the shape of a version, as ``v1.2.3`` or ``1.2.3-rc1``, may be new but never moves. ``RegistryError``
-    where the digest is not there, or a tag cannot be moved; it says which were.
+    A tag with the shape of a version, as ``v1.2.3`` or ``1.2.3-rc1``, may be new but never moves. Where a newer release
+    is there, ``latest``, and ``v1.2`` if it is one of those, stay with it. ``RegistryError`` where the digest
+    is not there, or a tag cannot be moved; it says which were.
     """
     moved: list[Moved] = []
     with Registry(reference, policy) as registry:
         manifest = registry.get(digest)
         for fixed in filter(_FIXED.fullmatch, names):
             if registry.digest(fixed) not in (None, digest):
-                raise errors.RegistryError(f"{registry.place}: {fixed} is another image already; take the next version")
+                raise errors.RegistryError(
+                    f"{registry.place}: {fixed} is another image already; take the next version (on GitHub: run the "
+                    "failed jobs again, not all of them, which build another image)"
+                )
+        names = _still(names, registry)
         for name in names:
             try:
                 before = registry.digest(name)
@@ -149,6 +161,24 @@ def promote(reference: Reference, digest: str, names: Sequence[str], policy: Pol
                 raise errors.RegistryError(f"{error}. Tags moved: {done}; as they were: {left}") from error
             moved.append(Moved(name, before, digest))
     return tuple(moved)
+
+
+def _still(names: Sequence[str], registry: Registry) -> Sequence[str]:
+    """Return the tags of a release without those that a newer one has."""
+    release = next(filter(None, map(_RELEASE.fullmatch, names)), None)
+    if release is None:
+        return names
+    others = [each for each in map(_RELEASE.fullmatch, registry.tags()) if each and each[1] == release[1]]
+    newer = [_numbers(each) for each in others if _numbers(each) > _numbers(release)]
+    same = any(each[:2] == _numbers(release)[:2] for each in newer)
+    taken = {"latest" if newer else "", release[0].rpartition(".")[0] if same else ""}
+    for name in taken.intersection(names):
+        console.note(f"{registry.place}: {name} stays where it is: {'.'.join(map(str, max(newer)))} is released")
+    return [name for name in names if name not in taken]
+
+
+def _numbers(version: re.Match[str]) -> tuple[int, ...]:
+    return tuple(map(int, version.groups()[1:]))
 
 
 def unstage(reference: Reference, digest: str, policy: Policy) -> None:

@@ -219,6 +219,16 @@ class Registry:
             pass
         return None
 
+    def tags(self) -> list[str]:
+        """Return every tag of the repository."""
+        path, found = "tags/list?n=1000", list[str]()
+        while path:
+            answer = self._call("GET", path)
+            found += answer.json().get("tags") or []
+            place = urlsplit(urljoin(answer.url, answer.links.get("next", {}).get("url", "")))
+            path = f"{place.path}?{place.query}" if "next" in answer.links else ""
+        return found
+
     def digest(self, tag: str) -> str | None:
         """Return the digest that a tag has now, or None if there is no such tag."""
         manifest = self._ask(tag)
@@ -244,17 +254,18 @@ class Registry:
         """Take a tag away, and nothing else; return False where this registry removes none.
 
         Registries delete by digest, and with it all tags of that digest. So the tag first moves to a manifest of the
-        same layers with a mark of its own, and that goes.
+        same layers with a mark of its own, and that goes; not where a registry, as ghcr.io, would keep the latter.
         """
         if (held := self._ask(tag)) is None:
             return True
         marked = held.document | {"annotations": {"io.github.multimesh-jax.removed": tag}}
         placeholder = Manifest(held.media_type, json.dumps(marked).encode())
-        self.put(tag, placeholder)
+        place = f"manifests/{placeholder.digest}"
         try:
-            self._call("DELETE", f"manifests/{placeholder.digest}", fine=(200, 202))
+            self._call("DELETE", place, fine=(200, 202, 404))  # of nothing yet
+            self.put(tag, placeholder)
+            self._call("DELETE", place, fine=(200, 202))
         except errors.RegistryError:
-            self.put(tag, held)
             return False
         return True
 

@@ -223,7 +223,7 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, re
     assert "image.yml:gpu" in machine.skipped  # no GPU runner is configured
 
     [release] = servers.api.releases
-    assert (release["tag_name"], release["draft"]) == ("v0.1.0", False)
+    assert (release["tag_name"], release["draft"], release["make_latest"]) == ("v0.1.0", False, "legacy")
     assert "Give the GitHub workflows commands" in release["body"]
     names = {f"{name}-0.1.0-py3-none-any.whl" for name in ("multimesh_jax", "multimesh_maxtext")}
     assert servers.api.assets.keys() == names

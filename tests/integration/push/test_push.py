@@ -148,6 +148,23 @@ def test_release_tag_never_moves(make_tiny, send, target: Reference) -> None:
     with pytest.raises(errors.RegistryError, match=r"v1\.0\.0 is another image already"):
         push.promote(target, second.digest, names, FAST)
     assert {digest_of(target, name) for name in names} == {first.digest}
+    of_a_target = push.tags(target.tagged("dev-v1.0.0"), latest=False, version="v1.0.0")
+    push.promote(target, first.digest, of_a_target, FAST)
+    with pytest.raises(errors.RegistryError, match=r"dev-v1\.0\.0 is another image already"):
+        push.promote(target, second.digest, of_a_target, FAST)
+
+
+@pytest.mark.stand_in("a registry on this machine")
+def test_tags_stay_with_the_highest_version(make_tiny, send, target: Reference, capfd) -> None:
+    images = {each: send(make_tiny(each), target).digest for each in ("v1.9.0", "v1.10.0", "v1.9.1", "v1.8.7")}
+    for version, digest in images.items():
+        moved = push.promote(target, digest, push.tags(target, latest=True, version=version), FAST)
+        assert "v1" in [each.tag for each in moved]
+    assert "latest stays where it is: 1.10.0 is released" in capfd.readouterr().err
+    minor = {"v1.9": "v1.9.1", "v1.10": "v1.10.0", "v1.8": "v1.8.7", "latest": "v1.10.0"}
+    assert {tag: digest_of(target, tag) for tag in minor} == {tag: images[each] for tag, each in minor.items()}
+    again = push.promote(target, images["v1.9.0"], push.tags(target, latest=True, version="v1.9.0"), FAST)
+    assert [each.tag for each in again] == ["v1", "v1.9.0"]
 
 
 def test_promoting_what_is_not_there(target: Reference) -> None:

@@ -75,6 +75,7 @@ def test_a_registry_that_removes_no_tags_keeps_the_staging_tag(make_tiny, upload
     assert done.returncode == 0, done.stderr
     assert f"removes no tags; {target.staging.tag} stays" in done.stderr
     assert digest_of(target, target.staging.tag) == digest_of(target, "v1") is not None
+    assert faulty.count("PUT .*/manifests/") == 2  # the engine's and the promotion's: no image is left without a tag
 
 
 @pytest.mark.stand_in("a registry on this machine")
