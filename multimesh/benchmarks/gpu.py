@@ -136,12 +136,13 @@ def machine(count: int) -> report.Row:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
     known = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
-    names = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-nccl-cu12")
+    cuda = [f"{name}-cu{number}" for number in (12, 13) for name in ("nvidia-cudnn", "nvidia-nccl")]
+    names = [name for name in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", *cuda) if name in known]
     return {
         "devices": f"{count} of {len(jax.devices())} x {device.device_kind}",
         "driver": driver,
         "python": platform.python_version(),
-        **{name: known.get(name, "-") for name in names},
+        **{name: known[name] for name in names},
     }
 
 

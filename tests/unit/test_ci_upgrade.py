@@ -96,9 +96,10 @@ def test_jax_moves_with_its_plugin_for_gpus_or_not_at_all(
     locked: list[str] = []
     monkeypatch.setattr(upgrade, "compile_lock", lambda _root, name: locked.append(name))
     assert upgrade._relock(tmp_path, "99.0.0") == Move("requirements", "0.10.2", "99.0.0")
-    assert set(locked) == {"run", "cuda12", "dev", "workflows", "bench", "docs", "inventory", "jupyter"}
-    moved = (tmp_path / "requirements" / "cuda12.in").read_text()
-    assert "\njax-cuda12-pjrt==99.0.0\njax-cuda12-plugin[with-cuda]==99.0.0\n" in moved
+    assert set(locked) == {"run", "cuda12", "cuda13", "dev", "workflows", "bench", "docs", "inventory", "jupyter"}
+    for number in (12, 13):
+        moved = (tmp_path / "requirements" / f"cuda{number}.in").read_text()
+        assert f"\njax-cuda{number}-pjrt==99.0.0\njax-cuda{number}-plugin[with-cuda]==99.0.0\n" in moved
     assert pinned.findall((tmp_path / "requirements" / "run.in").read_text() + moved) == ["99.0.0"] * 4
 
     def fails(_root: Path, name: str) -> None:

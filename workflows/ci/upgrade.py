@@ -37,7 +37,7 @@ _BUILDS = {
 _SAID_LINES = 25
 _XLA = ("third_party/xla/revision.bzl", re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE))
 _BAZEL_VERSION = re.compile(r"^(\d+\.\d+\.\d+)\s*$")
-_JAX = re.compile(r"^(jax|jaxlib|jax-cuda12-pjrt|jax-cuda12-plugin\[with-cuda\])==\S+$", re.MULTILINE)
+_JAX = re.compile(r"^(jax|jaxlib|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])==\S+$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ def _bazel(here: Workspace, mirror: str | None) -> Move:
 def _relock(root: Path, version: str) -> Move:
     """Put a jax version into the requirements, its plugin for GPUs too, and lock them anew: all, or none."""
     folder = root / "requirements"
-    names = ("run", "cuda12", "dev", "workflows", "bench", "docs", "inventory", "jupyter")
+    names = ("run", "cuda12", "cuda13", "dev", "workflows", "bench", "docs", "inventory", "jupyter")
     before = {path: path.read_bytes() for name in names for path in (folder / f"{name}.in", folder / f"{name}.txt")}
     old = next((match[0].partition("==")[2] for match in _JAX.finditer((folder / "run.in").read_text("utf-8"))), "")
     try:
-        for name in ("run", "cuda12"):
+        for name in ("run", "cuda12", "cuda13"):
             path = folder / f"{name}.in"
             path.write_text(_JAX.sub(rf"\g<1>=={version}", path.read_text("utf-8")), encoding="utf-8")
         for name in names:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from workflows import console, errors, helping
 from workflows.sources import safety
-from workflows.sources.quick import ALL_GROUPS, GROUPS
+from workflows.sources.quick import ALL_GROUPS, CUDA, GROUPS
 from workflows.sources.workspace import workspace
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def add_sync_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--group", action="append", choices=ALL_GROUPS, dest="groups",
         help="only this group; may be repeated (default: run, source and dev); run: for MaxText; cuda12: run, and the "
-        "packages with which JAX uses NVIDIA GPUs (5 GB); source: for jaxlib; dev: to work here",
+        "packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or later; source: for "
+        "jaxlib; dev: to work here",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     parser.add_argument("--offline", action="store_true", help="use only what is on this disk")
@@ -74,7 +75,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def chosen(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the groups that were asked for; packages for GPUs are of no use without what runs on them."""
     groups = tuple(args.groups or GROUPS)
-    return ("run", *groups) if "cuda12" in groups and "run" not in groups else groups
+    return ("run", *groups) if set(groups) & set(CUDA) and "run" not in groups else groups
 
 
 def run_sync(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from workflows import complaints, console, errors, files, proc
 from workflows.sources.workspace import Workspace
 
 STAMP = ".multimesh-packages.json"
-REQUIREMENTS = {"run": "run.txt", "cuda12": "cuda12.txt", "dev": "dev.txt"}
+REQUIREMENTS = {"run": "run.txt", "cuda12": "cuda12.txt", "cuda13": "cuda13.txt", "dev": "dev.txt"}
 PATH_FILE = "multimesh-third-party.pth"
 PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
 
@@ -32,6 +32,8 @@ def install(root: Path, groups: Iterable[str], *, offline: bool, quiet: bool) ->
     if ready(root, groups):
         return
     wanted, stamp = _wanted(root, groups), root / ".venv" / STAMP
+    if {"cuda12", "cuda13"} <= wanted.keys() | _read(stamp, root).keys():
+        raise errors.UsageError("--group: JAX uses either cuda12 or cuda13; choose one, and remove .venv to change it")
     if Path(sys.prefix).resolve() != (root / ".venv").resolve():
         raise errors.ToolError(f"{sys.executable}: is not the Python of {root / '.venv'}; run ./bootstrap.sh instead")
     with Workspace(root).exclusive(), console.Reporter(quiet=quiet) as reporter:

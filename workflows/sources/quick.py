@@ -13,7 +13,8 @@ import sys
 from workflows.sources.hardened import environment
 
 GROUPS = ("run", "source", "dev")
-ALL_GROUPS = (*GROUPS, "cuda12")  # the last only where asked for: packages of 5 GB, for GPUs
+CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
+ALL_GROUPS = (*GROUPS, *CUDA)
 STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
 # What decides the content of third_party/ and of .venv; the last of a pair are folders, which may be missing.
 SOURCES = (("sources.yaml", "sources.lock"), ("patches",))

@@ -112,6 +112,12 @@ def test_changed_requirements_and_missing_packages_are_something_to_do(done: Clo
         assert "requirements/run.txt: installed" in bootstrap(done, "--group", "run").stderr
 
 
+def test_packages_for_gpus_are_of_one_cuda(done: Clone) -> None:
+    process = bootstrap(done, "--group", "cuda12", "--group", "cuda13")
+    assert process.returncode == 2
+    assert "JAX uses either cuda12 or cuda13" in process.stderr
+
+
 def test_removed_link_comes_back(done: Clone) -> None:
     bootstrap(done, "--group", "run")
     done.place("multimesh").unlink()
