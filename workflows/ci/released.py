@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from workflows import errors, files
+from workflows.image import publish
+from workflows.image.command import LABEL
 
 FILE, PAGE = "docs/released.json", "README.md"
 _PLACE = re.compile(r"(<!-- released -->\n).*?(<!-- /released -->\n)", re.DOTALL)
@@ -22,15 +24,17 @@ class Released:
     image: str
     digest: str
     repository: str
+    gpus: bool
 
     @property
     def lines(self) -> str:
         """What README shows."""
+        how, job = ("--gpus all ", "validate-gpu.sh") if self.gpus else ("", "validate-cpu.sh")
         wheel = f"multimesh_jax-{self.tag[1:]}-py3-none-any.whl"
         return (
             f"{self.tag} is published, as an image and as a wheel; the image by digest is `{self.digest}`.\n\n"
             f"```console\n$ docker pull {self.image}:{self.tag}\n"
-            f"$ docker run --rm --gpus all {self.image}:{self.tag} /opt/maxtext/validate-gpu.sh\n"
+            f"$ docker run --rm {how}{self.image}:{self.tag} /opt/maxtext/{job}\n"
             f"$ pip install https://github.com/{self.repository}/releases/download/{self.tag}/{wheel}\n```\n\n"
         )
 
@@ -51,8 +55,8 @@ def show(text: str, last: Released | None) -> str:
     return changed
 
 
-def write(root: Path, release: Path, repository: str, tag: str) -> Released:
-    """Write down a release, in its file and on README.
+def write(root: Path, release: Path, repository: str, tag: str) -> Released | None:
+    """Write down a release, in its file and on README; not one that did not get the tag ``latest``.
 
     Parameters
     ----------
@@ -64,11 +68,13 @@ def write(root: Path, release: Path, repository: str, tag: str) -> Released:
     UsageError
         The file is none.
     """
-    try:
-        image = json.loads(release.read_text(encoding="utf-8"))["image"]
-        last = Released(tag, image["repository"], image["digest"], repository)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise errors.UsageError(f"{release}: names no image ({error}); docker/build.py --upload writes it") from error
+    told = publish.read(release)
+    image = told["image"]
+    if "latest" not in [each["tag"] for each in image["tags"]]:
+        return None
+    last = Released(
+        tag, image["repository"], image["digest"], repository, told["labels"][f"{LABEL}.accelerator"] != "cpu"
+    )
     page = show((root / PAGE).read_text(encoding="utf-8"), last)
     files.write_json(root / FILE, asdict(last))
     files.write(root / PAGE, page)

@@ -11,7 +11,8 @@ from pathlib import Path
 from workflows import console, errors, files, helping
 from workflows.ci import nightly, released, tag, upgrade
 from workflows.ci.github import GitHub, where
-from workflows.image import devcontainer, flags
+from workflows.image import devcontainer, flags, publish, reference
+from workflows.image.registry import Registry
 from workflows.sources.workspace import workspace
 
 REGISTRY, IMAGE = "ghcr.io", "multimesh-jax"
@@ -51,9 +52,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     part = add("publish", run_publish, "make the GitHub release of a tag, with files; it shows once it is whole")
     part.add_argument("tag")
     part.add_argument("files", type=Path, nargs="+")
+    part.add_argument("--gpu", action="store_true", help="its image was checked on a GPU")
     part = add("released", run_released, "write a release down: README then says how to pull, run and install it")
     part.add_argument("tag")
     part.add_argument("file", type=Path, help="the release.json of its image")
+    part.add_argument(
+        "--devcontainer", metavar="FILE", type=Path, help="the release.json of that, to pull it from now on"
+    )
     part.add_argument("--base", metavar="BRANCH", help="also open a pull request against it")
     part = add("digest", run_digest, "print the digest in a release.json as an output of a workflow step")
     part.add_argument("file", type=Path)
@@ -119,7 +124,8 @@ def run_publish(args: argparse.Namespace) -> int:
     """Print the address of the release."""
     if missing := [str(path) for path in args.files if not path.is_file()]:
         raise errors.UsageError(f"{missing[0]}: is no file; nothing was published")
-    notes = tag.notes(workspace().root, args.tag)
+    checked = "trained on GPUs" if args.gpu else "trained on the CPU; no GPU checked it"
+    notes = f"{tag.notes(workspace().root, args.tag)}\nBefore its release the image {checked}.\n"
     print(GitHub(where()).publish_release(args.tag, notes, args.files))
     return 0
 
@@ -128,23 +134,33 @@ def run_released(args: argparse.Namespace) -> int:
     """Print what README now says, or the address of the pull request that makes it say so."""
     root = workspace().root
     last = released.write(root, args.file, os.environ.get("GITHUB_REPOSITORY") or f"OWNER/{IMAGE}", args.tag)
+    if last is None:
+        print(f"{args.tag}: did not get the tag latest, so {released.PAGE} stays as it is")
+        return 0
+    pull = f"{last.image}@{last.digest}"
+    try:
+        with Registry(reference.pulled(pull, last.tag)[0]) as registry:
+            registry.get(last.digest)
+        if args.devcontainer:
+            made = publish.read(args.devcontainer)["image"]
+            devcontainer.write_prebuilt(root, devcontainer.published(f"{made['repository']}@{made['digest']}"))
+    except errors.RegistryError as error:
+        raise errors.RegistryError(
+            f"{error}. {released.PAGE} names what everybody can pull: make the package public in its settings on GitHub"
+        ) from error
     if args.base is None:
         print(last.lines, end="")
         return 0
     branch, title = f"released/{last.tag}", f"Say how to pull and install {last.tag}"
     github = GitHub(where())
-    upgrade.push(root, branch, title, (released.FILE, released.PAGE))
+    upgrade.push(root, branch, title, (released.FILE, released.PAGE, devcontainer.PREBUILT))
     print(github.upsert_pull(branch, args.base, title, last.lines))
     return 0
 
 
 def run_digest(args: argparse.Namespace) -> int:
     """Print ``digest=sha256:...``."""
-    try:
-        digest = json.loads(args.file.read_text(encoding="utf-8"))["image"]["digest"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise errors.UsageError(f"{args.file}: holds no digest ({error}); was the image pushed?") from error
-    print(f"digest={digest}")
+    print(f"digest={publish.read(args.file)['image']['digest']}")
     return 0
 
 

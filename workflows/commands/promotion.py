@@ -27,6 +27,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--tag", required=True, help="the tag that it gets")
     parser.add_argument("--latest", action="store_true", help="also latest")
     parser.add_argument("--release", metavar="VERSION", help="also vX.Y.Z and vX.Y, under the conditions of a release")
+    parser.add_argument(
+        "--release-file", metavar="FILE", type=Path, help="the release.json of its push, to be told of the tags"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run)
 
@@ -34,6 +37,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Move the tags; print what they were."""
     wanted, digest = reference.pulled(args.image, args.tag)
+    record = publish.read(args.release_file) if args.release_file else None
     names = push.tags(wanted, latest=args.latest, version=args.release)
     if args.release:
         with Registry(wanted, Policy()) as registry:
@@ -42,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
             console.note(f"attestations: {attest.summary(attest.read(registry, manifest))}")
         publish.check_release(args.release, labels, publish.load_locks(ROOT), publish.unpinned(labels))
     moved = push.promote(wanted, digest, names, Policy())
-    push.unstage(wanted, digest, Policy())
+    push.unstage(wanted.tagged(record["image"]["staging"]) if record else wanted.staging, digest, Policy())
+    if record:
+        record["version"], record["image"]["tags"] = args.release, [asdict(each) for each in moved]
+        publish.write(args.release_file, record)
     if args.json:
         print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
     else:

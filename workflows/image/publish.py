@@ -155,7 +155,7 @@ def publish(
     if actions.promote:
         names = push.tags(reference, latest=actions.latest, version=actions.release)
         moved = push.promote(reference, pushed.digest, names, policy)
-        push.unstage(reference, pushed.digest, policy)
+        push.unstage(staging, pushed.digest, policy)
     promoted_s = time.monotonic() - started
     return record(
         root, built, check, pushed, size, moved, promoted_s, (attesting.said, attested), signature, actions.release
@@ -208,12 +208,27 @@ def record(
     }
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Return what a ``release.json`` says."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _check(document)
+    except (OSError, ValueError, jsonschema.ValidationError) as error:
+        said = str(error).partition("\n")[0]
+        raise errors.UsageError(f"{path}: is no release.json ({said}); docker/build.py --upload writes it") from error
+    return document
+
+
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write ``release.json`` whole or not at all, and only if it is what its schema says."""
-    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(document)
+    _check(document)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(path, document)
+
+
+def _check(document: dict[str, Any]) -> None:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(document)
 
 
 def planned_push(engine: Engine, image: str, request: Request) -> list[list[str]]:

@@ -181,9 +181,8 @@ def _numbers(version: re.Match[str]) -> tuple[int, ...]:
     return tuple(map(int, version.groups()[1:]))
 
 
-def unstage(reference: Reference, digest: str, policy: Policy) -> None:
+def unstage(staging: Reference, digest: str, policy: Policy) -> None:
     """Remove the staging tag of an image that has its public tags; a registry that removes none is no error."""
-    staging = reference.staging.tag
-    with Registry(reference, policy) as registry:
-        if registry.digest(staging) == digest and not registry.remove(staging):
-            console.note(f"{registry.place}: removes no tags; {staging} stays, for you to delete")
+    with Registry(staging, policy) as registry:
+        if registry.digest(staging.tag) == digest and not registry.remove(staging.tag):
+            console.note(f"{registry.place}: removes no tags; {staging.tag} stays, for you to delete")

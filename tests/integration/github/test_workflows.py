@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import requests
 from api import TOKEN
 from stand_ins import ROOT, Servers, git, upstream
 from workflow_jobs import Machine
 
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
+from tests.unit import test_push_release
 from workflows.image import devcontainer
 from workflows.image import digests as images
 
@@ -222,9 +224,24 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, re
     }
     assert "image.yml:gpu" in machine.skipped  # no GPU runner is configured
 
+    numbers = ("v0.1.0", "v0.1")
+    for stage, tags in (
+        ("runtime", {*numbers, "latest"}),
+        ("devcontainer", {f"devcontainer-{each}" for each in numbers}),
+    ):
+        told = json.loads((machine.artifacts / f"release-json-{stage}" / "release.json").read_text())
+        assert (told["version"], {each["tag"] for each in told["image"]["tags"]}) == ("v0.1.0", tags)
+    answer = requests.get(f"http://{registry}/v2/some-lab/multimesh-jax/tags/list", timeout=30)
+    assert not [tag for tag in answer.json()["tags"] if tag.startswith("staging")]
+
     [release] = servers.api.releases
     assert (release["tag_name"], release["draft"], release["make_latest"]) == ("v0.1.0", False, "legacy")
     assert "Give the GitHub workflows commands" in release["body"]
+    assert "the image trained on the CPU; no GPU checked it" in release["body"]
+    page = git(servers.repository, "show", "released/v0.1.0:README.md")
+    assert f"docker run --rm {image}:v0.1.0 /opt/maxtext/validate-cpu.sh" in page
+    prebuilt = git(servers.repository, "show", f"released/v0.1.0:{devcontainer.PREBUILT}")
+    assert f'"image": "{image}@{digests["devcontainer-v0.1.0"]}"' in prebuilt
     names = {f"{name}-0.1.0-py3-none-any.whl" for name in ("multimesh_jax", "multimesh_maxtext")}
     assert servers.api.assets.keys() == names
     for content in servers.api.assets.values():
@@ -233,16 +250,36 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, re
 
 
 @pytest.mark.stand_in("servers and a runner on this machine")
-def test_readme_follows_a_release(machine: Machine, servers: Servers) -> None:
+def test_readme_follows_a_release(
+    machine: Machine, servers: Servers, bookworm: str, registry: str, tmp_path: Path
+) -> None:
     git(machine.clone, "tag", "--force", "v0.1.0")
-    made = machine.artifacts / "release-json-runtime"
-    made.mkdir(exist_ok=True)
-    image = {"repository": "ghcr.io/some-lab/multimesh-jax", "digest": "sha256:" + "12" * 32}
-    (made / "release.json").write_text(json.dumps({"image": image}))
+    told = test_push_release.document(tmp_path)
+    told["labels"]["io.github.multimesh-jax.accelerator"] = "cuda12 12.8.90"
+    image = told["image"] | {"repository": f"{registry}/readme/multimesh-jax"}
+
+    def say(**more: object) -> None:
+        for stage in ("runtime", "devcontainer"):
+            made = machine.artifacts / f"release-json-{stage}"
+            made.mkdir(exist_ok=True)
+            (made / "release.json").write_text(json.dumps(told | {"image": image | more}))
+
     before = dict(machine.github)
     machine.github |= {"ref": "refs/tags/v0.1.0", "ref_name": "v0.1.0"}
-    machine.workflow("release.yml", only="readme")
-    machine.github = before
+    try:
+        say()
+        machine.workflow("release.yml", only="readme")
+        assert "did not get the tag latest, so README.md stays" in said(machine, "release.yml:readme", "ci released")
+        tags = [{"tag": "latest", "before": None, "digest": image["digest"]}]
+        say(tags=tags)
+        with pytest.raises(AssertionError, match="make the package public in its settings on GitHub"):
+            machine.workflow("release.yml", only="readme")
+        made = registries.labelled(bookworm, {"io.github.multimesh-jax.target": "devcontainer"})
+        digest = registries.push(made, f"{image['repository']}:devcontainer")
+        say(tags=tags, digest=digest)
+        machine.workflow("release.yml", only="readme")
+    finally:
+        machine.github = before
     pull = servers.api.pulls[-1]
     assert (pull["head"], pull["base"]) == ("released/v0.1.0", "main")
     assert f"$ docker pull {image['repository']}:v0.1.0\n" in pull["body"]
@@ -250,6 +287,7 @@ def test_readme_follows_a_release(machine: Machine, servers: Servers) -> None:
     assert pull["body"].strip() in page
     assert "published yet" not in page
     assert git(servers.repository, "diff", "--name-only", "main", "released/v0.1.0").split() == [
+        ".devcontainer/prebuilt/devcontainer.json",
         "README.md",
         "docs/released.json",
     ]

@@ -46,7 +46,7 @@ def test_upload(make_tiny, upload, target: Reference, tmp_path: Path) -> None:
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_push_now_promote_later(make_tiny, upload, target: Reference, faulty) -> None:
+def test_push_now_promote_later(make_tiny, upload, target: Reference, faulty, tmp_path: Path) -> None:
     done = upload(make_tiny("words", labels=PINNED), "--no-promote", "--json")
     assert done.returncode == 0, done.stderr
     image = json.loads(done.stdout)["pushed"]["image"]
@@ -63,9 +63,19 @@ def test_push_now_promote_later(make_tiny, upload, target: Reference, faulty) ->
     assert {digest_of(target, tag) for tag in tags} == {image["digest"]}
     assert faulty.count("(POST|PATCH) ") == 0
     assert digest_of(target, "staging-v1") == image["digest"]  # it was promoted as main: v1 may come yet
-    assert workflows("promote", name, "--tag", "v1").returncode == 0
-    assert digest_of(target, "staging-v1") is None
-    assert digest_of(target, "v1") == digest_of(target, "main") == image["digest"]
+
+    record = tmp_path / "release.json"
+    more = ("--release", f"v{VERSION}", "--release-file", str(record))
+    assert workflows("promote", name, "--tag", "devel", *more).returncode == 0
+    assert digest_of(target, "staging-v1") is None  # whatever it is promoted as
+    told = json.loads(record.read_text())
+    assert told["version"] == f"v{VERSION}"
+    assert {each["tag"] for each in told["image"]["tags"]} == tags - {"main", "latest"} | {"devel"}
+    assert digest_of(target, "devel") == digest_of(target, "main") == image["digest"]
+    record.write_text('{"image": {}}')
+    done = workflows("promote", name, "--tag", "devel", *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{record}: is no release.json (" in done.stderr
 
 
 @pytest.mark.stand_in("a registry on this machine")
