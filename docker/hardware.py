@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -68,6 +69,20 @@ def verbs() -> Iterator[str]:
     yield f"drivers: {', '.join(drivers) or 'none'}"
 
 
+def ucx() -> Iterator[str]:
+    """Yield the version of UCX and the ways that it finds to other processes."""
+    try:
+        done = subprocess.run(["ucx_info", "-v", "-d"], capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        yield "not installed (Debian: libucx0, ucx-utils)"
+        return
+    version = re.search(r"version=(\S+)", done.stdout)
+    if version is None:
+        yield f"ucx_info fails: {(done.stderr or done.stdout).strip()}"
+    else:
+        yield f"{version[1]}: {', '.join(sorted(set(re.findall(r'Transport: (.+)', done.stdout))))}"
+
+
 def ports() -> Iterator[str]:
     """Yield the state of each port."""
     found = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
@@ -100,8 +115,8 @@ def devices() -> Iterator[str]:
 def main() -> None:
     """Print all of it."""
     for title, look in (
-        ("GPUs", gpus), ("packages", packages), ("NCCL", nccl), ("verbs", verbs), ("InfiniBand", ports),
-        ("container", limits), ("JAX sees", devices),
+        ("GPUs", gpus), ("packages", packages), ("NCCL", nccl), ("verbs", verbs), ("UCX", ucx),
+        ("InfiniBand", ports), ("container", limits), ("JAX sees", devices),
     ):  # fmt: skip
         try:
             lines = list(look())

@@ -52,10 +52,10 @@ for folder in ${LD_LIBRARY_PATH:-}; do
   fi
 done
 unset IFS
-# JAX ignores a plugin of another version and runs on the CPU.
+# JAX ignores a plugin of another version, and one whose own table of versions refuses the CUDA libraries, and runs on the CPU.
 if [ -x /opt/.venv/bin/python ]; then
   said=$(/opt/.venv/bin/python -I -c '
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 found = {}
 for name in ("jaxlib", "jax-cuda12-pjrt", "jax-cuda12-plugin"):
     try:
@@ -64,7 +64,14 @@ for name in ("jaxlib", "jax-cuda12-pjrt", "jax-cuda12-plugin"):
         pass
 if len(set(found.values())) > 1 or len(found) == 2:
     print("packages of JAX that do not fit: " + ", ".join(" ".join(each) for each in found.items()))
-') || said="no Python that starts"
+for plugin in entry_points(group="jax_plugins"):
+    try:
+        plugin.load().initialize()
+    except Exception as error:
+        if "cuInit" in str(error):
+            continue  # no driver here; it is asked for after the versions of the libraries
+        print("a plugin of JAX that cannot be used, %s: %s" % (plugin.name, " ".join(str(error).split())))
+') || said="no Python that starts, or a plugin of JAX that ends it"
   [ -z "$said" ] || fault "$said"
 fi
 [ "$faults" -eq 0 ]

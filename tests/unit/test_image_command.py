@@ -256,5 +256,5 @@ def test_hardware_is_told_where_there_is_none(root: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     titles = {line[:12].strip() for line in done.stdout.splitlines()} - {""}
-    assert titles == {"GPUs", "packages", "NCCL", "verbs", "InfiniBand", "container", "JAX sees"}
+    assert titles == {"GPUs", "packages", "NCCL", "verbs", "UCX", "InfiniBand", "container", "JAX sees"}
     assert all(line[12:].strip() for line in done.stdout.splitlines())

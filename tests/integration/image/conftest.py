@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.integration.parts import packages
 from workflows.image.reference import make
 from workflows.image.spec import ImageSpec, Means
 
 NAME = "multimesh-test/image"
+STANDALONE = "/opt/python"
 COMMIT = [
     "git",
     "-c",
@@ -101,3 +103,33 @@ def spec(bookworm: str) -> Callable[..., ImageSpec]:
 def means() -> Means:
     """The build's usual way to its packages."""
     return Means(None, None, "default", True, True, None, False)
+
+
+@pytest.fixture(scope="session")
+def archive(parts_folder: Path) -> Path:
+    """A Python 3.11 with its own C library and pip, laid out as the pinned standalone one: Debian 12's."""
+    patchelf, debootstrap = packages.need("patchelf", "patchelf"), packages.need("debootstrap", "debootstrap")
+    system = parts_folder / "newer"
+    make = [debootstrap, "--variant=minbase", "--include=python3-venv", "bookworm", system, packages.mirror()]
+    subprocess.run(packages.as_root(*make), check=True, capture_output=True)
+    python = parts_folder / "standalone" / "python"
+    (python / "bin").mkdir(parents=True)
+    shutil.copytree(system / "usr/lib/python3.11", python / "lib" / "python3.11", symlinks=True)
+    shutil.copytree(system / "usr/share/python-wheels", python / "share" / "python-wheels")
+    for settings in (python / "lib" / "python3.11").glob("_sysconfigdata*.py"):
+        text = settings.read_text().replace("/usr/share/python-wheels", f"{STANDALONE}/share/python-wheels")
+        settings.write_text(text)
+    (python / "lib" / "python3.11" / "EXTERNALLY-MANAGED").unlink()
+    for library in (system / "usr/lib/x86_64-linux-gnu").glob("lib*.so.*"):
+        shutil.copy(library, python / "lib" / library.name)
+    loader = next((system / "usr/lib/x86_64-linux-gnu").glob("ld-linux-x86-64.so.2"))
+    shutil.copy(loader, python / "lib" / loader.name)
+    shutil.copy(system / "usr/bin/python3.11", python / "bin" / "python3.11")
+    (python / "bin" / "python3").symlink_to("python3.11")
+    libraries = f"{STANDALONE}/lib"
+    own = ["--set-interpreter", f"{libraries}/{loader.name}", "--force-rpath", "--set-rpath", libraries]
+    subprocess.run([patchelf, *own, str(python / "bin" / "python3.11")], check=True)
+    file = parts_folder / "python.tar.gz"
+    subprocess.run(["tar", "-czf", file, "-C", python.parent, "python"], check=True)
+    subprocess.run(packages.as_root("rm", "-r", system), check=True)
+    return file

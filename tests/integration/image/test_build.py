@@ -142,7 +142,12 @@ def test_an_image_that_breaks_its_promise_gets_no_name(
     image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, spec: Specs
 ) -> None:
     text = f"FROM {image['image']}\nUSER 0\nRUN cp /bin/true /usr/bin/gcc && echo s >/etc/pip.conf\n"
-    text += "RUN touch /srv/libcublasLt.so.12\nENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/srv\nUSER 1000\n"
+    text += "RUN touch /srv/libcublasLt.so.12\nENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/srv\n"
+    # As JAX's plugin for CUDA says that a library is older than its table of versions allows.
+    text += "WORKDIR /opt/.venv/lib/python3.11/site-packages\n"
+    text += "RUN echo 'def initialize(): raise RuntimeError(\"Outdated cuDNN\")' >old.py && mkdir old-1.dist-info && "
+    text += "echo 'Name: old' >old-1.dist-info/METADATA && echo '[jax_plugins]' >old-1.dist-info/entry_points.txt && "
+    text += "echo 'cuda = old' >>old-1.dist-info/entry_points.txt\nUSER 1000\n"
     bad = docker("build", "-q", "-", stdin=text)
     docker("tag", bad, f"{NAME}:bad")
     done = repository.build(
@@ -152,6 +157,7 @@ def test_an_image_that_breaks_its_promise_gets_no_name(
     assert "/usr/bin/gcc" in done.stderr
     assert "/etc/pip.conf" in done.stderr
     assert "CUDA of another than JAX's own, in /srv of LD_LIBRARY_PATH" in done.stderr
+    assert "a plugin of JAX that cannot be used, cuda: Outdated cuDNN" in done.stderr
     assert docker("image", "ls", "-q", f"{NAME}:latest") == ""
 
 

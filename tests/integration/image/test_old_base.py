@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,43 +10,17 @@ import pytest
 
 from tests.integration.image.conftest import Repository
 from tests.integration.parts import engine as engines
-from tests.integration.parts import packages
 from workflows import errors
 from workflows.image import build, command, digests
 from workflows.image.engine import Engine
 from workflows.image.spec import ImageSpec, Means
 
 pytestmark = pytest.mark.full
-STANDALONE = "/opt/python/lib"
 
 
 @pytest.fixture(scope="module")
 def bullseye(docker_engine: None, parts_folder: Path) -> str:
     return engines.base_image("bullseye", parts_folder)
-
-
-@pytest.fixture(scope="module")
-def archive(parts_folder: Path) -> Path:
-    """A Python 3.11 that brings its own C library, laid out as the pinned standalone one."""
-    patchelf, debootstrap = packages.need("patchelf", "patchelf"), packages.need("debootstrap", "debootstrap")
-    system = parts_folder / "newer"
-    argv = [debootstrap, "--variant=minbase", "--include=python3", "bookworm", str(system), packages.mirror()]
-    subprocess.run(argv, check=True, capture_output=True)
-    python = parts_folder / "standalone" / "python"
-    (python / "bin").mkdir(parents=True)
-    shutil.copytree(system / "usr/lib/python3.11", python / "lib" / "python3.11", symlinks=True)
-    for library in (system / "usr/lib/x86_64-linux-gnu").glob("lib*.so.*"):
-        shutil.copy(library, python / "lib" / library.name)
-    loader = next((system / "usr/lib/x86_64-linux-gnu").glob("ld-linux-x86-64.so.2"))
-    shutil.copy(loader, python / "lib" / loader.name)
-    shutil.copy(system / "usr/bin/python3.11", python / "bin" / "python3.11")
-    (python / "bin" / "python3").symlink_to("python3.11")
-    own = ["--set-interpreter", f"{STANDALONE}/{loader.name}", "--force-rpath", "--set-rpath", STANDALONE]
-    subprocess.run([patchelf, *own, str(python / "bin" / "python3.11")], check=True)
-    file = parts_folder / "python.tar.gz"
-    subprocess.run(["tar", "-czf", file, "-C", python.parent, "python"], check=True)
-    shutil.rmtree(system)
-    return file
 
 
 @pytest.mark.stand_in("Ubuntu 22.04 made with debootstrap, and a Python put together from Debian 12")

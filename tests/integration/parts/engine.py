@@ -142,7 +142,7 @@ def base_image(suite: str, folder: Path) -> str:
     how = [f"--keyring={trust}", suite]
     if suite == "jammy":
         # Debian has no package of Ubuntu's keys; by TLS a minimal system could install nothing.
-        mirror, how = packages.UBUNTU, ["--no-check-gpg", suite]
+        mirror, how = packages.UBUNTU, ["--no-check-gpg", "--components=main,universe", suite]
     rootfs = folder / suite
     make = packages.as_root(debootstrap, "--variant=minbase", *how, rootfs, mirror)
     made = subprocess.run(make, capture_output=True, text=True)

@@ -1,0 +1,65 @@
+"""The image with CUDA, whole, on a machine without a GPU: NVIDIA's packages are real, the base is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tests.integration.image.conftest import Repository
+from tests.integration.parts import engine as engines
+from workflows import errors
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
+LARGEST = 2_000_000_000  # an upload of more has to begin again too often
+
+
+@pytest.mark.stand_in("Ubuntu 22.04 made with debootstrap, a Python put together from Debian 12, no GPU")
+def test_it_is_built_pushed_pulled_and_used(
+    changed: Repository, archive: Path, registry: str, docker_engine: None, parts_folder: Path,
+    docker: Callable[..., str],
+) -> None:  # fmt: skip
+    lock = changed.path / "docker" / "images.lock"
+    pins = json.loads(lock.read_text())
+    pins["files"]["python linux/amd64"]["sha256"] = sha256(archive.read_bytes()).hexdigest()
+    lock.write_text(json.dumps(pins))
+    place = ["--repo", f"{registry}/team", "--name", "cuda"]
+    base = ["--base-image", engines.base_image("jammy", parts_folder), "--python-archive", str(archive)]
+    run = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "some-lab/multimesh-jax"}
+    told = json.loads(changed.build(*base, *place, "--tag", "T", "--upload", "--json", **run).stdout)
+    assert told["check"]["verdict"].startswith("ok: 3 steps")
+    sizes = [layer["bytes"] for layer in told["layers"]]
+    assert max(sizes) < LARGEST
+    assert sum(size > LARGEST // 2 for size in sizes) == 4
+    pull = told["pushed"]["image"]["pull"].split()[-1]
+    docker("rmi", "--force", told["id"])
+    docker("pull", "-q", pull)
+    try:
+        labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", pull))
+        assert labels["io.github.multimesh-jax.accelerator"].startswith("cuda12 12.")
+        assert labels["org.opencontainers.image.source"] == "https://github.com/some-lab/multimesh-jax"
+        found = docker("run", "--rm", pull, "/opt/hardware.py")
+        assert "no nvidia-smi; start with --gpus all" in found
+        assert ", jax-cuda12-plugin " in found
+        assert "libibverbs.so.1 loads" in found
+        assert re.search(r"^NCCL +2\.\d+", found, re.MULTILINE)
+        assert re.search(r"^UCX +1\.\d+.*: .*tcp$", found, re.MULTILINE)
+        listed = docker("run", "--rm", pull, "cat", "/opt/inventory/licences.txt").splitlines()
+        assert [line for line in listed if line.startswith("pkg:deb libucx0 ")]
+        assert [line for line in listed if line.startswith("pkg:pypi nvidia-cudnn-cu12 9.")]
+        assert [line for line in listed if line.startswith("pkg:generic python-build-standalone 3.11")]
+        # JAX would leave the GPUs alone and say so in a line of its log.
+        site = "/opt/.venv/lib/python3.11/site-packages/nvidia/cudnn/lib"
+        text = f"FROM {pull}\nUSER 0\nRUN rm {site}/libcudnn.so.9\nUSER 1000\n"
+        docker("build", "-q", "--tag", f"{registry}/team/cuda:bad", "-", stdin=text)
+        done = changed.build("--no-build", *place, "--tag", "bad", check=False)
+        assert done.returncode == errors.SmokeError.exit_code
+        assert "a plugin of JAX that cannot be used, xla_cuda12: Unable to load cuDNN" in done.stderr
+    finally:
+        mine = docker("image", "ls", "-q", f"{registry}/team/cuda").split()
+        subprocess.run(["docker", "rmi", "--force", *mine], capture_output=True)
