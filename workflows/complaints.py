@@ -15,6 +15,7 @@ _NETWORK = re.compile(
     r"unexpected disconnect|curl (18|56)|could not read from remote|max retries|proxyerror|newconnectionerror|"
     r"certificate (verify failed|problem|signed by unknown)|tls: failed to verify|too ?many ?requests|"
     r"(status|http|error|code):? (429|50[0234])\b|\b50[0234] (internal|bad|service|gateway|server)|server error|"
+    r"unexpected status from \w+ request to \S+ (429|50[0234])\b|"
     r"service unavailable|blob upload (unknown|invalid)",
     re.IGNORECASE,
 )

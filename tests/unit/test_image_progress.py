@@ -52,6 +52,18 @@ def test_the_steps_of_podman_are_counted() -> None:
     assert str(progress.explain(steps, 1, "a")) == "step `step 2/2: RUN e` failed: no luck"
 
 
+def test_a_step_of_podman_says_more_than_the_line_that_repeats_it() -> None:
+    repeated = 'Error: building at STEP "RUN make all": while running runtime: exit status 2'
+    hybrid = "error running container: from /usr/bin/crun creating container for [make]: cgroups in hybrid mode"
+    for said, wanted in (
+        (("make: *** [all] Error 2",), "make: *** [all] Error 2"),
+        ((hybrid, ": exit status 1", "time=now level=error msg=EOF"), hybrid),
+        ((), repeated.removeprefix("Error: ")),
+    ):
+        steps, _ = fed("STEP 1/1: RUN make all", *said, repeated)
+        assert str(progress.explain(steps, 2, "a")) == f"step `step 1/1: RUN make all` failed: {wanted}"
+
+
 def broken(*lines: str) -> Steps:
     said = [f"#1 0.{number}00 {line}" for number, line in enumerate(lines)]
     command = "executor failed running [/bin/sh -c pip]: exit code: 1"

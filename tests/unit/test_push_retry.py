@@ -67,6 +67,8 @@ def test_retry_after_in_both_forms() -> None:
         ("received unexpected HTTP status: 503 Service Unavailable", True),
         ("toomanyrequests: You have reached your pull rate limit", True),
         ('error parsing HTTP 429 response body: unexpected end of JSON input: ""', True),
+        ("unexpected status from PUT request to http://r.example/v2/x/manifests/sha256:12: 503 Busy", True),
+        ("unexpected status from PUT request to http://r.example/v2/503/x: 403 Forbidden", False),
         ('Put "https://r.example/v2/x/blobs/uploads/1": EOF', True),
         ("write tcp 10.0.0.1:1->10.0.0.2:443: write: connection reset by peer", True),
         ('Get "https://r.example/v2/": net/http: TLS handshake timeout', True),

@@ -22,7 +22,10 @@ _PODMAN = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<number>\d+/\d+): (?P
 _OTHER = re.compile(r"exporting to|writing image|importing cache|\[internal\] load (build context|metadata)")
 # Where a builder looks for a base: a step of its own, or, in Podman, the first of a stage.
 _BASE = re.compile(r"\[internal\] load metadata|\S+ \d+/\d+: FROM ")
-_TOLD = re.compile(r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()")
+_TOLD = re.compile(
+    r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl|error running container)(: | \()"
+)
+_REPEATED = re.compile(r"while running runtime: exit status \d+$")
 _NOISE = ("------", "WARNING", "View build details", "> [", ">>>", "time=")
 _KEPT_LINES = 40
 
@@ -184,8 +187,8 @@ def explain(steps: Steps, returncode: int, base: str) -> errors.WorkflowsError:
     error = [step.error] if step and step.error else []
     text = "\n".join([*said, *error] if step else steps.rest)
     where = f"step `{step.title}`" if step else "the build"
-    # Podman's own line says more than a step that complained of nothing; BuildKit's only repeats the command.
-    podmans = [line for line in error if line.startswith("Error: ")]
+    # Podman's own line says more than a step that ran nothing. Else it repeats the command, as BuildKit's always does.
+    podmans = [line for line in error if line.startswith("Error: ") and not _REPEATED.search(line)]
     ways = ([*said, *podmans], error, steps.rest, [f"exit status {returncode}, no message"])
     last = next(told for told in map(_telling, ways) if told)
     if complaints.disk_full(text):

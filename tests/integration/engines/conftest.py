@@ -40,7 +40,8 @@ RUN --mount=type=bind,from=tools,source=/opt/made,target=/opt/made \\
     mkdir -p /opt/inventory /tmp; \\
     chmod 1777 /tmp; \\
     echo stub >/opt/inventory/sbom.cdx.json; \\
-    echo stub >/opt/inventory/licences.txt
+    echo stub >/opt/inventory/licences.txt; \\
+    echo stub >/opt/inventory/THIRD-PARTY-NOTICES
 
 FROM accelerator-${ACCELERATOR} AS runtime
 USER 1000:1000

@@ -13,6 +13,9 @@ from tests.integration.parts import packages, processes
 
 # Podman asks for more than a machine without CAP_SYS_RESOURCE may give.
 _LIMITS = '[containers]\ndefault_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]\n'
+# crun, which it takes by default, refuses a machine that has controllers in both kinds of control groups.
+_RUNTIME = '[engine]\nruntime = "runc"\n'
+_BOTH_KINDS = Path("/sys/fs/cgroup/unified/cgroup.controllers")
 _STORAGE = '[storage]\ndriver = "overlay"\ngraphroot = "{place}/images"\nrunroot = "{place}/run"\n'
 
 
@@ -37,7 +40,10 @@ def running(folder: Path) -> Iterator[Podman]:
     program = packages.need("podman", "podman")
     packages.need("iptables", "iptables")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "containers.conf").write_text(_LIMITS)
+    both = _BOTH_KINDS.exists() and _BOTH_KINDS.read_text().strip()
+    if both:
+        packages.need("runc", "runc")
+    (folder / "containers.conf").write_text(_LIMITS + (_RUNTIME if both else ""))
     (folder / "storage.conf").write_text(_STORAGE.format(place=folder))
     env = {
         "CONTAINERS_CONF": str(folder / "containers.conf"),
