@@ -78,6 +78,11 @@ UNLIKE = {
         "chunk_attn_window_size=8"
     ),
     "olmo3": f"{_FOUR} --interleave 2 --num-layers 4 --model-name olmo3-7b {_NARROW}",
+    "qwen3_next": (
+        f"{_FOUR} --num-layers 4 --model-name qwen3-next-80b-a3b {_NARROW} {_FEW} gdn_key_head_dim=8 "
+        "gdn_value_head_dim=8 gdn_num_key_heads=2 gdn_num_value_heads=4 gdn_chunk_size=8 "
+        "normalization_layer_epsilon=0.01"  # below, its norms of near zeros show rounding
+    ),
 }
 """Models whose layers are not alike, in the small: their groups of layers lie across stages."""
 

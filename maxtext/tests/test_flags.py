@@ -98,6 +98,8 @@ def test_every_flag_is_declared_with_help():
         ("--tp 3", r"--tp 3 does not divide the attention heads \(4\); change --tp or --num-heads"),
         ("--fsdp 3", r"--fsdp 3 does not divide the model dims \(256\); change --fsdp or --model-dims"),
         ("--ep 2", r"--ep 2 does not divide the experts \(1\); change --ep or num_experts="),
+        ("--tp 4 --model-name gemma4-26b", r"global layers \(2\); change --tp or global_num_kv_heads="),
+        ("--model-name olmo3-7b --num-layers 6", r"scan over 4 of them; use --num-layers 8 or --no-scan-layers"),
         ("--tp 4 vocab_size=254", r"--tp 4 does not divide the vocabulary \(254\); change --tp or vocab_size="),
         (
             "--tp 2 --sequence-parallel --sequence-length 127",
@@ -195,6 +197,11 @@ def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: 
     with pytest.raises(UnsupportedError, match=message) as raised:
         job(["--pp", "2", *argv.split()])
     assert "\n" not in str(raised.value)
+
+
+def test_layers_that_read_earlier_ones_are_unrolled_whatever_the_backend(job: Callable[[Sequence[str]], Job]):
+    assert not job(["--model-name", "gemma4-e2b"]).scans_layers
+    assert job(["--model-name", "gemma4-31b"]).scans_layers
 
 
 @pytest.mark.parametrize(

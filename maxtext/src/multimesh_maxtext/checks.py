@@ -30,7 +30,7 @@ MULTIMESH_ONLY = {
 GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
 """Kernels that CPU devices lack."""
 
-UNLIKE = ("gemma3", "gemma4", "gpt_oss", "deepseek", "llama4", "olmo3")
+UNLIKE = ("gemma3", "gemma4", "gpt_oss", "deepseek", "llama4", "olmo3", "qwen3_next")
 """Decoder blocks whose layers alternate in a fixed pattern, or begin with dense ones: stages of unlike structure."""
 
 _READ_MORE = {
@@ -210,6 +210,13 @@ def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
     counted = o.batch_size or job.devices == o.parallelism  # the batch is known, or follows from the devices
     yield from _wrong_devices(o, job.devices)
     yield from _wrong_model(o, job.model)
+    layers, group = job.model.layers, job.model.resolved.get("inhomogeneous_layer_cycle_interval") or 1
+    if job.scans_layers and o.pp == 1 and layers % group:
+        whole = layers // group * group
+        yield UsageError(
+            f"{layers} layers are no multiple of inhomogeneous_layer_cycle_interval={group}: MaxText would scan over "
+            f"{whole} of them; use --num-layers {whole + group} or --no-scan-layers"
+        )
     if job.batch % rows and counted:
         near = max(rows, round(job.batch / rows) * rows)
         yield UsageError(
@@ -328,9 +335,11 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
             f"{model.layers} layers cannot be dealt to pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces; "
             f"use --num-layers {near} or another --pp or --interleave"
         )
+    of_global = model.resolved.get("global_num_kv_heads") or 0  # gemma4's
     for name, size, flag, parts, remedy in (
         ("attention heads", model.query_heads, "--tp", o.tp, "--num-heads"),
         ("key/value heads", model.kv_heads, "--tp", o.tp, "--num-heads"),
+        ("key/value heads of global layers", of_global, "--tp", o.tp, "global_num_kv_heads="),
         ("mlp dims", model.mlp, "--tp", o.tp, "--mlp-dims"),
         ("vocabulary", model.vocabulary, "--tp", o.tp, "vocab_size="),
         ("model dims", model.embedding, "--fsdp", o.fsdp, "--model-dims"),
