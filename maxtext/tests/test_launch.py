@@ -110,8 +110,8 @@ def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job],
 def test_what_maxtext_refuses_of_its_settings_is_told_in_a_line():
     log = (
         "ValidationError: 2 validation errors for MaxTextConfig\nsteps\n  Input should be a valid integer [type=int, "
-        "input_value='x']\n    For further information visit https://errors.pydantic.dev\n  Value error, Only top-1\n"
-        "routing! [type=value_error, input_value={}]\n    For further information visit https://errors.pydantic.dev\n"
+        "input_value='x']\n    For further information visit https://errors.example.com\n  Value error, Only top-1\n"
+        "routing! [type=value_error, input_value={}]\n    For further information visit https://errors.example.com\n"
     )
     told = "MaxText refuses these settings: steps: Input should be a valid integer; Only top-1 routing!"
     assert str(refused(f"Traceback\n{log}ended\n")) == told
