@@ -173,7 +173,7 @@ def _still(names: Sequence[str], registry: Registry) -> Sequence[str]:
     same = any(each[:2] == _numbers(release)[:2] for each in newer)
     taken = {"latest" if newer else "", release[0].rpartition(".")[0] if same else ""}
     for name in taken.intersection(names):
-        console.note(f"{registry.place}: {name} stays where it is: {'.'.join(map(str, max(newer)))} is released")
+        console.note(f"{registry.place}: {name} stays with a newer release")
     return [name for name in names if name not in taken]
 
 
