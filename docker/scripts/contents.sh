@@ -1,7 +1,9 @@
 #!/bin/sh
-# contents.sh TARGET: what an image must and must not hold; runs in a container of it, as root, on standard input.
+# contents.sh TARGET ACCELERATOR: what an image must and must not hold; runs in a container of it, as root, on standard input.
 set -eu
 target=$1
+packages=jaxlib
+[ "$2" = cpu ] || packages="jaxlib jax-$2-pjrt jax-$2-plugin"
 faults=0
 
 fault() {
@@ -57,12 +59,12 @@ if [ -x /opt/.venv/bin/python ]; then
   said=$(/opt/.venv/bin/python -I -c '
 from importlib.metadata import PackageNotFoundError, entry_points, version
 found = {}
-for name in ("jaxlib", "jax-cuda12-pjrt", "jax-cuda12-plugin"):
+for name in "'"$packages"'".split():
     try:
         found[name] = version(name)
     except PackageNotFoundError:
-        pass
-if len(set(found.values())) > 1 or len(found) == 2:
+        found[name] = "is missing"
+if len(set(found.values())) > 1 or "is missing" in found.values():
     print("packages of JAX that do not fit: " + ", ".join(" ".join(each) for each in found.items()))
 for plugin in entry_points(group="jax_plugins"):
     try:

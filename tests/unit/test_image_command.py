@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,38 @@ def test_hardware_is_told_where_there_is_none(root: Path) -> None:
     titles = {line[:12].strip() for line in done.stdout.splitlines()} - {""}
     assert titles == {"GPUs", "packages", "NCCL", "verbs", "UCX", "InfiniBand", "container", "JAX sees"}
     assert all(line[12:].strip() for line in done.stdout.splitlines())
+
+
+def test_packages_of_jax_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
+    """JAX ignores a plugin of another version, and says no more than that there is no GPU where one is missing."""
+    venv.create(tmp_path, with_pip=False)
+    (site,) = tmp_path.glob("lib/python*/site-packages")
+    script = (root / "docker/scripts/contents.sh").read_text(encoding="utf-8")
+    script = script.replace("/opt/.venv/bin/python", str(tmp_path / "bin" / "python"))
+
+    def faults(accelerator: str, *versions: str) -> list[str]:
+        for name, version in zip(("jaxlib", "jax_cuda12_pjrt", "jax_cuda12_plugin"), versions, strict=True):
+            for old in site.glob(f"{name}-*.dist-info/METADATA"):
+                old.unlink()
+            if version:
+                (site / f"{name}-{version}.dist-info").mkdir(exist_ok=True)
+                text = f"Name: {name}\nVersion: {version}\n"
+                (site / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
+        for empty in site.glob("*.dist-info"):
+            if not any(empty.iterdir()):
+                empty.rmdir()
+        argv = ["sh", "-s", "dev", accelerator]
+        said = subprocess.run(argv, input=script, capture_output=True, text=True, check=False).stdout
+        return re.findall("fault: packages of JAX that do not fit: (.*)", said) + re.findall("no Python.*", said)
+
+    assert faults("cpu", "0.10.2", "", "") == []
+    assert faults("cuda12", "0.10.2", "0.10.2", "0.10.2") == []
+    for wrong in (("0.11.0", "0.10.2", "0.10.2"), ("0.10.2", "0.9.2", "0.10.2"), ("0.10.2", "0.10.2", "0.9.2")):
+        told = f"jaxlib {wrong[0]}, jax-cuda12-pjrt {wrong[1]}, jax-cuda12-plugin {wrong[2]}"
+        assert faults("cuda12", *wrong) == [told]
+    (told,) = faults("cuda12", "0.10.2", "", "0.10.2")
+    assert told == "jaxlib 0.10.2, jax-cuda12-pjrt is missing, jax-cuda12-plugin 0.10.2"
+    for accelerator in ("cuda12", "cuda13"):
+        (told,) = faults(accelerator, "0.10.2", "", "")
+        assert told == f"jaxlib 0.10.2, jax-{accelerator}-pjrt is missing, jax-{accelerator}-plugin is missing"
+    assert faults("cpu", "", "", "") == ["jaxlib is missing"]

@@ -16,6 +16,7 @@ from typing import Any
 
 from workflows import complaints, console, errors, files, proc
 from workflows.image import slurm
+from workflows.image.command import LABEL
 from workflows.image.engine import Engine
 from workflows.image.spec import Built
 
@@ -91,7 +92,8 @@ def _check_contents(root: Path, engine: Engine, built: Built) -> None:
     if user.partition(":")[0] in ("root", "0"):
         raise errors.SmokeError(f"{built.image_id}: runs as root; the last USER of its stage must be another")
     options = ["--rm", "--interactive", "--network", "none", "--user", "0", "--entrypoint", "/bin/sh"]
-    argv = [*engine.cli, "run", *options, built.image_id, "-s", built.spec.target]
+    accelerator = built.labels.get(f"{LABEL}.accelerator", "cpu").split()[0]
+    argv = [*engine.cli, "run", *options, built.image_id, "-s", built.spec.target, accelerator]
     result = proc.run(argv, stdin=(root / "docker/scripts/contents.sh").read_bytes(), check=False)
     if result.returncode:
         faults = [line.removeprefix("fault: ") for line in result.text.splitlines() if line.startswith("fault: ")]
