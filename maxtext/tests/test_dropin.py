@@ -82,7 +82,17 @@ def test_kernels_that_need_transformer_engine_have_a_substitute(job: Callable[[S
         ("zzqx=1", r"no setting zzqx; its settings are in .*base.yml"),
         ("dtype=float33", r"no such dtype; it is one of bfloat16, float32, float16"),
         ("decoder_block=llama", r"no such decoder_block; near it are llama"),
-        ("attention_sink=maybe", None),
+        ("dtype=", r"no such dtype; it is one of bfloat16"),
+        ("dtype=none", r"no such dtype; it is one of bfloat16"),
+        ("attention_sink=maybe", r"wants true or false"),
+        ("attention_sink=yes", None),
+        ("vocab_size=abc", r"wants a whole number; write vocab_size=VALUE"),
+        ("num_experts=", r"wants a whole number"),
+        ("base_emb_dim=4.5", r"wants a whole number"),
+        ("base_emb_dim=4.0", None),
+        ("learning_rate=[", r"the value is no YAML"),
+        ("learning_rate=3e-4", None),
+        ("learning_rate=fast", r"wants a number"),
         ("opt_type=sgd", None),
         ("dpo_beta=0.1", None),
         ("quantization=", None),
@@ -90,7 +100,7 @@ def test_kernels_that_need_transformer_engine_have_a_substitute(job: Callable[[S
     ],
 )
 def test_settings_are_checked_as_maxtext_does(maxtext: Path, setting: str, message: str | None):
-    found = [str(error) for error in find_wrong_settings([setting], maxtext / "maxtext")]
+    found = [str(error) for _, error in find_wrong_settings([setting], maxtext / "maxtext")]
     assert len(found) == (message is not None)
     assert all(re.search(message or "", line) for line in found)
 
@@ -100,7 +110,7 @@ def test_the_files_of_maxtext_pass_the_check_of_settings(maxtext: Path):
     for file in (package / "configs/base.yml", *(package / "configs/models").glob("*.yml")):
         loaded = yaml.safe_load(file.read_text())
         settings = [f"{key}={'' if value is None else value}" for key, value in loaded.items()]
-        assert [str(error) for error in find_wrong_settings(settings, package)] == []
+        assert [str(error) for _, error in find_wrong_settings(settings, package)] == []
 
 
 def test_a_configuration_without_sizes_is_answered_in_one_line(job: Callable[[Sequence[str]], Job], tmp_path: Path):

@@ -61,6 +61,16 @@ def test_every_flag_is_declared_with_help():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        ("--seed -1", r"--seed: '-1' is not a whole number of at least 0"),
+        ("--overwrite", r"--overwrite needs --output; add it"),
+        ("--overwrite --output o --resume --checkpoint c", r"--overwrite removes the run that --resume goes on with"),
+        ("--pp 2 --only-fuse-loop-tasks --no-fuse-tasks", r"remove it or --no-fuse-tasks"),
+        ("--hlo /none", r"--hlo /none: no such file; write its path"),
+        ("--attention cudnn_flash_te", r"--attention cudnn_flash_te is a GPU kernel; on CPU"),
+        ("--attention-type bananas", r"attention_type=bananas: MaxText has no such attention_type; it is one of"),
+        ("--text README.md --dataset-name x", r"--dataset-name is for .* datasets; remove it: with --text every"),
+        ("model_name=llama3-8b", r"follow from --model-name; use that"),
+        ("opt_type=foo --cpus 2 --pp 2", r"opt_type=foo: MaxText has no such opt_type; it is one of [^;]*"),
         ("--microbatchsize 4", r"--microbatchsize: no such flag; did you mean --microbatch-size\?"),
         ("--frobnicate", r"--frobnicate: no such flag; .*--help lists every flag"),
         ("--pp two", r"--pp: 'two' is not a whole number of at least 1"),

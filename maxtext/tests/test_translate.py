@@ -141,7 +141,9 @@ def test_key_value_arguments_come_last_and_replace_our_defaults(job: Check, path
 
 
 def test_key_value_arguments_do_not_overrule_flags(job: Check, paths: Paths):
-    with pytest.raises(UsageError, match=r"steps= is decided by the flags \(steps=10\); use the flag, or leave it out"):
+    with pytest.raises(
+        UsageError, match=r"steps= is decided by the flags \(steps=10\); use --num-steps, or leave it out"
+    ):
         launch(job(["steps=3"]), paths, inherited={}, gpu_memory=None)
     with pytest.raises(UsageError, match=r"run_name= is decided by the flags"):
         launch(job(["--checkpoint", "ck", "run_name=mine"]), paths, inherited={}, gpu_memory=None)

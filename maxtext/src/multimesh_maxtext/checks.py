@@ -161,20 +161,28 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         ("--dataset-name", o.dataset_name),
         ("--tokenizer-path", o.tokenizer_path),
     ):
-        remedy = "with --text every byte is a token" if o.text else "add --use-tfds-dataset"
-        yield value and not o.use_tfds_dataset, UsageError(f"{flag} is for TensorFlow datasets; {remedy}, or remove it")
+        remedy = "remove it: with --text every byte is a token" if o.text else "add --use-tfds-dataset, or remove it"
+        yield value and not o.use_tfds_dataset, UsageError(f"{flag} is for TensorFlow datasets; {remedy}")
     yield (
         o.use_tfds_dataset and not (o.dataset_path and o.dataset_name),
         UsageError("--use-tfds-dataset needs to know which; add --dataset-path and --dataset-name"),
     )
     for name, needed in (
         *(("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")),
-        *(("max_restarts", "checkpoint"), ("device", "forecast")),
+        *(("max_restarts", "checkpoint"), ("device", "forecast"), ("overwrite", "output")),
     ):
         yield (
-            o.has(name) and not o.has(needed),
+            getattr(o, name) and not o.has(needed),
             UsageError(f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it"),
         )
+    yield (
+        o.overwrite and o.resume,
+        UsageError("--overwrite removes the run that --resume goes on with; choose one"),
+    )
+    yield (
+        o.only_fuse_loop_tasks and o.fuse_tasks is False,
+        UsageError("--only-fuse-loop-tasks says which tasks to fuse; remove it or --no-fuse-tasks"),
+    )
     yield (
         o.max_restarts and o.nodes == 1,
         UsageError("--max-restarts is about losing one of several processes; add --nodes, or leave it out"),
@@ -189,6 +197,7 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
     )
     for name in ("dump_hlo", "dump_all_passes", "dump_mpmd_passes", "dump_only"):
         yield o.has(name) and not o.dump, UsageError(f"--{name.replace('_', '-')} says how to dump; add --dump DIR")
+    yield o.hlo and not o.hlo.is_file(), UsageError(f"--hlo {o.hlo}: no such file; write its path")
     for file in o.text or ():
         yield (
             not file.is_file(),
@@ -328,7 +337,8 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
     if isinstance(o.partition, tuple) and (len(o.partition), sum(o.partition)) != (pieces, model.layers):
         yield UsageError(
             f"--partition {','.join(map(str, o.partition))} has {len(o.partition)} pieces, {sum(o.partition)} layers "
-            f"in all, but there are {model.layers} and pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces"
+            f"in all, but there are {model.layers} and pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces; "
+            "change one of them, or use --partition auto"
         )
     elif model.layers < pieces or (model.layers % pieces and not o.staged):
         yield UsageError(

@@ -96,10 +96,14 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
             print(f"warning: {note}", file=sys.stderr)
     paths = this.own(_paths(options, maxtext))
     start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, local_rank=this.local)
+    if options.hlo:
+        start = compiling(job, start)
+    elif options.dry_run and options.forecast:
+        start = forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
     if options.dry_run:
         return _dry_run(start, as_json=options.json)
     if options.hlo:
-        return _compile(compiling(job, start), options)
+        return _compile(start, options)
     # Of several processes the first speaks for all, unless another fails.
     console = Console(soft_wrap=True, quiet=this.rank > 0)
     if options.forecast or options.dump_only:
@@ -227,7 +231,7 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
     if not o.forecast:
         return
     if limit is not None:
-        console.print(f"of {memory.show_size(limit)} that a device has", highlight=False)
+        console.print(f"of {memory.show_size(limit)} that JAX may use of a device", highlight=False)
     if found.bubble is None:
         console.print(
             "the step has too many programs to simulate: nothing is said of what devices wait", highlight=False
@@ -264,7 +268,7 @@ def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
     """Make the folders and the corpus, and remove what an older run left that could pass for this run's."""
     o = job.options
     try:
-        for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump else [])):
+        for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump and not o.forecast else [])):
             folder.mkdir(parents=True, exist_ok=True)
         if not o.resume:
             paths.metrics.unlink(missing_ok=True)

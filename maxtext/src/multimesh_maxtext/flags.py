@@ -66,7 +66,7 @@ def _processes(root: argparse.ArgumentParser) -> None:
         type=count(0),
         metavar="K",
         help=(
-            "start all processes again from the last checkpoint when one is lost, at most so often: with --spawn, in "
+            "start all processes again from the last checkpoint when one is lost, at most K times: with --spawn, in "
             "the batch scripts for Slurm beside run.py, or by Kubernetes (default 0)"
         ),
     )
@@ -249,9 +249,7 @@ def _outputs(root: argparse.ArgumentParser) -> None:
             "path is printed)"
         ),
     )
-    group.add_argument(
-        "--overwrite", action="store_true", help="remove the run that --output holds; without it that is refused"
-    )
+    group.add_argument("--overwrite", action="store_true", help="remove the run that --output holds, and begin anew")
     group.add_argument(
         "--metrics-file",
         type=Path,
@@ -319,19 +317,25 @@ def _runtime(root: argparse.ArgumentParser) -> None:
         action="store_true",
         help=(
             "print the memory that the devices of each stage will need, from shapes alone, and how long they wait for "
-            "each other; train nothing, and need no device that is asked for (multimesh)"
+            "each other; train nothing. It needs none of the devices that the other flags ask for (multimesh)"
         ),
     )
     group.add_argument(
         "--device-memory",
         type=parse_size,
         metavar="SIZE",
-        help="forecast, and refuse a run that needs more per device, e.g. 80GiB (multimesh; default: what GPUs have)",
+        help=(
+            "forecast, and refuse a run that needs more on a device than this, e.g. 80GiB (multimesh; default: the "
+            "part of a GPU's memory that JAX takes, where the GPU can be seen or is named by --device)"
+        ),
     )
     group.add_argument(
         "--device",
         choices=DEVICES,
-        help="with --forecast: estimate tokens a second on these GPUs, and take their memory as the limit",
+        help=(
+            "with --forecast: estimate tokens a second on these GPUs, and take the part of their memory that JAX takes "
+            "(3/4, or --fbmem) as the limit"
+        ),
     )
     group.add_argument(
         "--fbmem",
@@ -379,7 +383,7 @@ def _dumps(root: argparse.ArgumentParser) -> None:
         help="write the plan of the step here, as text, JSON, SVG and for Perfetto (multimesh); else XLA's programs",
     )
     _switch(group, "--dump-all-passes", "with --dump: also XLA's programs, after every pass of XLA (large)")
-    _switch(group, "--dump-mpmd-passes", "with --dump: after every pass of MultiMesh (pipelines of backend multimesh)")
+    _switch(group, "--dump-mpmd-passes", "with --dump: also the plan after every pass of MultiMesh (for pipelines)")
     _switch(group, "--dump-only", "with --dump: compile, dump, do not train (backend multimesh)")
     group.add_argument("--dump-hlo", action="store_true", help="with --dump: also XLA's programs, as HLO text")
     group.add_argument(
@@ -398,7 +402,8 @@ def _compiler(root: argparse.ArgumentParser) -> None:
     _switch(
         group,
         "--replicate-small-params",
-        "replicate parameters of fewer elements than a batch has tokens over the devices of their stage (default off)",
+        "keep each parameter that has fewer elements than a batch has tokens whole on every device of its stage "
+        "(default off)",
     )
     _switch(group, "--fuse-tasks", "make one program of the tasks that a stage runs one after the other (default on)")
     _switch(group, "--only-fuse-loop-tasks", "... only inside the microbatch loop (default off)")
@@ -407,13 +412,13 @@ def _compiler(root: argparse.ArgumentParser) -> None:
 def _realm(root: argparse.ArgumentParser) -> None:
     group = root.add_argument_group(
         "flags of the original's runtime",
-        "accepted, so that its scripts run unchanged, and named in a warning: nothing here corresponds to them",
+        "accepted, so that its scripts run unchanged, and named in a warning: they have no effect here",
     )
     for flag, metavar, text in (
         ("--zcmem", "GB", "pinned host memory"),
         ("--sysmem", "GB", "host memory"),
         ("--host-offload-min-reuse-distance", "N", "offload values that rest for this many tasks; see --remat"),
-        ("--compile-topology-num-slices", "N", "goes to MaxText, where only its train_compile reads it"),
+        ("--compile-topology-num-slices", "N", "for MaxText's train_compile, which is not what runs here"),
     ):
         group.add_argument(flag, type=count(0), metavar=metavar, help=text)
     group.add_argument("--network", choices=("none", "gasnetex", "ucx"), help="network layer; JAX finds its own")

@@ -64,18 +64,18 @@ def read(file: Path) -> Forecast:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator: bytes of memory, and bfloat16 operations a second without sparsity, as its maker says."""
+    """An accelerator: MiB of memory as its driver shows them, and bfloat16 operations a second without sparsity."""
 
-    memory: float
+    memory: int
     peak: float
 
 
 DEVICES = {
-    "a100-40gb": Device(40e9, 312e12),
-    "a100": Device(80e9, 312e12),
-    "h100": Device(80e9, 989e12),
-    "h200": Device(141e9, 989e12),
-    "b200": Device(180e9, 2250e12),
+    "a100-40gb": Device(40_960, 312e12),
+    "a100": Device(81_920, 312e12),
+    "h100": Device(81_559, 989e12),
+    "h200": Device(143_771, 989e12),
+    "b200": Device(183_359, 2250e12),
 }
 
 
@@ -85,8 +85,10 @@ def limit(job: Job, gpu_memory: int | None) -> int | None:
     if o.device_memory is not None:
         return o.device_memory
     if o.device:
-        gpu_memory = int(DEVICES[o.device].memory / 2**20)
-    if not o.staged or not o.gpus or (o.nodes > 1 and not o.forecast):
+        gpu_memory = DEVICES[o.device].memory
+    elif not o.gpus:
+        return None
+    if not o.staged or (o.nodes > 1 and not o.forecast):
         return None
     if gpu_memory is None:
         return fbmem_mib(o.fbmem) * 2**20 if o.fbmem else None

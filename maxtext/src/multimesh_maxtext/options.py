@@ -171,6 +171,9 @@ exit codes:
 _REALM = re.compile(r"--eager-.+|-[a-z]+:.+|-(logfile|level|errlevel|cat|tracelog)(=.*)?")
 """Flags of the Realm and Legion runtimes, which had an open list of them."""
 
+_NEGATIVE = re.compile(r"-\d+(\.\d+)?")
+"""What begins like a flag, and is the value of one."""
+
 
 class _Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
@@ -244,7 +247,8 @@ def read(argv: Sequence[str]) -> Parsed:
     options.settings = []
     for before, word in pairwise(["", *others]):
         if word.startswith("-"):
-            near = difflib.get_close_matches(word.split("=")[0], root.flags(), n=1, cutoff=0.7)
+            known = [flag for flag in root.flags() if "*" not in flag]
+            near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0.7)
             hint = f"did you mean {near[0]}?" if near else "maxtext/run.py --help lists every flag"
             wrong.append(UsageError(f"{word}: no such flag; {hint}"))
             doubtful.update(near)
@@ -268,7 +272,9 @@ def _take_realm(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if _REALM.fullmatch(word):
             realm.append(word.split("=")[0])
             expects_value = "=" not in word
-        elif expects_value and not word.startswith("-") and ("=" not in word or realm[-1] == "-level"):
+        elif expects_value and (
+            _NEGATIVE.fullmatch(word) or (not word.startswith("-") and ("=" not in word or realm[-1] == "-level"))
+        ):
             expects_value = False
         else:
             rest.append(word)
@@ -282,7 +288,7 @@ def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
     after = False
     for word in words:
         named = word.split("=")[0] in flags
-        if not named and not (after and not word.startswith("-") and "=" not in word):
+        if not named and not (after and (_NEGATIVE.fullmatch(word) or not (word.startswith("-") or "=" in word))):
             kept.append(word)
         after = named and "=" not in word
     return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,37 @@ from multimesh_maxtext.launch import decided
 from multimesh_maxtext.model import describe_model, has_package
 from multimesh_maxtext.options import Options, Parsed
 from multimesh_maxtext.settings import find_wrong_settings
+
+_FLAG_OF = {
+    "steps": "--num-steps",
+    "max_target_length": "--sequence-length",
+    "attention": "--attention",
+    "attention_type": "--attention-type",
+    "remat_policy": "--remat",
+    "scan_layers": "--scan-layers",
+    "use_iota_embed": "--use-iota-embed",
+    "logits_dot_in_fp32": "--logits-dot-in-fp32",
+    "base_num_decoder_layers": "--num-layers",
+    "base_emb_dim": "--model-dims",
+    "base_mlp_dim": "--mlp-dims",
+    "base_num_query_heads": "--num-heads",
+    "base_output_directory": "--output",
+    "metrics_file": "--metrics-file",
+    "checkpoint_period": "--checkpoint-every",
+    "eval_interval": "--eval-every",
+    "eval_steps": "--eval-steps",
+    "hardware": "--gpus or --cpus",
+    "model_name": "--model-name",
+    "gradient_accumulation_steps": "--batch-size and --microbatch-size",
+    "per_device_batch_size": "--batch-size and --microbatch-size",
+    "dataset_type": "--text or --use-tfds-dataset",
+    "profiler": "--profile",
+    **dict.fromkeys(("init_weights_seed", "data_shuffle_seed"), "--seed"),
+    **{f"ici_{axis}_parallelism": f"--{flag}" for axis, flag in (("data", "dp"), ("fsdp", "fsdp"), ("tensor", "tp"))},
+    "ici_expert_parallelism": "--ep",
+    "ici_pipeline_parallelism": "--pp",
+}
+"""Flags that decide settings of MaxText."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +69,15 @@ def settle(parsed: Parsed, package: Path) -> Settled:
         With everything that is wrong. What may only follow from a flag that could not be read is left out.
     """
     options = parsed.options
+    found = [*find_wrong_flags(options)]
     notes = tuple(_replace_kernels(options))
-    found = [*find_wrong_flags(options), *find_wrong_settings(options.settings, package)]
-    job = None
+    flag = [f"attention_type={options.attention_type}"] if options.attention_type else []
+    wrong = dict(find_wrong_settings([*options.settings, *flag], package))
+    found += wrong.values()
+    job, sound = None, copy.copy(options)
+    sound.settings = [setting for setting in options.settings if setting not in wrong]
     try:
-        job = make_job(options, describe_model(options, package))
+        job = make_job(options, describe_model(sound, package))
     except LauncherError as error:
         found.append(error)
     if job:
@@ -58,7 +94,10 @@ def _find_decided(job: Job) -> Iterator[LauncherError]:
     for setting in job.options.settings:
         key = setting.split("=")[0]
         if key in settings:
-            yield UsageError(f"{key}= is decided by the flags ({key}={settings[key]}); use the flag, or leave it out")
+            remedy = f"use {_FLAG_OF[key]}, or leave it out" if key in _FLAG_OF else "leave it out"
+            yield UsageError(f"{key}= is decided by the flags ({key}={settings[key]}); {remedy}")
+        elif key == "model_name":
+            yield UsageError(f"{setting}: the sizes of the model follow from --model-name; use that")
 
 
 def _follows(error: LauncherError, doubtful: frozenset[str]) -> bool:

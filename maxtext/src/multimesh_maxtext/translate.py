@@ -370,6 +370,9 @@ def _without_effect(options: Options, gpu_memory: int | None) -> str:
         why.setdefault("the Realm runtime", []).extend(dict.fromkeys(options.realm))
     if options.fbmem is not None and options.gpus and gpu_memory is None and not options.forecast:
         why.setdefault("a GPU, and none can be seen here", []).append("--fbmem")
+    if options.forecast:
+        given = ("profile", "verify", "checkpoint", "eval_every", "dump")
+        why.setdefault("a run: a forecast trains nothing", []).extend(flag(name) for name in given if options.has(name))
     if options.platform == "cpu":
         why.setdefault("GPUs", []).extend(flag(name) for name in GPU_ONLY if options.has(name))
     if not options.staged:
