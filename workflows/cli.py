@@ -1,8 +1,7 @@
 """The command line: finds the module of a command, parses its options, and turns errors into exit codes.
 
-A command module has ``register(subparsers)``, which adds its commands and sets ``func`` on each: a function of the
-parsed arguments that returns the exit code. Modules are imported when one of their commands is asked for, so that a run
-with nothing to do starts fast.
+A command module has ``register(subparsers)``, which adds its commands. Modules are imported when one of their commands
+is asked for, so that a command starts fast.
 """
 
 from __future__ import annotations
@@ -17,20 +16,13 @@ from collections.abc import Sequence
 
 from workflows import errors
 
-COMMANDS = {
-    "bootstrap": "workflows.commands.bootstrap",
-    "sync": "workflows.commands.sources",
-    "status": "workflows.commands.sources",
-    "diff": "workflows.commands.sources",
-    "lock": "workflows.commands.maintain",
-    "refresh": "workflows.commands.maintain",
-    "bump": "workflows.commands.maintain",
-    "gc": "workflows.commands.maintain",
-    "promote": "workflows.commands.promotion",
-    "cache": "workflows.commands.cache",
-    "image": "workflows.commands.image",
-    "ci": "workflows.commands.ci",
+_MODULES = {
+    "sources": ("bootstrap", "sync", "status", "diff", "lock", "refresh", "bump", "gc"),
+    "cache": ("cache",),
+    "image": ("image", "promote"),
+    "ci": ("ci",),
 }
+COMMANDS = {name: f"workflows.commands.{module}" for module, names in _MODULES.items() for name in names}
 INTERRUPTED = 130
 
 
@@ -57,13 +49,12 @@ def main_inner(argv: Sequence[str]) -> int:
         # The command's own parser: its name is the door that was called, as docker/build.py.
         inner = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
         inner.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    code: int = args.func(args)
-    return code
+    return args.func(args) or 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; print its error, if any, as one line on stderr."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     if sys.stdout is None:  # closed by the caller, as `>&-` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -102,7 +93,3 @@ def _fail(*messages: str, code: int) -> int:
         shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
         print(f"error: {shown}", file=sys.stderr)
     return code
-
-
-def _terminate(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,9 +26,7 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
@@ -37,29 +34,31 @@ class Reporter:
         """Begin a phase of a piece of work, e.g. ``phase("jax", "fetching")``."""
         with self._guard:
             self._started.setdefault(name, time.monotonic())
-            if self._bars:
-                self._bar().update(self._tasks[self._task(name)], description=f"{name}: {text}", total=None)
-            elif not self._quiet:
-                print(f"{name}: {text}", file=sys.stderr, flush=True)
+            self._show(name, text)
 
     def advance(self, name: str, done: float, total: float | None) -> None:
         """Say how much of the present phase is done; shown on a terminal only."""
         with self._guard:
-            if self._bars and name in self._tasks:
-                self._bar().update(self._tasks[name], completed=done, total=total)
+            if self._progress is not None and name in self._tasks:
+                self._progress.update(self._tasks[name], completed=done, total=total)
+
+    def advancing(self, name: str) -> Callable[[float, float | None], None]:
+        """Return a function that says how much of a piece of work is done."""
+        return lambda done, total: self.advance(name, done, total)
 
     def done(self, name: str, text: str) -> None:
         """End a piece of work."""
         with self._guard:
             now = time.monotonic()
-            seconds = now - self._started.get(name, now)
-            if self._bars:
-                task = self._tasks[self._task(name)]
-                self._bar().update(task, description=f"{name}: {text} ({seconds:.1f} s)", completed=1, total=1)
-            elif not self._quiet:
-                print(f"{name}: {text} ({seconds:.1f} s)", file=sys.stderr, flush=True)
+            self._show(name, f"{text} ({now - self._started.get(name, now):.1f} s)", total=1)
 
-    def _bar(self) -> Progress:
+    def _show(self, name: str, text: str, total: float | None = None) -> None:
+        """Show a line; ``total`` is set where nothing is left to do."""
+        if self._quiet:
+            return
+        if not self._bars:
+            print(f"{name}: {text}", file=sys.stderr, flush=True)
+            return
         if self._progress is None:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -67,12 +66,9 @@ class Reporter:
             columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
             self._progress = Progress(*columns, console=Console(stderr=True))
             self._progress.start()
-        return self._progress
-
-    def _task(self, name: str) -> str:
         if name not in self._tasks:
-            self._tasks[name] = self._bar().add_task(name, total=None)
-        return name
+            self._tasks[name] = self._progress.add_task(name, total=None)
+        self._progress.update(self._tasks[name], description=f"{name}: {text}", completed=total, total=total)
 
 
 def note(text: str) -> None:

@@ -14,65 +14,49 @@ class WorkflowsError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, exit_code: int | None = None) -> None:
+        if exit_code is not None:
+            cls.exit_code = exit_code
 
-class UsageError(WorkflowsError):
+
+class UsageError(WorkflowsError, exit_code=2):
     """Options that do not fit together or name things that do not exist."""
 
-    exit_code = 2
 
-
-class ManifestError(WorkflowsError):
+class ManifestError(WorkflowsError, exit_code=3):
     """``sources.yaml``, ``sources.lock`` or a patch series is malformed or asks for something unsafe."""
 
-    exit_code = 3
 
-
-class PinError(WorkflowsError):
+class PinError(WorkflowsError, exit_code=4):
     """``sources.lock`` has no pin for what is wanted, or a pin of something else."""
 
-    exit_code = 4
 
-
-class DirtyTreeError(WorkflowsError):
+class DirtyTreeError(WorkflowsError, exit_code=5):
     """A tree under ``third_party/`` holds work that a sync would lose."""
 
-    exit_code = 5
 
-
-class NetworkError(WorkflowsError):
+class NetworkError(WorkflowsError, exit_code=6):
     """No server could be reached, or the network is switched off and needed."""
 
-    exit_code = 6
 
-
-class MissingCommitError(WorkflowsError):
+class MissingCommitError(WorkflowsError, exit_code=7):
     """The server does not have the pinned commit, or the package index not the pinned file."""
 
-    exit_code = 7
 
-
-class IntegrityError(WorkflowsError):
+class IntegrityError(WorkflowsError, exit_code=8):
     """Fetched bytes are not the pinned ones."""
 
-    exit_code = 8
 
-
-class PatchError(WorkflowsError):
+class PatchError(WorkflowsError, exit_code=9):
     """A patch does not apply, or touches what no patch may touch."""
 
-    exit_code = 9
 
-
-class DiskError(WorkflowsError):
+class DiskError(WorkflowsError, exit_code=10):
     """The disk is full, read-only or out of reach."""
 
-    exit_code = 10
 
-
-class ToolError(WorkflowsError):
+class ToolError(WorkflowsError, exit_code=11):
     """A program that this tooling runs is missing or failed in a way that it does not understand."""
-
-    exit_code = 11
 
 
 class SeveralErrors(WorkflowsError):
@@ -84,34 +68,24 @@ class SeveralErrors(WorkflowsError):
         self.exit_code = exit_code
 
 
-class EngineError(WorkflowsError):
+class EngineError(WorkflowsError, exit_code=13):
     """No container engine answers, or it cannot do what is asked."""
 
-    exit_code = 13
 
-
-class BuildError(WorkflowsError):
+class BuildError(WorkflowsError, exit_code=14):
     """An image cannot be built."""
 
-    exit_code = 14
 
-
-class SmokeError(WorkflowsError):
+class SmokeError(WorkflowsError, exit_code=15):
     """An image was built but failed its check; no public tag was moved."""
 
-    exit_code = 15
 
-
-class RegistryError(WorkflowsError):
+class RegistryError(WorkflowsError, exit_code=16):
     """A registry refuses an image, or cannot be reached in spite of all retries."""
 
-    exit_code = 16
 
-
-class CacheError(WorkflowsError):
+class CacheError(WorkflowsError, exit_code=17):
     """The Bazel cache cannot be started or stopped."""
-
-    exit_code = 17
 
 
 def disk_message(error: OSError) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write(path: Path, text: str, *, private: bool = False) -> None:
@@ -23,3 +24,12 @@ def write(path: Path, text: str, *, private: bool = False) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file."""
     write(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of ours; what is not there, or was spoilt, is an empty one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

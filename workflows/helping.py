@@ -1,15 +1,27 @@
-"""How the help of a command begins: with examples, before what it does and its options."""
+"""How commands are declared, so that the help of each begins with examples, before what it does and its options."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
 
+Subparsers = argparse._SubParsersAction
 
-def shown(text: str, *examples: str) -> dict[str, Any]:
-    """Return keyword arguments of ``add_parser`` for a command that does ``text``, shown by ``examples``."""
-    return {
-        "help": text,
-        "description": "\n".join([*(f"  {example}" for example in examples), "", f"{text[0].upper()}{text[1:]}."]),
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-    }
+
+def command(
+    subparsers: Subparsers,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    text: str,
+    examples: Sequence[str] = (),
+    **options: Any,
+) -> argparse.ArgumentParser:
+    """Add a command that does ``text`` by calling ``run``, which may return an exit code; return its parser."""
+    shown = "\n".join([*(f"  {example}" for example in examples), "", f"{text[0].upper()}{text[1:]}."])
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=text, description=shown, formatter_class=formatter, **options
+    )
+    parser.set_defaults(func=run)
+    return parser

@@ -50,14 +50,10 @@ def run(
     on_line: Callable[[str], None] | None = None,
     timeout_s: float | None = None,
 ) -> Result:
-    """Run a program to its end.
+    """Run a program to its end; no shell sees its arguments, and it reads ``stdin``.
 
     Parameters
     ----------
-    argv
-        Program and arguments; no shell sees them.
-    stdin
-        What the program reads; nothing by default.
     check
         Raise ``ToolError`` when the program fails.
     on_line
@@ -65,12 +61,11 @@ def run(
     timeout_s
         Stop the program after so long and raise ``TimeoutError``; not together with ``on_line``.
     """
-    command = tuple(str(word) for word in argv)
+    command, pipe = tuple(str(word) for word in argv), subprocess.PIPE
     with _guard:
         if _stopped.is_set():
             raise KeyboardInterrupt
         try:
-            pipe = subprocess.PIPE
             process = subprocess.Popen(command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
         except FileNotFoundError as error:
             if cwd is not None and not cwd.is_dir():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = ROOT / "requirements" / "workflows.txt"
 STAMP = VENV / ".multimesh-workflows.json"
 # The package is not installed yet, and the user's folder (which relative paths mean) is not this clone.
@@ -26,37 +27,35 @@ class Failure(Exception):
 
 def main() -> int:
     """Make the environment if need be, then become ``python -m workflows bootstrap`` in it."""
-    python = VENV / "bin" / "python"
     try:
-        wanted = {
-            "requirements": hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(),
-            "root": str(ROOT),
-        }
+        wanted = {"requirements": hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), "root": str(ROOT)}
         if read_stamp() != wanted:
             with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if read_stamp() != wanted:
-                    make(python, wanted)
-        os.execv(python, [str(python), "-c", GO_ON, str(ROOT), "bootstrap", *sys.argv[1:]])  # noqa: S606
+                    make(wanted)
+        os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *sys.argv[1:]])  # noqa: S606
     except Failure as failure:
-        return fail(str(failure), ENVIRONMENT_FAILED)
+        message, code = str(failure), ENVIRONMENT_FAILED
     except KeyboardInterrupt:
-        return fail("interrupted; run the same command again to go on", INTERRUPTED)
+        message, code = "interrupted; run the same command again to go on", INTERRUPTED
     except OSError as error:
-        return fail(f"{error.filename or VENV}: {error.strerror}; free or unlock it and run again", DISK_FAILED)
+        message, code = f"{error.filename or VENV}: {error.strerror}; free or unlock it and run again", DISK_FAILED
+    print(f"error: {message}", file=sys.stderr)
+    return code
 
 
 def read_stamp() -> object:
     """Return what the last finished run left, or None; an environment whose Python is gone counts as none."""
     try:
-        return json.loads(STAMP.read_text(encoding="utf-8")) if (VENV / "bin" / "python").exists() else None
+        return json.loads(STAMP.read_text(encoding="utf-8")) if PYTHON.exists() else None
     except (OSError, ValueError):
         return None
 
 
-def make(python: Path, stamp: object) -> None:
+def make(stamp: object) -> None:
     """Create or repair the environment and install what ``workflows`` itself needs."""
-    if not usable(python):
+    if not usable():
         if importlib.util.find_spec("ensurepip") is None:
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             raise Failure(
@@ -67,20 +66,19 @@ def make(python: Path, stamp: object) -> None:
         print("making .venv", file=sys.stderr, flush=True)
         quietly([base, "-m", "venv", "--clear", str(VENV)], "python -m venv")
     print("installing requirements/workflows.txt", file=sys.stderr, flush=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     quietly([*install, "--require-hashes", "-r", str(REQUIREMENTS)], "pip install -r requirements/workflows.txt")
     temporary = STAMP.with_suffix(".new")
     temporary.write_text(json.dumps(stamp), encoding="utf-8")
     temporary.replace(STAMP)
 
 
-def usable(python: Path) -> bool:
+def usable() -> bool:
     """Say whether the environment is ours, whole and new enough; a moved clone's is not."""
-    question = "import pip, sys; sys.exit(sys.version_info < (3, 11))"
-    if not python.exists() or subprocess.run([python, "-c", question], capture_output=True).returncode:
+    question, activate = "import pip, sys; sys.exit(sys.version_info < (3, 11))", VENV / "bin" / "activate"
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", question], capture_output=True).returncode:
         return False
-    config = (VENV / "bin" / "activate").read_text(encoding="utf-8") if (VENV / "bin" / "activate").exists() else ""
-    return str(VENV) in config
+    return activate.exists() and str(VENV) in activate.read_text(encoding="utf-8")
 
 
 def quietly(command: list[str], label: str) -> None:
@@ -90,12 +88,6 @@ def quietly(command: list[str], label: str) -> None:
         said = [line.strip() for line in (result.stdout + result.stderr).splitlines() if line.strip()]
         lines = [line for line in said if "ERROR" in line] or said or [f"exit status {result.returncode}"]
         raise Failure(f"{label} failed: {lines[-1][:400]}; check the network and disk, then run the same command again")
-
-
-def fail(message: str, code: int) -> int:
-    """Print an error as the other commands do."""
-    print(f"error: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -176,9 +176,9 @@ def prepare_bootstrap(folder: Path) -> list[str]:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=folder, check=True)
-    for stamp in (".multimesh-workflows.json", ".multimesh-packages.json"):
-        (folder / ".venv" / stamp).touch()
-    quick.remember_packages(str(folder), quick.signature(str(folder), quick.PACKAGES), list(quick.GROUPS))
+    (folder / ".venv" / ".multimesh-workflows.json").touch()
+    inputs = quick.signature(str(folder), quick.PACKAGES)
+    quick.remember(str(folder), quick.PACKAGES, inputs, list(quick.GROUPS))
     return ["./bootstrap.sh"]
 
 

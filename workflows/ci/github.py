@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,82 +21,56 @@ _TIMEOUT = 60  # seconds, for connecting and for each read
 _REPOSITORY = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
 
 
-@dataclass(frozen=True)
-class Where:
-    """A repository on a server; the token never shows in a repr, a log or an error."""
-
-    api: str
-    repository: str
-    token: str
-
-    def __repr__(self) -> str:
-        return f"Where({self.api!r}, {self.repository!r})"
-
-
-def where(environ: Mapping[str, str] = os.environ) -> Where:
-    """Return what a workflow run's environment names: ``GITHUB_API_URL``, ``GITHUB_REPOSITORY`` and ``GITHUB_TOKEN``.
-
-    Raises
-    ------
-    UsageError
-        One of them is missing or malformed.
-    """
-    for name in ("GITHUB_REPOSITORY", "GITHUB_TOKEN"):
-        if not environ.get(name):
-            raise errors.UsageError(f"{name} is not set; this command runs in a workflow, or give it by hand")
-    repository = environ["GITHUB_REPOSITORY"]
-    if not _REPOSITORY.fullmatch(repository):
-        raise errors.UsageError(f"GITHUB_REPOSITORY '{repository}': is not of the form owner/name")
-    return Where(
-        environ.get("GITHUB_API_URL", "https://api.github.com").rstrip("/"), repository, environ["GITHUB_TOKEN"]
-    )
-
-
 class GitHub:
-    """Issues, pull requests and releases of one repository."""
+    """Issues, pull requests and releases of the repository that a workflow run's environment names.
 
-    def __init__(self, place: Where) -> None:
-        self._root = f"{place.api}/repos/{place.repository}"
-        self._owner = place.repository.partition("/")[0]
+    That is ``GITHUB_API_URL``, ``GITHUB_REPOSITORY`` and ``GITHUB_TOKEN``; one that is missing or malformed is a
+    ``UsageError``. The token never shows in a log or an error.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        for name in ("GITHUB_REPOSITORY", "GITHUB_TOKEN"):
+            if not environ.get(name):
+                raise errors.UsageError(f"{name} is not set; this command runs in a workflow, or give it by hand")
+        repository = environ["GITHUB_REPOSITORY"]
+        if not _REPOSITORY.fullmatch(repository):
+            raise errors.UsageError(f"GITHUB_REPOSITORY '{repository}': is not of the form owner/name")
+        api = environ.get("GITHUB_API_URL", "https://api.github.com").rstrip("/")
+        self._root, self._owner = f"{api}/repos/{repository}", repository.partition("/")[0]
         self._session = requests.Session()
-        self._session.headers.update(
-            {"Authorization": f"Bearer {place.token}", "Accept": "application/vnd.github+json"}
-        )
+        accepted = {"Accept": "application/vnd.github+json"}
+        self._session.headers.update({"Authorization": f"Bearer {environ['GITHUB_TOKEN']}"} | accepted)
         # A POST that was answered with 5xx may have worked: only what can be repeated is.
-        again = Retry(
-            total=4, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=("GET", "PATCH")
-        )
+        status = (429, 500, 502, 503, 504)
+        again = Retry(total=4, backoff_factor=1, status_forcelist=status, allowed_methods=("GET", "PATCH"))
         for scheme in ("https://", "http://"):
             self._session.mount(scheme, HTTPAdapter(max_retries=again))
 
     def upsert_issue(self, title: str, body: str, label: str) -> str:
         """Open an issue with this label, or rewrite the open one; return its address."""
-        mine = self._ask("GET", "/issues", params={"labels": label, "state": "open"})
-        mine = [issue for issue in mine if "pull_request" not in issue]
-        if mine:
-            issue = self._ask("PATCH", f"/issues/{mine[0]['number']}", json={"title": title, "body": body})
-        else:
-            issue = self._ask("POST", "/issues", json={"title": title, "body": body, "labels": [label]})
-        return str(issue["html_url"])
+        return self._upsert("/issues", self._open_issues(label), {"title": title, "body": body}, {"labels": [label]})
 
     def close_issues(self, comment: str, label: str) -> list[str]:
         """Close the open issues with this label; return their addresses."""
-        closed = []
-        for issue in self._ask("GET", "/issues", params={"labels": label, "state": "open"}):
-            if "pull_request" not in issue:
-                self._ask("POST", f"/issues/{issue['number']}/comments", json={"body": comment})
-                self._ask("PATCH", f"/issues/{issue['number']}", json={"state": "closed"})
-                closed.append(str(issue["html_url"]))
-        return closed
+        issues = self._open_issues(label)
+        for issue in issues:
+            self._ask("POST", f"/issues/{issue['number']}/comments", json={"body": comment})
+            self._ask("PATCH", f"/issues/{issue['number']}", json={"state": "closed"})
+        return [str(issue["html_url"]) for issue in issues]
 
     def upsert_pull(self, branch: str, base: str, title: str, body: str) -> str:
         """Open a pull request of a branch, or rewrite the open one; return its address."""
         mine = self._ask("GET", "/pulls", params={"head": f"{self._owner}:{branch}", "state": "open"})
+        return self._upsert("/pulls", mine, {"title": title, "body": body}, {"head": branch, "base": base})
+
+    def _open_issues(self, label: str) -> list[Any]:
+        found = self._ask("GET", "/issues", params={"labels": label, "state": "open"})
+        return [issue for issue in found if "pull_request" not in issue]
+
+    def _upsert(self, path: str, mine: list[Any], said: dict[str, Any], new: dict[str, Any]) -> str:
         if mine:
-            pull = self._ask("PATCH", f"/pulls/{mine[0]['number']}", json={"title": title, "body": body})
-        else:
-            pull = self._ask("POST", "/pulls", json={"title": title, "body": body, "head": branch, "base": base})
-        return str(pull["html_url"])
+            return str(self._ask("PATCH", f"{path}/{mine[0]['number']}", json=said)["html_url"])
+        return str(self._ask("POST", path, json=said | new)["html_url"])
 
     def publish_release(self, tag: str, notes: str, files: list[Path]) -> str:
         """Make the release of a tag with these files; return its address. One that exists is an error."""

@@ -6,17 +6,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from workflows import errors, files, proc
-from workflows.ci import upstream
-from workflows.sources import manifest
-from workflows.sources.manifest import Component
+from workflows.sources import git, manifest
 from workflows.sources.workspace import Workspace
 
-LABEL = "nightly"
+LABEL, HEADS = "nightly", ("jax", "maxtext")
 _TAIL = 60  # lines of output in a report
 
 
@@ -32,39 +30,25 @@ class Outcome:
     said: str
 
 
-def head_of(component: Component, mirror: str | None) -> tuple[str, str]:
-    """Return the address of a component's upstream and the commit of its default branch."""
-    url, answer = upstream.ask(component, "HEAD", mirror)
-    if "HEAD" not in answer:
-        raise errors.MissingCommitError(f"{component.name}: {url} has no default branch")
-    return url, answer["HEAD"]
-
-
 def run(here: Workspace, name: str, mirror: str | None) -> Outcome:
-    """Test against the head of a component.
-
-    Raises
-    ------
-    NetworkError
-        The upstream cannot be asked; that says nothing about the head.
-    """
-    if name not in _STEPS:
-        raise errors.UsageError(f"{name}: has no nightly test; there are {', '.join(_STEPS)}")
-    url, commit = head_of(manifest.load(here.manifest)[name], mirror)
-    started, said, argv = time.monotonic(), "", []
-    for argv in _STEPS[name](here.root, url, commit):
-        done = proc.run(
-            argv, cwd=here.root, check=False, env=os.environ | {"PYTHONPATH": str(here.root / "multimesh/src")}
-        )
-        said = done.text + "\n" + done.stderr.decode("utf-8", "replace")
+    """Test against the head of a component; a ``NetworkError`` says nothing about it."""
+    url = manifest.load(here.manifest)[name].address(mirror)
+    commit = git.ask(url, "HEAD", label=name).get("HEAD")
+    if commit is None:
+        raise errors.MissingCommitError(f"{name}: {url} has no default branch")
+    env = os.environ | {"PYTHONPATH": str(here.root / "multimesh/src")}
+    steps = _maxtext(url, commit) if name == "maxtext" else _jax(here.root / ".venv-nightly", url, commit)
+    started = time.monotonic()
+    for argv in steps:
+        done = proc.run(argv, cwd=here.root, check=False, env=env)
         if done.returncode:
             break
+    said = done.text + "\n" + done.stderr.decode("utf-8", "replace")
     tail = "\n".join(said.strip().splitlines()[-_TAIL:])
-    seconds = round(time.monotonic() - started, 1)
-    return Outcome(name, commit, done.returncode == 0, seconds, proc.quoted([str(word) for word in argv]), tail)
+    return Outcome(name, commit, not done.returncode, round(time.monotonic() - started, 1), proc.quoted(argv), tail)
 
 
-def _maxtext(root: Path, url: str, commit: str) -> list[list[str]]:
+def _maxtext(url: str, commit: str) -> list[list[str]]:
     """Put the head, with our patches, in MaxText's place; train on it and run the launcher's tests."""
     return [
         ["./bootstrap.sh", "--group", "run", "--group", "dev", "--override", f"maxtext={url}@{commit}"],
@@ -73,9 +57,8 @@ def _maxtext(root: Path, url: str, commit: str) -> list[list[str]]:
     ]
 
 
-def _jax(root: Path, url: str, commit: str) -> list[list[str]]:
+def _jax(folder: Path, url: str, commit: str) -> list[list[str]]:
     """Install the head, with the newest jaxlib, into an environment of its own; run the library's tests there."""
-    folder = root / ".venv-nightly"
     python = str(folder / "bin" / "python")
     return [
         [sys.executable, "-m", "venv", "--clear", str(folder)],
@@ -83,9 +66,6 @@ def _jax(root: Path, url: str, commit: str) -> list[list[str]]:
         [python, "-m", "pip", "install", "--quiet", "optax", "hypothesis", "pytest", "pytest-timeout"],
         [python, "-m", "pytest", "-q", "multimesh/tests", "-m", "not full and not flax"],
     ]
-
-
-_STEPS: dict[str, Callable[[Path, str, str], list[list[str]]]] = {"maxtext": _maxtext, "jax": _jax}
 
 
 def save(path: Path, outcome: Outcome) -> None:
@@ -100,7 +80,7 @@ def load(paths: Sequence[Path]) -> list[Outcome]:
         outcomes = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(paths)]
     except (OSError, ValueError, TypeError) as error:
         raise errors.UsageError(f"an outcome cannot be read: {error}; run `ci nightly` again") from error
-    if missing := _STEPS.keys() - {each.component for each in outcomes}:
+    if missing := set(HEADS) - {each.component for each in outcomes}:
         raise errors.UsageError(f"there is no outcome of {', '.join(sorted(missing))}; run `ci nightly` again")
     return outcomes
 
@@ -109,11 +89,12 @@ def issue(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """Return title and text of the issue about the heads that fail."""
     failed = [each for each in outcomes if not each.passed]
     title = f"Nightly: the head of {' and '.join(each.component for each in failed)} breaks our tests"
-    rows = "\n".join(
-        f"| {e.component} | {e.commit} | {'passed' if e.passed else 'failed'} | {e.seconds:.0f} s |" for e in outcomes
-    )
-    parts = [f"| component | commit | outcome | time |\n|---|---|---|---|\n{rows}"]
+    text = "| component | commit | outcome | time |\n|---|---|---|---|\n"
+    for each in outcomes:
+        text += (
+            f"| {each.component} | {each.commit} | {'passed' if each.passed else 'failed'} | {each.seconds:.0f} s |\n"
+        )
     for each in failed:
         said = each.said.replace("```", "'''")
-        parts.append(f"### {each.component}\n\n`{each.command}` ended with\n\n```text\n{said}\n```")
-    return title, "\n\n".join(parts) + "\n"
+        text += f"\n### {each.component}\n\n`{each.command}` ended with\n\n```text\n{said}\n```\n"
+    return title, text

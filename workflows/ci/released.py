@@ -56,25 +56,12 @@ def show(text: str, last: Released | None) -> str:
 
 
 def write(root: Path, release: Path, repository: str, tag: str) -> Released | None:
-    """Write down a release, in its file and on README; not one that did not get the tag ``latest``.
-
-    Parameters
-    ----------
-    release
-        The ``release.json`` of its image.
-
-    Raises
-    ------
-    UsageError
-        The file is none.
-    """
+    """Write down a release by the ``release.json`` of its image, unless that did not get the tag ``latest``."""
     told = publish.read(release)
-    image = told["image"]
+    image, gpus = told["image"], told["labels"][f"{LABEL}.accelerator"] != "cpu"
     if "latest" not in [each["tag"] for each in image["tags"]]:
         return None
-    last = Released(
-        tag, image["repository"], image["digest"], repository, told["labels"][f"{LABEL}.accelerator"] != "cpu"
-    )
+    last = Released(tag, image["repository"], image["digest"], repository, gpus)
     page = show((root / PAGE).read_text(encoding="utf-8"), last)
     files.write_json(root / FILE, asdict(last))
     files.write(root / PAGE, page)

@@ -27,21 +27,14 @@ PACKAGE = "multimesh/src/multimesh/__init__.py"
 
 def versions(root: Path) -> dict[str, str]:
     """Return the version that each file of a clone names."""
-    found = {
-        name: str(tomllib.loads((root / name).read_text(encoding="utf-8"))["project"]["version"]) for name in PROJECTS
-    }
+    texts = {name: (root / name).read_text(encoding="utf-8") for name in PROJECTS}
+    found = {name: str(tomllib.loads(text)["project"]["version"]) for name, text in texts.items()}
     match = _DUNDER.search((root / PACKAGE).read_text(encoding="utf-8"))
     return found | {PACKAGE: match[1] if match else "none"}
 
 
 def check_versions(root: Path, tag: str) -> str:
-    """Return the version of a tag, when every file of the clone names it.
-
-    Raises
-    ------
-    UsageError
-        The tag is none of ours, or a file names another version.
-    """
+    """Return the version of a tag of ours, when every file of the clone names it; else raise ``UsageError``."""
     if not _TAG.fullmatch(tag):
         raise errors.UsageError(f"tag '{tag}': is not of the form v1.2.3")
     wrong = [f"{name} says {version}" for name, version in versions(root).items() if version != tag[1:]]
@@ -51,13 +44,7 @@ def check_versions(root: Path, tag: str) -> str:
 
 
 def check_pins(root: Path, spec: ImageSpec) -> None:
-    """Refuse a tag early, by the rule that its image would meet once it is built.
-
-    Raises
-    ------
-    SeveralErrors
-        A line for each pin that is null.
-    """
+    """Refuse a tag early, by the rule that its image would meet once it is built: a line for each pin that is null."""
     locks = publish.load_locks(root)
     base = command.bases(spec, locks[1])
     if said := publish.null_pins(locks, base.unpinned, jaxlib_from_source=spec.jaxlib == "source"):
@@ -65,13 +52,7 @@ def check_pins(root: Path, spec: ImageSpec) -> None:
 
 
 def build_wheels(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
-    """Build each wheel twice, check it, and yield it with its sha256.
-
-    Raises
-    ------
-    IntegrityError
-        Two builds differ, or a wheel is not what it should be.
-    """
+    """Build each wheel twice, and yield it with its sha256 if both builds are one and it holds what it should."""
     date = proc.run(["git", "-C", root, "log", "-1", "--format=%ct"]).text
     version = versions(root)["multimesh/pyproject.toml"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,9 +93,8 @@ def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path
             raise errors.IntegrityError(f"{wheel.name}: {field} is {metadata[field]}, not {value}")
     package = module.partition(".")[0]
     code = f"import {module}; print({package}.__file__)"
-    said = proc.run(
-        [sys.executable, "-P", "-c", code], cwd=unpacked, env=os.environ | {"PYTHONPATH": str(unpacked)}
-    ).text
+    env = os.environ | {"PYTHONPATH": str(unpacked)}
+    said = proc.run([sys.executable, "-P", "-c", code], cwd=unpacked, env=env).text
     if said != str(unpacked / package / "__init__.py"):
         raise errors.IntegrityError(f"{wheel.name}: what it imports is {said}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -17,10 +18,9 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from workflows import console, errors, files, proc
-from workflows.ci import upstream
 from workflows.image import devcontainer
 from workflows.image import digests as images
-from workflows.sources import assemble, bump, git, lock, manifest
+from workflows.sources import git, lock, manifest, pins
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace
 
@@ -36,7 +36,7 @@ _BUILDS = {
 }
 _SAID_LINES = 25
 _XLA = ("third_party/xla/revision.bzl", re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE))
-_BAZEL_VERSION = re.compile(r"^(\d+\.\d+\.\d+)\s*$")
+_BAZEL = (".bazelversion", re.compile(r"^(\d+\.\d+\.\d+)\s*$"))
 _JAX = re.compile(r"^(jax|jaxlib|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])==\S+$", re.MULTILINE)
 
 
@@ -58,24 +58,14 @@ class Move:
 
 
 def newest(component: Component, mirror: str | None) -> str:
-    """Return the highest version among an upstream's release tags; pre-releases do not count.
-
-    Raises
-    ------
-    MissingCommitError
-        The upstream has no release.
-    """
+    """Return the highest version among an upstream's release tags; pre-releases do not count."""
     prefix, _, suffix = component.tag.partition(component.version)
-    url, answer = upstream.ask(component, f"refs/tags/{prefix}*", mirror)
-    found = []
-    for ref in answer:
-        name = ref.removeprefix(f"refs/tags/{prefix}").removesuffix("^{}")
-        try:
-            version = Version(name.removesuffix(suffix))
-        except InvalidVersion:
-            continue
-        if not version.is_prerelease:
-            found.append((version, name.removesuffix(suffix)))
+    url, found = component.address(mirror), []
+    for ref in git.ask(url, f"refs/tags/{prefix}*", label=component.name):
+        name = ref.removeprefix(f"refs/tags/{prefix}").removesuffix("^{}").removesuffix(suffix)
+        with contextlib.suppress(InvalidVersion):
+            if not Version(name).is_prerelease:
+                found.append((Version(name), name))
     if not found:
         raise errors.MissingCommitError(f"{component.name}: {url} has no release tag {prefix}*")
     return max(found)[1]
@@ -91,7 +81,8 @@ def upgrade(here: Workspace, mirror: str | None, reporter: console.Reporter) -> 
                 xla = manifest.load(here.manifest)["xla"]
                 version, find = moves[-1].new, partial(_named_by_jax, here, mirror, *_XLA)
                 moves += [_move(here, xla, find, mirror, reporter), _bazel(here, mirror), _relock(here.root, version)]
-    moves += _images(here.root)
+    bases = images.bump(here.root)
+    moves += [Move(each.name, each.before or "null", each.after or "null", each.fault or "") for each in bases]
     return [move for move in moves if move.fault or move.new != move.old]
 
 
@@ -102,16 +93,10 @@ def _move(
     try:
         new = find()
         if new != component.version:
-            bump.bump(here, component.name, new, mirror, reporter)
+            pins.bump(here, component.name, new, mirror, reporter)
         return Move(component.name, component.version, new)
     except errors.WorkflowsError as error:
         return Move(component.name, component.version, new, str(error))
-
-
-def _images(root: Path) -> list[Move]:
-    """Ask for the digests of base images and the checksums of downloads."""
-    answers = images.bump(root)
-    return [Move(each.name, each.before or "null", each.after or "null", each.fault or "") for each in answers]
 
 
 def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pattern[str]) -> str:
@@ -119,9 +104,7 @@ def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pa
     jax, pin = manifest.load(here.manifest)["jax"], lock.load(here.lock)["jax"]
     with tempfile.TemporaryDirectory() as folder:
         repo = git.init(Path(folder, "jax"))
-        git.fetch(
-            repo, assemble.address(jax, mirror), str(pin.commit), label="jax", on_progress=lambda done, total: None
-        )
+        git.fetch(repo, jax.address(mirror), str(pin.commit), label="jax")
         text = repo("show", f"{pin.commit}:{path}", check=False)
     match = pattern.search(text.text)
     if match is None:
@@ -132,7 +115,7 @@ def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pa
 def _bazel(here: Workspace, mirror: str | None) -> Move:
     """Name the Bazel of the pinned jax; who asks for the images asks for its checksum too."""
     try:
-        version = _named_by_jax(here, mirror, ".bazelversion", _BAZEL_VERSION)
+        version = _named_by_jax(here, mirror, *_BAZEL)
     except errors.WorkflowsError as error:
         return Move("bazel", "", "", str(error))
     return Move("bazel", images.move_bazel(here.root, version), version)
@@ -166,13 +149,7 @@ def compile_lock(root: Path, name: str) -> None:
 
 
 def checks(moves: Sequence[Move], network: str | None) -> list[list[str]]:
-    """Return the commands that show that what moved works: the CPU job, and the images that hold it.
-
-    Parameters
-    ----------
-    network
-        Of the steps of an image build; None for the engine's usual one.
-    """
+    """Return the commands that show that what moved works: the CPU job, and the images that hold it."""
     built = sorted({_BUILDS[move.name] for move in moves if move.name in _BUILDS and not move.fault})
     options = ["--tag", "bump", "--validate", "small", *(["--network", network] if network else [])]
     return [
@@ -216,21 +193,17 @@ def save(folder: Path, root: Path, moves: Sequence[Move]) -> None:
 
 def load(folder: Path) -> list[Move]:
     """Read the moves again."""
+    path = folder / MOVES
     try:
-        return [Move(**each) for each in json.loads((folder / MOVES).read_text(encoding="utf-8"))]
+        return [Move(**each) for each in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
-        raise errors.UsageError(
-            f"{folder / MOVES}: cannot be read ({error}); run `ci upgrade {folder}` again"
-        ) from error
+        raise errors.UsageError(f"{path}: cannot be read ({error}); run `ci upgrade {folder}` again") from error
 
 
 def apply(folder: Path, root: Path) -> bool:
     """Have the moved pins in the working tree; return whether there are any.
 
-    Raises
-    ------
-    IntegrityError
-        The patch changes other files than pins: what made it ran code of others.
+    A patch that changes other files than pins is an ``IntegrityError``: what made it ran code of others.
     """
     patch = (folder / PATCH).resolve()
     if not patch.is_file() or not patch.stat().st_size:

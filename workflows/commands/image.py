@@ -1,4 +1,4 @@
-"""``docker/build.py``: build, check, name, and hand on an image."""
+"""``docker/build.py``: build, check, name, and hand on an image; and ``promote``, which names one that was pushed."""
 
 from __future__ import annotations
 
@@ -10,44 +10,49 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from workflows import console, errors, helping
+from workflows import console, errors
+from workflows.helping import Subparsers, command
 from workflows.image import attest, build, commit, digests, engine, flags, network, slurm, smoke
 from workflows.image.attest import NOTHING, Attesting
 from workflows.image.engine import Engine
 from workflows.image.spec import Built, Request
+from workflows.sources.workspace import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 _UNKNOWN = Engine(("docker",), "docker", "unknown", "unknown", "buildx")
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser(
-        "image",
-        prog="docker/build.py",
-        usage="%(prog)s --tag T [options]",
-        **helping.shown(
-            "build an image, check it in a container, and push it",
-            "docker/build.py --accelerator cpu --tag T",
-            "docker/build.py --tag T --upload --repo ghcr.io/OWNER/multimesh-jax",
-            "docker/build.py --tag T --dry-run",
-        ),
+def register(subparsers: Subparsers) -> None:
+    """Add the commands."""
+    options = ("--accelerator cpu --tag T", "--tag T --upload --repo ghcr.io/OWNER/multimesh-jax", "--tag T --dry-run")
+    parser = command(
+        subparsers, "image", run, "build an image, check it in a container, and push it",
+        [f"docker/build.py {each}" for each in options], prog="docker/build.py", usage="%(prog)s --tag T [options]",
         epilog="Without an engine, --dry-run shows the commands. docs/sources.md lists the exit codes.",
         allow_abbrev=False,
-    )
+    )  # fmt: skip
     flags.add(parser)
-    parser.set_defaults(func=run)
+    text = "give public tags to an image that was pushed with --no-promote"
+    examples = ["python -m workflows promote ghcr.io/OWNER/multimesh-jax@sha256:... --tag main --latest"]
+    add = command(subparsers, "promote", run_promote, text, examples).add_argument
+    add("image", metavar="REPO@DIGEST", help="as `docker/build.py --no-promote` printed it")
+    add("--tag", required=True, help="the tag that it gets")
+    add("--latest", action="store_true", help="also latest")
+    add("--release", metavar="VERSION", help="also vX.Y.Z and vX.Y, under the conditions of a release")
+    text = "the release.json of its push, to be told of the tags"
+    add("--release-file", metavar="FILE", type=Path, help=text)
+    add("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what a command line asks for and return the exit code."""
+def run(args: argparse.Namespace) -> None:
+    """Do what a command line asks for."""
     request = flags.request(args)
     if request.actions.dry_run:
-        return dry_run(request)
+        dry_run(request)
+        return
     smoke.check_means(request.actions.validate)
     if request.actions.upload:
         from workflows.image import publish  # an HTTP client and more: a rebuild of nothing takes less time
@@ -61,9 +66,12 @@ def run(args: argparse.Namespace) -> int:
         publish.check_before(ROOT, where, request, attesting)
     built = make(where, request, attesting)
     if built is None:
-        return 0
+        return
     check = smoke.check(ROOT, where, built, request.actions.validate)
-    names = name(where, built, request)
+    names = _names(request)
+    for each in names:
+        if each not in built.names:
+            where.run("tag", built.image_id, each)
     if request.actions.remote and not request.actions.save_remote:
         where, built = bring(where, built, names)
     pushed = publish.publish(ROOT, where, built, check, request, attesting) if request.actions.upload else None
@@ -71,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
     if pushed is not None:
         # Last: whatever becomes of the file, the digest was said.
         publish.write(publish.release_file(ROOT, request), pushed)
-    return 0
 
 
 def decide(where: Engine, request: Request) -> Attesting:
@@ -96,14 +103,10 @@ def make(where: Engine, request: Request, attesting: Attesting) -> Built | None:
     return build.describe(where, request.spec, str(request.spec.reference))
 
 
-def name(where: Engine, built: Built, request: Request) -> list[str]:
-    """Give a checked image its public names in the engine."""
+def _names(request: Request) -> list[str]:
+    """Return the names that a checked image gets in the engine."""
     reference = request.spec.reference
-    names = [str(reference), *([str(reference.tagged("latest"))] if request.actions.latest else [])]
-    for each in names:
-        if each not in built.names:
-            where.run("tag", built.image_id, each)
-    return names
+    return [str(reference), *([str(reference.tagged("latest"))] if request.actions.latest else [])]
 
 
 def bring(where: Engine, built: Built, names: Sequence[str]) -> tuple[Engine, Built]:
@@ -123,7 +126,7 @@ def bring(where: Engine, built: Built, names: Sequence[str]) -> tuple[Engine, Bu
     return local, replace(built, image_id=str(found["Id"]))
 
 
-def dry_run(request: Request) -> int:
+def dry_run(request: Request) -> None:
     """Print every command that would run; no engine is needed and nothing is touched."""
     try:
         where = engine.detect(request.actions.remote)
@@ -135,7 +138,6 @@ def dry_run(request: Request) -> int:
         print(json.dumps({"commands": commands}))
     else:
         print("\n".join(shlex.join(command) for command in commands))
-    return 0
 
 
 def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[str]]:
@@ -155,8 +157,7 @@ def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[
     if not actions.skip_save:
         if spec.target != "devcontainer":
             commands += smoke.planned(where, image, actions.validate)
-        names = [str(spec.reference), *([str(spec.reference.tagged("latest"))] if actions.latest else [])]
-        commands += [[*where.cli, "tag", image, each] for each in names]
+        commands += [[*where.cli, "tag", image, each] for each in _names(request)]
     if actions.upload:
         from workflows.image import publish
 
@@ -187,27 +188,17 @@ def report(
 ) -> None:
     """Say what was made: for people with a table of layers, or as JSON."""
     if as_json:
-        answer = {
-            "image": names[0],
-            "names": list(names),
-            "id": built.image_id,
-            "bytes": built.bytes,
-            "seconds": round(built.seconds, 2),
-            "steps": built.steps,
-            "cached": built.cached,
-            "check": {"job": check.job, "seconds": check.seconds, "verdict": check.verdict},
-            "labels": built.labels,
-            "pushed": pushed,
-            "layers": build.layers(where, built.image_id),
-        }
+        verdict = {"job": check.job, "seconds": check.seconds, "verdict": check.verdict}
+        layers = build.layers(where, built.image_id)
+        answer = {"image": names[0], "names": list(names), "id": built.image_id, "bytes": built.bytes,
+                  "seconds": round(built.seconds, 2), "steps": built.steps, "cached": built.cached, "check": verdict,
+                  "labels": built.labels, "pushed": pushed, "layers": layers}  # fmt: skip
         print(json.dumps(answer, indent=1))
         return
     if built.cached < built.steps:
         rows = [(f"{layer['bytes'] / 1e6:.1f} MB", layer["step"]) for layer in build.layers(where, built.image_id)]
         print(console.table(("size", "layer"), rows))
-    print(f"image   {names[0]}")
-    print(f"id      {built.image_id}")
-    print(f"size    {built.bytes / 1e6:.0f} MB")
+    print(f"image   {names[0]}\nid      {built.image_id}\nsize    {built.bytes / 1e6:.0f} MB")
     print(f"built   {built.seconds:.1f} s, {built.cached} of {built.steps} steps from the cache")
     print(f"check   {check.verdict}")
     if pushed is not None:
@@ -217,3 +208,28 @@ def report(
     if built.spec.target == "runtime":
         print(f"run     {os.path.basename(where.cli[0])} run --rm {names[0]} /opt/maxtext/validate-cpu.sh")
     sys.stdout.flush()
+
+
+def run_promote(args: argparse.Namespace) -> None:
+    """Move the tags; print what they were."""
+    from workflows.image import publish, push, reference
+    from workflows.image.registry import Policy, Registry
+
+    wanted, digest = reference.pulled(args.image, args.tag)
+    record = publish.read(args.release_file) if args.release_file else None
+    names = push.tags(wanted, latest=args.latest, version=args.release)
+    if args.release:
+        with Registry(wanted, Policy()) as registry:
+            manifest = registry.get(digest)
+            labels = registry.labels(manifest)
+            console.note(f"attestations: {attest.summary(attest.read(registry, manifest))}")
+        publish.check_release(args.release, labels, publish.load_locks(ROOT), publish.unpinned(labels))
+    moved = push.promote(wanted, digest, names, Policy())
+    push.unstage(wanted.tagged(record["image"]["staging"]) if record else wanted.staging, digest, Policy())
+    if record:
+        record["version"], record["image"]["tags"] = args.release, [asdict(each) for each in moved]
+        publish.write(args.release_file, record)
+    if args.json:
+        print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
+    else:
+        print("\n".join(f"{each.tag}: {each.digest} (before: {each.before or 'no such tag'})" for each in moved))

@@ -9,89 +9,92 @@ import stat
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 from workflows import complaints, errors, proc
 from workflows.sources import git, safety
-from workflows.sources.manifest import Transport
+from workflows.sources.manifest import Component, Transport
 
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60
 
-Entry = tuple[str, str, bytes]
-"""Path, git mode ("100644", "100755" or "120000") and content."""
-
 
 def download(
+    component: Component,
     transport: Transport,
-    version: str,
     sha256: str | None,
     folder: Path,
     *,
-    label: str,
     mirror: str | None,
-    on_progress: Callable[[float, float | None], None],
+    on_progress: git.Progress | None = None,
 ) -> Path:
     """Bring an archive into ``folder`` and hold it against its hash; None for one that is yet to be pinned."""
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / transport.file
     if transport.kind == "pypi":
-        path = _from_index(transport, version, sha256, folder, label)
+        _from_index(f"{transport.package}=={component.version}", sha256, path, component.name)
     else:
-        url = transport.url if mirror is None else f"{mirror.rstrip('/')}/{quote(transport.file)}"
-        path = folder / transport.file
-        _from_url(url, path, label, on_progress)
-    found = file_sha256(path)
-    if sha256 is not None and found != sha256:
+        url = f"{mirror.rstrip('/')}/{quote(transport.file)}" if mirror else transport.url
+        _from_url(url, path, component.name, on_progress)
+    if sha256 is not None and (found := file_sha256(path)) != sha256:
         raise errors.IntegrityError(
-            f"{label}: {transport.file} has sha256 {found}, sources.lock pins {sha256}; do not use it"
+            f"{component.name}: {path.name} has sha256 {found}, sources.lock pins {sha256}; do not use it"
         )
     return path
 
 
-def _from_index(transport: Transport, version: str, sha256: str | None, folder: Path, label: str) -> Path:
-    wanted = folder / "requirement.txt"
-    pinned = f" --hash=sha256:{sha256}" if sha256 else ""
-    wanted.write_text(f"{transport.package}=={version}{pinned}\n", encoding="utf-8")
+def _from_index(wanted: str, sha256: str | None, path: Path, label: str) -> None:
+    requirement = path.with_name("requirement.txt")
+    requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
     # The package may ask for a newer Python than ours: its patches are what makes it run here.
-    options = ["--no-deps", "--ignore-requires-python", "--only-binary=:all:", "--no-input", "--progress-bar=off", "-q"]
-    options += ["--require-hashes"] if sha256 else []
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "-r", str(wanted)]
+    options = ["--no-deps", "--ignore-requires-python", "--only-binary=:all:", "--no-input", "--progress-bar=off", "-q",
+               "--disable-pip-version-check", *(["--require-hashes"] if sha256 else [])]  # fmt: skip
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *options,
+        "--dest",
+        path.parent,
+        "-r",
+        requirement,
+    ]
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"PYTHONSAFEPATH": "1"}
-    result = proc.run(command, check=False, env=env | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
-    if result.returncode == 0 and (folder / transport.file).is_file():
-        return folder / transport.file
+    result = proc.run(command, check=False, env=env)
+    if result.returncode == 0 and path.is_file():
+        return
     said = (result.stderr + result.stdout).decode("utf-8", "replace")
     if complaints.OTHER_FILES.search(said):
         raise errors.IntegrityError(
-            f"{label}: the index offers another {transport.file} than sources.lock pins ({sha256}); do not use it"
+            f"{label}: the index offers another {path.name} than sources.lock pins ({sha256}); do not use it"
         )
     if (known := complaints.of_pip(said, label)) is not None:
         raise known
     if result.returncode == 0 or "No matching distribution" in said:
         raise errors.MissingCommitError(
-            f"{label}: the package index has no {transport.file}; check its version or pip's index settings"
+            f"{label}: the package index has no {path.name}; check its version or pip's index settings"
         )
     raise errors.ToolError(f"{label}: pip download failed ({result.complaint})")
 
 
-def _from_url(url: str, path: Path, label: str, on_progress: Callable[[float, float | None], None]) -> None:
+def _from_url(url: str, path: Path, label: str, on_progress: git.Progress | None) -> None:
     import requests
 
     try:
-        with requests.get(url, stream=True, timeout=_TIMEOUT_S) as answer:
+        with requests.get(url, stream=True, timeout=_TIMEOUT_S) as answer, path.open("wb") as file:
             if answer.status_code in (404, 410):
                 raise errors.MissingCommitError(
                     f"{label}: {url} does not exist; check the version or take another --mirror"
                 )
             answer.raise_for_status()
             total = float(answer.headers.get("Content-Length", 0)) or None
-            done = 0
-            with path.open("wb") as file:
-                for chunk in answer.iter_content(_CHUNK):
-                    done += file.write(chunk)
-                    on_progress(done, total)
+            for chunk in answer.iter_content(_CHUNK):
+                file.write(chunk)
+                if on_progress:
+                    on_progress(file.tell(), total)
     except requests.RequestException as error:
         raise errors.NetworkError(f"{label}: cannot fetch {url} ({type(error).__name__}); check the network") from error
 
@@ -110,8 +113,7 @@ def import_tree(repo: git.Repo, path: Path, root: str, *, label: str) -> str:
         raise errors.IntegrityError(f"{label}: {path.name} cannot be read as an archive ({error})") from error
     if not entries:
         raise errors.IntegrityError(f"{label}: {path.name} has no folder {root}; correct 'root' in sources.yaml")
-    names = [name for name, _, _ in entries]
-    for before, name in itertools.pairwise(names):
+    for (before, *_), (name, *_) in itertools.pairwise(entries):
         if before == name:
             raise errors.IntegrityError(f"{label}: {path.name} holds {name} twice")
     head = b"commit refs/multimesh/import\ncommitter MultiMesh <patches@multimesh.invalid> 0 +0000\ndata 0\n"
@@ -125,17 +127,16 @@ def import_tree(repo: git.Repo, path: Path, root: str, *, label: str) -> str:
     return tree or ""
 
 
-def _entries(path: Path, root: str, label: str) -> Iterator[Entry]:
-    """Yield the files and links under ``root``, by their path relative to it."""
-    members = _tar_members(path) if tarfile.is_tarfile(path) else _zip_members(path)
+def _entries(path: Path, root: str, label: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield path, relative to ``root``, git's mode and content of the files and links under it."""
     prefix = "" if root == "." else root.rstrip("/") + "/"
-    for name, mode, data in members:
-        fault = safety.path_fault(name.removeprefix("./"))
-        if fault:
-            raise errors.IntegrityError(f"{label}: {path.name} holds a file '{name}' whose path {fault}; do not use it")
-        if name.removeprefix("./").startswith(prefix):
+    for raw, mode, data in _tar_members(path) if tarfile.is_tarfile(path) else _zip_members(path):
+        name = raw.removeprefix("./")
+        if fault := safety.path_fault(name):
+            raise errors.IntegrityError(f"{label}: {path.name} holds a file '{raw}' whose path {fault}; do not use it")
+        if name.startswith(prefix):
             kind = "120000" if stat.S_ISLNK(mode) else "100755" if mode & 0o100 else "100644"
-            yield name.removeprefix("./").removeprefix(prefix), kind, data
+            yield name.removeprefix(prefix), kind, data
 
 
 def _zip_members(path: Path) -> Iterator[tuple[str, int, bytes]]:

@@ -2,105 +2,68 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 
-from workflows import complaints, console, errors, files, proc
+from workflows import complaints, console, errors, proc
+from workflows.sources import quick
 from workflows.sources.workspace import Workspace
 
-STAMP = ".multimesh-packages.json"
-REQUIREMENTS = {"run": "run.txt", "cuda12": "cuda12.txt", "cuda13": "cuda13.txt", "dev": "dev.txt"}
+REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *quick.CUDA, "dev")}
 PATH_FILE = "multimesh-third-party.pth"
 PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
 
 
-def install(root: Path, groups: Iterable[str], *, offline: bool, quiet: bool) -> None:
-    """Install what these groups need and what is not installed yet.
+def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) -> None:
+    """Install what these groups need, unless the note that the last run left says that they have it.
 
-    Raises
-    ------
-    ToolError
-        This Python is not that of the clone's ``.venv``, or pip failed.
-    NetworkError
-        Packages are missing and ``offline`` is set.
+    Raises ``ToolError`` where this is not the Python of the clone's ``.venv``, or pip fails; ``NetworkError`` where
+    packages are missing and ``offline`` is set.
     """
-    if ready(root, groups):
-        return
-    wanted, stamp = _wanted(root, groups), root / ".venv" / STAMP
-    if {"cuda12", "cuda13"} <= wanted.keys() | _read(stamp, root).keys():
-        raise errors.UsageError("--group: JAX uses either cuda12 or cuda13; choose one, and remove .venv to change it")
-    if Path(sys.prefix).resolve() != (root / ".venv").resolve():
-        raise errors.ToolError(f"{sys.executable}: is not the Python of {root / '.venv'}; run ./bootstrap.sh instead")
     with Workspace(root).exclusive(), console.Reporter(quiet=quiet) as reporter:
-        have = _read(stamp, root)
-        for group, digest in wanted.items():
-            if have.get(group) == digest:
-                continue
-            if group == "editable":
-                _install_editable(root, reporter)
-            elif offline:
-                raise errors.NetworkError(
-                    f"requirements/{REQUIREMENTS[group]}: is not installed; run without --offline"
-                )
-            else:
-                _install_locked(root / "requirements" / REQUIREMENTS[group], reporter)
-            have[group] = digest
-            files.write_json(stamp, have | {"root": str(root)})
+        have = quick.recall(str(root), quick.PACKAGES) or []
+        if set(groups) <= set(have):
+            return
+        if Path(sys.prefix).resolve() != (root / ".venv").resolve():
+            raise errors.ToolError(
+                f"{sys.executable}: is not the Python of {root / '.venv'}; run ./bootstrap.sh instead"
+            )
+        present = {each for each in quick.CUDA if list(metadata.distributions(name=f"jax-{each}-plugin"))}
+        if len(present | set(quick.CUDA) & set(groups)) > 1:
+            raise errors.UsageError(
+                "--group: JAX uses either cuda12 or cuda13; choose one, and remove .venv to change it"
+            )
+        inputs = quick.signature(str(root), quick.PACKAGES)
+        for group, file in REQUIREMENTS.items():
+            if group in groups and group not in have:
+                _install_locked(root, file, reporter, offline=offline)
+        _install_editable(root, reporter)
+        quick.remember(str(root), quick.PACKAGES, inputs, sorted({*have, *groups}))
 
 
-def ready(root: Path, groups: Iterable[str]) -> bool:
-    """Say whether all that these groups need is installed."""
-    return _read(root / ".venv" / STAMP, root).items() >= _wanted(root, groups).items()
-
-
-def _wanted(root: Path, groups: Iterable[str]) -> dict[str, str]:
-    """Return what decides each part of the environment, as a digest; parts in the order of installation."""
-    chosen = set(groups)
-    wanted = {}
-    for group, file in REQUIREMENTS.items():
-        if group in chosen:
-            wanted[group] = _digest(root / "requirements" / file)
-    wanted["editable"] = _digest(*(root / project / "pyproject.toml" for project in PROJECTS))
-    return wanted
-
-
-def _digest(*paths: Path) -> str:
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
-
-
-def _read(stamp: Path, root: Path) -> dict[str, str]:
-    """Return what is installed; nothing counts in a clone that was moved."""
-    try:
-        have = dict(json.loads(stamp.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-    return have if have.get("root") == str(root) else {}
-
-
-def _install_locked(requirements: Path, reporter: console.Reporter) -> None:
-    label = f"requirements/{requirements.name}"
-    total = requirements.read_text(encoding="utf-8").count("==")
-    reporter.phase(label, f"installing {total} packages")
-    _pip("--require-hashes", "-r", str(requirements), label=label, on_line=_counter(label, total, reporter))
-    reporter.done(label, "installed")
-
-
-def _counter(label: str, total: int, reporter: console.Reporter) -> Callable[[str], None]:
-    """Return a reader of pip's output that counts the packages it has come to."""
+def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
+    total = (root / label).read_text(encoding="utf-8").count("==")
     seen = 0
 
-    def line(text: str) -> None:
+    def count(line: str) -> None:
         nonlocal seen
-        if text.startswith(("Collecting ", "Requirement already satisfied: ")):
+        if line.startswith(("Collecting ", "Requirement already satisfied: ")):
             seen += 1
             reporter.advance(label, seen, total)
 
-    return line
+    reporter.phase(label, f"installing {total} packages")
+    options = ["--no-index"] if offline else []  # pip then looks only at what is installed
+    try:
+        _pip("--require-hashes", *options, "-r", str(root / label), label=label, on_line=count)
+    except errors.WorkflowsError as error:
+        if offline:
+            raise errors.NetworkError(f"{label}: is not installed; run without --offline") from error
+        raise
+    reporter.done(label, "installed")
 
 
 def _install_editable(root: Path, reporter: console.Reporter) -> None:
@@ -115,16 +78,8 @@ def _install_editable(root: Path, reporter: console.Reporter) -> None:
 
 
 def _pip(*args: str, label: str, on_line: Callable[[str], None] | None = None) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-input",
-        "--progress-bar=off",
-        "--disable-pip-version-check",
-        *args,
-    ]
+    options = ("--no-input", "--progress-bar=off", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", "install", *options, *args]
     result = proc.run(command, check=False, on_line=on_line, env=os.environ | {"PYTHONSAFEPATH": "1"})
     if result.returncode:
         known = complaints.of_pip(result.stderr.decode("utf-8", "replace"), label)

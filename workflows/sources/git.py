@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ IDENTITY = {
 }
 _MALFORMED = ("fsck error", "object corrupt", "index-pack failed", "invalid index-pack", "inflate", "bad object")
 _MISSING = ("not our ref", "couldn't find remote ref", "unadvertised object", "no such remote ref")
+Progress = Callable[[float, float | None], None]
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,7 @@ class Repo:
 
     def whole(self, tree: str) -> bool:
         """Say whether everything that a tree reaches is here."""
-        walk = self("rev-list", "--objects", "--quiet", "--end-of-options", tree, check=False)
-        return walk.returncode == 0
+        return self("rev-list", "--objects", "--quiet", "--end-of-options", tree, check=False).returncode == 0
 
 
 def init(root: Path) -> Repo:
@@ -67,30 +68,29 @@ def init(root: Path) -> Repo:
     return repo
 
 
-def fetch(
-    repo: Repo, url: str, revision: str, *, label: str, on_progress: Callable[[float, float | None], None]
-) -> None:
+def fetch(repo: Repo, url: str, revision: str, *, label: str, on_progress: Progress | None = None) -> None:
     """Fetch one commit, without its history, from a url that ``safety.url_fault`` let pass.
 
-    Raises
-    ------
-    MissingCommitError
-        The server answered and does not have it.
-    NetworkError
-        No answer, or the connection broke.
-    IntegrityError
-        The server sent malformed objects.
+    Raises ``MissingCommitError`` where the server answers without it, ``NetworkError`` where there is no answer,
+    ``IntegrityError`` where it sends malformed objects.
     """
+    from git.util import CallableRemoteProgress, RemoteProgress
+
+    def tell(code: int, done: str | float, total: str | float | None = None, message: str = "") -> None:
+        if on_progress and code & RemoteProgress.OP_MASK == RemoteProgress.RECEIVING:
+            on_progress(float(done), float(total) if total else None)
+
     args = ("fetch", "--depth=1", "--no-tags", "--no-write-fetch-head", "--no-recurse-submodules", "--progress")
-    result = repo(*args, "--end-of-options", url, revision, check=False, on_line=_progress(on_progress))
-    if result.returncode == 0:
-        return
-    raise _failure(result, url, revision, label)
+    on_line = CallableRemoteProgress(tell).new_message_handler()
+    result = repo(*args, "--end-of-options", url, revision, check=False, on_line=on_line)
+    if result.returncode:
+        raise _failure(result, url, revision, label)
 
 
-def ask(repo: Repo, url: str, ref: str, *, label: str) -> dict[str, str]:
+def ask(url: str, ref: str, *, label: str) -> dict[str, str]:
     """Return what a server says of a ref, and of what it points to when peeled (``ref^{}``), if it has them."""
-    result = repo("ls-remote", "--end-of-options", url, ref, f"{ref}^{{}}", check=False)
+    nowhere = {"GIT_DIR": os.devnull}
+    result = Repo(Path("/"))("ls-remote", "--end-of-options", url, ref, f"{ref}^{{}}", check=False, env=nowhere)
     if result.returncode:
         raise _failure(result, url, ref, label)
     pairs = (line.split("\t") for line in result.text.splitlines())
@@ -115,26 +115,3 @@ def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors
         )
     remedy = "check the network or name a --mirror" if broken else "check the url or name a --mirror"
     return errors.NetworkError(f"{label}: cannot fetch {url} ({complaint}); {remedy}")
-
-
-def _progress(on_progress: Callable[[float, float | None], None]) -> Callable[[str], None]:
-    """Return a reader of git's progress lines that reports received objects."""
-    from git.remote import RemoteProgress
-
-    class Receiving(RemoteProgress):
-        def update(
-            self,
-            op_code: int,
-            cur_count: str | float,
-            max_count: str | float | None = None,
-            message: str = "",
-        ) -> None:
-            if op_code & self.OP_MASK == self.RECEIVING:
-                on_progress(float(cur_count), float(max_count) if max_count else None)
-
-    parser = Receiving()
-
-    def line(text: str) -> None:
-        parser._parse_progress_line(text)
-
-    return line

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ from workflows import errors, files
 if TYPE_CHECKING:
     from workflows.sources.manifest import Component, Manifest
 
-SCHEMA = Path(__file__).with_name("lock.schema.json")
 _HEAD = """\
 # The exact bytes of third_party/; written by `python -m workflows lock` and `bump`.
 # null: no source was read that says.
 """
+Digests = tuple[tuple[str, str | None], ...]
+"""File names with their sha256."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Pin:
     tree
         Git's hash of the component's tree before patches.
     archives
-        File name and sha256 of each archive that holds the same tree.
+        Those that hold the same tree.
     patches
-        File name and sha256 of each patch, in order.
+        In order.
     patched_commit, patched_tree
         What the patches must give.
     """
@@ -42,31 +44,28 @@ class Pin:
     commit: str | None
     tree: str | None
     root_tree: str | None = None
-    archives: tuple[tuple[str, str | None], ...] = ()
-    patches: tuple[tuple[str, str | None], ...] = ()
+    archives: Digests = ()
+    patches: Digests = ()
     patched_commit: str | None = None
     patched_tree: str | None = None
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Return the names of the pins that are null."""
-        names = [
-            field for field in ("commit", "tree", "patched_commit", "patched_tree") if getattr(self, field) is None
-        ]
-        return (*names, *(f"sha256 of {file}" for file, digest in self.archives if digest is None))
+        fields = ("commit", "tree", "patched_commit", "patched_tree")
+        names = tuple(field for field in fields if getattr(self, field) is None)
+        return names + tuple(f"sha256 of {file}" for file, digest in self.archives if digest is None)
 
 
 def load(path: Path) -> dict[str, Pin]:
     """Read and check ``sources.lock``."""
-    from workflows.sources import document  # a YAML and a schema reader take longer to import than `value` does in all
+    from workflows.sources import manifest  # readers of YAML and schemas take longer to import than `value` does in all
 
-    raw = document.load(path, SCHEMA)
-    return {name: _pin(entry) for name, entry in raw["components"].items()}
-
-
-def _pin(entry: Mapping[str, Any]) -> Pin:
-    digests = {key: tuple(entry[key].items()) for key in ("archives", "patches")}
-    return Pin(**{**entry, **digests})
+    raw = manifest.read(path, "lock.schema.json")
+    return {
+        name: Pin(**{**entry, **{key: tuple(entry[key].items()) for key in ("archives", "patches")}})
+        for name, entry in raw["components"].items()
+    }
 
 
 def value(path: Path, name: str, field: str) -> str | None:
@@ -98,22 +97,22 @@ def save(path: Path, manifest: Manifest, pins: Mapping[str, Pin]) -> None:
 
 def render(manifest: Manifest, pins: Mapping[str, Pin]) -> str:
     """Return the text of ``sources.lock``, components in the order of the manifest."""
-    lines = [_HEAD, "format: 1\ncomponents:\n"]
+    entries = {}
     for component in manifest.components:
-        if (pin := pins.get(component.name)) is not None:
-            lines.append(f'  {component.name}:\n    version: "{pin.version}"\n')
-            fields = ["commit", *(["root_tree"] if pin.root_tree else []), "tree"]
-            lines += [_line(field, getattr(pin, field)) for field in fields]
-            lines += [_digests(field, getattr(pin, field)) for field in ("archives", "patches")]
-            lines += [_line(field, getattr(pin, field)) for field in ("patched_commit", "patched_tree")]
-    return "".join(lines)
+        if component.name in pins:
+            entry = asdict(pins[component.name])
+            entry |= {key: dict(entry[key]) for key in ("archives", "patches")}
+            entries[component.name] = {
+                key: held for key, held in entry.items() if held is not None or key != "root_tree"
+            }
+    return _HEAD + "".join(_lines({"format": 1, "components": entries}))
 
 
-def _line(field: str, value: str | None) -> str:
-    return f"    {field}: null\n" if value is None else f'    {field}: "{value}"\n'
-
-
-def _digests(field: str, digests: tuple[tuple[str, str | None], ...]) -> str:
-    if not digests:
-        return f"    {field}: {{}}\n"
-    return f"    {field}:\n" + "".join("  " + _line(f'"{file}"', digest) for file, digest in digests)
+def _lines(mapping: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for key, held in mapping.items():
+        name = key if re.fullmatch("[a-z][a-z0-9_-]*", key) else json.dumps(key)
+        if isinstance(held, dict) and held:
+            yield f"{indent}{name}:\n"
+            yield from _lines(held, indent + "  ")
+        else:
+            yield f"{indent}{name}: {json.dumps(held)}\n"

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from workflows import errors
-from workflows.sources import document, safety
+import jsonschema
+import yaml
 
-SCHEMA = Path(__file__).with_name("manifest.schema.json")
+from workflows import errors
+from workflows.sources import safety
 
 
 @dataclass(frozen=True)
 class Transport:
     """One way to get a component's bytes.
 
-    ``kind`` says which fields count: none for ``git``; ``package``, ``file`` and ``root`` for ``pypi``; ``url`` and
-    ``root`` for ``archive``. ``root`` is the folder of the archive that becomes the component's ``path``.
+    ``kind`` says which fields count: none for ``git``; ``package``, ``file`` and ``root`` for ``pypi``; ``url``,
+    ``file`` and ``root`` for ``archive``. ``root`` is the folder of the archive that becomes the component's ``path``.
     """
 
     kind: Literal["git", "pypi", "archive"]
@@ -54,6 +56,10 @@ class Component:
         """
         return not self.path and all(transport.kind == "git" for transport in self.transports)
 
+    def address(self, mirror: str | None) -> str:
+        """Return where it is fetched from: its upstream, or a mirror that keeps it under its last name."""
+        return f"{mirror.rstrip('/')}/{self.url.rstrip('/').rpartition('/')[2]}" if mirror else self.url
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -76,7 +82,7 @@ class Manifest:
 
 def load(path: Path) -> Manifest:
     """Read and check ``sources.yaml``."""
-    raw = document.load(path, SCHEMA)
+    raw = read(path, "manifest.schema.json")
     manifest = Manifest(tuple(_component(name, entry) for name, entry in raw["components"].items()))
     for component in manifest.components:
         for fault in _faults(component):
@@ -85,28 +91,19 @@ def load(path: Path) -> Manifest:
 
 
 def _component(name: str, entry: dict[str, Any]) -> Component:
-    if "link" in entry:
-        return Component(name, tuple(entry["groups"]), link=entry["link"])
-    return Component(
-        name,
-        tuple(entry["groups"]),
-        url=entry["url"],
-        version=entry["version"],
-        tag=entry.get("tag", "").replace("{version}", entry["version"]),
-        path=entry.get("path", ""),
-        transports=tuple(_transport(transport, entry["version"]) for transport in entry["transports"]),
-    )
+    version = entry.get("version", "")
+    fields = {key: entry.get(key, "") for key in ("url", "path", "link", "version")}
+    tag = entry.get("tag", "").replace("{version}", version)
+    ways = tuple(_transport(way, version) for way in entry.get("transports", ()))
+    return Component(name, tuple(entry["groups"]), tag=tag, transports=ways, **fields)
 
 
 def _transport(entry: str | dict[str, Any], version: str) -> Transport:
     if isinstance(entry, str):
         return Transport("git")
-    if "pypi" in entry:
-        fields = entry["pypi"]
-        return Transport("pypi", fields["package"], fields["file"].replace("{version}", version), root=fields["root"])
-    url, root = entry["archive"]["url"], entry["archive"]["root"]
-    url, root = url.replace("{version}", version), root.replace("{version}", version)
-    return Transport("archive", file=url.rpartition("/")[2], url=url, root=root)
+    ((kind, raw),) = entry.items()
+    fields = {key: value.replace("{version}", version) for key, value in raw.items()}
+    return Transport(kind, **({"file": fields.get("url", "").rpartition("/")[2]} | fields))  # type: ignore[arg-type]
 
 
 def _faults(component: Component) -> Iterable[str]:
@@ -115,10 +112,48 @@ def _faults(component: Component) -> Iterable[str]:
             yield f"{field}: '{value}' {fault}; name a folder inside the tree"
     if component.url and (fault := safety.url_fault(component.url)):
         yield f"url: '{safety.shown(component.url)}' {fault}"
-    if component.tag and (".." in component.tag or "{" in component.tag):
+    if ".." in component.tag or "{" in component.tag:
         yield f"tag: '{component.tag}' is no tag name"
     for number, transport in enumerate(component.transports):
         if transport.url and (fault := safety.url_fault(transport.url)):
             yield f"transports.{number}.url: '{safety.shown(transport.url)}' {fault}"
-        if transport.root and transport.root != "." and (fault := safety.path_fault(transport.root)):
+        if transport.root not in ("", ".") and (fault := safety.path_fault(transport.root)):
             yield f"transports.{number}.root: '{transport.root}' {fault}"
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, but a key given twice is an error and aliases are not allowed."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(None, None, "aliases are not allowed", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read(path: Path, schema: str) -> dict[str, Any]:
+    """Return a YAML document that nobody vouches for, if it follows a JSON schema that lies beside this module."""
+    try:
+        document = yaml.load(path.read_bytes().decode("utf-8"), _Loader)  # noqa: S506  (a stricter SafeLoader)
+    except FileNotFoundError as error:
+        raise errors.ManifestError(f"{path.name}: not found in {path.parent}; run this from a whole clone") from error
+    except UnicodeDecodeError as error:
+        raise errors.ManifestError(f"{path.name}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise errors.ManifestError(f"{path.name}{line}: {error.problem or 'is not valid YAML'}") from error
+    except yaml.YAMLError as error:
+        raise errors.ManifestError(f"{path.name}: is not valid YAML ({' '.join(str(error).split())})") from error
+    rules = json.loads(Path(__file__).with_name(schema).read_text(encoding="utf-8"))
+    fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(rules).iter_errors(document))
+    if fault is not None:
+        where = ".".join(str(part) for part in fault.absolute_path) or "the document"
+        raise errors.ManifestError(f"{path.name}: {where}: {' '.join(fault.message.split())[:300]}")
+    return dict(document)

@@ -14,6 +14,7 @@ from workflows import errors
 from workflows.sources import git, safety
 
 SERIES = "series"
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # git knows it without having it
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*\.patch")
 
 
@@ -24,11 +25,6 @@ class Patch:
     component: str
     file: str
     data: bytes
-
-    @property
-    def sha256(self) -> str:
-        """The sha256 of the file in hexadecimal."""
-        return hashlib.sha256(self.data).hexdigest()
 
     @property
     def message(self) -> str:
@@ -53,37 +49,36 @@ class Patch:
 def load_series(root: Path, component: str) -> tuple[Patch, ...]:
     """Read the patch series of a component; no folder and an empty series are the same."""
     folder = root / "patches" / component
-    if not folder.exists():
-        return ()
-    if folder.is_symlink() or not folder.is_dir():
+    series, where = folder / SERIES, f"patches/{component}/series"
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise errors.ManifestError(f"patches/{component}: is not a folder of this repository")
-    series = folder / SERIES
     present = sorted(path.name for path in folder.glob("*.patch"))
     if not series.is_file() or series.is_symlink():
         if not present:
             return ()
-        raise errors.ManifestError(f"patches/{component}/series: not found; list {', '.join(present)} there in order")
+        raise errors.ManifestError(f"{where}: not found; list {', '.join(present)} there in order")
     names = [line.strip() for line in series.read_text(encoding="utf-8").splitlines()]
     names = [name for name in names if name and not name.startswith("#")]
     for name in names:
         if not _FILE.fullmatch(name):
-            raise errors.ManifestError(
-                f"patches/{component}/series: '{name}' is not the name of a .patch file beside it"
-            )
+            raise errors.ManifestError(f"{where}: '{name}' is not the name of a .patch file beside it")
         if name not in present or (folder / name).is_symlink():
-            raise errors.ManifestError(f"patches/{component}/series: {name} is not a file in patches/{component}")
+            raise errors.ManifestError(f"{where}: {name} is not a file in patches/{component}")
     if len(set(names)) != len(names):
-        raise errors.ManifestError(f"patches/{component}/series: names a patch twice")
+        raise errors.ManifestError(f"{where}: names a patch twice")
     if forgotten := sorted(set(present) - set(names)):
-        raise errors.ManifestError(
-            f"patches/{component}/series: does not list {', '.join(forgotten)}; add or delete it"
-        )
+        raise errors.ManifestError(f"{where}: does not list {', '.join(forgotten)}; add or delete it")
     return tuple(Patch(component, name, (folder / name).read_bytes()) for name in names)
+
+
+def digests(patches: Sequence[Patch]) -> tuple[tuple[str, str], ...]:
+    """Return file name and sha256 of each patch, in order."""
+    return tuple((patch.file, hashlib.sha256(patch.data).hexdigest()) for patch in patches)
 
 
 def digest(patches: Sequence[Patch]) -> str:
     """Return one hash for a whole series."""
-    return hashlib.sha256("\n".join(f"{patch.file} {patch.sha256}" for patch in patches).encode()).hexdigest()
+    return hashlib.sha256("\n".join(map(" ".join, digests(patches))).encode()).hexdigest()
 
 
 def apply_series(repo: git.Repo, base: str, patches: Sequence[Patch]) -> str:
@@ -92,15 +87,19 @@ def apply_series(repo: git.Repo, base: str, patches: Sequence[Patch]) -> str:
     repo("read-tree", base)
     for patch in patches:
         _check_paths(repo, patch)
-        result = repo("apply", "--cached", "--whitespace=nowarn", "-", stdin=patch.data, check=False)
+        label, data = patch.label, patch.data
+        result = repo("apply", "--cached", "--whitespace=nowarn", "-", stdin=data, check=False)
         if result.returncode:
-            raise errors.PatchError(_rejection(repo, patch, result.complaint))
+            if repo("apply", "--cached", "--check", "--reverse", "-", stdin=data, check=False).returncode == 0:
+                raise errors.PatchError(
+                    f"{label}: the pinned source already has this change; remove the patch from the series"
+                )
+            raise errors.PatchError(f"{label}: does not apply ({result.complaint}); adapt it to the pinned source")
         tree = repo("write-tree").text
-        check_tree(repo, tree, patch.label, errors.PatchError, since=commit)
+        check_tree(repo, tree, label, errors.PatchError, since=commit)
         if tree == repo.object(f"{commit}^{{tree}}"):
-            raise errors.PatchError(f"{patch.label}: changes nothing; remove it from the series")
-        message = patch.message.encode()
-        commit = repo("commit-tree", tree, "-p", commit, stdin=message, env=git.IDENTITY).text
+            raise errors.PatchError(f"{label}: changes nothing; remove it from the series")
+        commit = repo("commit-tree", tree, "-p", commit, stdin=patch.message.encode(), env=git.IDENTITY).text
     return commit
 
 
@@ -117,26 +116,13 @@ def _check_paths(repo: git.Repo, patch: Patch) -> None:
             raise errors.PatchError(f"{patch.label}: '{path}' {fault}; a patch may only touch files of its component")
 
 
-def _rejection(repo: git.Repo, patch: Patch, complaint: str) -> str:
-    undone = repo("apply", "--cached", "--check", "--reverse", "-", stdin=patch.data, check=False)
-    if undone.returncode == 0:
-        return f"{patch.label}: the pinned source already has this change; remove the patch from the series"
-    return f"{patch.label}: does not apply ({complaint}); adapt it to the pinned source"
-
-
 def check_tree(
     repo: git.Repo, tree: str, label: str, kind: type[errors.WorkflowsError], since: str | None = None
 ) -> None:
     """Refuse links that leave a tree, submodules and unsafe names, in a tree or in what changed since a commit."""
-    if since is None:
-        listing = repo("ls-tree", "-r", "-z", tree).stdout
-        pairs = [line.partition(b"\t") for line in listing.split(b"\0") if line]
-        entries = [(head.split()[0], head.split()[2], path) for head, _, path in pairs]
-    else:
-        fields = repo("diff-tree", "-r", "-z", "--no-renames", since, tree).stdout.split(b"\0")
-        heads = [head.split() for head in fields[0:-1:2]]
-        entries = [(head[1], head[3], path) for head, path in zip(heads, fields[1::2], strict=True)]
-    for mode, blob, raw in entries:
+    fields = repo("diff-tree", "-r", "-z", "--no-renames", since or _EMPTY_TREE, tree).stdout.split(b"\0")
+    for head, raw in zip(fields[0:-1:2], fields[1::2], strict=True):
+        _, mode, _, blob, _ = head.split()
         path = raw.decode("utf-8", "surrogateescape")
         if mode == b"000000":
             continue

@@ -16,27 +16,21 @@ GROUPS = ("run", "source", "dev")
 CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
 ALL_GROUPS = (*GROUPS, *CUDA)
 STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
-# What decides the content of third_party/ and of .venv; the last of a pair are folders, which may be missing.
-SOURCES = (("sources.yaml", "sources.lock"), ("patches",))
-PACKAGES = (
-    (
-        "pyproject.toml",
-        "multimesh/pyproject.toml",
-        "maxtext/pyproject.toml",
-        ".venv/bin/python",
-        ".venv/.multimesh-workflows.json",
-        ".venv/.multimesh-packages.json",
-    ),
-    ("requirements",),
-)
-_SOURCES_NOTE, _PACKAGES_NOTE = "third_party/.synced", ".venv/.multimesh-ready"
-_FORMAT = "1"
+# A note, and what it depends on: files, and folders, which may be missing.
+Note = tuple[str, tuple[str, ...], str]
+SOURCES: Note = ("third_party/.synced", ("sources.yaml", "sources.lock"), "patches")
+PACKAGES: Note = (
+    ".venv/.multimesh-ready",
+    ("pyproject.toml", "multimesh/pyproject.toml", "maxtext/pyproject.toml",
+     ".venv/bin/python", ".venv/.multimesh-workflows.json"),
+    "requirements",
+)  # fmt: skip
+_FORMAT = "2"
 
 
-def signature(root: str, what: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
-    """Return the sizes, times and identities of the files of ``SOURCES`` or ``PACKAGES``."""
-    lines = [_FORMAT]
-    files, folders = ([os.path.join(root, name) for name in names] for names in what)
+def signature(root: str, note: Note) -> str:
+    """Return the sizes, times and identities of the files that a note depends on."""
+    lines, files, folders = [_FORMAT], [os.path.join(root, name) for name in note[1]], [os.path.join(root, note[2])]
     while folders:
         try:
             entries = sorted(os.scandir(folders.pop()), key=lambda entry: entry.name)
@@ -50,64 +44,55 @@ def signature(root: str, what: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def remember(root: str, inputs: str, components: list[tuple[str, tuple[str, ...], str]]) -> None:
-    """Note what a finished sync left: name, groups and commit (or ``->`` and a link's target, or nothing) of each."""
-    lines = [f"{name}\t{','.join(groups)}\t{holds}" for name, groups, holds in components]
-    _write(os.path.join(root, _SOURCES_NOTE), lines, inputs)
+def remember(root: str, note: Note, inputs: str, lines: list[str]) -> None:
+    """Write a note, with the signature of what it depends on.
 
-
-def remember_packages(root: str, inputs: str, groups: list[str]) -> None:
-    """Note which groups' packages are installed."""
-    _write(os.path.join(root, _PACKAGES_NOTE), groups, inputs)
-
-
-def _write(path: str, lines: list[str], inputs: str) -> None:
+    A line of ``SOURCES`` has name, groups and commit (or ``->`` and a link's target, or nothing) of a component; one of
+    ``PACKAGES`` is a group whose packages are installed.
+    """
+    path = os.path.join(root, note[0])
     with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
         file.write("\n".join([*lines, "", inputs]))
     os.replace(f"{path}.{os.getpid()}", path)
 
 
-def _read(path: str, root: str, what: tuple[tuple[str, ...], tuple[str, ...]]) -> list[str] | None:
+def recall(root: str, note: Note) -> list[str] | None:
     """Return the lines of a note if all that it depends on is as it was, else None."""
     try:
-        with open(path, encoding="utf-8") as file:
-            note, _, inputs = file.read().partition("\n\n")
-        return note.splitlines() if inputs == signature(root, what) else None
+        with open(os.path.join(root, note[0]), encoding="utf-8") as file:
+            lines, _, inputs = file.read().partition("\n\n")
+        return lines.splitlines() if inputs == signature(root, note) else None
     except (OSError, UnicodeError):
         return None
 
 
 def forget(root: str) -> None:
     """Make the next sync look at everything."""
-    if os.path.exists(os.path.join(root, _SOURCES_NOTE)):
-        os.unlink(os.path.join(root, _SOURCES_NOTE))
+    if os.path.exists(path := os.path.join(root, SOURCES[0])):
+        os.unlink(path)
 
 
 def in_place(root: str, groups: list[str]) -> dict[str, str] | None:
     """Return what each component of these groups (none: of all) holds if all are as noted and clean, else None."""
-    note = _read(os.path.join(root, _SOURCES_NOTE), root, SOURCES)
-    if note is None:
+    lines = recall(root, SOURCES)
+    if lines is None:
         return None
-    found = {}
-    for name, of, holds in (line.split("\t") for line in note):
-        if not groups or any(group in of.split(",") for group in groups):
-            found[name] = holds
-    links = {name: holds for name, holds in found.items() if holds.startswith("->")}
-    if not all(found.values()) or not all(_links_to(root, name, holds[2:]) for name, holds in links.items()):
-        return None
-    return found if _all_clean(root, {name: holds for name, holds in found.items() if name not in links}) else None
+    found, commits = {}, {}
+    for name, of, holds in (line.split("\t") for line in lines):
+        if groups and not set(groups) & set(of.split(",")):
+            continue
+        place, found[name] = os.path.join(root, "third_party", name), holds
+        if not holds.startswith("->"):
+            commits[place] = holds
+        elif not os.path.islink(place) or os.readlink(place) != holds[2:]:
+            return None
+    return found if all(found.values()) and _all_clean(commits) else None
 
 
-def _links_to(root: str, name: str, target: str) -> bool:
-    place = os.path.join(root, "third_party", name)
-    return os.path.islink(place) and os.readlink(place) == target
-
-
-def _all_clean(root: str, commits: dict[str, str]) -> bool:
+def _all_clean(commits: dict[str, str]) -> bool:
     """Run all ``git status`` at once; a clean tree's says its commit, its branch and nothing else."""
     running = []
-    for name, commit in commits.items():
-        place = os.path.join(root, "third_party", name)
+    for place, commit in commits.items():
         if os.path.islink(place) or not os.path.isdir(os.path.join(place, ".git")):
             continue
         reading, writing = os.pipe()
@@ -141,21 +126,16 @@ def answer(argv: list[str]) -> None:
     if not set(groups) <= set(ALL_GROUPS) or sys.stdout is None:
         return
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    if command == ["bootstrap"]:
-        ready = _read(os.path.join(root, _PACKAGES_NOTE), root, PACKAGES)
-        if ready is None or not set(groups or GROUPS) <= set(ready):
-            return
+    if command == ["bootstrap"] and not set(groups or GROUPS) <= set(recall(root, PACKAGES) or ()):
+        return
     found = in_place(root, groups)
     if not found:
         return
     width = max(map(len, found))
+    shown = {name: f"link to {holds[2:]}" if holds.startswith("->") else holds[:12] for name, holds in found.items()}
     try:
-        sys.stdout.write("".join(f"{name:{width}}  kept  {_short(holds)}\n" for name, holds in found.items()))
+        sys.stdout.write("".join(f"{name:{width}}  kept  {holds}\n" for name, holds in shown.items()))
         sys.stdout.flush()
     except OSError:
         return  # the full command meets the same and knows what to say
     os._exit(0)  # nothing is open; taking Python down in order would cost as much as the answer did
-
-
-def _short(holds: str) -> str:
-    return f"link to {holds[2:]}" if holds.startswith("->") else holds[:12]

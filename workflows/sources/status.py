@@ -1,19 +1,21 @@
-"""What lies in ``third_party/`` against what the lock says; reads only."""
+"""What lies in ``third_party/`` against what the lock says; and what of it nothing needs any more."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 from workflows import console, errors
-from workflows.sources import git, lock, manifest, patch, tree
+from workflows.sources import git, lock, manifest, patch
 from workflows.sources.lock import Pin
 from workflows.sources.manifest import Component
-from workflows.sources.workspace import Workspace
+from workflows.sources.workspace import Observed, Record, Workspace, observe, read_record
 
-CLEAN = "clean"
+CLEAN, _COMMAND = "clean", "python -m workflows"
 
 
 @dataclass(frozen=True)
@@ -42,62 +44,46 @@ class Line:
     remedy: str
 
 
-def survey(workspace: Workspace) -> list[Line]:
+def survey(here: Workspace) -> list[Line]:
     """Look at every component of the manifest."""
-    wanted, pins = manifest.load(workspace.manifest), lock.load(workspace.lock)
-    with ThreadPoolExecutor(max(1, len(wanted.components))) as pool:
-        looks = list(pool.map(lambda each: tree.observe(workspace.place(each.name)), wanted.components))
+    components, pins = manifest.load(here.manifest).components, lock.load(here.lock)
+    with ThreadPoolExecutor(max(1, len(components))) as pool:
+        looks = pool.map(lambda each: observe(here.place(each.name)), components)
     return [
-        _link(workspace, component, look) if component.link else _fetched(workspace, component, look, pins)
-        for component, look in zip(wanted.components, looks, strict=True)
+        _line(here, component, pins.get(component.name), look)
+        for component, look in zip(components, looks, strict=True)
     ]
 
 
-def _link(workspace: Workspace, component: Component, look: tree.Observed) -> Line:
-    right = look.state == "link" and (workspace.third_party / look.target).resolve() == workspace.root / component.link
-    state = CLEAN if right else "missing" if look.state == "missing" else "overridden"
-    remedy = "" if right else "python -m workflows sync"
-    source = f"link to {look.target}" if look.state == "link" else "-"
-    return Line(component.name, component.groups, "-", state, source, look.head, 0, look.changed, (), remedy)
-
-
-def _fetched(workspace: Workspace, component: Component, look: tree.Observed, pins: dict[str, Pin]) -> Line:
-    pin = pins.get(component.name)
-    patches = patch.load_series(workspace.root, component.name)
-    record = look.record
+def _line(here: Workspace, component: Component, pin: Pin | None, look: Observed) -> Line:
+    name, groups = component.name, component.groups
+    if component.link:
+        right = look.state == "link" and (here.third_party / look.target).resolve() == here.root / component.link
+        state = CLEAN if right else "missing" if look.state == "missing" else "overridden"
+        source, remedy = f"link to {look.target}" if look.state == "link" else "-", "" if right else f"{_COMMAND} sync"
+        return Line(name, groups, "-", state, source, look.head, 0, look.changed, (), remedy)
+    patches = patch.load_series(here.root, name)
     state, remedy = _compare(component, pin, patches, look)
-    return Line(
-        component.name,
-        component.groups,
-        component.version,
-        state,
-        record.source if record else "-",
-        look.head,
-        len(patches),
-        look.changed,
-        pin.missing if pin else ("everything",),
-        remedy,
-    )
+    source, unpinned = look.record.source if look.record else "-", pin.missing if pin else ("everything",)
+    remedy = remedy and f"{_COMMAND} {remedy}"
+    return Line(name, groups, component.version, state, source, look.head, len(patches), look.changed, unpinned, remedy)
 
 
-def _compare(
-    component: Component, pin: Pin | None, patches: Sequence[patch.Patch], look: tree.Observed
-) -> tuple[str, str]:
-    """Return the state of a fetched component and what would make it clean."""
+def _compare(component: Component, pin: Pin | None, patches: Sequence[patch.Patch], look: Observed) -> tuple[str, str]:
+    """Return the state of a fetched component and the command that would make it clean."""
     name = component.name
     if pin is None or pin.version != component.version:
-        return "unlocked", f"python -m workflows bump {name} {component.version}"
-    if tuple((each.file, each.sha256) for each in patches) != pin.patches:
-        return "patches changed", f"python -m workflows lock {name}"
+        return "unlocked", f"bump {name} {component.version}"
+    if patch.digests(patches) != pin.patches:
+        return "patches changed", f"lock {name}"
     if look.state in ("dirty", "commits"):
-        return look.state, f"python -m workflows refresh {name}"
+        return look.state, f"refresh {name}"
     if look.state in ("unknown", "link"):
-        return look.state, "python -m workflows sync --stash"
-    if look.state == "clean" and look.record is not None and look.record.override is not None:
-        return "overridden", "python -m workflows sync"
+        return look.state, "sync --stash"
+    if look.record is not None and look.record.override is not None:
+        return "overridden", "sync"
     if look.state == "missing" or look.head != pin.patched_commit:
-        state = "missing" if look.state == "missing" else "outdated"
-        return state, f"python -m workflows sync --group {component.groups[0]}"
+        return "missing" if look.state == "missing" else "outdated", f"sync --group {component.groups[0]}"
     return CLEAN, ""
 
 
@@ -108,38 +94,23 @@ def clean(lines: Iterable[Line]) -> bool:
 
 def as_table(lines: Sequence[Line]) -> str:
     """Return one table, and below it what is missing from the lock."""
-    head = ("component", "groups", "version", "state", "patches", "commit", "from", "to do")
-    rows = [
-        (
-            line.name,
-            ",".join(line.groups),
-            line.version[:12],
-            line.state + (f" ({len(line.changed)} files)" if line.changed else ""),
-            str(line.patches),
-            (line.commit or "-")[:12],
-            line.source,
-            line.remedy or "-",
-        )
-        for line in lines
-    ]
+    rows = []
+    for line in lines:
+        state = line.state + (f" ({len(line.changed)} files)" if line.changed else "")
+        held = (str(line.patches), (line.commit or "-")[:12], line.source, line.remedy or "-")
+        rows.append((line.name, ",".join(line.groups), line.version[:12], state, *held))
+    table = console.table(("component", "groups", "version", "state", "patches", "commit", "from", "to do"), rows)
     notes = [f"{line.name}: sources.lock has no {', '.join(line.unpinned)}" for line in lines if line.unpinned]
-    return "\n".join([console.table(head, rows), *notes])
+    return "\n".join([table, *notes])
 
 
-def as_json(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return the table as plain data."""
-    lines = list(lines)
-    return {"clean": clean(lines), "components": [asdict(line) for line in lines]}
-
-
-def diff(workspace: Workspace, names: Sequence[str]) -> str:
+def diff(here: Workspace, names: Sequence[str]) -> str:
     """Return, as a patch, what was changed in these components (default: all) since the last sync, committed or not."""
-    wanted = manifest.load(workspace.manifest)
-    chosen = [wanted[name] for name in names] or [each for each in wanted.components if not each.link]
+    wanted = manifest.load(here.manifest)
     parts = []
-    for component in chosen:
-        place = workspace.place(component.name)
-        record = tree.read_record(place)
+    for component in [wanted[name] for name in names] or [each for each in wanted.components if not each.link]:
+        place = here.place(component.name)
+        record = read_record(place)
         if record is not None:
             parts.append(_diff_one(component.name, git.Repo(place), record))
         elif names:
@@ -147,9 +118,40 @@ def diff(workspace: Workspace, names: Sequence[str]) -> str:
     return "".join(parts)
 
 
-def _diff_one(name: str, repo: git.Repo, record: tree.Record) -> str:
+def _diff_one(name: str, repo: git.Repo, record: Record) -> str:
     prefix = (f"--src-prefix=a/third_party/{name}/", f"--dst-prefix=b/third_party/{name}/")
     changed = repo("diff", "--binary", "--no-ext-diff", "--no-textconv", *prefix, record.commit, "--").stdout
     new = repo("ls-files", "--others", "--exclude-standard", "-z").stdout.decode("utf-8", "surrogateescape")
     untracked = "".join(f"# untracked: third_party/{name}/{path}\n" for path in new.split("\0") if path)
     return changed.decode("utf-8", "replace") + untracked
+
+
+def collect(here: Workspace, *, stashes: bool, dry_run: bool) -> Iterator[tuple[Path, int]]:
+    """Remove, and yield with their size in bytes, the things that nothing needs.
+
+    These are stages of killed runs; clean trees of components that the manifest no longer names; objects that no commit
+    reaches; and, if asked for, stashes. A tree that is dirty, or not ours, always stays.
+    """
+    wanted = {component.name for component in manifest.load(here.manifest).components}
+    doomed = [*sorted(here.stages.glob("run-*")), *(sorted(here.stashes.glob("*")) if stashes else ())]
+    for place in sorted(here.third_party.iterdir()):
+        if place.name not in wanted and not place.name.startswith(".") and observe(place).state == "clean":
+            doomed.append(place)
+    for path in doomed:
+        size = _size(path)
+        if not dry_run:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        yield path, size
+    for place in sorted(map(here.place, () if dry_run else wanted)):
+        if observe(place).state == "clean":
+            before = _size(objects := place / ".git" / "objects")
+            git.Repo(place)("gc", "--quiet", "--prune=now")
+            if (saved := before - _size(objects)) > 0:
+                yield objects, saved
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of the files under a path, links not followed."""
+    if path.is_symlink() or path.is_file():
+        return path.lstat().st_size
+    return sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(path) for name in names)

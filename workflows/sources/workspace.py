@@ -1,68 +1,113 @@
-"""Where things lie in a clone, and what makes a sync safe: one at a time, and every change in a stage first."""
+"""Where things lie in a clone, what lies there, and what makes a sync safe: one at a time, and first in a stage."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from workflows import console, files
+from workflows.sources import git, quick
+
+ROOT = Path(__file__).resolve().parents[2]
+_RECORD = Path(".git", "multimesh.json")
+State = Literal["missing", "clean", "dirty", "commits", "unknown", "link"]
 
 
 @dataclass(frozen=True)
+class Record:
+    """What this tooling wrote into a tree when it made it.
+
+    ``commit`` is the branch's commit after the patches, ``base`` the one before; ``source`` says where the bytes came
+    from, ``override`` what the user named instead of the lock, if anything; ``series`` is a digest of the patches, and
+    ``tree`` git's hash of what they give.
+    """
+
+    version: str
+    base: str
+    commit: str
+    source: str
+    override: str | None = None
+    series: str = ""
+    tree: str = ""
+
+    def write(self, place: Path) -> None:
+        """Record in a tree what it holds."""
+        files.write_json(place / _RECORD, asdict(self))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One look at ``third_party/<name>``.
+
+    ``clean``: as this tooling left it. ``dirty``: files were changed or added. ``commits``: the branch has moved.
+    ``unknown``: not made by this tooling. ``link``: a symbolic link, to ``target``.
+    """
+
+    state: State
+    head: str | None = None
+    record: Record | None = None
+    changed: tuple[str, ...] = ()
+    target: str = ""
+
+
+def observe(place: Path) -> Observed:
+    """Look at a folder of ``third_party/``; reads only, and runs one ``git status``."""
+    if place.is_symlink():
+        return Observed("link", target=os.readlink(place))
+    if not place.exists():
+        return Observed("missing")
+    record = read_record(place)
+    status = git.Repo(place)(*quick.STATUS, check=False) if record else None
+    if record is None or status is None or status.returncode:
+        return Observed("unknown", record=record)
+    lines = status.stdout.decode("utf-8", "surrogateescape").split("\0")
+    head = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
+    # The path of a porcelain-v2 line stands after 8 fields, 10 if unmerged, 1 if untracked.
+    changed = tuple(
+        line.split(" ", {"1": 8, "u": 10}.get(line[0], 1))[-1] for line in lines if line and not line.startswith("#")
+    )
+    return Observed("dirty" if changed else "clean" if head == record.commit else "commits", head, record, changed)
+
+
+def read_record(place: Path) -> Record | None:
+    """Return what this tooling recorded in a tree, or None for a tree that is not its own."""
+    try:
+        return Record(**files.read_object(place / _RECORD))
+    except TypeError:
+        return None
+
+
 class Workspace:
-    """The folders and files of one clone that sources touch."""
+    """The folders and files of one clone that sources touch.
 
-    root: Path
+    Components lie in ``third_party``; ``stages`` has a folder for each run that builds some, on the same file system,
+    and ``stashes`` the trees that ``--stash`` put aside.
+    """
 
-    @property
-    def manifest(self) -> Path:
-        """What is wanted."""
-        return self.root / "sources.yaml"
-
-    @property
-    def lock(self) -> Path:
-        """Exactly which bytes."""
-        return self.root / "sources.lock"
-
-    @property
-    def third_party(self) -> Path:
-        """Where components lie."""
-        return self.root / "third_party"
-
-    @property
-    def stages(self) -> Path:
-        """Where they are built, on the same file system; one folder a run."""
-        return self.third_party / ".stage"
-
-    @property
-    def stashes(self) -> Path:
-        """Trees that ``--stash`` put aside."""
-        return self.third_party / ".stash"
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root, self.third_party = root, root / "third_party"
+        self.manifest, self.lock = root / "sources.yaml", root / "sources.lock"
+        self.stages, self.stashes = self.third_party / ".stage", self.third_party / ".stash"
+        self._links = self.third_party / ".links.json"
 
     def place(self, name: str) -> Path:
         """Where a component lies."""
         return self.third_party / name
 
-    @property
-    def _links(self) -> Path:
-        return self.third_party / ".links.json"
-
     def links(self) -> dict[str, str]:
         """Return the symbolic links that this tooling made, by name."""
-        try:
-            return dict(json.loads(self._links.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return {}
+        return files.read_object(self._links)
 
-    def save_links(self, links: Mapping[str, str]) -> None:
+    def add_links(self, made: dict[str, str]) -> None:
         """Remember which symbolic links are ours."""
-        files.write_json(self._links, dict(links))
+        if (known := self.links()) | made != known:
+            files.write_json(self._links, known | made)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -77,14 +122,16 @@ class Workspace:
             yield
 
     @contextlib.contextmanager
-    def stage(self) -> Iterator[tuple[Path, tuple[Path, ...]]]:
+    def stage(self) -> Iterator[tuple[Path, list[Path]]]:
         """Give a folder to build in, and the ones that killed runs left behind; both are gone afterwards.
 
         A killed run's git may still write into its own stage, so a stage is never used twice. The left ones are good
         for their finished packs.
         """
-        self._put_back()
-        left = tuple(sorted(self.stages.glob("run-*"))) if self.stages.is_dir() else ()
+        left = sorted(self.stages.glob("run-*"))
+        for old in self.stages.glob("run-*/old/*"):  # taken away, but its run was killed before it was replaced
+            if not os.path.lexists(self.place(old.name)):
+                old.rename(self.place(old.name))
         stage = self.stages / f"run-{os.getpid()}-{os.urandom(4).hex()}"
         try:
             stage.mkdir(parents=True)
@@ -95,35 +142,20 @@ class Workspace:
             with contextlib.suppress(OSError):
                 self.stages.rmdir()
 
-    def _put_back(self) -> None:
-        """Return trees to their place that a run took away but was killed before it replaced them."""
-        for old in self.stages.glob("run-*/old/*"):
-            place = self.place(old.name)
-            if not place.exists() and not place.is_symlink():
-                old.rename(place)
-
     def swap(self, new: Path, name: str, stage: Path, *, stash: bool) -> Path | None:
         """Move a finished tree into its place; return where the old one is kept, if it is."""
         place, old = self.place(name), stage / "old" / name
+        if not os.path.lexists(place):
+            new.rename(place)
+            return None
         if stash:
-            old = self._stash_for(name)
+            free = (self.stashes / f"{name}-{number}" for number in range(1, 1_000_000))
+            old = next(each for each in free if not os.path.lexists(each))
         old.parent.mkdir(parents=True, exist_ok=True)
-        replaced = place.is_symlink() or place.exists()
-        if replaced:
-            place.rename(old)
+        place.rename(old)
         try:
             new.rename(place)
         except BaseException:
-            if replaced:
-                old.rename(place)
+            old.rename(place)
             raise
-        return old if stash and replaced else None
-
-    def _stash_for(self, name: str) -> Path:
-        numbers = (number for number in range(1, 1_000_000) if not os.path.lexists(self.stashes / f"{name}-{number}"))
-        return self.stashes / f"{name}-{next(numbers)}"
-
-
-def workspace() -> Workspace:
-    """Return the clone that this package lies in."""
-    return Workspace(Path(__file__).resolve().parent.parent.parent)
+        return old if stash else None

@@ -105,8 +105,8 @@ def test_second_bootstrap_needs_no_index(done: Clone, tmp_path: Path) -> None:
 
 def test_changed_requirements_and_missing_packages_are_something_to_do(done: Clone) -> None:
     locked = done.root / "requirements" / "run.txt"
-    stamp = done.root / ".venv" / ".multimesh-packages.json"
-    for change in (lambda: locked.write_text(locked.read_text() + "# more\n"), stamp.unlink):
+    note = done.root / ".venv" / ".multimesh-ready"
+    for change in (lambda: locked.write_text(locked.read_text() + "# more\n"), note.unlink):
         assert bootstrap(done, "--group", "run").stderr == ""
         change()
         assert "requirements/run.txt: installed" in bootstrap(done, "--group", "run").stderr
