@@ -78,7 +78,7 @@ def test_where_there_are_none(decide) -> None:
 
 
 def test_a_push_without_what_was_to_be_attached_is_an_error(decide) -> None:
-    found = (attest.Attestation("sha256:a", "sha256:b", ("provenance",)),)
+    found = [{"digest": "sha256:a", "image": "sha256:b", "kinds": ["provenance"]}]
     attest.check(found, decide("engine", attest="provenance"), "r.example/i")
     with pytest.raises(errors.IntegrityError, match=r"without its attestations \(sbom\)"):
         attest.check(found, decide("engine"), "r.example/i")

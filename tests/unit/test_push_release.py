@@ -65,10 +65,10 @@ def document(tmp_path: Path) -> dict[str, Any]:
     name = reference.make("r.example/team", "image", "main")
     spec = ImageSpec(name, "runtime", "cpu", "wheel", "12.8.1", None, "Release", None, None, None)
     built = Built(spec, DIGEST, 10, GOOD, DIGEST, (), 61.27, 3, 4)
-    pushed = Pushed(name.staging, Manifest("application/x", b"{}"), 1, 2.0)
+    pushed = Pushed(Manifest("application/x", b"{}"), 1, 2.0)
     moved = (Moved("main", None, pushed.digest),)
     (tmp_path / "sources.lock").write_text("lock")
-    check, attested = Check("small", 9.5, "ok"), ("none: because", ())
+    check, attested = Check("small", 9.5, "ok"), ("none: because", [])
     return publish.record(tmp_path, built, check, pushed, 12, moved, 0.1, attested, None, "v0.3.0")
 
 
@@ -112,5 +112,5 @@ def test_logins_are_found_as_docker_and_podman_find_them(
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     login = registry.find_login(host, path)
-    assert (login and (login.user, login.secret)) == found
-    assert login is None or login.secret not in f"{login} {login!r}"
+    assert (login and (login.username, login.password)) == found
+    assert login is None or login.password not in f"{login} {login!r}"

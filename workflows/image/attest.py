@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workflows import errors, proc
 from workflows.image import network
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from workflows.image.registry import Manifest, Registry
 
 _INSIDE = "the SBOM inside the image (/opt/inventory) is all there is"
+Attestation = dict[str, Any]  # digest, the image that it is about, kinds
 _PREDICATES = {"https://slsa.dev/provenance/": "provenance", "https://spdx.dev/Document": "sbom"}
 
 
@@ -44,15 +45,6 @@ class Attesting:
 
 
 NOTHING = Attesting(None, "none: nothing is pushed, or there is no engine to ask")
-
-
-@dataclass(frozen=True)
-class Attestation:
-    """An attestation manifest in the registry: its digest, that of the image it is about, and what it states."""
-
-    digest: str
-    image: str
-    kinds: tuple[str, ...]
 
 
 def decide(engine: Engine, request: Request, pins: ImageLock, environ: Mapping[str, str] = os.environ) -> Attesting:
@@ -92,29 +84,30 @@ def decide(engine: Engine, request: Request, pins: ImageLock, environ: Mapping[s
     return Attesting(through, told, tuple(options), tuple(kinds), unpinned)
 
 
-def read(registry: Registry, manifest: Manifest) -> tuple[Attestation, ...]:
-    """Return the attestations that an image has in the registry; types of no name here keep their own."""
+def read(registry: Registry, manifest: Manifest) -> list[Attestation]:
+    """Return the attestation manifests that an image has in the registry; kinds of no name here keep their own."""
     found = list[Attestation]()
     for entry in manifest.listed(attestations=True):
         layers = registry.get(entry["digest"]).document["layers"]
         types = [str((layer.get("annotations") or {}).get("in-toto.io/predicate-type")) for layer in layers]
-        kinds = (next((_PREDICATES[start] for start in _PREDICATES if each.startswith(start)), each) for each in types)
-        found.append(Attestation(entry["digest"], entry["annotations"]["vnd.docker.reference.digest"], tuple(kinds)))
-    return tuple(found)
+        kinds = [next((_PREDICATES[start] for start in _PREDICATES if each.startswith(start)), each) for each in types]
+        about = entry["annotations"]["vnd.docker.reference.digest"]
+        found.append({"digest": entry["digest"], "image": about, "kinds": kinds})
+    return found
 
 
-def check(found: tuple[Attestation, ...], wanted: Attesting, label: str) -> None:
+def check(found: list[Attestation], wanted: Attesting, label: str) -> None:
     """Raise ``IntegrityError`` unless the registry holds all that was to be attached."""
-    if missing := set(wanted.kinds) - {kind for each in found for kind in each.kinds}:
+    if missing := set(wanted.kinds) - {kind for each in found for kind in each["kinds"]}:
         raise errors.IntegrityError(
             f"{label}: was pushed without its attestations ({', '.join(sorted(missing))}); no tag was moved. "
             "Give --attest none to push without"
         )
 
 
-def summary(found: tuple[Attestation, ...]) -> str:
+def summary(found: list[Attestation]) -> str:
     """Return one line that says which attestations there are."""
-    return ", ".join(f"{each.digest} ({', '.join(each.kinds)})" for each in found) or "none"
+    return ", ".join(f"{each['digest']} ({', '.join(each['kinds'])})" for each in found) or "none"
 
 
 def check_key(key: str) -> None:

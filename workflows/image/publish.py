@@ -170,7 +170,7 @@ def record(
     size: int,
     moved: Sequence[push.Moved],
     promoted_s: float,
-    attested: tuple[str, Sequence[Attestation]],
+    attested: tuple[str, list[Attestation]],
     signature: dict[str, str] | None,
     version: str | None,
 ) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def record(
             "id": built.image_id,
             "bytes": size,
             "pull": f"docker pull {reference.at(pushed.digest)}",
-            "staging": pushed.reference.tag,
+            "staging": reference.staging.tag,
             "tags": [asdict(each) for each in moved],
         },
         "check": {"job": check.job, "verdict": check.verdict},
@@ -200,10 +200,7 @@ def record(
             "push": round(pushed.seconds, 1),
             "promote": round(promoted_s, 1),
         },
-        "attestations": {
-            "said": attested[0],
-            "manifests": [asdict(each) | {"kinds": list(each.kinds)} for each in attested[1]],
-        },
+        "attestations": {"said": attested[0], "manifests": attested[1]},
         "signature": signature,
     }
 
@@ -250,11 +247,8 @@ def planned_promotion(request: Request) -> list[list[str]]:
 def summary(document: dict[str, Any]) -> str:
     """Return what a person wants to know of a push."""
     image = document["image"]
-    states = {True: "as it was", False: "moved"}
-    tags = [
-        f"{each['tag']} ({states[each['before'] == each['digest']] if each['before'] else 'new'})"
-        for each in image["tags"]
-    ]
+    states = {None: "new", image["digest"]: "as it was"}
+    tags = [f"{each['tag']} ({states.get(each['before'], 'moved')})" for each in image["tags"]]
     lines = [
         f"digest  {image['digest']}",
         f"pushed  {image['bytes'] / 1e6:.1f} MB to pull, in {document['seconds']['push']:.1f} s",

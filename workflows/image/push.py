@@ -21,9 +21,8 @@ _FIXED = re.compile(rf"{_RELEASE.pattern}(-[0-9A-Za-z.-]+)?")
 
 @dataclass(frozen=True)
 class Pushed:
-    """What lies in the registry now, under which name; ``attempts`` says how often the engine had to be started."""
+    """What lies in the registry now; ``attempts`` says how often the engine had to be started."""
 
-    reference: Reference
     manifest: Manifest
     attempts: int
     seconds: float
@@ -97,7 +96,7 @@ def deliver(
             "another build took its staging tag: build again"
         )
     reporter.done("push", manifest.digest)
-    return Pushed(staging, manifest, attempts, time.monotonic() - started)
+    return Pushed(manifest, attempts, time.monotonic() - started)
 
 
 def fault(said: str, label: str) -> Exception:

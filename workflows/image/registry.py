@@ -15,7 +15,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
@@ -33,15 +33,10 @@ _TIMEOUT_S = (10, 60)
 _HUB = "registry-1.docker.io"
 _MAX_MANIFEST = 4 << 20
 _ATTESTS = "attestation-manifest"
-_INDEX_TYPES = (
-    "application/vnd.oci.image.index.v1+json",
-    "application/vnd.docker.distribution.manifest.list.v2+json",
-)
-_TYPES = (
-    *_INDEX_TYPES,
-    "application/vnd.oci.image.manifest.v1+json",
-    "application/vnd.docker.distribution.manifest.v2+json",
-)
+_OCI, _DOCKER = "application/vnd.oci.image", "application/vnd.docker.distribution.manifest"
+_INDEX_TYPES = (f"{_OCI}.index.v1+json", f"{_DOCKER}.list.v2+json")
+_TYPES = (*_INDEX_TYPES, f"{_OCI}.manifest.v1+json", f"{_DOCKER}.v2+json")
+_IDENTITY = "<token>"  # Docker's name for whoever has a token in place of a user and a password
 
 
 class Transient(Exception):
@@ -127,16 +122,7 @@ class Manifest:
         return [each for each, kind in zip(found, kinds, strict=True) if (kind == _ATTESTS) == attestations]
 
 
-@dataclass(frozen=True)
-class Login:
-    """A user and a password, or an identity token; neither is part of ``repr``."""
-
-    user: str = field(repr=False)
-    secret: str = field(repr=False)
-    identity: bool = False
-
-
-def find_login(host: str, path: str) -> Login | None:
+def find_login(host: str, path: str) -> HTTPBasicAuth | None:
     """Return what ``docker login`` or ``podman login`` left for a repository, in a file or with a helper.
 
     What a helper says is not repeated: it may be the password.
@@ -156,10 +142,10 @@ def find_login(host: str, path: str) -> Login | None:
             with warnings.catch_warnings(action="ignore"):
                 found = next(filter(None, own), None) or config.resolve_authconfig(host)
             if found and (token := found.get("IdentityToken")):
-                return Login("", token, identity=True)
+                return HTTPBasicAuth(_IDENTITY, token)
             if found:
                 named = {key.lower(): value for key, value in found.items()}
-                return Login(named["username"], named["password"].rstrip("\0"))
+                return HTTPBasicAuth(named["username"], named["password"].rstrip("\0"))
     except DockerException:
         raise errors.RegistryError(
             f"{host}: docker-credential-{helper} is not here or failed, and Docker's config.json names it; "
@@ -353,9 +339,9 @@ class Registry:
         """Answer the registry's question who we are; None if we have nothing to answer."""
         kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
         login = self._login
-        basic = HTTPBasicAuth(login.user, login.secret) if login and not login.identity else None
-        if kind.lower() == "basic" and basic:
-            return str(basic(requests.Request("GET", answer.url).prepare()).headers["Authorization"])
+        identity = login is not None and login.username == _IDENTITY
+        if kind.lower() == "basic" and login and not identity:
+            return str(login(requests.Request("GET", answer.url).prepare()).headers["Authorization"])
         parameters = dict(re.findall(r'(\w+)="([^"]*)"', rest))
         realm = urlsplit(parameters.get("realm", ""))
         if kind.lower() != "bearer" or not realm.geturl():
@@ -365,11 +351,11 @@ class Registry:
                 f"{self._host}: wants our login sent to {realm.geturl()} in the open; it was not sent"
             )
         asked = {"service": parameters.get("service", ""), "scope": f"repository:{self._path}:{scope}"}
-        if login and login.identity:
-            form = {"grant_type": "refresh_token", "refresh_token": login.secret, "client_id": "multimesh"}
+        if login and identity:
+            form = {"grant_type": "refresh_token", "refresh_token": login.password, "client_id": "multimesh"}
             told = self._exchange("POST", realm.geturl(), data=asked | form)
         else:
-            told = self._exchange("GET", realm.geturl(), params=asked, auth=basic or _as_it_is)
+            told = self._exchange("GET", realm.geturl(), params=asked, auth=login or _as_it_is)
         if told.status_code != 200:
             raise self._fault(told, "a token")
         try:
