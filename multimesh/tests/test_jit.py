@@ -1,5 +1,7 @@
 """mm.jit as a jit: what goes in, what comes out, donation, static arguments, retracing, ahead-of-time use."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,3 +287,26 @@ def test_compilations_do_not_grow_with_microbatches(compilations, case):
         f(placed, batch)
         assert len(compilations) - before == counts[-1]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_pythons_garbage_collector_rests_while_a_function_is_lowered_and_is_then_as_before(split, case, collects):
+    seen = []
+
+    def f(p, x):
+        seen.append(gc.isenabled())
+        if len(seen) > 1:
+            raise ValueError("again")
+        return two_blocks(split)(p, x)
+
+    (params, batch), before = case, gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        mm.jit(f).lower(params, batch["x"])
+        assert gc.isenabled() == collects
+        with pytest.raises(ValueError, match="again"):
+            mm.jit(f).lower(params, batch["x"][:2])
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False, False]

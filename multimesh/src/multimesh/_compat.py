@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import socket
 import sys
@@ -246,7 +247,7 @@ def nbytes(aval: Any) -> int:
     """Size of an array of this abstract value in bytes; zero for tokens."""
     if not hasattr(aval, "shape"):
         return 0
-    return int(np.prod(aval.shape, dtype=np.int64)) * getattr(aval.dtype, "itemsize", 8)
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 
 REMATTED = "rematted_computation"

@@ -38,7 +38,7 @@ from multimesh.passes.pipeline import Traced
 from multimesh.passes.place import has_tasks
 from multimesh.plan import Plan
 from multimesh.submesh import describe
-from multimesh.tracing import partitioning, recorded
+from multimesh.tracing import partitioning, recorded, uncollected
 from multimesh.transforms import Call
 from multimesh.units import amount
 
@@ -246,6 +246,7 @@ class Jitted:
 
         return flat, structs
 
+    @uncollected()
     def _lower(self, given: Given, signature: Signature) -> Lowered | Plain:
         flat, structs = self._flat(given, signature)
         donated = given.donated_leaves(signature.tree)

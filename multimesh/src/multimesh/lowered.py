@@ -22,6 +22,7 @@ from multimesh.plan import Plan
 from multimesh.profiling import Profile, profile
 from multimesh.project import processes
 from multimesh.runtime import PartRunner, Runner
+from multimesh.tracing import uncollected
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,7 @@ class Lowered:
         """
         return tuple(pipeline.run(self.traced))
 
+    @uncollected()
     def memory_forecast(self) -> tuple[MemoryForecast, ...]:
         """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
 

@@ -46,7 +46,8 @@ def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
         slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
         for slot, layout in zip(plan.slots, plan.layouts, strict=True)
     ]
-    work = {number: _workspace(plan, number, known, bodies) for number, known in kernels.items()}
+    runs = {step.kernel: step for step in reversed(plan.instructions)}  # the first of each kernel
+    work = {number: _workspace(plan, runs[number], known, bodies) for number, known in kernels.items()}
     static = {slot for _, slot in (*plan.inputs, *plan.constants)}
     held = [0] * len(plan.submeshes)
     for slot in static:
@@ -62,19 +63,21 @@ def _peaks(
     sums = {slot for step in runs for slot in step.ins[: len(plan.kernels[step.kernel or 0].sums)]}
     args = {slot: arg for arg, slot in plan.inputs}
     live: list[dict[int, int]] = [{} for _ in plan.submeshes]
+    total = [[0, 0] for _ in plan.submeshes]  # of others, of sums
     peak = [(0, 0, 0)] * len(plan.submeshes)
     for step in plan.instructions:
-        mine = live[step.submesh]
+        mine, alive = live[step.submesh], total[step.submesh]
         if step.kind == "FREE":
             for slot in step.ins:
-                mine.pop(slot, None)
+                alive[slot in sums] -= mine.pop(slot, 0)
         elif step.kind in ("RUN", "RECV"):
             reused = _reused(plan, step, args)
-            mine |= {slot: 0 if slot in reused else sizes[slot] for slot in step.outs if slot not in static}
-            summed = sum(size for slot, size in mine.items() if slot in sums)
+            for slot in (slot for slot in step.outs if slot not in static):
+                size = 0 if slot in reused else sizes[slot]
+                alive[slot in sums] += size - mine.get(slot, 0)
+                mine[slot] = size
             running = 0 if step.kernel is None else work.get(step.kernel, 0)
-            now = (summed, sum(mine.values()) - summed, running)
-            peak[step.submesh] = max(peak[step.submesh], now, key=sum)
+            peak[step.submesh] = max(peak[step.submesh], (alive[True], alive[False], running), key=sum)
     return peak
 
 
@@ -86,11 +89,10 @@ def _reused(plan: Plan, step: Instruction, args: Mapping[int, int]) -> set[int]:
     return {slot for slot in step.outs if plan.like.get(slot, (None,))[0] in donated}
 
 
-def _workspace(plan: Plan, number: int, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
+def _workspace(plan: Plan, run: Instruction, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
     """Bytes of the arrays that a program makes for itself, at the moment when most of them are alive."""
-    kernel = plan.kernels[number]
+    kernel = plan.kernels[run.kernel or 0]
     mesh = plan.submeshes[kernel.submesh]
-    run = next(step for step in plan.instructions if step.kernel == number)
     # Sums that it reduces over devices; those that wait for the end of the loop it only adds. A microbatch's term is
     # there as a product (in the peak), as it is laid out and reduced, and as it is added.
     reduced = [v for v, slot in zip(kernel.sums, run.outs, strict=False) if slot not in plan.over]

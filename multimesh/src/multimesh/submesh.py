@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +163,7 @@ def carry_over(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> Named
     for size, entry in zip(shape, tuple(spec) + (None,) * len(shape), strict=False):
         free = entry is None or entry is PartitionSpec.UNCONSTRAINED
         names = () if free else (entry,) if isinstance(entry, str) else tuple(entry)
-        ways = int(np.prod([mesh.shape.get(axis, 0) for axis in names], dtype=np.int64))
+        ways = math.prod(mesh.shape.get(axis, 0) for axis in names)
         entries.append(entry if names and ways and size % ways == 0 else None)
     while entries and entries[-1] is None:
         entries.pop()

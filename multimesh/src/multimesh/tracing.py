@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import re
 from collections.abc import Iterator
 
@@ -30,6 +31,19 @@ def recorded() -> bool:
 def current_task() -> Placement | None:
     """The innermost task around the code that is traced."""
     return _task.get()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause Python's garbage collector, which walks a growing trace again and again, and finds next to nothing."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ dimension that a constraint replicates stops others, as it does in a compiler.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir
@@ -139,7 +139,7 @@ class Layouts:
 
 
 def _fits(axes: Axes, mesh: Mesh, size: int) -> bool:
-    ways = int(np.prod([mesh.shape.get(axis, 0) for axis in axes], dtype=np.int64))
+    ways = math.prod(mesh.shape.get(axis, 0) for axis in axes)
     return bool(ways) and size % ways == 0
 
 

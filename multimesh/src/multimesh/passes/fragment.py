@@ -8,6 +8,7 @@ direction needs no names: it follows from the first transposed operation.
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,12 +30,12 @@ class Fragment:
     outs: tuple[ir.Value, ...] = ()
     stage: int | None = None
 
-    @property
+    @functools.cached_property
     def task(self) -> str:
         """Names of the tasks inside, in order."""
         return "+".join(dict.fromkeys(op.task.name for op in self.ops if op.task is not None))
 
-    @property
+    @functools.cached_property
     def made(self) -> set[ir.Value]:
         """Values that its operations make."""
         return {o for op in self.ops for o in op.outs}

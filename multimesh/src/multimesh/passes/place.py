@@ -271,12 +271,14 @@ def _clone_floating(
             placed.append(replace(item, mesh=mesh, ins=ins, outs=outs))
     for carried in states:
         needed[carried] = dict(reversed(needed[carried].items()))
-    return placed, tuple(_copy_for_output(o, copy, needed, wanted) for o in outputs)
+    any_copy = {value: made for (value, _), made in reversed(copy.items())}  # the first of each
+    return placed, tuple(_copy_for_output(o, copy, any_copy, needed, wanted) for o in outputs)
 
 
 def _copy_for_output(
     atom: ir.Atom,
     copy: dict[tuple[ir.Value, Mesh], ir.Value],
+    any_copy: dict[ir.Value, ir.Value],
     needed: dict[ir.Value, dict[Mesh, None]],
     wanted: Mapping[ir.Value, Mesh],
 ) -> ir.Atom:
@@ -285,7 +287,7 @@ def _copy_for_output(
     for mesh in (wanted.get(atom), *needed[atom]):
         if (atom, mesh) in copy:
             return copy[atom, mesh]
-    return next((made for (value, _), made in copy.items() if value is atom), atom)
+    return any_copy.get(atom, atom)
 
 
 def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]:

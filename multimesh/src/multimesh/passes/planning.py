@@ -65,6 +65,7 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self._index: dict[Any, int] = {}
+        self._number: dict[Mesh, int] = {}
         self._arg = {v: i for i, v in enumerate(self.program.inputs)}
         self._accumulators: list[int] = []
         self._states: dict[int, int] = {}  # slot to that of the first microbatch
@@ -92,9 +93,10 @@ class _Builder:
                 self._readers[outer][self._submesh(stage.fragment.mesh)] = None
 
     def _submesh(self, mesh: Mesh) -> int:
-        if mesh not in self.meshes:
+        if mesh not in self._number:
+            self._number[mesh] = len(self.meshes)
             self.meshes.append(mesh)
-        return self.meshes.index(mesh)
+        return self._number[mesh]
 
     def _slot(self, value: ir.Value, submesh: int, microbatch: int | None = None) -> int:
         """Slot of a value on a submesh: an argument, a constant or something made there or received."""
@@ -271,7 +273,8 @@ class _Builder:
 
         As under `jax.jit` every result has a buffer of its own: one that is an argument, or is there twice, is copied.
         """
-        outputs = [self._output(o) for o in self.program.outputs]
+        staged = dict(reversed(self.inputs))  # the first of each
+        outputs = [self._output(o, staged) for o in self.program.outputs]
         arg_of = {slot: arg for arg, slot in self.inputs}
         taken: set[int] = set()
         copied: dict[int, list[int]] = collections.defaultdict(list)
@@ -298,12 +301,12 @@ class _Builder:
                     passed[slot] = (arg_of[source],)
         return tuple(outputs), passed
 
-    def _output(self, atom: ir.Atom) -> tuple[str, Any]:
+    def _output(self, atom: ir.Atom, staged: Mapping[int, int]) -> tuple[str, Any]:
         if not isinstance(atom, ir.Value):
             return "literal", atom.val
         if atom in self._arg:
-            staged = [slot for arg, slot in self.inputs if arg == self._arg[atom]]
-            return ("slot", staged[0]) if staged else ("arg", self._arg[atom])
+            arg = self._arg[atom]
+            return ("slot", staged[arg]) if arg in staged else ("arg", arg)
         if atom in self.program.consts:
             return "literal", self.program.consts[atom]
         return "slot", self._slot(atom, self._submesh(self.homes[atom]))
@@ -338,15 +341,15 @@ class _Builder:
         for key, slot in self._index.items():
             if len(key) == 3 and key[2] is None and key[0] in label:
                 like[slot] = (label[key[0]],)
+        same: dict[Any, list[int]] = collections.defaultdict(list)
+        for arg, slot in self.inputs:
+            given = self.slots[slot]
+            same[given.submesh, given.shape, given.dtype].append(arg)
         for slot in self._accumulators:
-            if slot not in like:
-                mine = self.slots[slot]
-                shape = mine.shape[1:] if slot in self._over else mine.shape
-                kind = (mine.submesh, shape, mine.dtype)
-                of = ((a, self.slots[s]) for a, s in self.inputs)
-                same = tuple(a for a, given in of if (given.submesh, given.shape, given.dtype) == kind)
-                if same:
-                    like[slot] = same
+            mine = self.slots[slot]
+            shape = mine.shape[1:] if slot in self._over else mine.shape
+            if slot not in like and (found := same[mine.submesh, shape, mine.dtype]):
+                like[slot] = tuple(found)
         arg_of = {slot: arg for arg, slot in self.inputs}
         like.update({slot: (arg_of[first],) if first in arg_of else () for slot, first in self._states.items()})
         return like

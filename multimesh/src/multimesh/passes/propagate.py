@@ -192,8 +192,9 @@ class _Arrays:
 
         Where a dimension is summed over, operands are the targets; they take axes in the end only.
         """
-        given = [(array.axes[d] or (), array.mesh) for array, d in sources]
-        given.sort(key=lambda item: -ways((item[0],), item[1]))
+        given = [(axes, array.mesh) for array, d in sources if (axes := array.axes[d])]
+        if len(given) > 1:
+            given.sort(key=lambda item: -ways((item[0],), item[1]))
         for array, d in targets:
             if (array, d) not in sources:
                 any(array.take(d, axes) for axes, _ in given)
@@ -284,9 +285,11 @@ class _Arrays:
 def _called(op: ir.Op) -> Any:
     """The program that an operation stands for; None for one that computes by itself."""
     called = op.params.get("jaxpr") or op.params.get("call_jaxpr")
+    if called is None:
+        return None
     jaxpr = getattr(called, "jaxpr", called)
     shapes = [[ir.shape(v) for v in part] for part in (op.ins, op.outs)]
-    if jaxpr is None or [[ir.shape(v) for v in part] for part in (jaxpr.invars, jaxpr.outvars)] != shapes:
+    if [[ir.shape(v) for v in part] for part in (jaxpr.invars, jaxpr.outvars)] != shapes:
         return None
     return called
 
@@ -320,9 +323,14 @@ class _Slots(_Arrays):
         self.values: dict[int, dict[ir.Value, _Array]] = {}  # of each kernel
         self.memory_kinds: dict[int, str] = {}
         self._sent: dict[tuple[_Array, int], _Array] = {}
+        self._settled: set[tuple[_Array, _Array]] = set()
+        given: dict[tuple[tuple[int, ...], NamedSharding], _Array] = {}  # nothing changes these, so one stands for all
         for slot, layout in pinned.items():
-            self.array[slot] = self.new(plan.slots[slot], layout.mesh)
-            self.array[slot].decide(entries(layout.spec, len(plan.slots[slot].shape)))
+            key = (plan.slots[slot].shape, layout)
+            if key not in given:
+                given[key] = self.new(plan.slots[slot], layout.mesh)
+                given[key].decide(entries(layout.spec, len(plan.slots[slot].shape)))
+            self.array[slot] = given[key]
         self._follow()
         self.fill()
 
@@ -349,8 +357,10 @@ class _Slots(_Arrays):
 
     def _settle(self, slot: int, array: _Array) -> None:
         """Let a slot hold an array; one with a layout of its own only hands it on."""
-        if self.array.setdefault(slot, array) is not array:
-            self.same(array, self.array[slot])
+        known = self.array.setdefault(slot, array)
+        if known is not array and (array, known) not in self._settled:
+            self._settled.add((array, known))
+            self.same(array, known)
 
     def _received(self, source: _Array, submesh: int) -> _Array:
         if (source, submesh) not in self._sent:
