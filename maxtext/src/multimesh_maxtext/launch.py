@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -22,6 +23,9 @@ TRAINER = "maxtext.trainers.pre_train.train"
 
 JOIN = ("multimesh_maxtext", "join")
 """The trainer as one of several processes: see `join`."""
+
+FORESEE = ("multimesh_maxtext", "foresee")
+"""The trainer that only forecasts: see `foresee`."""
 
 VARIABLE = "MULTIMESH_MAXTEXT"
 """Name of the environment variable; where it is not set the hooks of the patched MaxText do nothing."""
@@ -190,7 +194,8 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     start = launch(alone, paths, inherited=inherited, gpu_memory=gpu_memory)
     limit = memory.limit(job, gpu_memory)
     asked = replace(handoff(alone, paths, limit), forecast=str(paths.forecast), platform=job.options.platform)
-    return replace(start, environment={**start.environment, **asked.variables()})
+    command = (*start.command[:3], *FORESEE, *start.command[4:])
+    return replace(start, command=command, environment={**start.environment, **asked.variables()})
 
 
 def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
@@ -318,5 +323,15 @@ def join(arguments: Sequence[str]) -> None:
     )
     # Orbax's own refuses arrays of which a process has all shards, or none.
     ocp.type_handlers.register_type_handler(jax.Array, distributed.orbax_handler(), override=True)
+    _be_trainer(arguments)
+
+
+def foresee(arguments: Sequence[str]) -> None:
+    """Be MaxText's trainer, in this process, until it has forecast its step; to the end it keeps what it makes."""
+    gc.disable()
+    _be_trainer(arguments)
+
+
+def _be_trainer(arguments: Sequence[str]) -> None:
     sys.argv = [TRAINER, *arguments]
     runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)
