@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import time
 import xml.etree.ElementTree as ET
 
 import drawings
@@ -184,3 +185,12 @@ def test_a_plan_draws_its_forecast(tmp_path):
 def test_the_pictures_of_the_documentation_are_current_and_small():
     assert drawings.stale() == [], "run multimesh/tests/drawings.py --write and look at what changed"
     assert all(len(text) < 70_000 for text in drawings.drawings().values())
+
+
+def test_a_picture_of_ten_thousand_programs_takes_seconds():
+    programs, rows = 10_000, 16
+    spans = tuple(Span(n % rows, n // rows, n // rows + 1, "F", "", n % rows, n // rows) for n in range(programs))
+    began = time.process_time()
+    picture = svg.draw(Timeline("", "", "", tuple(map(str, range(rows))), spans))
+    assert time.process_time() - began < 10  # 0.5 on a quiet machine; minutes with anything quadratic in it
+    assert picture.count('<rect class="c F"') == programs

@@ -215,7 +215,7 @@ def _dump(start: Launch, paths: Paths, o: Options) -> int:
 
 def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:
     o, device = job.options, memory.DEVICES[job.options.device] if job.options.device else None
-    tokens = device and memory.estimate_tokens(job.model, o.sequence_length, job.devices, device, found.bubble or 0.0)
+    tokens = device and memory.estimate_tokens(job.model, o.sequence_length, job.devices, device, found.bubble)
     if o.json:
         if o.forecast:
             needs = [{**asdict(need), "total": need.total} for need in found.needs]
@@ -232,11 +232,6 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
         return
     if limit is not None:
         console.print(f"of {memory.show_size(limit)} that JAX may use of a device", highlight=False)
-    if found.bubble is None:
-        console.print(
-            "the step has too many programs to simulate: nothing is said of what devices wait", highlight=False
-        )
-        return
     if schedule := report.chosen(paths.schedule):
         console.print(schedule["schedule"]["text"], highlight=False, markup=False)
     picture = paths.forecast.with_suffix(".svg")

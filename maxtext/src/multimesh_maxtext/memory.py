@@ -48,10 +48,10 @@ class Forecast:
     """What each stage needs, and the share of a step that devices wait for each other; a backward is two forwards."""
 
     needs: tuple[Need, ...]
-    bubble: float | None
+    bubble: float
 
 
-def write(needs: Sequence[Need], bubble: float | None, file: Path) -> None:
+def write(needs: Sequence[Need], bubble: float, file: Path) -> None:
     """Write what `read` reads."""
     file.write_text(json.dumps({"needs": [asdict(need) for need in needs], "bubble": bubble}))
 

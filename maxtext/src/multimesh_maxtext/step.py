@@ -30,9 +30,6 @@ _PARAMETERS = "ga_params"
 _STATE = "rest_state"
 """What MaxText hands from a microbatch to the next: keys of random number generators, and how often each was used."""
 
-_DRAWN = 20_000
-"""Instructions of a step that a forecast simulates and draws; with more that takes minutes."""
-
 _REPEATS = 2
 """Measured runs of a step that ``--schedule auto`` takes the costs of its programs from."""
 
@@ -175,12 +172,9 @@ def _end_before_training(jitted: multimesh.Jitted, handoff: Handoff, state: Any,
     """Write a forecast, or dump the compiled step, and end the process; return if neither is asked for."""
     if handoff.forecast:
         lowered = jitted.lower(state, batch)
-        bubble = None
-        if len(lowered.plan.instructions) <= _DRAWN:
-            timeline = lowered.plan.forecast()
-            timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
-            bubble = timeline.bubble
-        memory.write(needs(lowered, state), bubble, Path(handoff.forecast))
+        timeline = lowered.plan.forecast()
+        timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
+        memory.write(needs(lowered, state), timeline.bubble, Path(handoff.forecast))
         sys.exit()
     if handoff.dump_only:
         lowered = jitted.lower(state, batch)

@@ -6,6 +6,7 @@ background, light or dark as the viewer prefers, so that it can be read on any p
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 import zlib
@@ -65,7 +66,7 @@ class _Picture:
 
     timeline: Timeline
 
-    @property
+    @functools.cached_property
     def plot(self) -> float:
         """Width of the plot: wide enough for the labels of short programs, within limits."""
         lengths = sorted(s.duration for s in self.timeline.spans if s.phases and s.duration)
