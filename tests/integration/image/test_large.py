@@ -18,6 +18,7 @@ SMALL = (
 
 
 @pytest.mark.full
+@pytest.mark.slurm
 @pytest.mark.stand_in("two Slurm nodes on one machine with Docker; a small llama3 on 4 CPU devices of 2 processes")
 def test_the_job_trains_in_the_image(image: dict[str, Any], repository: Repository, cluster: dict[str, str]) -> None:
     wanted = {"MULTIMESH_SLURM_OPTIONS": OPTIONS, "MULTIMESH_SLURM_FLAGS": SMALL}

@@ -17,6 +17,8 @@ import pytest
 
 from tests.integration.parts import processes
 
+pytestmark = pytest.mark.slurm
+
 ROOT = Path(__file__).parents[3]
 WHO = r"\(\S+, pid \d+\)"
 JOB = """

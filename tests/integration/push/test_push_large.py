@@ -17,6 +17,8 @@ from workflows import errors
 
 from .conftest import ROOT, digest_of
 
+pytestmark = pytest.mark.slurm
+
 OPTIONS = "--ntasks-per-node=2 --gpus-per-node=0 --time=5"
 
 
