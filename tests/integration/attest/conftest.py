@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.parts import builder
 from tests.integration.parts import engine as engines
+from workflows.sources import lock as sources
 
 SECRET = "hunter2-hunter2"
 # Small, and with what provenance could give away: build arguments, and a secret that a step reads.
@@ -95,12 +96,19 @@ def bench(root: Path, store: str, registry: str, tmp_path_factory: pytest.TempPa
         shutil.copy2(root / name, place / name, follow_symlinks=False)
     (place / "docker" / "Dockerfile").write_text(DOCKERFILE)
     (place / ".venv").symlink_to((root / ".venv").resolve())
-    (place / "third_party" / "maxtext" / "src" / "maxtext").mkdir(parents=True)
-    git = ["git", "-C", str(place), "-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
-    for argv in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "t"]):
-        subprocess.run([*git, *argv], check=True)
+    maxtext, lock = place / "third_party" / "maxtext", place / "sources.lock"
+    (maxtext / "src" / "maxtext").mkdir(parents=True)
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
+    for tree in (maxtext, place):
+        for argv in (["init", "-q"], ["add", "-A"], ["commit", "-q", "--allow-empty", "-m", "t"]):
+            subprocess.run([*git, "-C", tree, *argv], check=True)
+        if tree == maxtext:  # the lock says what lies there
+            head = subprocess.run([*git, "-C", tree, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+            pinned = str(sources.value(lock, "maxtext", "patched_commit"))
+            lock.write_text(lock.read_text().replace(pinned, head.stdout.strip()))
     subprocess.run(
-        [*git, "remote", "add", "origin", "https://me:hunter2-hunter2@git.example/team/code.git"], check=True
+        [*git, "-C", place, "remote", "add", "origin", "https://me:hunter2-hunter2@git.example/team/code.git"],
+        check=True,
     )
     bare = Bench(place, "", "", {"DOCKER_HOST": store})
     files, links = engines.checkable()
