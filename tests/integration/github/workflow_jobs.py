@@ -103,6 +103,7 @@ class Machine:
             "failure": lambda: not healthy,
             "always": lambda: True,
             "cancelled": lambda: False,
+            "startsWith": lambda text, start: str(text).startswith(start),
             "hashFiles": lambda *patterns: "0" * 64,
         }
 
