@@ -201,10 +201,10 @@ def test_a_job_that_lost_a_process_starts_again(
 
     monkeypatch.setattr(spawning, "_run", start)
     place = ["--output", str(tmp_path), "--checkpoint", str(tmp_path / "ck")]
-    argv = ["--spawn", "--nodes", "2", "--cpus", "1", "--pp", "2", "--max-restarts", "2", *place]
+    argv = ["--spawn", "--nodes", "2", "--cpus", "1", "--pp", "2", "--max-restarts", "2", "--overwrite", *place]
     assert main(argv, root=root) == codes[starts - 1]
     assert len(lines) == starts
-    assert all(("--resume" in line) == (n > 0) for n, line in enumerate(lines))
+    assert all(("--resume" in line, "--overwrite" in line) == (n > 0, n == 0) for n, line in enumerate(lines))
     assert not any({"--spawn", "--max-restarts"} & {*line} for line in lines)
     told = capsys.readouterr()
     row = r" 5 +3 +2 +process 1 of 2 \(n1, pid 8\) was killed by SIGKILL\n"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from multimesh_maxtext.cli import main
 from multimesh_maxtext.errors import MissingPartError
 from multimesh_maxtext.machine import check_environment, stale_parts
 
@@ -21,6 +22,13 @@ TRAINER = """
 import json, os, sys, time, numpy
 print("numpy from", numpy.__file__, flush=True)
 settings = dict(word.split("=", 1) for word in sys.argv[2:])
+asked = json.loads(os.environ.get("MULTIMESH_MAXTEXT", "{}"))
+if asked.get("forecast"):
+    json.dump({"needs": [], "bubble": None}, open(asked["forecast"], "w"))
+if asked.get("forecast") or asked.get("dump_only"):
+    sys.exit()
+if os.environ.get("STAND_IN") == "fails":
+    sys.exit("no step was done")
 with open(settings["metrics_file"], "a") as file:
     for step in range(int(settings["steps"])):
         record = {"learning/loss": 2.0 - step, "learning/grad_norm": 1.0, "perf/step_time_seconds": 0.1}
@@ -75,6 +83,20 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(stand_in: Path, capsys: pytest.CaptureFixture) -> Command:
+    """The command in this process, run to its end: its exit code, and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["--num-steps", "2", *map(str, arguments)], root=stand_in)
+        return code, *capsys.readouterr()
+
+    return run
+
+
 def wait_for(condition: Callable[[], object]) -> Any:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -110,6 +132,76 @@ def test_a_folder_that_holds_a_run_is_kept_unless_told_otherwise(start: Start, t
     assert code == 0, errors
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "mine.txt").exists()
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_looking_ahead_leaves_a_run_alone_even_while_it_runs(start: Start, command: Command, tmp_path: Path):
+    """``--forecast`` and ``--dump-only`` have folders of their own, and are no run that another would replace."""
+    start("--output", tmp_path, STAND_IN="hangs")
+    wait_for(lambda: (tmp_path / ".running").exists() and (tmp_path / ".running").stat().st_size)
+    before = contents(tmp_path)
+    job = ("--pp", 2, "--cpus", 2)
+    for flags in (("--forecast",), ("--dump-only", "--dump", tmp_path / "plan")):
+        code, _, errors = command(*job, *flags, "--output", tmp_path)
+        assert code == 0, errors
+    after = contents(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert command(*job, "--forecast", "--output", tmp_path / "fresh")[0] == 0
+    code, _, errors = command("--output", tmp_path / "fresh")
+    assert code == 0, errors
+
+
+def test_what_failed_before_its_first_step_is_not_in_the_way(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "short.txt").write_text("abc")
+    job = ("--output", tmp_path / "out", "--text", tmp_path / "short.txt")
+    code, _, errors = command(*job, "--sequence-length", 8)
+    assert (code, "use --sequence-length 2" in errors) == (2, True)
+    with monkeypatch.context() as context:
+        context.setenv("STAND_IN", "fails")
+        assert command(*job, "--sequence-length", 2)[0] == 10
+    code, _, errors = command(*job, "--sequence-length", 2)
+    assert code == 0, errors
+
+
+def test_a_resumption_writes_over_no_other_run(command: Command, tmp_path: Path):
+    """Only over the records that its own checkpoints do not have; every remedy that is named can be taken."""
+    out, own, ck = (tmp_path / name for name in ("out", "own", "ck"))
+    resume = ("--checkpoint", ck, "--resume")
+    assert command("--output", out, "--num-steps", 3)[0] == 0
+    before = (out / "metrics.jsonl").read_bytes()
+    code, _, errors = command("--output", out)
+    assert (code, "--resume" in errors) == (2, False)  # there is nothing to go on with
+    code, _, errors = command("--output", out, *resume)
+    assert code == 2
+    refused = f"holds a run that wrote no checkpoint to {ck}: --resume would write over it; choose another --output"
+    assert errors == f"error: --output {out} {refused}\n"
+    assert (out / "metrics.jsonl").read_bytes() == before
+    for _ in range(2):  # its own folder, before the first checkpoint
+        code, _, errors = command("--output", own, *resume)
+        assert code == 0, errors
+    (ck / "7").mkdir()
+    (ck / "7/commit_success.txt").touch()
+    code, _, errors = command("--output", own)
+    assert (code, f"add --overwrite to replace it, --checkpoint {ck} --resume to go on" in errors) == (2, True)
+    metrics = tmp_path / "mine.jsonl"
+    metrics.write_text("mine")
+    code, _, errors = command("--output", tmp_path / "third", "--metrics-file", metrics)
+    assert (code, metrics.read_text()) == (2, "mine")
+    assert f"--metrics-file {metrics} has the steps of another run; remove it, or choose" in errors
+
+
+def test_overwrite_removes_all_that_a_run_made(command: Command, tmp_path: Path):
+    assert command("--output", tmp_path)[0] == 0
+    for name in ("forecast.svg", "maxtext-before-restart-1.log", "process-3/maxtext.log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert command("--output", tmp_path, "--overwrite")[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {".running", "maxtext.log", "metrics.jsonl"}
 
 
 def test_two_runs_in_one_folder_are_refused_by_the_process_that_is_there(start: Start, tmp_path: Path):

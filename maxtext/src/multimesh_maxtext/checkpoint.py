@@ -209,6 +209,13 @@ def link(checkpoints: Path, folder: Path) -> None:
     checkpoints.symlink_to(folder.resolve())
 
 
+def written_to(checkpoints: Path, folder: Path) -> bool:
+    """Whether a run that keeps its checkpoints here wrote them to a folder; also if that was moved since."""
+    if not checkpoints.is_symlink():
+        return False
+    return checkpoints.resolve() == folder.resolve() or (not checkpoints.exists() and bool(look(folder).steps))
+
+
 def explained(log: str, folder: Path) -> CheckpointError | None:
     """Return what MaxText's log says went wrong with a checkpoint; ``None`` if that was not the matter."""
     ours = _OURS.findall(log)

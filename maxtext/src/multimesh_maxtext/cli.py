@@ -16,7 +16,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from multimesh_maxtext import memory, report, restarts
-from multimesh_maxtext.checkpoint import Beginning, beginning
+from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import LauncherError, TrainerFailedError, UsageError
 from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, member, visible_gpu_memory
@@ -25,7 +25,7 @@ from multimesh_maxtext.memory import Forecast, check_fits
 from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
 from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
-from multimesh_maxtext.reserve import RUNNING, holds_run, replace_run, writing
+from multimesh_maxtext.reserve import RUNNING, has_content, holds_run, remove_run, writing
 from multimesh_maxtext.restarts import Loss
 from multimesh_maxtext.settle import Settled, settle
 from multimesh_maxtext.spawning import spawn
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     """
     try:
         with terminate_as_interrupt():
-            parsed = read(argv)
+            parsed = restarts.going_on(read(argv), os.environ)
             if root:
                 check_environment(root)
             maxtext = find_maxtext(root)
@@ -94,7 +94,10 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     for note in (*stale, *settled.notes, *notes(options, gpu_memory=gpu_memory)):
         if this.rank == 0:
             print(f"warning: {note}", file=sys.stderr)
-    paths = this.own(_paths(options, maxtext))
+    first = _paths(options, maxtext)
+    paths = this.own(first)
+    if options.forecast or options.dump_only:  # beside a run that the output folder may hold
+        paths = paths.below("forecast" if options.forecast else "dump-only")
     start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, local_rank=this.local)
     if options.hlo:
         start = compiling(job, start)
@@ -107,19 +110,56 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     # Of several processes the first speaks for all, unless another fails.
     console = Console(soft_wrap=True, quiet=this.rank > 0)
     if options.forecast or options.dump_only:
-        _prepare(job, paths, texts)
-        _check_memory(job, paths, console, gpu_memory)
-        return _dump(start, paths, options) if options.dump_only else 0
+        with writing(paths.output / RUNNING, "--output"):
+            _prepare(job, paths, texts)
+            _check_memory(job, paths, console, gpu_memory)
+            return _dump(start, paths, options) if options.dump_only else 0
     again = restarts.attempt(options, os.environ)
     patience = _PATIENCE if again else 0.0
-    another = holds_run(paths.output) and not options.resume
     with writing(paths.output / RUNNING, "--output", patience=patience) as held:
-        if another:
-            replace_run(paths.output, overwrite=options.overwrite, names=paths.made)
+        _make_way(options, first, paths)
         losses = _begin_again(options, paths, this.rank, again) if again else []
         code = _train(job, paths, start, texts, console, gpu_memory, this.rank, held, patience=patience)
         restarts.show(losses, options)
         return code
+
+
+def _make_way(o: Options, first: Paths, paths: Paths) -> None:
+    """Keep what another run left, or remove it where that is asked for; call it while `writing`.
+
+    Parameters
+    ----------
+    first
+        Where the first process writes, which this one may be.
+
+    Raises
+    ------
+    UsageError
+        Where this run would write over another.
+    """
+    for each in dict.fromkeys((first, paths)):
+        goes_on = o.checkpoint and o.resume and written_to(each.checkpoints, o.checkpoint)
+        if goes_on or o.overwrite or not holds_run(each.output):
+            continue
+        if o.resume:
+            raise UsageError(
+                f"--output {each.output} holds a run that wrote no checkpoint to {o.checkpoint}: --resume would write "
+                "over it; choose another --output"
+            )
+        kept = each.checkpoints.resolve()
+        left = each.checkpoints.is_symlink() and look(kept).steps
+        also = f"--checkpoint {kept} --resume to go on with it, " if left else ""
+        raise UsageError(
+            f"--output {each.output} holds another run; add --overwrite to replace it, {also}or choose another folder"
+        )
+    mine = o.checkpoint and o.resume and (written_to(paths.checkpoints, o.checkpoint) or look(o.checkpoint).steps)
+    if o.metrics_file and paths == first and has_content(paths.metrics) and not (mine or o.overwrite):
+        raise UsageError(
+            f"--metrics-file {paths.metrics} has the steps of another run; remove it, or choose another file"
+        )
+    if o.overwrite and not o.resume:
+        names = {path.name for path in paths.output.glob("process-*")} - {f"process-{rank}" for rank in range(o.nodes)}
+        remove_run(paths.output, (*paths.made, *names))
 
 
 def _begin_again(options: Options, paths: Paths, rank: int, again: int) -> list[Loss]:
@@ -154,8 +194,7 @@ def _train(
         begin = replace(begin, inherited=(*begin.inherited, held))
         outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
     if options.verify and not outcome.error and rank == 0:
-        other, beside = reference_job(job), replace(paths, output=paths.output / "spmd")
-        beside = replace(beside, metrics=beside.output / "metrics.jsonl")
+        other, beside = reference_job(job), paths.below("spmd")
         _prepare(other, beside, texts)
         start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
         outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))

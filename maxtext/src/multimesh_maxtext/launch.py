@@ -233,10 +233,7 @@ class Member:
 
     def own(self, paths: Paths) -> Paths:
         """Return where this process writes: the first where the user says, the others below that."""
-        if self.rank == 0:
-            return paths
-        output = paths.output / f"process-{self.rank}"
-        return replace(paths, output=output, metrics=output / "metrics.jsonl")
+        return paths.below(f"process-{self.rank}") if self.rank else paths
 
 
 def member(options: Options, environment: Mapping[str, str]) -> Member:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL = 0.1  # seconds between looks at a lock
 
 RUNNING = ".running"
-"""Locked while a run writes to an output folder, and there ever after."""
+"""Locked while a run writes to an output folder; not empty if one has done a step there."""
 
 
 @contextmanager
@@ -79,30 +79,24 @@ def _living(file: Path) -> str:
     return f"process {' and '.join(pid for pid in found if pid != own)}" if set(found) - {own} else "on another machine"
 
 
+def mark_run(folder: Path) -> None:
+    """Note that an output folder holds a run from now on; one that failed before its first step leaves nothing."""
+    (folder / RUNNING).write_text("a run did steps here\n")
+
+
 def holds_run(folder: Path) -> bool:
-    """Whether a run wrote to an output folder, or does."""
-    return any((folder / name).exists() for name in (RUNNING, "metrics.jsonl"))
+    """Whether a run did steps in an output folder."""
+    return any(has_content(folder / name) for name in (RUNNING, "metrics.jsonl"))
 
 
-def replace_run(folder: Path, *, overwrite: bool, names: Sequence[str]) -> None:
-    """Remove the run that an output folder holds; call it while `writing`.
+def has_content(file: Path) -> bool:
+    """Whether a file is there, and not empty."""
+    return file.is_file() and file.stat().st_size > 0
 
-    Parameters
-    ----------
-    names
-        What a run makes there.
 
-    Raises
-    ------
-    UsageError
-        Where nobody asked for that.
-    """
-    if not overwrite:
-        raise UsageError(
-            f"--output {folder} holds another run; add --overwrite to replace it, --checkpoint DIR --resume to go on "
-            "with one, or choose another folder"
-        )
-    for path in (folder / name for name in names):
+def remove_run(folder: Path, names: Iterable[str]) -> None:
+    """Remove what a run made in an output folder, by names or patterns; call it while `writing`."""
+    for path in (path for name in names for path in folder.glob(name)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -20,7 +20,7 @@ from rich.table import Table
 from multimesh_maxtext.checkpoint import look
 from multimesh_maxtext.errors import UsageError
 from multimesh_maxtext.launch import Member
-from multimesh_maxtext.options import Options
+from multimesh_maxtext.options import Options, Parsed
 from multimesh_maxtext.trainer import LOST, Follower
 from multimesh_maxtext.translate import Paths
 
@@ -52,6 +52,13 @@ class Loss:
     kept: int
 
 
+def going_on(parsed: Parsed, environment: Mapping[str, str]) -> Parsed:
+    """Let a job that was started again go on with what it did, and not remove it."""
+    if parsed.options.max_restarts and _number(environment):
+        parsed.options.resume, parsed.options.overwrite = True, False
+    return parsed
+
+
 def attempt(options: Options, environment: Mapping[str, str]) -> int:
     """Return how often this job was started again.
 
@@ -65,6 +72,10 @@ def attempt(options: Options, environment: Mapping[str, str]) -> int:
             "--max-restarts: nothing here starts the processes again; submit a job.sbatch of a folder beside run.py, "
             "which does, or add --spawn"
         )
+    return _number(environment)
+
+
+def _number(environment: Mapping[str, str]) -> int:
     found = environment.get(VARIABLE, "")
     return int(found) if found.isdigit() else 0
 

@@ -34,7 +34,7 @@ def spawn(argv: Sequence[str], options: Options, root: Path | None) -> int:
     limit = options.max_restarts or 0
     while (code := _run(words, options, root)) == ProcessLostError.exit_code and len(losses) < limit:
         losses.append(find_loss(options, paths))
-        words += [] if "--resume" in words else ["--resume"]
+        words = [word for word in words if word not in ("--overwrite", "--resume")] + ["--resume"]
         announce(losses[-1], len(losses), options)
     show(losses, options)
     return code

@@ -33,7 +33,7 @@ from multimesh_maxtext.errors import (
 )
 from multimesh_maxtext.launch import Launch
 from multimesh_maxtext.report import Evaluation, Step, judge, progress
-from multimesh_maxtext.reserve import end_with_parent
+from multimesh_maxtext.reserve import end_with_parent, mark_run
 from multimesh_maxtext.translate import Paths
 
 _PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
@@ -178,6 +178,8 @@ def follow(
                 except subprocess.TimeoutExpired:
                     pass
                 for step in follower.poll():
+                    if not steps:
+                        mark_run(paths.output)
                     steps.append(step)
                     show(step)
         except Terminated:

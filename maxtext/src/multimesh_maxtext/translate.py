@@ -6,7 +6,7 @@ import json
 import math
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,10 @@ class Paths:
     output: Path
     metrics: Path
 
+    def below(self, name: str) -> Paths:
+        """Return where something else than a run writes: in a folder of its own."""
+        return replace(self, output=self.output / name, metrics=self.output / name / "metrics.jsonl")
+
     @property
     def package(self) -> Path:
         """MaxText's package folder."""
@@ -131,9 +135,10 @@ class Paths:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """What a run makes in the output folder."""
-        own = (self.log, self.placement, self.forecast, self.timelines, self.schedule, self.restarts, self.text)
-        return (*(path.name for path in own), "metrics.jsonl", RUN_NAME, "spmd")
+        """Patterns of what a run makes in the output folder, but for the folders of other processes."""
+        own = (self.placement, self.forecast, self.timelines, self.schedule, self.restarts, self.text)
+        logs, picture = f"{self.log.stem}*{self.log.suffix}", self.forecast.with_suffix(".svg").name
+        return (*(path.name for path in own), logs, picture, "metrics.jsonl", RUN_NAME, "spmd")
 
     @property
     def text(self) -> Path:
