@@ -133,12 +133,15 @@ def _peak(
         made_of |= {v: (v,) if v in mine else through for v in op.outs}
         own.append(mine)
     last |= dict.fromkeys(arrays(wanted), len(ops))
-    live: dict[ir.Value, int] = {}
-    peak = 0
+    ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
+    alive = peak = 0
     for n, op in enumerate(ops):
-        live |= {v: _size(v, known, mesh) for v in own[n] if v not in outside and last.get(v, -1) > n}
-        peak = max(peak, sum(live.values()) + _inside(op, known, bodies, mesh))
-        live = {v: size for v, size in live.items() if last[v] > n}
+        for v in (v for v in own[n] if v not in outside and last.get(v, -1) > n):
+            size = _size(v, known, mesh)
+            alive += size
+            ending[last[v]] += size
+        peak = max(peak, alive + _inside(op, known, bodies, mesh))
+        alive -= ending[n]
     return peak
 
 

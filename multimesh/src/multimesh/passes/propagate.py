@@ -94,18 +94,18 @@ def _pinned(
 ) -> dict[int, NamedSharding]:
     """Slots whose layout does not follow from the data."""
 
-    def given(arg: int, slot: int) -> NamedSharding:
+    def given(arg: int, slot: int) -> PartitionSpec:
         spec = derived.get((arg, plan.slots[slot].submesh), specs[arg])
-        return plan.layout(slot, PartitionSpec() if spec is None else spec)
+        return PartitionSpec() if spec is None else spec
 
-    pinned = {slot: given(arg, slot) for arg, slot in plan.inputs}
+    pinned = {slot: plan.layout(slot, given(arg, slot)) for arg, slot in plan.inputs}
     pinned |= {slot: plan.layout(slot, PartitionSpec()) for _, slot in plan.constants}
     fixed = set(pinned)
     zeros = {k for k, kernel in enumerate(plan.kernels) if kernel.make == "zeros"}
     sums = {slot for step in plan.instructions if step.kernel in zeros for slot in step.outs}
     pinned |= {slot: plan.layout(slot, PartitionSpec()) for slot in sums}
     for slot, args in plan.like.items():
-        agreed = {given(arg, slot) for arg in args} or {plan.layout(slot, PartitionSpec())}
+        agreed = {plan.layout(slot, spec) for spec in {given(arg, slot) for arg in args} or {PartitionSpec()}}
         if len(agreed) == 1 and slot not in fixed:
             pinned[slot] = agreed.pop()
     runs = [step for step in plan.instructions if step.kind == "RUN" and step.microbatch is not None]
