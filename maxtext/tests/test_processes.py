@@ -90,6 +90,27 @@ def test_a_run_goes_on_in_another_number_of_processes(root: Path, tmp_path: Path
         assert mine == {key: pytest.approx(value, rel=1e-5) for key, value in other.items()}
 
 
+ORDERS = ("zb-v", "dualpipe-v", "kimi-k2", "interleaved-zb", "auto", "looped-bfs")
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(3600)
+def test_a_run_of_two_processes_goes_on_in_another_order(root: Path, tmp_path: Path):
+    """Two steps in each, from the checkpoint of the one before, with the losses of one program of MaxText alone."""
+    steps, seldom = 2 * (len(ORDERS) + 1), ("--eval-every", 1000)
+    alone = ("--backend", "spmd", "--no-scan-layers", "--cpus", 1)
+    assert part(root, tmp_path / "alone", *alone, *seldom, steps=steps) == 0
+    spawned = (*seldom, "--spawn", "--cpus", 1, "--nodes", 2, "--pp", 2)
+    orders = [*(("--schedule", name, "--interleave", 2) for name in ORDERS), ("--partition", "1,3")]
+    for number, order in enumerate(orders, 1):
+        assert part(root, tmp_path, *spawned, *order, steps=2 * number) == 0
+    ours, whole = (trained(everything(tmp_path / out / "metrics.jsonl")) for out in ("out", "alone/out"))
+    assert [record["step"] for record in ours] == [*range(steps)]
+    for mine, other in zip(ours, whole, strict=True):
+        assert mine == {key: pytest.approx(value, rel=1e-5) for key, value in other.items()}
+
+
 @pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
