@@ -16,7 +16,7 @@ from rich.console import Console
 from multimesh_maxtext.checkpoint import Beginning
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UnsupportedError, UsageError
-from multimesh_maxtext.launch import VARIABLE, Handoff, Launch, Member, launch, member, received
+from multimesh_maxtext.launch import FORESEE, VARIABLE, Handoff, Launch, Member, forecasting, launch, member, received
 from multimesh_maxtext.options import parse
 from multimesh_maxtext.trainer import Follower, follow, refused, terminate_as_interrupt, trainer
 from multimesh_maxtext.translate import Paths
@@ -25,6 +25,21 @@ ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
 SPAWNED = {f"MULTIMESH_MAXTEXT_{name}": value for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("SIZE", "16"))}
 MPI = {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Callable[..., Job], paths: Paths):
+    flags = (
+        "--backend multimesh --pp 2 --gpus 2 --use-tfds-dataset --dataset-path /d --dataset-name c4 --tokenizer-path /t"
+    )
+    given = job([*flags.split(), "--checkpoint", "/c", "--profile", "--dump", "/p", "--forecast"])
+    found = forecasting(given, paths, inherited={}, gpu_memory=None)
+    assert found.command[3:5] == FORESEE
+    assert found.command[5].endswith("base.yml")
+    assert found.configuration["dataset_type"] == "synthetic"
+    assert found.configuration["enable_checkpointing"] is False
+    told = received(found.environment)
+    assert told.forecast
+    assert told.dump == told.profile == ""
 
 
 @pytest.mark.parametrize("launcher", [SLURM, MPI], ids=["srun", "mpirun"])

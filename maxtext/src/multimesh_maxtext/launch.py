@@ -187,8 +187,9 @@ def launch(
 
 
 def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
-    """Return the process that forecasts a job: one, on CPU devices; it allocates nothing and reads no checkpoint."""
+    """Return the process that forecasts a job: one, on CPU devices; it allocates nothing and reads no data."""
     changes: dict[str, Any] = {"checkpoint": None, "profile": False, "dump": None, "dump_only": False}
+    changes |= {"use_tfds_dataset": None, "dataset_path": None, "dataset_name": None, "tokenizer_path": None}
     changes |= {"nodes": 1, "gpus": 0, "cpus": job.devices}
     alone = replace(job, options=Options(**{**vars(job.options), **changes}))
     start = launch(alone, paths, inherited=inherited, gpu_memory=gpu_memory)
