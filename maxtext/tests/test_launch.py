@@ -96,8 +96,9 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
         context=context,
         sizes=(2, 2, 2, 2),
     )
-    given = received(variables("--pp 2 --no-autoshard --no-fuse-tasks --only-fuse-loop-tasks --replicate-small-params"))
-    assert given.context == {"autoshard": False, "enable_task_fusion": False, "only_fuse_loop_tasks": True}
+    given = received(variables("--pp 2 --no-autoshard --only-fuse-loop-tasks --replicate-small-params"))
+    assert given.context == {"autoshard": False, "enable_task_fusion": True, "only_fuse_loop_tasks": True}
+    assert received(variables("--pp 2 --no-fuse-tasks")).context == {**context, "enable_task_fusion": False}
     assert given.replicate_below == 4 * 128  # the tokens of a batch
     assert found["PYTHONPATH"].startswith(f"{paths.maxtext}:{ROOT / 'maxtext/src'}:{ROOT / 'multimesh/src'}:")
     assert found["PYTHONPATH"].endswith("/site-packages:/mine")  # what is installed comes before what is inherited
