@@ -15,8 +15,9 @@ from rich.console import Console
 
 from multimesh_maxtext.checkpoint import Beginning
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.errors import UnsupportedError, UsageError
-from multimesh_maxtext.launch import FORESEE, VARIABLE, Handoff, Launch, Member, forecasting, launch, member, received
+from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.launch import FORESEE, VARIABLE, Handoff, Launch, forecasting, launch, received
+from multimesh_maxtext.member import Member, find_alone, member
 from multimesh_maxtext.options import parse
 from multimesh_maxtext.trainer import Follower, follow, refused, terminate_as_interrupt, trainer
 from multimesh_maxtext.translate import Paths
@@ -25,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
 SPAWNED = {f"MULTIMESH_MAXTEXT_{name}": value for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("SIZE", "16"))}
 MPI = {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPI |= {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:5"}
+MPICH = {"PMI_RANK": "9", "PMI_SIZE": "16", "MPI_LOCALRANKID": "1", "JAX_COORDINATOR_ADDRESS": "n1:6000"}
+SHELL = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
 
 def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Callable[..., Job], paths: Paths):
@@ -42,10 +46,11 @@ def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Callable[..., Job]
     assert told.dump == told.profile == ""
 
 
-@pytest.mark.parametrize("launcher", [SLURM, MPI], ids=["srun", "mpirun"])
+@pytest.mark.parametrize("launcher", [SLURM, MPI, MPICH, SHELL | MPI], ids=["srun", "mpirun", "mpich", "in a shell"])
 def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
+    """The innermost does: ``--spawn`` and mpirun also start processes in a step of Slurm."""
     assert member(parse(["--nodes", "16"]), launcher) == Member(9, 16, 1)
-    assert member(parse(["--nodes", "16", "--spawn"]), SPAWNED) == Member(1, 16, 1)
+    assert member(parse(["--nodes", "16"]), launcher | SPAWNED) == Member(1, 16, 1)
     assert member(parse([]), launcher) == Member()  # a job of one process may run anywhere
 
 
@@ -63,7 +68,17 @@ def test_the_first_process_writes_where_the_user_says(paths: Paths):
             "no launcher started this process; use `srun --ntasks=2 ...` or `mpirun -n 2 ...`, or --spawn",
         ),
         ("--nodes 2", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "no launcher"),  # a batch script, outside of srun
-        ("--nodes 2", SLURM, "the launcher started 16 processes; make them agree"),
+        ("--nodes 2", SHELL, "no launcher"),  # srun --pty bash
+        ("--nodes 2", SLURM, "but Slurm started 16 processes; make them agree"),
+        ("--nodes 2", {"SLURM_STEP_NODELIST": "n1"}, "SLURM_PROCID is not set, but SLURM_STEP_NODELIST is set"),
+        ("--nodes 2", SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID=x is no number, but SLURM_STEP_NODELIST is set"),
+        ("--nodes 16", SLURM | {"SLURM_PROCID": "16"}, "rank 16 (1 on this machine) of 16 processes, by the variables"),
+        ("--nodes 16", MPI | {"OMPI_COMM_WORLD_RANK": "-1"}, "OMPI_COMM_WORLD_RANK=-1 is no number"),
+        (
+            "--nodes 16",
+            {name: value for name, value in MPI.items() if "URI" not in name.upper()},
+            "Open MPI does not say where process 0 is; give all processes JAX_COORDINATOR_ADDRESS=HOST:PORT",
+        ),
     ],
 )
 def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, str], message: str):
@@ -72,13 +87,23 @@ def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, s
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "flag",
-    ["--dump d", "--dump-only --dump d --pp 2", "--verify --pp 2 --gpus 1", "--use-tfds-dataset --pp 2"],
-)
+@pytest.mark.parametrize("flag", ["--verify --gpus 1", "--use-tfds-dataset", "--device-memory 1GiB"])
 def test_what_several_processes_cannot_do_is_refused(flag: str):
-    with pytest.raises(UnsupportedError, match=f"{flag.split()[0]} is for one process so far: .*; leave it out"):
-        member(parse(["--nodes", "16", *flag.split()]), SLURM)
+    """At once with all else that is wrong with the command line; a forecast is made by one process."""
+    (found,) = find_alone(parse(["--nodes", "16", "--pp", "2", *flag.split()]))
+    assert str(found).startswith(f"{flag.split()[0]} is for one process so far")
+    assert not [*find_alone(parse(["--nodes", "16", "--pp", "2", *flag.split(), "--forecast"]))]
+    assert not [*find_alone(parse(["--pp", "2", *flag.split()]))]
+
+
+@pytest.mark.parametrize(("flags", "below"), [("--dp 2", ""), ("--pp 2 --dump-hlo", "/xla")])
+def test_every_process_dumps_its_own_programs(
+    job: Callable[[Sequence[str]], Job], paths: Paths, flags: str, below: str
+):
+    checked = job(["--nodes", "2", "--cpus", "1", "--dump", str(paths.output / "d"), *flags.split()])
+    for this, folder in ((Member(0, 2), "d"), (Member(1, 2), "d/process-1")):
+        found = launch(checked, this.own(paths), inherited={}, gpu_memory=None, this=this).environment
+        assert f'--xla_dump_to="{paths.output}/{folder}{below}" ' in found["XLA_FLAGS"]
 
 
 def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]], Job], paths: Paths):
@@ -118,7 +143,7 @@ def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job],
     assert "--xla_force_host_platform_device_count=4" in on_cpus.environment["XLA_FLAGS"]
     assert "JAX_LOCAL_DEVICE_IDS" not in on_cpus.environment
     on_gpus = job(["--nodes", "4", "--gpus", "2", "--dp", "8"])
-    start = launch(on_gpus, paths, inherited={}, gpu_memory=None, local_rank=1)
+    start = launch(on_gpus, paths, inherited={}, gpu_memory=None, this=Member(5, 16, 1))
     assert start.environment["JAX_LOCAL_DEVICE_IDS"] == "2,3"
     assert start.configuration["num_slices"] == 1
 

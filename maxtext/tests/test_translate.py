@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import LauncherError, UsageError
 from multimesh_maxtext.launch import launch
+from multimesh_maxtext.member import Member
 from multimesh_maxtext.options import parse
 from multimesh_maxtext.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
 from multimesh_maxtext.translate import Paths, argument, configuration, environment, notes, per_device
@@ -197,7 +198,7 @@ def test_a_process_that_sees_its_own_gpus_only_takes_the_first(paths: Paths, job
     eight = job(["--nodes", "8", "--gpus", "1", "--dp", "8"])
     for visible, mine in (("5", "0"), ("0,1,2,3,4,5,6,7", "5"), ("", "5")):
         inherited = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-        start = launch(eight, paths, inherited=inherited, gpu_memory=None, local_rank=5)
+        start = launch(eight, paths, inherited=inherited, gpu_memory=None, this=Member(5, 8, 5))
         assert start.environment["JAX_LOCAL_DEVICE_IDS"] == mine
 
 

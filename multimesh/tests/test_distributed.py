@@ -426,3 +426,8 @@ def test_one_process_gathers_what_it_has():
     found = mm.distributed.gather({"a": jax.numpy.arange(3), "b": 2})
     assert type(found["a"]) is np.ndarray
     assert (found["a"].tolist(), found["b"]) == ([0, 1, 2], 2)
+
+
+def test_processes_may_dump_programs_to_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", '--a=1 --xla_dump_to="/two words/process-1" --b="c d"')
+    assert distributed._facts()["XLA_FLAGS"] == ["--a=1", '--b="c d"']

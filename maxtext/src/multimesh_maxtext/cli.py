@@ -19,8 +19,9 @@ from multimesh_maxtext import memory, report, restarts
 from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import LauncherError, TrainerFailedError, UsageError
-from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, member, visible_gpu_memory
+from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, stale_parts
+from multimesh_maxtext.member import member
 from multimesh_maxtext.memory import Forecast, check_fits
 from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
@@ -98,7 +99,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     paths = this.own(first)
     if options.forecast or options.dump_only:  # beside a run that the output folder may hold
         paths = paths.below("forecast" if options.forecast else "dump-only")
-    start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, local_rank=this.local)
+    start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, this=this)
     if options.hlo:
         start = compiling(job, start)
     elif options.dry_run and options.forecast:
@@ -109,11 +110,15 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
         return _compile(start, options)
     # Of several processes the first speaks for all, unless another fails.
     console = Console(soft_wrap=True, quiet=this.rank > 0)
+    if options.forecast and this.rank:
+        return 0
     if options.forecast or options.dump_only:
         with writing(paths.output / RUNNING, "--output"):
             _prepare(job, paths, texts)
             _check_memory(job, paths, console, gpu_memory)
-            return _dump(start, paths, options) if options.dump_only else 0
+            if options.dump_only:
+                _dump(start, paths, options, quiet=console.quiet)
+            return 0
     again = restarts.attempt(options, os.environ)
     patience = _PATIENCE if again else 0.0
     with writing(paths.output / RUNNING, "--output", patience=patience) as held:
@@ -246,10 +251,10 @@ def _say_finished(o: Options, step: int) -> int:
     return 0
 
 
-def _dump(start: Launch, paths: Paths, o: Options) -> int:
+def _dump(start: Launch, paths: Paths, o: Options, *, quiet: bool) -> None:
     inspect(start, paths)
-    print(json.dumps({"dump": str(o.dump)}) if o.json else f"compiled; the plan is in {o.dump}")
-    return 0
+    if not quiet:
+        print(json.dumps({"dump": str(o.dump)}) if o.json else f"compiled; the plan is in {o.dump}")
 
 
 def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The process that trains: its command, what the hooks in it are told, and which of several processes this one is."""
+"""The process that trains: its command, and what the hooks in it are told."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 from multimesh_maxtext import memory
 from multimesh_maxtext.checks import Job, schedule_name
-from multimesh_maxtext.errors import UnsupportedError, UsageError
+from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.member import Member
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.translate import Paths, argument, configuration, environment
 
@@ -38,29 +39,6 @@ _DEFAULTS = {
 
 _CHECKPOINTED = {"run_name", "enable_checkpointing"}
 """... but for these, where ``--checkpoint`` depends on them."""
-
-_LAUNCHERS = {
-    "SLURM_STEP_NODELIST": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "MULTIMESH_MAXTEXT_RANK": ("MULTIMESH_MAXTEXT_RANK", "MULTIMESH_MAXTEXT_SIZE", "MULTIMESH_MAXTEXT_LOCAL_RANK"),
-}
-"""A variable that only the launcher's processes have, and those with rank, number and rank on this machine."""
-
-_SAME_FILES = "every process would write the same files"
-
-_PROGRAM_ALONE = {"dump": _SAME_FILES}
-"""Flags that only one process can honour so far where all run one program, and why."""
-
-_STAGED_ALONE = {
-    **dict.fromkeys(("dump_hlo", "dump_all_passes"), _SAME_FILES),
-    "dump_only": "all would compile for one to write",
-    "use_tfds_dataset": "only processes of the first stage would know when the data ends",
-    "device_memory": "one process forecasts for all devices",
-}
-"""... where stages are programs of their own; of those the first process writes the plan."""
-
-_GPUS_ALONE = {"verify": "the reference trains on all GPUs of a stage in one process"}
-"""Further ones where these are on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +132,7 @@ def decided(job: Job) -> dict[str, Any]:
 
 
 def launch(
-    job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, local_rank: int = 0
+    job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, this: Member | None = None
 ) -> Launch:
     """Return the process that trains a job.
 
@@ -164,8 +142,8 @@ def launch(
         The environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
     gpu_memory
         Memory of a visible GPU in MiB, ``None`` if unknown.
-    local_rank
-        Of several processes: which of those on this machine it is, and so which GPUs are its own.
+    this
+        Which of several processes it is; its rank on this machine says which GPUs are its own.
     """
     extra = dict(setting.split("=", 1) for setting in job.options.settings)
     settings = configuration(job, paths)
@@ -178,10 +156,11 @@ def launch(
     variables = environment(job, paths, inherited=inherited, gpu_memory=gpu_memory)
     if job.options.staged:
         variables |= handoff(job, paths, memory.limit(job, gpu_memory)).variables()
+    variables |= this.variables() if this and this.count > 1 else {}
     if job.options.nodes > 1 and job.options.gpus:
         visible = [part for part in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
         # A launcher may show each process its own GPUs only, or all of a machine to each.
-        first = 0 if len(visible) == job.options.gpus else local_rank * job.options.gpus
+        first = 0 if len(visible) == job.options.gpus or not this else this.local * job.options.gpus
         variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + job.options.gpus)))
     return Launch(command, variables, {**settings, **extra})
 
@@ -224,51 +203,6 @@ def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
     )
 
 
-@dataclass(frozen=True)
-class Member:
-    """This process among those that train: its rank, how many there are, and its rank on this machine."""
-
-    rank: int = 0
-    count: int = 1
-    local: int = 0
-
-    def own(self, paths: Paths) -> Paths:
-        """Return where this process writes: the first where the user says, the others below that."""
-        return paths.below(f"process-{self.rank}") if self.rank else paths
-
-
-def member(options: Options, environment: Mapping[str, str]) -> Member:
-    """Return which of ``--nodes`` processes this is.
-
-    Raises
-    ------
-    UsageError
-        No launcher started this process, or not as many as the flag says.
-    UnsupportedError
-        A flag that several processes cannot honour so far.
-    """
-    if options.nodes == 1:
-        return Member()
-    staged = _STAGED_ALONE | (_GPUS_ALONE if options.gpus else {})
-    for name, reason in (staged if options.staged else _PROGRAM_ALONE).items():
-        if options.has(name):
-            raise UnsupportedError(
-                f"--{name.replace('_', '-')} is for one process so far: {reason}; leave it out, or use --nodes 1"
-            )
-    found = next((names for mark, names in _LAUNCHERS.items() if mark in environment), None)
-    if found is None and (options.dry_run or options.forecast):
-        return Member(count=options.nodes)
-    if found is None:
-        raise UsageError(
-            f"--nodes {options.nodes}: no launcher started this process; use `srun --ntasks={options.nodes} ...` or "
-            f"`mpirun -n {options.nodes} ...`, or --spawn to start all here, or --nodes 1"
-        )
-    rank, count, local = (int(environment[name]) for name in found)
-    if count != options.nodes:
-        raise UsageError(f"--nodes {options.nodes}, but the launcher started {count} processes; make them agree")
-    return Member(rank, count, local)
-
-
 def visible_gpu_memory() -> list[int] | None:
     """Return the memory of every visible GPU in MiB, ``None`` if there is no driver."""
     try:
@@ -305,8 +239,7 @@ def compile_module(file: str) -> None:
 def join(arguments: Sequence[str]) -> None:
     """Be MaxText's trainer as one of several processes, in this one.
 
-    It finds the others by the variables of srun or mpirun, and the first of them by JAX_COORDINATOR_ADDRESS where that
-    is set; those that ``--spawn`` or Kubernetes started are told.
+    It is told which. It finds the first by the variables of srun or mpirun, or by JAX_COORDINATOR_ADDRESS.
     """
     # Only here: the command that starts the trainers never imports JAX.
     import jax

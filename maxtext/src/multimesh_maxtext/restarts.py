@@ -19,7 +19,7 @@ from rich.table import Table
 
 from multimesh_maxtext.checkpoint import look
 from multimesh_maxtext.errors import UsageError
-from multimesh_maxtext.launch import Member
+from multimesh_maxtext.member import Member
 from multimesh_maxtext.options import Options, Parsed
 from multimesh_maxtext.trainer import LOST, Follower
 from multimesh_maxtext.translate import Paths

@@ -11,6 +11,7 @@ from pathlib import Path
 from multimesh_maxtext.checks import Job, find_wrong_flags, find_wrong_sizes, make_job
 from multimesh_maxtext.errors import LauncherError, UsageError, raise_all
 from multimesh_maxtext.launch import decided
+from multimesh_maxtext.member import find_alone
 from multimesh_maxtext.model import describe_model, has_package
 from multimesh_maxtext.options import Options, Parsed
 from multimesh_maxtext.settings import find_wrong_settings
@@ -69,7 +70,7 @@ def settle(parsed: Parsed, package: Path) -> Settled:
         With everything that is wrong. What may only follow from a flag that could not be read is left out.
     """
     options = parsed.options
-    found = [*find_wrong_flags(options)]
+    found = [*find_wrong_flags(options), *find_alone(options)]
     notes = tuple(_replace_kernels(options))
     flag = [f"attention_type={options.attention_type}"] if options.attention_type else []
     wrong = dict(find_wrong_settings([*options.settings, *flag], package))

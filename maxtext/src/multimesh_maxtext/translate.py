@@ -82,12 +82,13 @@ _LEAST_FRACTION = 0.05
 
 @dataclass(frozen=True)
 class Paths:
-    """Where one run reads and writes."""
+    """Where one run reads and writes; ``process`` is the folder of another process than the first, below that one's."""
 
     python: str
     maxtext: Path
     output: Path
     metrics: Path
+    process: str = ""
 
     def below(self, name: str) -> Paths:
         """Return where something else than a run writes: in a folder of its own."""
@@ -257,7 +258,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     """Return the variables that the trainer gets on top of the inherited ones."""
     o = job.options
     given = inherited.get("XLA_FLAGS", "")
-    flags = [given, *xla_flags(o, devices=job.devices // o.nodes, users=given)]
+    flags = [given, *xla_flags(o, devices=job.devices // o.nodes, users=given, process=paths.process)]
     packages = [str(folder) for folder in _PACKAGES if folder.name not in ("site-packages", "dist-packages")]
     own = packages if o.staged or o.nodes > 1 else []
     # A stray jax.py or numpy.py of the user's must not win: what is installed comes before what is inherited.
@@ -285,7 +286,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     return variables
 
 
-def xla_flags(options: Options, *, devices: int, users: str = "") -> list[str]:
+def xla_flags(options: Options, *, devices: int, users: str = "", process: str = "") -> list[str]:
     """Return the flags for ``XLA_FLAGS``.
 
     Parameters
@@ -294,6 +295,8 @@ def xla_flags(options: Options, *, devices: int, users: str = "") -> list[str]:
         Devices of this process; on the CPU platform XLA makes so many of the host.
     users
         Flags that are there already: they come before our defaults, and flags of the command line before them.
+    process
+        Folder of one of several processes in that of ``--dump``.
     """
     flags: list[str] = []
     if options.platform == "cpu":
@@ -314,7 +317,7 @@ def xla_flags(options: Options, *, devices: int, users: str = "") -> list[str]:
             ]
     # The programs of a pipeline are many: only where they are asked for, beside the plan.
     if options.dump and (options.dump_hlo or options.dump_all_passes or not options.staged):
-        folder = options.dump.resolve() / "xla" if options.staged else options.dump.resolve()
+        folder = options.dump.resolve() / process / ("xla" if options.staged else "")
         flags.append(f'--xla_dump_to="{folder}"')
         flags.append("--xla_dump_hlo_as_text=true")
         flags += ["--xla_dump_hlo_pass_re=.*"] if options.dump_all_passes else []

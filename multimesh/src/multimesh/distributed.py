@@ -49,6 +49,7 @@ _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by J
 _plans = itertools.count(1)
 _gathers = itertools.count(1)
 _watched: Watched | None = None
+_XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
 _LOCAL_FLAG = re.compile("address|cache|_dir|dump|log|mock|profile|timeout|visible|_to$")  # may differ by process
 
 
@@ -197,7 +198,8 @@ def _check(address: Any, count: Any, rank: Any) -> None:
 
 def _facts() -> dict[str, list[str]]:
     """What must be alike in all processes, in words."""
-    facts = {"command line": sys.argv, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").split()}
+    given = _XLA_FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+    facts = {"command line": sys.argv, "XLA_FLAGS": [flag for flag in given if not flag.startswith("--xla_dump_to=")]}
     facts["python"] = [".".join(platform.python_version_tuple()[:2])]
     for name in ("jax", "jaxlib", "multimesh-jax", "numpy"):
         try:

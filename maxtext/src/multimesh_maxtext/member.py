@@ -1,0 +1,160 @@
+"""Which of several processes this one is: what a launcher says in the environment, and where each of them writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from multimesh_maxtext.errors import UnsupportedError, UsageError
+from multimesh_maxtext.options import Options
+from multimesh_maxtext.translate import Paths
+
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+
+_NAMES = ("RANK", "SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """What starts processes, and tells them who they are.
+
+    Attributes
+    ----------
+    mark
+        A variable that only its processes have.
+    variables
+        Those with rank, number and rank on this machine; of several names for one, the first that is set counts.
+    address
+        A variable by which JAX finds process 0; without it the user says where that is. Empty: that is told.
+    """
+
+    name: str
+    mark: str
+    variables: tuple[tuple[str, ...], ...]
+    address: str = ""
+
+
+_LAUNCHERS = (
+    _Launcher(
+        "--spawn or Kubernetes",
+        "MULTIMESH_MAXTEXT_RANK",
+        tuple((f"MULTIMESH_MAXTEXT_{name}",) for name in _NAMES),
+    ),
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        tuple((f"OMPI_COMM_WORLD_{name}",) for name in _NAMES),
+        address="OMPI_MCA_orte_hnp_uri",
+    ),
+    _Launcher("MPICH", "MPI_LOCALRANKID", (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",)), address=ADDRESS),
+    # In a shell on the nodes of an allocation, SLURM_NTASKS may be the number of its tasks.
+    _Launcher(
+        "Slurm",
+        "SLURM_STEP_NODELIST",
+        (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
+    ),
+)
+"""The one that started this process comes before those that started what started it."""
+
+_STAGED_ALONE = {
+    "use_tfds_dataset": "only processes of the first stage would know when the data ends; use --text or leave it out",
+    "device_memory": "one process forecasts for all devices; add --forecast to see it without training",
+}
+"""Flags that only one process can honour so far where stages are programs of their own: why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process among those that train: its rank, how many there are, and its rank on this machine."""
+
+    rank: int = 0
+    count: int = 1
+    local: int = 0
+
+    def own(self, paths: Paths) -> Paths:
+        """Return where this process writes: the first where the user says, the others below that."""
+        if self.rank == 0:
+            return paths
+        process = f"process-{self.rank}"
+        return replace(paths.below(process), process=process)
+
+    def variables(self) -> dict[str, str]:
+        """Return what tells the trainer who it is, whatever launcher JAX would find."""
+        values = (self.rank, self.count, self.local)
+        return {f"MULTIMESH_MAXTEXT_{name}": str(value) for name, value in zip(_NAMES, values, strict=True)}
+
+
+def find_alone(o: Options) -> Iterator[UnsupportedError]:
+    """Yield the flags that several processes cannot honour so far."""
+    if o.nodes == 1 or not o.staged or o.forecast:
+        return
+    for name, why in _STAGED_ALONE.items():
+        if o.has(name):
+            yield UnsupportedError(f"--{name.replace('_', '-')} is for one process so far: {why}")
+    if o.verify and o.gpus:
+        yield UnsupportedError(
+            "--verify is for one process so far on GPUs: the reference trains on all GPUs of a stage; leave it out, or "
+            f"use --nodes 1 --gpus {o.nodes * o.gpus} where one machine has them"
+        )
+
+
+def member(options: Options, environment: Mapping[str, str]) -> Member:
+    """Return which of ``--nodes`` processes this is.
+
+    Raises
+    ------
+    UsageError
+        No launcher started this process, or not as many as the flag says, or its variables make no sense.
+    """
+    if options.nodes == 1:
+        return Member()
+    found, this = launched(environment)
+    if found is None and (options.dry_run or options.forecast):
+        return Member(count=options.nodes)
+    if found is None:
+        raise UsageError(
+            f"--nodes {options.nodes}: no launcher started this process; use `srun --ntasks={options.nodes} ...` or "
+            f"`mpirun -n {options.nodes} ...`, or --spawn to start all here, or --nodes 1"
+        )
+    if this.count != options.nodes:
+        raise UsageError(f"--nodes {options.nodes}, but {found.name} started {this.count} processes; make them agree")
+    starts = not (options.dry_run or options.forecast)
+    if starts and found.address and not {found.address, ADDRESS} & environment.keys():
+        raise UsageError(
+            f"{found.name} does not say where process 0 is; give all processes {ADDRESS}=HOST:PORT, a free port there"
+        )
+    return this
+
+
+def launched(environment: Mapping[str, str]) -> tuple[_Launcher | None, Member]:
+    """Return what started this process as one of several, and which of them it is.
+
+    Raises
+    ------
+    UsageError
+        For variables that no launcher sets so.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher.mark not in environment:
+            continue
+        this = Member(*(_number(environment, launcher, names) for names in launcher.variables))
+        if max(this.rank, this.local) >= this.count:
+            raise UsageError(
+                f"rank {this.rank} ({this.local} on this machine) of {this.count} processes, by the variables of "
+                f"{launcher.name}: that cannot be; start all with one launcher, or unset {launcher.mark}"
+            )
+        if this.count > 1:  # the shell of `srun --pty bash` is one task, which may start others
+            return launcher, this
+    return None, Member()
+
+
+def _number(environment: Mapping[str, str], launcher: _Launcher, names: tuple[str, ...]) -> int:
+    name = next((name for name in names if name in environment), names[-1])
+    value = environment.get(name, "")
+    if not value.isdecimal():
+        said = f"{name}={value} is no number" if value else f"{name} is not set"
+        raise UsageError(
+            f"{said}, but {launcher.mark} is set, as by {launcher.name}; start all processes with one launcher, or "
+            f"unset {launcher.mark}"
+        )
+    return int(value)
