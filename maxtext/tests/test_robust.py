@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from multimesh_maxtext import cli
 from multimesh_maxtext.cli import main
 from multimesh_maxtext.errors import MissingPartError
 from multimesh_maxtext.machine import check_environment, stale_parts
@@ -193,6 +194,23 @@ def test_a_resumption_writes_over_no_other_run(command: Command, tmp_path: Path)
     code, _, errors = command("--output", tmp_path / "third", "--metrics-file", metrics)
     assert (code, metrics.read_text()) == (2, "mine")
     assert f"--metrics-file {metrics} has the steps of another run; remove it, or choose" in errors
+
+
+@pytest.mark.parametrize("launcher", [("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), ()], ids=["srun", "alone"])
+def test_what_is_wrong_for_all_processes_is_told_by_the_first(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: tuple[str, ...]
+):
+    """What only one finds, such as a file that its machine lacks, it tells after a while, and who it is."""
+    monkeypatch.setattr(cli, "_HOLD", 0.0)
+    for name, value in zip(launcher, ("1", "2", "1"), strict=False):
+        monkeypatch.setenv("SLURM_STEP_NODELIST", "n1")
+        monkeypatch.setenv(name, value)
+    job = ("--nodes", 2, "--cpus", 1, "--dp", 2, "--json", "--output", tmp_path)
+    code, out, errors = command(*job, "learning_rat=1")
+    assert (code, bool(out), bool(errors)) == ((2, False, False) if launcher else (2, True, True))
+    code, out, errors = command(*job, "--text", tmp_path / "none")
+    assert (code, bool(out)) == (2, not launcher)
+    assert errors.startswith("error: process 1 of 2 on " if launcher else "error: --text")
 
 
 def test_overwrite_removes_all_that_a_run_made(command: Command, tmp_path: Path):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.errors import CheckpointError, UsageError
+from multimesh_maxtext.errors import CheckpointError, FileError, UsageError
 from multimesh_maxtext.reserve import writing
 
 _HALF = ".orbax-checkpoint-tmp"
@@ -205,7 +205,7 @@ def link(checkpoints: Path, folder: Path) -> None:
     if checkpoints.is_symlink():
         checkpoints.unlink()
     if checkpoints.exists():
-        raise UsageError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
+        raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
     checkpoints.symlink_to(folder.resolve())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import multimesh
-from multimesh_maxtext.errors import LauncherError, MissingPartError, UnsupportedError, UsageError
+from multimesh_maxtext.errors import FileError, LauncherError, MissingPartError, UnsupportedError, UsageError
 from multimesh_maxtext.model import Model
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
@@ -197,11 +197,11 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
     )
     for name in ("dump_hlo", "dump_all_passes", "dump_mpmd_passes", "dump_only"):
         yield o.has(name) and not o.dump, UsageError(f"--{name.replace('_', '-')} says how to dump; add --dump DIR")
-    yield o.hlo and not o.hlo.is_file(), UsageError(f"--hlo {o.hlo}: no such file; write its path")
+    yield o.hlo and not o.hlo.is_file(), FileError(f"--hlo {o.hlo}: no such file; write its path")
     for file in o.text or ():
         yield (
             not file.is_file(),
-            UsageError(f"--text {file}: no such file; KEY=VALUE and further flags go before --text"),
+            FileError(f"--text {file}: no such file; KEY=VALUE and further flags go before --text"),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,10 +19,10 @@ from rich.console import Console
 from multimesh_maxtext import memory, report, restarts
 from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
-from multimesh_maxtext.errors import LauncherError, TrainerFailedError, UsageError
+from multimesh_maxtext.errors import FileError, LauncherError, TrainerFailedError, UsageError
 from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, stale_parts
-from multimesh_maxtext.member import member
+from multimesh_maxtext.member import Member, any_member, member
 from multimesh_maxtext.memory import Forecast, check_fits
 from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
@@ -36,6 +37,7 @@ from multimesh_maxtext.translate import Paths, notes
 
 INTERRUPTED = 130
 
+_HOLD = 5.0  # seconds that a process waits before it says what the first may say for all
 _PATIENCE = 60.0  # seconds that what is left of an attempt that lost a process gets to end
 
 
@@ -56,26 +58,43 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     root
         The repository, if this runs from one: where ``third_party/maxtext`` is looked for.
     """
+    this = Member()
     try:
         with terminate_as_interrupt():
-            parsed = restarts.going_on(read(argv), os.environ)
-            if root:
-                check_environment(root)
-            maxtext = find_maxtext(root)
-            settled = settle(parsed, maxtext / "maxtext")
-            options = settled.job.options
-            if options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast):
-                return spawn(argv, options, root)
-            return _run(settled, maxtext, root)
-    except LauncherError as error:
-        for line in str(error).splitlines() or [""]:
-            print(f"error: {line}", file=sys.stderr)
-        if "--json" in argv:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-        return error.exit_code
+            try:
+                parsed = restarts.going_on(read(argv), os.environ)
+                this = any_member(parsed, os.environ)
+                if root:
+                    check_environment(root)
+                maxtext = find_maxtext(root)
+                settled = settle(parsed, maxtext / "maxtext")
+                options = settled.job.options
+                if options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast):
+                    return spawn(argv, options, root)
+                return _run(settled, maxtext, root)
+            except LauncherError as error:
+                return _tell(error, this, as_json="--json" in argv)
     except KeyboardInterrupt:
         print("interrupted; the trainer was stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _tell(error: LauncherError, this: Member, *, as_json: bool) -> int:
+    """Print an error, and return its exit code; the first process prints what all have found."""
+    told = "error: "
+    if this.rank:
+        if error.shared:
+            return error.exit_code
+        try:
+            time.sleep(_HOLD)
+        except KeyboardInterrupt:  # the first one found it too, and the launcher ends all
+            return error.exit_code
+        told = f"error: process {this.rank} of {this.count} on {socket.gethostname()}: "
+    for line in str(error).splitlines() or [""]:
+        print(f"{told}{line}", file=sys.stderr)
+    if as_json and not this.rank:
+        print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+    return error.exit_code
 
 
 def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
@@ -146,15 +165,16 @@ def _make_way(o: Options, first: Paths, paths: Paths) -> None:
         goes_on = o.checkpoint and o.resume and written_to(each.checkpoints, o.checkpoint)
         if goes_on or o.overwrite or not holds_run(each.output):
             continue
+        kind = UsageError if each == first else FileError
         if o.resume:
-            raise UsageError(
+            raise kind(
                 f"--output {each.output} holds a run that wrote no checkpoint to {o.checkpoint}: --resume would write "
                 "over it; choose another --output"
             )
         kept = each.checkpoints.resolve()
         left = each.checkpoints.is_symlink() and look(kept).steps
         also = f"--checkpoint {kept} --resume to go on with it, " if left else ""
-        raise UsageError(
+        raise kind(
             f"--output {each.output} holds another run; add --overwrite to replace it, {also}or choose another folder"
         )
     mine = o.checkpoint and o.resume and (written_to(paths.checkpoints, o.checkpoint) or look(o.checkpoint).steps)
@@ -314,7 +334,7 @@ def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
         for file in (paths.placement, paths.schedule):
             file.unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(
+        raise FileError(
             f"{error.filename}: {error.strerror}; choose another --output, --metrics-file or --dump"
         ) from error
     if texts:

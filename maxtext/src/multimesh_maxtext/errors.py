@@ -6,21 +6,36 @@ from collections.abc import Iterable
 
 
 class LauncherError(Exception):
-    """Something that keeps a run from being a success; ``maxtext/run.py`` ends with its ``exit_code``."""
+    """Something that keeps a run from being a success; ``maxtext/run.py`` ends with its ``exit_code``.
+
+    Attributes
+    ----------
+    shared
+        Whether all processes of a job find it, in the command line that they share.
+    """
 
     exit_code = 1
+    shared = False
 
 
 class UsageError(LauncherError):
     """Flags that do not fit together; found before anything is started."""
 
     exit_code = 2
+    shared = True
+
+
+class FileError(UsageError):
+    """A file or folder of a flag that cannot be used on this machine."""
+
+    shared = False
 
 
 class UnsupportedError(LauncherError):
     """Something sensible that this backend cannot do."""
 
     exit_code = 3
+    shared = True
 
 
 class MissingPartError(LauncherError):
@@ -84,6 +99,7 @@ class Several(LauncherError):
         """Take at least one."""
         self.errors = tuple(errors)
         self.exit_code = self.errors[0].exit_code
+        self.shared = all(error.shared for error in self.errors)
         super().__init__("\n".join(map(str, self.errors)))
 
 

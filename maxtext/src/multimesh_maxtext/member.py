@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from multimesh_maxtext.errors import UnsupportedError, UsageError
-from multimesh_maxtext.options import Options
+from multimesh_maxtext.options import Options, Parsed
 from multimesh_maxtext.translate import Paths
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -124,6 +124,12 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
             f"{found.name} does not say where process 0 is; give all processes {ADDRESS}=HOST:PORT, a free port there"
         )
     return this
+
+
+def any_member(parsed: Parsed, environment: Mapping[str, str]) -> Member:
+    """Return which process this is as far as that can be known from a command line that may be wrong."""
+    several = parsed.options.nodes > 1 or "--nodes" in parsed.doubtful
+    return launched(environment)[1] if several and not parsed.options.spawn else Member()
 
 
 def launched(environment: Mapping[str, str]) -> tuple[_Launcher | None, Member]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from multimesh_maxtext.errors import LauncherError, UsageError
+from multimesh_maxtext.errors import FileError, LauncherError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,7 +25,7 @@ RUNNING = ".running"
 
 
 @contextmanager
-def writing(file: Path, flag: str, kind: type[LauncherError] = UsageError, *, patience: float = 0.0) -> Iterator[int]:
+def writing(file: Path, flag: str, kind: type[LauncherError] = FileError, *, patience: float = 0.0) -> Iterator[int]:
     """Reserve a folder for one run by a lock file in it; yields a file descriptor that the trainer must inherit.
 
     The reservation ends when both this process and the trainer have ended, however they ended.

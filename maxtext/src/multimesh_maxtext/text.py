@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.errors import FileError, UsageError
 
 END_OF_DOCUMENT = 256
 BYTE_TOKENS = 257
@@ -57,7 +57,7 @@ def read_texts(files: Sequence[Path]) -> list[str]:
         except UnicodeDecodeError as error:
             raise UsageError(f"--text {file}: not UTF-8 at byte {error.start}; convert it, e.g. with iconv") from error
         except OSError as error:
-            raise UsageError(f"--text {file}: {error.strerror}; name readable files") from error
+            raise FileError(f"--text {file}: {error.strerror}; name readable files") from error
     return texts
 
 
