@@ -13,7 +13,7 @@ else
   each_node=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1)
   if ! "${each_node[@]}" docker version --format '{{.Server.Version}}' >/dev/null; then
     echo "error: srun has no --container-image (pyxis), and not every node has a Docker that answers; install one" >&2
-    exit 13
+    exit @lacking@
   fi
   if [[ -n ${IMAGE_ARCHIVE:-} ]]; then
     "${each_node[@]}" docker load --quiet --input "$IMAGE_ARCHIVE"
@@ -51,6 +51,9 @@ CHECKOUT_ONLY = r"""
 : "${CHECKOUT:?name the repository, on a file system that all nodes see: CHECKOUT=DIR sbatch ...}"
 launch=(srun --kill-on-bad-exit=1 "$CHECKOUT/maxtext/@folder@/@script@")
 """
+
+LACKING = 5
+"""Exit code of a batch script on a cluster that cannot start containers; ``run.py`` has no such code."""
 
 LOST = 17
 """Exit code of a process that ends because another one was lost; a test compares it with the launcher's own."""

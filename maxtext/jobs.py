@@ -18,6 +18,7 @@ from job_templates import (
     DGX,
     JOBSET,
     JOBSET_ROW,
+    LACKING,
     LOST,
     MEMORY_70B,
     PROCESS,
@@ -128,7 +129,7 @@ DGX_H100 = Machine(
         "a DGX H100 it binds nothing and says so. It also works in a job of your own, with as many processes as the\n"
         "flags ask for.\n\n"
         "Containers are started by [pyxis](https://github.com/NVIDIA/pyxis) where `srun --help` lists\n"
-        "`--container-image`, else by Docker on the nodes. A cluster with neither is refused with exit code 13. MPI\n"
+        "`--container-image`, else by Docker on the nodes. A cluster with neither is refused with exit code 5. MPI\n"
         "launchers (`--mpi=pmix`) are not used: JAX needs Slurm's variables only."
     ),
     kubernetes=True,
@@ -251,6 +252,7 @@ def files(job: Job) -> dict[str, str]:
     several = f"{job.nodes} nodes of {machine.gpus} GPUs each ({machine.title}), one process per GPU: "
     words = {
         "containers": machine.containers.lstrip(),
+        "lacking": str(LACKING),
         "attempts": ATTEMPTS,
         "lost": str(LOST),
         "variables": VARIABLES,
@@ -319,6 +321,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
+    if sys.argv[1:] == ["--help"]:
+        print(__doc__)
+    elif sys.argv[1:] == ["--write"]:
+        main()
+    else:
         sys.exit(__doc__)
-    main()

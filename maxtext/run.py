@@ -3,16 +3,18 @@
 
 import os
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-sys.path[:1] = [str(ROOT / name / "src") for name in ("maxtext", "multimesh")]  # not this folder: its name is MaxText's
-
-if Path(sys.prefix) != VENV and (VENV / "bin" / "python").exists():
-    os.execv(VENV / "bin" / "python", [str(VENV / "bin" / "python"), *sys.argv])  # noqa: S606
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+VENV, OWN = f"{ROOT}/.venv", [f"{ROOT}/maxtext/src", f"{ROOT}/multimesh/src"]
+# Not this folder, whose name is MaxText's; and what is installed before PYTHONPATH, where a stray numpy.py may lie.
+GIVEN = {os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(":")}
+sys.path[:] = OWN + sorted(sys.path[1:], key=lambda place: os.path.abspath(place) in GIVEN)
+if sys.prefix != VENV and os.path.exists(f"{VENV}/bin/python"):
+    os.execv(f"{VENV}/bin/python", [f"{VENV}/bin/python", *sys.argv])  # noqa: S606
 try:
+    from pathlib import Path
+
     from multimesh_maxtext.cli import command
 except ImportError as missing:
-    sys.exit(f"{missing.name} is not installed here; run: {ROOT / 'bootstrap.sh'} --group run")
-command(sys.argv[1:], root=ROOT)
+    sys.exit(f"{missing.name} is not installed here; run: {ROOT}/bootstrap.sh --group run")
+command(sys.argv[1:], root=Path(ROOT))

@@ -285,6 +285,7 @@ def test_a_schedule_that_does_not_fit_is_refused(job: Callable[[Sequence[str]], 
     [
         ("--gpus 2", None, r"--gpus 2, but no GPU can be seen here; check nvidia-smi, or use --cpus"),
         ("--gpus 2", [80_000], r"--gpus 2, but 1 GPUs can be seen here"),
+        ("--gpus 2 --nodes 2 --spawn", [80_000] * 3, r"--gpus 2 for each of 2 processes, but 3 GPUs can be seen here"),
         ("--gpus 2", [80_000] * 2, r"--gpus 2: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12"),
         ("--use-tfds-dataset", None, r"pip install tensorflow-datasets, or use --text"),
     ],

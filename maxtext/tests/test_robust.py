@@ -268,6 +268,16 @@ def test_stray_modules_do_not_reach_the_trainer(start: Start, tmp_path: Path):
     assert "site-packages/numpy" in (tmp_path / "out/maxtext.log").read_text()
 
 
+def test_stray_modules_do_not_reach_the_door(root: Path, tmp_path: Path):
+    for name in ("numpy", "json", "re", "yaml", "pathlib", "multimesh_maxtext"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray module')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:"}
+    line = [sys.executable, str(root / "maxtext/run.py"), "--dry-run", "--json"]
+    done = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["environment"]["PYTHONPATH"].endswith(f":{tmp_path}")
+
+
 def test_a_copied_environment_is_noticed(tmp_path: Path):
     check_environment(tmp_path)  # there is none
     note = tmp_path / ".venv/pyvenv.cfg"

@@ -395,9 +395,13 @@ def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plu
         Whether tensorflow-datasets is installed.
     """
     visible = len(gpu_memory or ())
-    if options.gpus > visible:
+    processes = options.nodes if options.spawn else 1
+    if options.gpus * processes > visible:
         there = f"{visible} GPUs" if visible else "no GPU"
-        raise MissingPartError(f"--gpus {options.gpus}, but {there} can be seen here; check nvidia-smi, or use --cpus")
+        asked = (
+            f"--gpus {options.gpus} for each of {processes} processes" if processes > 1 else f"--gpus {options.gpus}"
+        )
+        raise MissingPartError(f"{asked}, but {there} can be seen here; check nvidia-smi, or use --cpus")
     if options.gpus and not has_plugin:
         raise MissingPartError(f"--gpus {options.gpus}: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12")
     if options.use_tfds_dataset and not has_tfds:

@@ -70,6 +70,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
                 settled = settle(parsed, maxtext / "maxtext")
                 options = settled.job.options
                 if options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast):
+                    _find_gpus(options)
                     return spawn(argv, options, root)
                 return _run(settled, maxtext, root)
             except LauncherError as error:
@@ -101,15 +102,8 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     job, options = settled.job, settled.job.options
     this = member(options, os.environ)
     texts = read_texts(options.text or ())
-    gpus = visible_gpu_memory() if options.gpus else None
+    gpus = _find_gpus(options)
     gpu_memory = min(gpus) if gpus else None
-    if not (options.dry_run or options.forecast):
-        check_machine(
-            options,
-            gpu_memory=gpus,
-            has_plugin=any(map(has_package, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
-            has_tfds=has_package("tensorflow_datasets"),
-        )
     stale = stale_parts(root) if root else ()
     for note in (*stale, *settled.notes, *notes(options, gpu_memory=gpu_memory)):
         if this.rank == 0:
@@ -146,6 +140,19 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
         code = _train(job, paths, start, texts, console, gpu_memory, this.rank, held, patience=patience)
         restarts.show(losses, options)
         return code
+
+
+def _find_gpus(options: Options) -> list[int] | None:
+    """Return the memory of every GPU here that a job may use; refuse a job for which something is missing here."""
+    gpus = visible_gpu_memory() if options.gpus else None
+    if not (options.dry_run or options.forecast):
+        check_machine(
+            options,
+            gpu_memory=gpus,
+            has_plugin=any(map(has_package, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+            has_tfds=has_package("tensorflow_datasets"),
+        )
+    return gpus
 
 
 def _make_way(o: Options, first: Paths, paths: Paths) -> None:
