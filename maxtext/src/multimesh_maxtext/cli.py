@@ -19,7 +19,7 @@ from rich.console import Console
 from multimesh_maxtext import memory, report, restarts
 from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
-from multimesh_maxtext.errors import FileError, LauncherError, TrainerFailedError, UsageError
+from multimesh_maxtext.errors import FileError, LauncherError, TrainerFailedError
 from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, stale_parts
 from multimesh_maxtext.member import Member, any_member, member
@@ -165,28 +165,27 @@ def _make_way(o: Options, first: Paths, paths: Paths) -> None:
 
     Raises
     ------
-    UsageError
+    FileError
         Where this run would write over another.
     """
     for each in dict.fromkeys((first, paths)):
         goes_on = o.checkpoint and o.resume and written_to(each.checkpoints, o.checkpoint)
         if goes_on or o.overwrite or not holds_run(each.output):
             continue
-        kind = UsageError if each == first else FileError
         if o.resume:
-            raise kind(
+            raise FileError(
                 f"--output {each.output} holds a run that wrote no checkpoint to {o.checkpoint}: --resume would write "
                 "over it; choose another --output"
             )
         kept = each.checkpoints.resolve()
         left = each.checkpoints.is_symlink() and look(kept).steps
         also = f"--checkpoint {kept} --resume to go on with it, " if left else ""
-        raise kind(
+        raise FileError(
             f"--output {each.output} holds another run; add --overwrite to replace it, {also}or choose another folder"
         )
     mine = o.checkpoint and o.resume and (written_to(paths.checkpoints, o.checkpoint) or look(o.checkpoint).steps)
     if o.metrics_file and paths == first and has_content(paths.metrics) and not (mine or o.overwrite):
-        raise UsageError(
+        raise FileError(
             f"--metrics-file {paths.metrics} has the steps of another run; remove it, or choose another file"
         )
     if o.overwrite and not o.resume:

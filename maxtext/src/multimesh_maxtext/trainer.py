@@ -67,6 +67,8 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
     if not o.json:
         console.print(_headline(job), highlight=False)
         console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
+        if o.nodes > 1 and not o.output:
+            console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
     before = keep_before(paths.metrics, paths.log, begin.step)
     skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
     follower = Follower(paths.metrics, paths.log, skip=skip)
