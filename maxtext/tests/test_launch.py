@@ -17,7 +17,7 @@ from multimesh_maxtext.checkpoint import Beginning
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
 from multimesh_maxtext.launch import FORESEE, VARIABLE, Handoff, Launch, forecasting, launch, received
-from multimesh_maxtext.member import Member, find_alone, member
+from multimesh_maxtext.member import Member, find_alone, find_repeated, member
 from multimesh_maxtext.options import parse
 from multimesh_maxtext.trainer import Follower, follow, refused, terminate_as_interrupt, trainer
 from multimesh_maxtext.translate import Paths
@@ -52,6 +52,9 @@ def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
     assert member(parse(["--nodes", "16"]), launcher) == Member(9, 16, 1)
     assert member(parse(["--nodes", "16"]), launcher | SPAWNED) == Member(1, 16, 1)
     assert member(parse([]), launcher) == Member()  # a job of one process may run anywhere
+    assert list(find_repeated(parse(["--nodes", "16"]), launcher)) == []
+    (line,) = find_repeated(parse([]), {**launcher, **SPAWNED, "MULTIMESH_MAXTEXT_RANK": "0"})
+    assert line.endswith("with --nodes 16 they train together")
 
 
 def test_the_first_process_writes_where_the_user_says(paths: Paths):

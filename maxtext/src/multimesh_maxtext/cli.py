@@ -22,7 +22,7 @@ from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import FileError, LauncherError, TrainerFailedError
 from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, stale_parts
-from multimesh_maxtext.member import Member, any_member, member
+from multimesh_maxtext.member import Member, any_member, find_repeated, member
 from multimesh_maxtext.memory import Forecast, check_fits
 from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
@@ -105,7 +105,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     gpus = _find_gpus(options)
     gpu_memory = min(gpus) if gpus else None
     stale = stale_parts(root) if root else ()
-    for note in (*stale, *settled.notes, *notes(options, gpu_memory=gpu_memory)):
+    for note in (*stale, *settled.notes, *find_repeated(options, os.environ), *notes(options, gpu_memory=gpu_memory)):
         if this.rank == 0:
             print(f"warning: {note}", file=sys.stderr)
     first = _paths(options, maxtext)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -124,6 +125,17 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
             f"{found.name} does not say where process 0 is; give all processes {ADDRESS}=HOST:PORT, a free port there"
         )
     return this
+
+
+def find_repeated(options: Options, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line where a job of one process is started several times, as by ``srun`` without ``--nodes``."""
+    with contextlib.suppress(UsageError):
+        found, this = launched(environment)
+        if found and options.nodes == 1 and this.rank == 0:
+            yield (
+                f"{found.name} started {this.count} processes, and each that gets here runs this whole job; with "
+                f"--nodes {this.count} they train together"
+            )
 
 
 def any_member(parsed: Parsed, environment: Mapping[str, str]) -> Member:
