@@ -150,7 +150,8 @@ class Jitted:
             if compiled is None and signature.context.options.autoshard:
                 compiled = matching(signature, known)
             if compiled is None:
-                lowered = self._lower(given, signature)
+                with uncollected():
+                    lowered = self._lower(given, signature)
                 compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
             known[signature] = compiled
             return compiled
@@ -164,7 +165,8 @@ class Jitted:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
         given = self._parameters.given(args, kwargs)
-        lowered = self._lower(given, self._signature_of(given))
+        with uncollected():
+            lowered = self._lower(given, self._signature_of(given))
         if isinstance(lowered, Plain):
             raise self._without_tasks()
         return lowered
@@ -246,7 +248,6 @@ class Jitted:
 
         return flat, structs
 
-    @uncollected()
     def _lower(self, given: Given, signature: Signature) -> Lowered | Plain:
         flat, structs = self._flat(given, signature)
         donated = given.donated_leaves(signature.tree)

@@ -81,7 +81,6 @@ class Lowered:
         """
         return tuple(pipeline.run(self.traced))
 
-    @uncollected()
     def memory_forecast(self) -> tuple[MemoryForecast, ...]:
         """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
 
@@ -94,7 +93,8 @@ class Lowered:
             One a submesh, in the order of ``plan.submeshes``, with ``arguments``, ``sums``, ``values``, ``workspace``
             and their ``total``.
         """
-        return forecast(self.plan)
+        with uncollected():
+            return forecast(self.plan)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile every program, several at a time. Options go to XLA as they are."""
