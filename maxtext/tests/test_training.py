@@ -103,7 +103,7 @@ def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("adam_b1=nonsense",), 10, "the trainer failed with exit code 1 after 0 of 4 steps"),
+        (("mlp_activations=[nonsense]",), 10, "the trainer failed with exit code 1 after 0 of 4 steps"),
         (("learning_rate=1e38", "gradient_clipping_threshold=0"), 12, "is nan; lower learning_rate="),
         (("eval_interval=1", "eval_steps=1", "target_eval_loss=100"), 11, "of 4 steps without an error"),
         (("learning_rate=0",), 13, "train longer with --num-steps or change learning_rate="),
