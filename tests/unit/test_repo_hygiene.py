@@ -7,10 +7,13 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+
+from workflows.ci import tag
 
 MAX_LINES = 500
 DOORS = ("bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py")
@@ -171,6 +174,15 @@ def test_one_distribution_never_imports_the_other(root: Path) -> None:
         assert files
         wrong = [path for path in files if not others.isdisjoint(imports.findall(text_of(path)))]
         assert (own, relative(root, wrong)) == (own, [])
+
+
+def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_path: Path) -> None:
+    held = {}
+    for wheel, _ in tag.build_wheels(root, tmp_path):
+        with zipfile.ZipFile(wheel) as archive:
+            held[wheel.name.partition("-")[0]] = archive.namelist()
+    assert held.keys() == {"multimesh_jax", "multimesh_maxtext"}
+    assert "multimesh/views/page.html" in held["multimesh_jax"]
 
 
 def test_no_two_modules_of_the_tooling_have_one_name(root: Path) -> None:

@@ -75,7 +75,7 @@ def _build(project: Path, folder: Path, date: str) -> Path:
 
 
 def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path, unpacked: Path) -> None:
-    """See that it holds the package and nothing else, names its version, and imports away from the clone.
+    """See that it holds what git tracks of the package, names its version, and imports away from the clone.
 
     It is unpacked beside those that were checked before, which it may need.
     """
@@ -83,7 +83,7 @@ def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path
     with zipfile.ZipFile(wheel) as archive:
         held = {entry for entry in archive.namelist() if not entry.startswith(f"{described}/")}
         archive.extractall(unpacked)
-    wanted = {str(path.relative_to(source)) for path in source.rglob("*") if path.suffix in (".py", ".typed")}
+    wanted = set(filter(None, proc.run(["git", "-C", source, "ls-files", "-z"]).text.split("\0")))
     if odd := sorted(held ^ wanted):
         holds = "holds" if odd[0] in held else "does not hold"
         raise errors.IntegrityError(f"{wheel.name}: {holds} {odd[0]}; a wheel holds the package and nothing else")
