@@ -148,12 +148,11 @@ def machine(count: int) -> report.Row:
 
 def verified(work: str, said: dict[str, Any]) -> report.Row:
     """The line of a run of MaxText: the last steps, of the run and of its reference where it has one."""
-    ours, single = (
-        statistics.median(step["seconds"] for step in said[which][-3:]) if said.get(which) else None
-        for which in ("steps", "reference")
-    )
-    assert ours is not None
-    return row(work, ours, single, said.get("difference"))
+
+    def pace(which: str) -> float:
+        return statistics.median(step["seconds"] for step in said[which][-3:])
+
+    return row(work, pace("steps"), pace("reference") if "reference" in said else None, said.get("difference"))
 
 
 def table(about: report.Row, rows: list[report.Row]) -> str:

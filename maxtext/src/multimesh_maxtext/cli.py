@@ -22,7 +22,7 @@ from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import FileError, LauncherError, TrainerFailedError
 from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, stale_parts
-from multimesh_maxtext.member import Member, any_member, find_repeated, member
+from multimesh_maxtext.member import ALONE, Member, any_member, find_repeated, member
 from multimesh_maxtext.memory import Forecast, check_fits
 from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
@@ -58,7 +58,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     root
         The repository, if this runs from one: where ``third_party/maxtext`` is looked for.
     """
-    this = Member()
+    this = ALONE
     try:
         with terminate_as_interrupt():
             try:

@@ -16,7 +16,7 @@ from typing import Any
 from multimesh_maxtext import memory
 from multimesh_maxtext.checks import Job, schedule_name
 from multimesh_maxtext.errors import UsageError
-from multimesh_maxtext.member import Member
+from multimesh_maxtext.member import ALONE, Member
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.translate import Paths, argument, configuration, environment
 
@@ -132,7 +132,7 @@ def decided(job: Job) -> dict[str, Any]:
 
 
 def launch(
-    job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, this: Member | None = None
+    job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, this: Member = ALONE
 ) -> Launch:
     """Return the process that trains a job.
 
@@ -156,11 +156,11 @@ def launch(
     variables = environment(job, paths, inherited=inherited, gpu_memory=gpu_memory)
     if job.options.staged:
         variables |= handoff(job, paths, memory.limit(job, gpu_memory)).variables()
-    variables |= this.variables() if this and this.count > 1 else {}
+    variables |= this.variables() if this.count > 1 else {}
     if job.options.nodes > 1 and job.options.gpus:
         visible = [part for part in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
         # A launcher may show each process its own GPUs only, or all of a machine to each.
-        first = 0 if len(visible) == job.options.gpus or not this else this.local * job.options.gpus
+        first = 0 if len(visible) == job.options.gpus else this.local * job.options.gpus
         variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + job.options.gpus)))
     return Launch(command, variables, {**settings, **extra})
 

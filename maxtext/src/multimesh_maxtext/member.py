@@ -85,6 +85,10 @@ class Member:
         return {f"MULTIMESH_MAXTEXT_{name}": str(value) for name, value in zip(_NAMES, values, strict=True)}
 
 
+ALONE = Member()
+"""The process of a job that has one."""
+
+
 def find_alone(o: Options) -> Iterator[UnsupportedError]:
     """Yield the flags that several processes cannot honour so far."""
     if o.nodes == 1 or not o.staged or o.forecast:
@@ -108,7 +112,7 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
         No launcher started this process, or not as many as the flag says, or its variables make no sense.
     """
     if options.nodes == 1:
-        return Member()
+        return ALONE
     found, this = launched(environment)
     if found is None and (options.dry_run or options.forecast):
         return Member(count=options.nodes)
@@ -141,7 +145,7 @@ def find_repeated(options: Options, environment: Mapping[str, str]) -> Iterator[
 def any_member(parsed: Parsed, environment: Mapping[str, str]) -> Member:
     """Return which process this is as far as that can be known from a command line that may be wrong."""
     several = parsed.options.nodes > 1 or "--nodes" in parsed.doubtful
-    return launched(environment)[1] if several and not parsed.options.spawn else Member()
+    return launched(environment)[1] if several and not parsed.options.spawn else ALONE
 
 
 def launched(environment: Mapping[str, str]) -> tuple[_Launcher | None, Member]:
@@ -163,7 +167,7 @@ def launched(environment: Mapping[str, str]) -> tuple[_Launcher | None, Member]:
             )
         if this.count > 1:  # the shell of `srun --pty bash` is one task, which may start others
             return launcher, this
-    return None, Member()
+    return None, ALONE
 
 
 def _number(environment: Mapping[str, str], launcher: _Launcher, names: tuple[str, ...]) -> int:

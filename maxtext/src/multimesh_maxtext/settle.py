@@ -41,7 +41,9 @@ _FLAG_OF = {
     "dataset_type": "--text or --use-tfds-dataset",
     "profiler": "--profile",
     **dict.fromkeys(("init_weights_seed", "data_shuffle_seed"), "--seed"),
-    **{f"ici_{axis}_parallelism": f"--{flag}" for axis, flag in (("data", "dp"), ("fsdp", "fsdp"), ("tensor", "tp"))},
+    "ici_data_parallelism": "--dp",
+    "ici_fsdp_parallelism": "--fsdp",
+    "ici_tensor_parallelism": "--tp",
     "ici_expert_parallelism": "--ep",
     "ici_pipeline_parallelism": "--pp",
 }
