@@ -29,9 +29,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from multimesh.errors import MultiMeshError, UsageError
 
-SUPPORTED = "jax>=0.9,<0.11"  # as in pyproject.toml
+SUPPORTED = "jax>=0.9"  # as in pyproject.toml
 _FOUND = jax.__version_info__
-_NEWER = _FOUND >= (0, 11)
+_NEWER = _FOUND >= (0, 13)
 
 if _FOUND < (0, 9):
     raise MultiMeshError(f"MultiMesh needs {SUPPORTED}, found {jax.__version__}: pip install '{SUPPORTED}'")
@@ -204,8 +204,25 @@ def stacked(aval: Any, length: int) -> Any:
     return jax.core.ShapedArray((length, *aval.shape), aval.dtype)
 
 
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries a scan has, which come first among its operands."""
+    if "ft_in" in params:  # jax >= 0.12
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
 def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: int) -> dict[str, Any]:
     """Parameters of a scan that differs from another in its body and what goes into it."""
+    if "ft_in" in params:  # jax >= 0.12
+        trees = importlib.import_module("jax._src.flattree")
+        rows, results = len(body.in_avals) - num_consts - num_carry, len(body.out_avals) - num_carry
+        given = trees.pack(tuple(map(trees.nones, (num_consts, num_carry, rows))))
+        return params | {
+            "jaxpr": body,
+            "ft_in": given,
+            "ft_out": trees.pack((trees.nones(num_carry), trees.nones(results))),
+        }
     made = params | {"jaxpr": body, "num_consts": num_consts, "num_carry": num_carry}
     if "linear" in made:  # jax < 0.10
         made["linear"] = (False,) * len(body.in_avals)

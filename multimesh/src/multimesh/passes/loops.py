@@ -34,7 +34,7 @@ def from_scan(
 
     ``args`` and ``results`` are inputs and results of the body, ``ins`` and ``outs`` those of the scan.
     """
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = _compat.scan_counts(eqn.params)
     consts: dict[ir.Value, ir.Atom] = dict(zip(args[:num_consts], ins[:num_consts], strict=True))
     slices: dict[ir.Value, Any] = dict(zip(args[num_consts + num_carry :], ins[num_consts + num_carry :], strict=True))
     producer = {o: op for op in ops for o in op.outs}

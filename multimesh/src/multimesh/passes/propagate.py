@@ -244,7 +244,7 @@ class _Arrays:
         """What an iteration carries is also what the next one reads; a scan reads and makes rows beside."""
         params = op.params
         if op.prim.name == "scan":
-            body, fixed, carried = params["jaxpr"], params["num_consts"], params["num_carry"]
+            body, (fixed, carried) = params["jaxpr"], _compat.scan_counts(params)
         else:
             ins = ins[params["cond_nconsts"] :]
             body, fixed, carried = params["body_jaxpr"], params["body_nconsts"], len(outs)

@@ -32,7 +32,7 @@ class _Body:
 
 
 def _body(op: ir.Op) -> _Body | None:
-    closed, a, count = op.params["jaxpr"], op.params["num_consts"], op.params["num_carry"]
+    closed, (a, count) = op.params["jaxpr"], _compat.scan_counts(op.params)
     args = [ir.Value(v.aval) for v in closed.jaxpr.invars]
     flat = flattened(op, closed, args)
     if flat is None:
