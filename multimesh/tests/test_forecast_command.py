@@ -24,8 +24,8 @@ zb-h2                      27     3         0          0  (p-1)(tF+tB-2tW)      
 interleaved-zb, v=2      25.5   1.5       1.5        1.5  (p-1)(tF+tB-tW)/v            5.9 %           4 4 4 4
 zb-v, v=2                25.5   1.5         0          0  0                            5.9 %           4 4 4 4
 dualpipe-v, v=2          25.5   1.5       1.5          3  (p-1)(tF+2tB-tW)/v at most   5.9 %   4.5 4.5 4.5 4.5
-wavefront                  33     9         9          -                              27.3 %           8 6 4 2
-prefetch-wavefront         33     9         9          -                              27.3 %           8 6 4 2
+wavefront                  33     9         9          -                              27.3 %           6 4 2 1
+prefetch-wavefront         33     9         9          -                              27.3 %           6 4 2 1
 """
 
 

@@ -201,6 +201,7 @@ def as_dispatched(row):
         ("dualpipe-v", 6, 2),
         ("1f1b", 4, 2),
         ("wavefront", 4, 1),
+        ("wavefront", 6, 3),
         ("gpipe", 4, 2),
     ],
 )
@@ -292,7 +293,7 @@ def test_live_activations():
         s: [live(row, "B") for row in cells(plan_of(s, stages, count))]
         for s in ("1f1b", "eager-1f1b", "wavefront", "gpipe")
     }
-    assert peaks == {"1f1b": [4, 3, 2, 1], "eager-1f1b": [7, 5, 3, 1], "wavefront": [8, 6, 4, 2], "gpipe": [12] * 4}
+    assert peaks == {"1f1b": [4, 3, 2, 1], "eager-1f1b": [7, 5, 3, 1], "wavefront": [6, 4, 2, 1], "gpipe": [12] * 4}
     first, *others = cells(plan_of("zb-h1", stages, count))
     assert [live(first, "B"), *(live(row, "W") for row in others)] == [4] * 4
     for r, row in enumerate(cells(plan_of("interleaved", 8, count, chunks=2))):
@@ -305,7 +306,7 @@ def fronts_of_transfers(schedule, model=MLP):
     front = schedules.get(schedule).front
     made, found = {}, []
     steps = plan.instructions
-    at = [front(Cell(s.phase, s.stage, s.microbatch), 3) if s.kind == "RUN" and s.phase else None for s in steps]
+    at = [front(Cell(s.phase, s.stage, s.microbatch), 3, 1) if s.kind == "RUN" and s.phase else None for s in steps]
     for n, step in enumerate(steps):
         if at[n] is not None:
             made |= dict.fromkeys(step.outs, at[n])

@@ -105,7 +105,15 @@ def test_peak_activations(p, m):
     assert peaks["gpipe"] == (m,) * p
     assert peaks["1f1b"] == tuple(min(p - r, m) for r in range(p))
     assert peaks["zb-h1"] == (min(p, m),) * p
-    assert all(peak <= min(m, 2 * (p - r)) for r, peak in enumerate(peaks["wavefront"]))
+    assert peaks["wavefront"] == tuple(min(m, 2 * (p - r - 1) + (r == p - 1)) for r in range(p))
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize(("p", "v"), [(2, 1), (2, 3), (4, 1), (4, 2), (8, 12)])
+def test_wavefronts_wait_as_long_as_interleaved_1f1b(p, v, costs):
+    """Where the number of microbatches is a multiple of p; with others the last group is not full."""
+    for m in (p, 2 * p, 4 * p):
+        assert idle("wavefront", p, v, m, costs) == pytest.approx([(p - 1) * sum(costs.values()) / v] * p)
 
 
 @pytest.mark.parametrize("transfer", [0.0, 0.75])

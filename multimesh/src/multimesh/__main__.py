@@ -133,8 +133,8 @@ def _add_demo(commands: Any) -> None:
         "with two stages on each submesh, kimi-k2 with one forward more first; zb-h1 1f1b with the weight gradients "
         "apart, to fill idle time, zb-h2 all of it in more memory, interleaved-zb with two stages on each submesh; "
         "zb-v with the first and the last stage on one submesh, and so on inwards, dualpipe-v the same with forwards "
-        "beside backwards; wavefront each task as soon as its inputs allow; prefetch-wavefront with transfers "
-        "issued ahead; auto the best table for the estimated costs of the stages (default: %(default)s)",
+        "beside backwards; wavefront interleaved with microbatches that start in groups, prefetch-wavefront with "
+        "transfers issued ahead; auto the best table for the estimated costs of the stages (default: %(default)s)",
     )
     demo.add_argument("--steps", type=_positive, default=8, metavar="N", help="training steps (default: %(default)s)")
     demo.add_argument(

@@ -81,7 +81,7 @@ def order(pipeline: Pipeline, mark: LoopMark, results: set[ir.Value], *, recompu
     present = {(s.phase, s.number) for s in found}
     rows = [[c for c in row if (c.phase, c.stage) in present] for row in table]
     found, rows = _join_turns(found, rows, results)
-    made = _merged(found, rows, mark, len(pipeline.submeshes) * pipeline.chunks)
+    made = _merged(found, rows, mark, pipeline)
     if not isinstance(schedule, schedules.Auto):
         return made
     return replace(made, choice=schedule.choose(*_shape(pipeline, mark)))
@@ -183,16 +183,16 @@ def _needs(stages: Sequence[Stage]) -> list[set[int]]:
     ]
 
 
-def _merged(stages: Sequence[Stage], rows: Sequence[Sequence[Cell]], mark: LoopMark, number: int) -> LoopOrder:
+def _merged(stages: Sequence[Stage], rows: Sequence[Sequence[Cell]], mark: LoopMark, pipeline: Pipeline) -> LoopOrder:
     """One global order: by fronts where the schedule has them, else by the time at which each cell could start."""
     index = {(s.phase, s.number): i for i, s in enumerate(stages)}
     queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in rows]
-    front = {(index[c.phase, c.stage], c.microbatch): mark.schedule.front(c, number) for c in _cells(rows)}
+    sizes = len(pipeline.submeshes), pipeline.chunks
+    front = {(index[c.phase, c.stage], c.microbatch): mark.schedule.front(c, *sizes) for c in _cells(rows)}
     if None in front.values():
         return LoopOrder(tuple(stages), _by_start(stages, queues))
     position = {cell: (rank, n) for rank, queue in enumerate(queues) for n, cell in enumerate(queue)}
-    forward = {i for i, s in enumerate(stages) if s.phase == "F"}
-    cells = sorted(front, key=lambda cell: (front[cell], cell[0] not in forward, *position[cell]))
+    cells = sorted(front, key=lambda cell: (front[cell], *position[cell]))
     fronts = tuple(f for f in map(front.get, cells) if f is not None)
     return LoopOrder(tuple(stages), tuple(cells), fronts, mark.schedule.ahead or 0)
 

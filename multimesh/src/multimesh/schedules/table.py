@@ -107,8 +107,8 @@ class Schedule:
         """Row of one submesh, with a backward pass."""
         raise NotImplementedError
 
-    def front(self, cell: Cell, stages: int) -> int | None:
-        """Front of a cell, for schedules whose global order goes front by front; ``stages`` are all of the loop."""
+    def front(self, cell: Cell, submeshes: int, chunks: int) -> int | None:
+        """Front of a cell, for schedules whose global order goes front by front."""
         return None
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Wavefronts: tasks in the order in which the dependencies alone would let them start."""
+"""Wavefronts: the order of the original MultiMesh, in effect interleaved 1F1B that starts its microbatches in groups."""
 
 from __future__ import annotations
 
@@ -11,30 +11,43 @@ from multimesh.schedules.table import Cell, Schedule
 
 @dataclass(frozen=True)
 class Wavefront(Schedule):
-    """Front by front; the front of a task is its stage plus its microbatch, backward stages counted on after the last.
+    """Front by front; ``p`` microbatches start one after another, the next ``p`` when a stage later they are through.
 
-    Of one front the forwards come first. A transfer is issued in the front of the task that reads it. Submesh ``r``
-    holds at most ``2 (p - r)`` microbatches (of one stage a submesh): no task waits for another of its submesh as
-    long as all take the same time.
+    Microbatch ``i`` passes its ``2 p v - 1`` tasks one a front: the forwards of stages 0, 1, ..., then the backwards
+    down from the last stage, whose two tasks share a front. It starts in front ``(i // p) p v + i % p``: a group of
+    ``p`` comes half of the tasks behind the one before. So a submesh has at most one forward and one backward of other
+    stages in a front; the later task of a microbatch comes first.
+
+    Where ``p`` divides ``m`` submesh ``r`` runs ``w = p (v + 1) - 2 (r + 1)`` forwards before its first backward, and
+    holds at most ``w`` activations of one stage each, the last submesh ``w + 1``; never more than ``m v``. With stages
+    of equal cost it waits as long as `Interleaved`.
+
+    A transfer is issued in the front of the task that reads it.
     """
 
     name: ClassVar[str] = "wavefront"
     ahead: ClassVar[int | None] = 0
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """Cells by front, then forwards first, then the older microbatch."""
+        """Cells by front; of one front the cell that is further on comes first."""
         stages = submeshes * chunks
-        cells = [
-            Cell(phase, chunk * submeshes + rank, i)
-            for phase in "FB"
-            for chunk in range(chunks)
-            for i in range(microbatches)
-        ]
-        return sorted(cells, key=lambda c: (self.front(c, stages), c.phase == "B", c.microbatch))
 
-    def front(self, cell: Cell, stages: int) -> int:
-        """Stage (of the backward: ``2 stages - 1 - stage``) plus microbatch."""
-        return cell.microbatch + (cell.stage if cell.phase == "F" else 2 * stages - 1 - cell.stage)
+        def key(cell: Cell) -> tuple[int, int, int]:
+            return self.front(cell, submeshes, chunks), -_way(cell, stages), -ord(cell.phase)
+
+        own = range(rank, stages, submeshes)
+        return sorted((Cell(phase, s, i) for phase in "FB" for s in own for i in range(microbatches)), key=key)
+
+    def front(self, cell: Cell, submeshes: int, chunks: int) -> int:
+        """``(i // p) p v + i % p`` and one more for each task before it."""
+        group, place = divmod(cell.microbatch, submeshes)
+        stages = submeshes * chunks
+        return group * stages + place + _way(cell, stages)
+
+
+def _way(cell: Cell, stages: int) -> int:
+    """Tasks of a microbatch before this one; those of the last stage are one."""
+    return cell.stage if cell.phase == "F" else 2 * stages - 2 - cell.stage
 
 
 @dataclass(frozen=True)
