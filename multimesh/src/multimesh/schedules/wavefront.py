@@ -1,4 +1,4 @@
-"""Wavefronts: the order of the original MultiMesh, in effect interleaved 1F1B that starts its microbatches in groups."""
+"""Wavefronts: the order of the original MultiMesh, in effect interleaved 1F1B with starts in groups."""
 
 from __future__ import annotations
 
