@@ -197,7 +197,7 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outs]
 
     def stack(*rows: Any) -> list[Any]:
-        return [jnp.stack(rows)]
+        return [_compat.typed_as(jnp.stack(rows), kernel.outs[0].aval)]
 
     def ops(*args: Any) -> list[Any]:
         left = list(args)

@@ -84,10 +84,13 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Carry:
-    """What one iteration of a loop leaves to the next: ``init`` goes into the first, ``out`` is the last ``leaf``."""
+    """What one iteration of a loop leaves to the next: ``init`` goes into the first, ``out`` is the last ``leaf``.
+
+    ``init`` is None where no iteration reads the state.
+    """
 
     out: Value
-    init: Value
+    init: Atom | None
     leaf: Atom
 
 

@@ -117,7 +117,7 @@ class Layouts:
     def _same(self, inner: ir.Atom, outer: ir.Atom, shift: int) -> None:
         """A value inside a loop and the one outside, which has ``shift`` dimensions more in front."""
         if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
-            for mesh in tuple(self.meshes[inner]):
+            for mesh in tuple(self.meshes.get(inner, ())):
                 self.meshes[outer][mesh] = None
                 for d in range(len(ir.shape(inner))):
                     self._join([(inner, mesh, d), (outer, mesh, d + shift)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class _Where:
 
 
 class _Inliner:
-    """Walks jaxprs; the only state is the cache of scope look-ups."""
+    """Walks jaxprs; keeps scopes that were looked up, captured constants, and what tasks give back as they got it."""
 
     def __init__(self, devices: tuple[jax.Device, ...]):
         self._devices = devices
@@ -56,6 +56,7 @@ class _Inliner:
         self._scope_cache: dict[tuple[tuple[str, ...], bool], Placement | None] = {}
         self._paths: dict[str, None] = {}  # of the named scopes that were met, outside tasks
         self.consts: dict[ir.Value, Any] = {}
+        self.passed: dict[ir.Value, ir.Atom] = {}  # copies of what tasks pass through, with the original
 
     def check_registrations(self, *, placed: bool) -> None:
         """Tell of a registered pattern that no scope matches where a near name, or the lack of tasks, says it should.
@@ -184,15 +185,37 @@ class _Inliner:
     def _task(
         self, eqn: Any, jaxpr: Any, consts: Sequence[Any], ins: list[ir.Atom], where: _Where, out: list[ir.Item]
     ) -> Sequence[ir.Atom]:
-        """Items of a marked call; a task that does nothing still moves its arguments to its submesh."""
+        """Items of a marked call, and a copy there of each result that is a literal or an argument.
+
+        A task that does nothing moves its arguments to its submesh. Of any other, only results of loops and of the
+        function are copies: tasks read the original.
+        """
         before = len(out)
         results = self.jaxpr(jaxpr, consts, ins, where, out)
-        if len(out) > before:
-            return results
-        moved = [ir.Value(v.aval) for v in eqn.outvars]
-        for atom, result in zip(results, moved, strict=True):
-            out.append(ir.Op(_compat.copy_p, {}, (atom,), (result,), where.task, source=eqn.source_info))
-        return moved
+        idle = len(out) == before
+        made = {o for item in out[before:] for o in item.outs}
+        given: list[ir.Atom] = []
+        for atom, var in zip(results, eqn.outvars, strict=True):
+            if isinstance(atom, ir.Value) and atom in made:
+                given.append(atom)
+                continue
+            copy = ir.Op(_compat.copy_p, {}, (atom,), (ir.Value(var.aval),), where.task, backward=where.backward)
+            out.append(replace(copy, source=eqn.source_info))
+            given += copy.outs
+            if not idle:
+                self.passed[copy.outs[0]] = atom
+        return given
+
+    def _original(self, atom: ir.Atom) -> ir.Atom:
+        while isinstance(atom, ir.Value) and atom in self.passed:
+            atom = self.passed[atom]
+        return atom
+
+    def read_through(self, items: Iterable[ir.Item]) -> Iterator[ir.Item]:
+        """Let tasks and loops read what was given to a task, not the copy that it gives back."""
+        for item in items:
+            through = isinstance(item, ir.Loop) or item.task is not None
+            yield loops.rename_item(item, self.passed) if through else item
 
     def _device_put(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Value]:
         """One operation for each value, a constraint on the submesh that it is put on, which sends it there."""
@@ -248,8 +271,18 @@ class _Inliner:
         ops = [i for i in items if isinstance(i, ir.Op)]
         if len(ops) < len(items):
             raise MultiMeshError(f"{mark.where}: a microbatch loop inside another; use one loop")
+        fixed, carried = _compat.scan_counts(eqn.params)
+        states = args[fixed : fixed + carried]
+        passed = {copy: arg for copy in self.passed if (arg := self._original(copy)) in states}  # a sum or none is one
+        ops = [loops.rename_op(op, passed) for op in ops]
+        kept = [
+            state if isinstance(r, ir.Value) and passed.get(r) is state else r
+            for state, r in zip(states, results, strict=False)
+        ]
+        results = [*kept, *results[carried:]]
         made = loops.from_scan(eqn, mark, uid, args, ops, results, ins, outs)
-        out.append(replace(made, backward=where.backward, source=eqn.source_info))
+        ops = [i for i in self.read_through(made.ops) if isinstance(i, ir.Op)]
+        out.append(replace(made, ops=tuple(ops), backward=where.backward, source=eqn.source_info))
         return outs
 
     def _task_inside(self, eqn: Any, where: _Where) -> Placement | None:
@@ -332,6 +365,7 @@ def inline(closed: Any, devices: tuple[jax.Device, ...]) -> ir.Program:
     inputs = [ir.Value(v.aval) for v in closed.jaxpr.invars]
     items: list[ir.Item] = []
     outputs = walker.jaxpr(closed.jaxpr, closed.consts, inputs, _Where(), items)
+    items = list(walker.read_through(items))
     ops = (op for item in items for op in (item.ops if isinstance(item, ir.Loop) else (item,)))
     walker.check_registrations(placed=any(op.task is not None for op in ops))
     return ir.Program(tuple(inputs), walker.consts, tuple(items), tuple(outputs))

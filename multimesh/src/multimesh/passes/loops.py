@@ -205,7 +205,8 @@ def separate(program: ir.Program) -> ir.Program:
 
 def _with_inits(loop: ir.Loop) -> tuple[list[ir.Op], ir.Loop]:
     """Copies of initial states that are literals, and the loop that reads them."""
-    made = {k: ir.Value(c.out.aval) for k, c in loop.carries.items() if not isinstance(c.init, ir.Value)}
+    literals = {k for k, c in loop.carries.items() if c.init is not None and not isinstance(c.init, ir.Value)}
+    made = {k: ir.Value(c.out.aval) for k, c in loop.carries.items() if k in literals}
     ops = [ir.Op(_compat.copy_p, {}, (loop.carries[k].init,), (v,), source=loop.source) for k, v in made.items()]
     carries = {k: replace(c, init=made.get(k, c.init)) for k, c in loop.carries.items()}
     return ops, replace(loop, carries=carries)
@@ -311,10 +312,10 @@ def _split_leaf(
 
 
 def _addends_of_cotangent(op: ir.Op, inner: dict[ir.Value, ir.Op]) -> Sequence[ir.Atom]:
-    """What an operation adds for autodiff, or to zeros; nothing where it adds otherwise."""
+    """What an operation adds for autodiff, or to zeros outside of tasks; nothing where it adds otherwise."""
     if op.prim is _compat.PRIMITIVES["add_any"]:
         return op.ins
-    if op.prim is _compat.add_p:
+    if op.prim is _compat.add_p and op.task is None:
         return [i for i, other in zip(op.ins, reversed(op.ins), strict=True) if is_zero(other, inner)][:1]
     return ()
 
@@ -344,7 +345,7 @@ def _pruned(program: ir.Program) -> list[ir.Item]:
                 ops=ops,
                 sums=sums,
                 stacks=stacks,
-                carries={k: c for k, c in item.carries.items() if k in carries},
+                carries={k: c if k in used else replace(c, init=None) for k, c in item.carries.items() if k in carries},
                 consts={k: v for k, v in item.consts.items() if k in used},
                 slices={k: v for k, v in item.slices.items() if k in used},
                 linked={k: v for k, v in item.linked.items() if k in used},

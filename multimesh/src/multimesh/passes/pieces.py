@@ -185,7 +185,7 @@ class _Cutter:
     def loop(self, loop: ir.Loop, rows: set[ir.Value]) -> Iterator[ir.Item]:
         """What a loop becomes: it reads pieces, and sums pieces."""
         loop = rename_loop(loop, self._rename)
-        before, _ = self.whole([*loop.slices.values(), *(c.init for c in loop.carries.values())])
+        before, _ = self.whole([*loop.slices.values(), *ir.values(c.init for c in loop.carries.values())])
         yield from before
         consts: dict[ir.Value, ir.Atom] = {}
         for inner, outer in loop.consts.items():

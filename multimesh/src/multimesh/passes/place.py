@@ -298,7 +298,8 @@ def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]
             if isinstance(outer, ir.Value) and op.mesh is not None:
                 yield outer, op.mesh
     for c in loop.carries.values():
-        yield c.init, _made_on(loop)[c.leaf]
+        if isinstance(c.init, ir.Value):
+            yield c.init, _made_on(loop)[c.leaf]
     for atom in (*(s.leaf for s in loop.sums), *loop.stacks.values()):
         outer = loop.consts.get(atom, loop.slices.get(atom)) if isinstance(atom, ir.Value) else None
         if isinstance(outer, ir.Value):

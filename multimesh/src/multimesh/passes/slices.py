@@ -4,13 +4,14 @@ A slice of a constant of the loop is the same in every iteration. And of a sum o
 to the whole stack, ``sum(pad(x)) = pad(sum(x))`` exactly, in every dtype: adding zeros rounds nothing. So no submesh
 holds accumulators of the stack, or is sent a part of it more than once.
 
-Only static slices and splits are moved; a ``dynamic_slice`` stays where it is, whatever its indices.
+Only static slices and splits are moved; a ``dynamic_slice`` stays where it is, whatever its indices. So does a slice
+that is itself a result of the iteration: its operation makes that result on a submesh.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from jax.extend.core import primitives
@@ -22,23 +23,28 @@ from multimesh.passes.primitives import is_zero
 
 def slices_outside(program: ir.Program) -> ir.Program:
     """Move slices of constants before loops, and zero padding of sums behind them."""
+    rows = {v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()}
     items: list[ir.Item] = []
     for item in program.items:
-        items += [item] if isinstance(item, ir.Op) else _moved(item)
+        items += [item] if isinstance(item, ir.Op) else _moved(item, rows)
     return replace(program, items=tuple(items))
 
 
-def _moved(loop: ir.Loop) -> list[ir.Item]:
+def _moved(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
+    """The loop between what is cut before it and joined after it; later loops read ``rows`` of some iterations."""
     maker = {o: op for op in loop.ops for o in op.outs}
+    given = [o for o in maker if o in rows]
+    results = {*ir.values(loop.leaves), *given}
     uses = collections.Counter(v for op in loop.ops for v in (*op.reads, *op.after))
-    uses.update(ir.values((*loop.leaves, *loop.linked.values())))
+    uses.update(ir.values((*loop.leaves, *given)))
     before: list[ir.Op] = []
     after: list[ir.Op] = []
     consts = dict(loop.consts)
     kept: list[ir.Op] = []
     for op in loop.ops:
         whole = next(iter(op.reads), None)
-        if op.task is None and op.prim.name in ("slice", "split") and whole in loop.consts and halves(op, whole):
+        movable = op.task is None and op.prim.name in ("slice", "split") and results.isdisjoint(op.outs)
+        if movable and whole in loop.consts and halves(op, whole):
             outs = tuple(ir.Value(o.aval) for o in op.outs)
             before.append(replace(op, ins=(loop.consts[whole],), outs=outs))
             consts.update(zip(op.outs, outs, strict=True))
@@ -57,12 +63,11 @@ def _moved(loop: ir.Loop) -> list[ir.Item]:
         zero = last.ins[1] if last.prim.name == "pad" else _zero_of(last, maker)
         params = {"padding_config": config}
         after.append(replace(last, prim=primitives.pad_p, params=params, ins=(total, zero), outs=(s.out,), ctx=None))
-    used = {v for op in kept for v in op.reads} | set(ir.values((*(s.leaf for s in sums), *loop.leaves)))
-    consts = {inner: outer for inner, outer in consts.items() if inner in used}
-    left = ir.live(kept, [*(s.leaf for s in sums), *loop.stacks.values(), *(c.leaf for c in loop.carries.values())])
-    if not after:
-        left = kept
-    return [*before, replace(loop, ops=tuple(left), consts=consts, sums=tuple(sums)), *after]
+    made = replace(loop, ops=tuple(kept), sums=tuple(sums))
+    if after:
+        made = replace(made, ops=tuple(ir.live(kept, [*made.leaves, *given])))
+    used = {v for op in made.ops for v in op.reads}
+    return [*before, replace(made, consts={i: v for i, v in consts.items() if i in used}), *after]
 
 
 _Padding = tuple[tuple[int, int, int], ...]

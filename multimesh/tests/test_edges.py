@@ -1,0 +1,110 @@
+"""Values at the edges of loops: what an iteration passes through, takes of a constant, replaces or makes of nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from pipelines import assert_same
+
+import multimesh as mm
+
+MESHES = [Mesh(np.array([d]), ("data",)) for d in jax.devices()[:3]]
+ROWS, COUNT = 8, 2
+X = np.arange(16, dtype=np.float32).reshape(ROWS, 2)
+C = np.array([3.0, 4.0, 5.0, 6.0], np.float32)
+
+
+def on(mesh, fn):
+    return mm.task(fn, name="abc"[mesh], mesh=MESHES[mesh])
+
+
+def sums(x):
+    return on(1, lambda y: y.sum())(on(0, lambda x: 2 * x)(x))
+
+
+def same_as_plain(body, *args, **how):
+    """Results of the loop under `multimesh.jit`, which are those of plain jit: values, dtypes and weak types."""
+    looped = mm.microbatch(body, size=ROWS // COUNT, **how)
+    got, want = mm.jit(looped)(*args), jax.jit(looped)(*args)
+    assert_same(got, want)
+    assert [x.weak_type for x in jax.tree.leaves(got)] == [x.weak_type for x in jax.tree.leaves(want)]
+    return got
+
+
+def places(tree):
+    return [MESHES.index(next(m for m in MESHES if x.devices() == set(m.devices.flat))) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "wavefront", "prefetch-wavefront"])
+@pytest.mark.parametrize("how", [{}, {"reduce": "mean"}, {"stack": True}], ids=str)
+def test_a_slice_of_a_constant_is_a_result(schedule, how):
+    """The slice is the same in every iteration, yet each one makes it: a sum has something to add."""
+    same_as_plain(lambda x, c: (c[:1], sums(x)), X, C, schedule=schedule, **how)
+
+
+def test_a_slice_of_a_constant_is_a_result_twice_or_is_read_too():
+    same_as_plain(lambda x, c: (h := c[:1], sums(x), h), X, C)
+    same_as_plain(lambda x, c: (h := c[:1], on(1, lambda y, h: (y + h).sum())(on(0, jnp.sin)(x), h)), X, C)
+
+
+def test_a_split_of_a_constant_is_a_result():
+    same_as_plain(lambda x, c: (*jnp.split(c, 4), sums(x)), X, C)
+
+
+def test_a_slice_of_a_constant_is_the_next_state():
+    same_as_plain(lambda x, c, s: (c[:1], (sums(x), 2 * s)), X, C, jnp.ones(1), carry=2)
+
+
+def test_a_state_that_no_iteration_reads_is_the_last_one():
+    last, _ = same_as_plain(lambda x, c, s: ((y := sums(x)), 2 * y), X, C, jnp.zeros(()), carry=2)
+    assert places(last) == [1]
+
+
+def test_a_state_passes_through_tasks():
+    def body(x, c, s):
+        y, s = on(0, lambda x, s: (2 * x, s))(x, s)
+        return s, on(1, lambda y: y.sum())(y)
+
+    same_as_plain(body, X, C, C, carry=2)
+
+
+@pytest.mark.parametrize("how", [{}, {"reduce": "mean"}, {"stack": True}], ids=str)
+def test_what_a_task_makes_of_nothing_lies_on_its_submesh(how):
+    """A literal, an argument of the task, and what adds zero to one."""
+
+    def body(x, c):
+        y = on(0, lambda x: 2 * x)(x)
+        return on(2, lambda y, c: (3.0, jnp.zeros_like(y) + 1, c, c + 0, y, y.sum()))(y, c)
+
+    got = same_as_plain(body, X, C, **how)
+    assert places(got) == [2] * 6
+
+
+def test_what_a_task_passes_through_is_read_where_it_was_made():
+    """It goes to its reader at once, not by way of each task in between."""
+
+    def through(x):
+        y, kept = on(0, lambda x: (2 * x, jnp.sin(x)))(x)
+        y, kept = on(1, lambda y, kept: (jnp.cos(y), kept))(y, kept)
+        return on(2, lambda y, kept: (y * kept).sum())(y, kept)
+
+    loop = mm.microbatch(through, size=4)
+    sent = {(t.source, t.target) for t in mm.jit(loop).plan(X).transfers}
+    assert sent == {(0, 1), (0, 2), (1, 2)}
+    assert_same(mm.jit(loop)(X), jax.jit(loop)(X))
+
+
+def test_a_gradient_that_a_task_passes_through_lies_on_its_submesh():
+    def loss(biases, x):
+        for k, b in enumerate(biases):
+            x = on(k, lambda x, b: x + b)(x, b)
+        return on(2, lambda x: (x**2).sum())(x)
+
+    biases = [np.full((4, 2), k, np.float32) for k in range(3)]
+    loop = functools.partial(mm.microbatch(jax.grad(loss), size=4, argnum=1))
+    got = mm.jit(loop)(biases, X)
+    assert_same(got, jax.jit(loop)(biases, X))
+    assert places(got) == [0, 1, 2]
