@@ -86,11 +86,11 @@ class Sum:
 class Carry:
     """What one iteration of a loop leaves to the next: ``init`` goes into the first, ``out`` is the last ``leaf``.
 
-    ``init`` is None where no iteration reads the state.
+    Like a sum's, ``init`` may be a literal. It is None where no iteration reads the state.
     """
 
     out: Value
-    init: Atom | None
+    init: Any
     leaf: Atom
 
 
