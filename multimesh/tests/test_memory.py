@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import device_bytes, peak_bytes
 from models import MLP, TRANSFORMER
@@ -159,3 +159,33 @@ def test_the_forecast_workspace_is_that_of_xla(lowered):
     for need, stats in zip(lowered.memory_forecast(), compiled.memory_analysis(), strict=True):
         measured = stats["scratch"] / 4
         assert 0.5 * measured <= need.workspace <= 2 * measured
+
+
+@pytest.mark.parametrize("given", [P(None, "model"), P("model", None), P()], ids=str)
+def test_a_constraint_to_the_layout_of_an_argument_copies_nothing(given):
+    """MaxText constrains its parameters before it accumulates gradients; a copy of them all would stay for the loop."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 2]), ("model",)) for i in (0, 2)]
+    layouts = [NamedSharding(mesh, given) for mesh in meshes]
+
+    def loss(weights, x):
+        for mesh, w in zip(meshes, weights, strict=True):
+            x = mm.task(lambda w, x: jnp.tanh(x @ w), "layer", mesh=mesh)(w, x)
+        return jnp.sum(x**2)
+
+    def step(weights, x, wanted):
+        weights = [jax.lax.with_sharding_constraint(w, layout) for w, layout in zip(weights, wanted, strict=True)]
+        gradients = mm.microbatch(jax.grad(loss), size=1, argnum=1)(weights, x)
+        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
+
+    draw = np.random.default_rng(0)
+    weights = [draw.normal(size=(16, 16)).astype(np.float32) / 4 for _ in meshes]
+    placed = [jax.device_put(w, layout) for w, layout in zip(weights, layouts, strict=True)]
+    x = draw.normal(size=(4, 16)).astype(np.float32)
+    other = [NamedSharding(mesh, P("model", None)) for mesh in meshes]
+    plain = [w - 0.1 * g for w, g in zip(weights, jax.jit(jax.grad(loss))(weights, x), strict=True)]
+    for wanted in (layouts, other):
+        f = mm.jit(lambda weights, x, wanted=wanted: step(weights, x, wanted), donate_argnums=0)
+        kept = f.lower(placed, x).memory_forecast()[1].values
+        assert (kept >= weights[1].nbytes / 2) == (wanted != layouts)
+        for got, want in zip(f(jax.tree.map(jnp.copy, placed), x), plain, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import _compat, ir, marks
+from multimesh.arguments import stripped
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.passes import loops
 from multimesh.passes.primitives import is_pure
@@ -50,8 +51,9 @@ class _Where:
 class _Inliner:
     """Walks jaxprs; keeps scopes that were looked up, captured constants, and what tasks give back as they got it."""
 
-    def __init__(self, devices: tuple[jax.Device, ...]):
+    def __init__(self, devices: tuple[jax.Device, ...], given: Mapping[ir.Value, PartitionSpec | None]):
         self._devices = devices
+        self._given = given
         self._registrations = marks.registrations()
         self._scope_cache: dict[tuple[tuple[str, ...], bool], Placement | None] = {}
         self._paths: dict[str, None] = {}  # of the named scopes that were met, outside tasks
@@ -115,6 +117,8 @@ class _Inliner:
             return ins
         if eqn.primitive is _compat.device_put_p and any(map(_is_place, eqn.params["devices"])):
             return self._device_put(eqn, ins, where, out)
+        if eqn.primitive is _compat.sharding_constraint_p and where.task is None and self._lies_so(eqn, ins):
+            return ins  # a program for it would copy the argument
         if isinstance(eqn.params.get("sharding"), jax.sharding.SingleDeviceSharding):
             raise MultiMeshError(
                 f"{where.line(eqn)}: {eqn.primitive.name} to one device, where a task runs on a submesh; give a "
@@ -136,6 +140,12 @@ class _Inliner:
             )
         )
         return results
+
+    def _lies_so(self, eqn: Any, ins: Sequence[ir.Atom]) -> bool:
+        """Whether a constraint asks an argument for the layout that it is given in."""
+        sharding, (x,) = eqn.params["sharding"], ins
+        given = self._given.get(x) if isinstance(x, ir.Value) else None
+        return given is not None and isinstance(sharding, NamedSharding) and stripped(sharding.spec) == stripped(given)
 
     def _at(self, eqn: Any, where: _Where) -> _Where:
         names, backward = _compat.scopes(eqn)
@@ -359,10 +369,12 @@ def _same_type(a: ir.Atom, var: Any) -> bool:
     )
 
 
-def inline(closed: Any, devices: tuple[jax.Device, ...]) -> ir.Program:
-    """Flatten a traced function; nothing is placed yet."""
-    walker = _Inliner(devices)
+def inline(
+    closed: Any, devices: tuple[jax.Device, ...], specs: Sequence[PartitionSpec | None] | None = None
+) -> ir.Program:
+    """Flatten a traced function; nothing is placed yet. ``specs`` are those that its arguments are given in."""
     inputs = [ir.Value(v.aval) for v in closed.jaxpr.invars]
+    walker = _Inliner(devices, dict(zip(inputs, specs or (), strict=specs is not None)))
     items: list[ir.Item] = []
     outputs = walker.jaxpr(closed.jaxpr, closed.consts, inputs, _Where(), items)
     items = list(walker.read_through(items))
@@ -373,7 +385,7 @@ def inline(closed: Any, devices: tuple[jax.Device, ...]) -> ir.Program:
 
 def flattened(op: ir.Op, closed: Any, args: Sequence[ir.Value]) -> tuple[tuple[ir.Op, ...], list[ir.Atom]] | None:
     """Body of a placed control-flow operation as operations, and its results; None where it captures arrays."""
-    walker = _Inliner(())
+    walker = _Inliner((), {})
     walker._registrations = ()
     items: list[ir.Item] = []
     results = walker.jaxpr(closed.jaxpr, closed.consts, args, _Where(op.task, op.backward), items)

@@ -73,7 +73,7 @@ class Pass:
 def run(traced: Traced) -> Iterator[Pass]:
     """Run every pass, one at each step of the iterator."""
     with _compat.tried_version():
-        program = inline(traced.closed, traced.devices)
+        program = inline(traced.closed, traced.devices, traced.specs)
     yield Pass("inline", program)
     home = next(iter(task_meshes(program)), traced.home)  # where the results of all tasks are unused
     program = fuse(program)
