@@ -25,8 +25,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import multimesh as mm
-
 HEADS, VOCAB = 4, 64
 OPTIMIZER = optax.adam(1e-3)
 SPECS = {
@@ -193,6 +191,8 @@ def state_shardings(where: Any, scalar: NamedSharding) -> Any:
 
 def pipeline(size: Size, schedule: str) -> tuple[Any, tuple[Any, Any, Any]]:
     """The same step over the submeshes, and its arguments in place."""
+    import multimesh as mm  # the peers of peers.py run where MultiMesh does not
+
     meshes = size.submeshes()
     params = init(size)
 
