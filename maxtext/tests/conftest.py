@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.telling import pytest_collection_modifyitems  # noqa: F401
+from tests.xla_flags import QUICK, add_flags
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import MissingPartError
@@ -24,12 +25,7 @@ from multimesh_maxtext.translate import Paths
 
 # As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.
 os.environ |= {"NPROC": "64", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **os.environ}
-for _flag in (
-    *("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"),
-    "--xla_cpu_use_fusion_emitters=false",
-):
-    if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
+add_flags("--xla_force_host_platform_device_count=8", *QUICK)
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder
 ROOT = Path(__file__).resolve().parents[2]

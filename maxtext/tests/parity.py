@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.xla_flags import QUICK
+
 from multimesh import schedules
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.launch import TRAINER, VARIABLE, launch
@@ -30,7 +32,7 @@ METRICS = ("learning/loss", "learning/raw_grad_norm", "learning/grad_norm", "lea
 SMALL = "--model-dims 32 --mlp-dims 32 --sequence-length 32 --attention dot_product --batch-size 8"
 CORPUS = ROOT / "LICENSE"  # text, so that every step and every microbatch has tokens of its own
 # Half the time to compile; both trainings are compiled alike.
-XLA = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_force_host_platform_device_count="
+XLA = " ".join((*QUICK, "--xla_force_host_platform_device_count="))
 GRADIENTLESS = ("['self_attention']['key']['bias']", "['layers_5']['layer_scalar']")
 """Softmax does not see a bias of the keys, nor the norm after the last layer of `grid.UNLIKE`'s gemma4 its scale: the
 gradient is hardly more than the rounding of a zero, which Adam makes steps of."""

@@ -9,19 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.telling import pytest_collection_modifyitems  # noqa: F401
+from tests.xla_flags import QUICK, add_flags
 
 os.environ.setdefault("NPROC", "64")  # fewer threads than device programs in flight: collectives wait for ever
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the time goes into compilation, three quarters of it into fusion emitters: only `.ci/run full-...` has those.
-for _flag in (
-    *("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"),
-    *(
-        ["--xla_cpu_use_fusion_emitters=false"] if sys.version_info < (3, 12) else []
-    ),  # XLA of jax 0.12 has no such flag
-):
-    if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
+add_flags("--xla_force_host_platform_device_count=8", *QUICK)
 
 _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "benchmarks")]  # pytest's importlib mode adds no folder

@@ -155,9 +155,8 @@ def arguments(transport: str | None) -> None:
                 assert_shards((a, b), want[:2])
                 assert_shards(c, x)
                 assert float(d) == 1.5
-        if jax.__version_info__ >= (0, 10):  # before, XLA has no memory of the host on CPUs
-            on_host = jax.device_put(on(parts[0], x), NamedSharding(parts[0], P(), memory_kind="pinned_host"))
-            assert_shards(g(on_host, on_host, x)[:2], want[:2])
+        on_host = jax.device_put(on(parts[0], x), NamedSharding(parts[0], P(), memory_kind="pinned_host"))
+        assert_shards(g(on_host, on_host, x)[:2], want[:2])
         out = NamedSharding(parts[1], P("data"))
         h = mm.jit(lambda x: mm.task(lambda x: x * 2, "a", mesh=parts[1])(x), out_shardings=out)
         assert_shards(h(x), 2 * x)

@@ -13,8 +13,8 @@ from multimesh.__main__ import main, virtual_devices
 
 import multimesh as mm
 from multimesh import demo
+from tests.xla_flags import QUICK
 
-FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # as conftest.py
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
 
 
@@ -30,7 +30,7 @@ def multimesh(*argv, code=None, env=CLEAN):
 )
 def test_each_loss_is_that_of_one_device(schedule):
     argv = ("demo", "--schedule", schedule, "--steps", "5", "--microbatches", "3", "--json", "--plan")
-    done = multimesh(*argv, env=CLEAN | {"XLA_FLAGS": FAST})
+    done = multimesh(*argv, env=CLEAN | {"XLA_FLAGS": " ".join(QUICK)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [s["step"] for s in found["steps"]] == [1, 2, 3, 4, 5]

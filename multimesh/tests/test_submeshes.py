@@ -224,7 +224,6 @@ def test_device_put_between_tasks(target, how):
         assert not isinstance(where, NamedSharding) or y.sharding == where
 
 
-@pytest.mark.xfail(jax.__version_info__ < (0, 10), reason="XLA of jaxlib 0.9 has no memory of the host on CPUs")
 @pytest.mark.parametrize("space", ["kind", "space"])
 def test_device_put_to_the_memory_of_a_host(space):
     first, second = submeshes(2, (2,))

@@ -128,7 +128,6 @@ def test_checkpoint_inside_a_task(policy, where):
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA of jax 0.9 cannot partition a program that offloads")
 def test_what_a_scan_offloads_to_the_host_waits_there_for_its_backward():
     offload = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -194,9 +193,6 @@ def named_loss(stage, wrap=lambda loss: loss):
 @pytest.mark.telling("names", "offload")
 @pytest.mark.parametrize("policy", AROUND)
 def test_checkpoint_around_a_microbatch_loop(policy):
-    if policy == "offload" and jax.__version_info__ < (0, 10):
-        pytest.skip("XLA of jax 0.9 cannot partition a program that offloads")
-
     def make(stage, microbatch):
         whole = jax.checkpoint(microbatch(named_loss(stage), size=SIZE, argnum=1), policy=AROUND[policy])
         return jax.value_and_grad(lambda p, b: whole(p, b) / 4)

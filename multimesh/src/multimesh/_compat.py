@@ -1,4 +1,4 @@
-"""Everything of JAX that is not its documented interface, in one place (supported: jax 0.9 and 0.10).
+"""Everything of JAX that is not its documented interface, in one place (supported: jax 0.10 and later).
 
 The rest of the package uses public JAX only, or what this module gives. What lies under ``jax._src`` is for speed and
 for better messages, and each use has a public fallback with the same results. Fallbacks take over with a JAX that was
@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,12 +30,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from multimesh.errors import MultiMeshError, UsageError
 
-SUPPORTED = "jax>=0.9"  # as in pyproject.toml
-_FOUND = jax.__version_info__
-_NEWER = _FOUND >= (0, 13)
+SUPPORTED = "jax>=0.10"  # as in pyproject.toml
+_NEWEST_TRIED = (0, 12)
+_NEWER = jax.__version_info__[:2] > _NEWEST_TRIED
 
-if _FOUND < (0, 9):
+if jax.__version_info__ < (0, 10):
     raise MultiMeshError(f"MultiMesh needs {SUPPORTED}, found {jax.__version__}: pip install '{SUPPORTED}'")
+if _NEWER:
+    warnings.warn(
+        f"jax {jax.__version__} is newer than this MultiMesh, which was tried with jax up to "
+        f"{'.'.join(map(str, _NEWEST_TRIED))}: it goes on with JAX's public functions alone, which takes longer",
+        stacklevel=2,
+    )
 
 
 def _private(module: str) -> Any:
@@ -72,8 +79,8 @@ def tried_version() -> Iterator[None]:
         if not _NEWER:
             raise
         raise MultiMeshError(
-            f"this version of MultiMesh needs {SUPPORTED} and does not work with {jax.__version__} ({error}): "
-            f"pip install '{SUPPORTED}', or upgrade multimesh-jax"
+            f"this version of MultiMesh does not work with jax {jax.__version__} ({error}), with which it was never "
+            f"tried: upgrade multimesh-jax, or pip install 'jax<{_NEWEST_TRIED[0]}.{_NEWEST_TRIED[1] + 1}'"
         ) from error
 
 
@@ -223,10 +230,7 @@ def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: i
             "ft_in": given,
             "ft_out": trees.pack((trees.nones(num_carry), trees.nones(results))),
         }
-    made = params | {"jaxpr": body, "num_consts": num_consts, "num_carry": num_carry}
-    if "linear" in made:  # jax < 0.10
-        made["linear"] = (False,) * len(body.in_avals)
-    return made
+    return params | {"jaxpr": body, "num_consts": num_consts, "num_carry": num_carry}
 
 
 def _concrete_mesh_is_empty() -> bool:
@@ -472,12 +476,8 @@ def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh:
         ctx = None
     if ctx is None or ctx.cur_abstract_mesh == auto(ctx.cur_abstract_mesh):
         params = {name: None if _explicit(given) else given for name, given in params.items()}
-    bind_params = prim.get_bind_params(params)
-    subfuns: Sequence[Any] = ()
-    if isinstance(bind_params, tuple):  # jax < 0.10 returned (subfuns, params)
-        subfuns, bind_params = bind_params
     with ctx.manager if ctx is not None else contextlib.nullcontext():
-        out = prim.bind(*subfuns, *args, **bind_params)
+        out = prim.bind(*args, **prim.get_bind_params(params))
     return out if prim.multiple_results else [out]
 
 

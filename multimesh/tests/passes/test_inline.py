@@ -23,6 +23,14 @@ def test_calls_vanish_and_a_task_marks_what_is_inside():
     ]
 
 
+def test_rows_of_an_array_are_slices_of_it():
+    """However the JAX that traced it says so: each row has a reader, and a place, of its own."""
+    lines = text(inlined(lambda x: jnp.stack([on(0, jnp.sin)(a) for a in x]), ones(2, 3))).splitlines()
+    assert sorted(line.split(" = ")[-1].split()[0] for line in lines[1:-1]) == [
+        *("broadcast_in_dim", "broadcast_in_dim", "concatenate", "sin", "sin", "slice", "slice", "squeeze", "squeeze")
+    ]
+
+
 def test_a_block():
     def f(x):
         with mm.task(mesh=MESHES[0], name="block"):

@@ -17,6 +17,7 @@ from multimesh_maxtext.errors import ProcessLostError
 
 from tests.integration.parts import processes
 from tests.integration.processes.test_slurm import trainer
+from tests.xla_flags import QUICK
 from workflows.image import slurm
 
 ROOT = Path(__file__).parents[3]
@@ -80,8 +81,9 @@ def submit(gpu_cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("XLA_FLAGS", "IMAGE"):
         monkeypatch.delenv(name, raising=False)
     # Compiles faster; the numbers are compared with those of one program that is compiled alike.
-    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    for name, value in (gpu_cluster | {"CHECKOUT": str(ROOT), "XLA_FLAGS": quick, "OMP_NUM_THREADS": "1"}).items():
+    for name, value in (
+        gpu_cluster | {"CHECKOUT": str(ROOT), "XLA_FLAGS": " ".join(QUICK), "OMP_NUM_THREADS": "1"}
+    ).items():
         monkeypatch.setenv(name, value)
     submitted = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,11 +26,24 @@ _CALLS = {  # primitive name -> parameter that holds the called jaxpr
     "multimesh_call": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
+
+
+def _unstack(x: jax.Array, *, axis: int) -> list[jax.Array]:
+    return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
+
+
+def _stack(*rows: jax.Array, axis: int) -> list[jax.Array]:
+    return [jax.lax.concatenate([jax.lax.expand_dims(row, (axis,)) for row in rows], axis)]
+
+
+_IN_SMALLER = {"unstack": _unstack, "stack": _stack}
+"""Primitives that are written as several which the passes know: each row of an array has a place of its own."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,8 @@ class _Inliner:
         if name in _CALLS:
             where = replace(where, calls=(*where.calls, eqn.source_info))
             return self._call(eqn, ins, where, out)
+        if name in _IN_SMALLER:
+            return self._in_smaller(eqn, ins, where, out)
         if name == "scan" and where.loop is not None and _is_microbatch_loop(eqn, where.loop[0].count):
             return self._loop(eqn, ins, where, out)
         if name == "multimesh_leave" or (name == "convert_element_type" and _same_type(ins[0], eqn.outvars[0])):
@@ -191,6 +207,15 @@ class _Inliner:
             whole = _holds_loop(jaxpr)  # runs stage by stage, in programs apart from those of the forward
             ins = ins if whole else self._barrier(eqn, ins, where, out)
         return self.jaxpr(jaxpr, consts, ins, where, out)
+
+    def _in_smaller(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Atom]:
+        with eqn.ctx.manager:
+            fn = functools.partial(_IN_SMALLER[eqn.primitive.name], **eqn.params)
+            closed = jax.make_jaxpr(fn)(*(_compat.shape_of(i.aval) for i in ins))
+        before = len(out)
+        results = self.jaxpr(closed.jaxpr, closed.consts, ins, where, out)
+        out[before:] = [replace(item, source=eqn.source_info) for item in out[before:]]
+        return results
 
     def _task(
         self, eqn: Any, jaxpr: Any, consts: Sequence[Any], ins: list[ir.Atom], where: _Where, out: list[ir.Item]

@@ -316,8 +316,8 @@ def _converted(op: ir.Op) -> tuple[int, ...]:
 
 def _table() -> Iterator[tuple[str, Primitive]]:
     for name in (
-        *("sub", "square", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "pow"),
-        *("logistic", "tanh", "erf", "sin", "cos"),
+        *("sub", "square", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log2", "log1p"),
+        *("pow", "logistic", "tanh", "erf", "sin", "cos", "one_minus_square", "polynomial"),
     ):
         yield name, Primitive(_same_shape, cheap=True)
     for name in (
