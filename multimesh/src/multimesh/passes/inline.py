@@ -6,7 +6,7 @@ import difflib
 import functools
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ def _stack(*rows: jax.Array, axis: int) -> list[jax.Array]:
     return [jax.lax.concatenate([jax.lax.expand_dims(row, (axis,)) for row in rows], axis)]
 
 
-_IN_SMALLER = {"unstack": _unstack, "stack": _stack}
+_IN_SMALLER: dict[str, Callable[..., list[jax.Array]]] = {"unstack": _unstack, "stack": _stack}
 """Primitives that are written as several which the passes know: each row of an array has a place of its own."""
 
 
