@@ -69,6 +69,50 @@ def test_a_task_inside_a_task_of_another_submesh():
         inlined(on(0, lambda x: on(1, jnp.cos)(x)), ones(2))
 
 
+def _thrice(fn):
+    fn_vjp = jax.custom_vjp(fn)
+    fn_vjp.defvjp(lambda x: (fn(x), x), lambda x, g: (g * jnp.cos(x),))
+    return fn_vjp
+
+
+HIDING = {  # around a task, where its operations stay inside of another
+    "scan": lambda fn: lambda x: jax.lax.scan(lambda c, row: (c, fn(row)), 0.0, x)[1],
+    "cond": lambda fn: lambda x: jax.lax.cond(x[0, 0] > 0, fn, jnp.cos, x),
+    "fori_loop": lambda fn: lambda x: jax.lax.fori_loop(0, 2, lambda i, x: fn(x), x),
+    "while_loop": lambda fn: lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 2, lambda c: fn(c) + 1, x),
+    "map": lambda fn: lambda x: jax.lax.map(fn, x),
+    "vmap": lambda fn: jax.vmap(fn),
+    "custom_vjp": _thrice,
+    "checkpoint": jax.checkpoint,
+    "microbatch": lambda fn: mm.microbatch(fn, size=2),
+    "a scan in a cond": lambda fn: lambda x: jax.lax.cond(x[0, 0] > 0, HIDING["scan"](fn), jnp.cos, x),
+    "a block in a map": lambda fn: lambda x: jax.lax.map(_block, x),
+}
+
+
+def _block(x):
+    with mm.task(name="b", mesh=MESHES[1]):
+        return jnp.cos(x)
+
+
+@pytest.mark.parametrize(
+    ("hiding", "transform"),
+    [(h, t) for t in ("forward", "grad") for h in HIDING if (h, t) != ("while_loop", "grad")],  # which JAX does not have
+)
+def test_a_task_of_another_submesh_is_found_wherever_it_hides_in_a_task(hiding, transform):
+    outer = on(0, HIDING[hiding](on(1, jnp.cos)))
+    transform = {"forward": lambda fn: fn, "grad": jax.grad}[transform]
+    with pytest.raises(mm.UsageError, match=r"test_inline.py:\d+: task 'b' is inside task 'a'"):
+        inlined(transform(lambda x: jnp.sum(outer(x))), ones(4, 2))
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+def test_a_task_of_the_same_submesh_may_be_inside(hiding):
+    outer = mm.task(HIDING[hiding](on(1, jnp.cos)), "outer", mesh=MESHES[1])
+    program = inlined(lambda x: jnp.sum(outer(x)), ones(4, 2))
+    assert {op.task.mesh for op in program.items if op.task is not None} == {MESHES[1]}
+
+
 def test_a_constraint_keeps_its_logical_axes():
     spec = jax.sharding.PartitionSpec("rows")
 

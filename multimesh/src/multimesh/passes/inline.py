@@ -141,7 +141,7 @@ class _Inliner:
                 "PartitionSpec or a NamedSharding"
             )
         results = tuple(ir.Value(v.aval) for v in eqn.outvars)
-        task = where.task or self._task_inside(eqn, where)
+        task = self._task_inside(eqn, where)
         out.append(
             ir.Op(
                 eqn.primitive,
@@ -321,8 +321,11 @@ class _Inliner:
         return outs
 
     def _task_inside(self, eqn: Any, where: _Where) -> Placement | None:
-        """The task of a control-flow operation whose body is marked: all of it must be on one submesh."""
-        found = dict.fromkeys(self._tasks_in(_compat.subjaxprs(eqn.params), where))
+        """The task of an operation with programs inside (a scan, a condition): all of it must be on one submesh."""
+        inner = replace(where, calls=(*where.calls, eqn.source_info))
+        found = dict.fromkeys(self._tasks_in(_compat.subjaxprs(eqn.params), inner))
+        if where.task is not None:
+            return where.task
         meshes = {task.mesh for task in found}
         if len(meshes) > 1:
             names = ", ".join(task.name for task in found)
@@ -338,10 +341,12 @@ class _Inliner:
             for eqn in jaxpr.eqns:
                 inner = self._at(eqn, where)
                 task = marks.TASKS.find(eqn.params["name"]) if eqn.primitive is _compat.jit_p else None
-                if task or inner.task:
-                    yield task or inner.task  # type: ignore[misc]
-                else:
-                    yield from self._tasks_in(_compat.subjaxprs(eqn.params), inner)
+                if task is not None:
+                    inner = replace(inner, task=_nested(eqn, inner, task))
+                if inner.task is not None:
+                    yield inner.task
+                deeper = replace(inner, calls=(*inner.calls, eqn.source_info))
+                yield from self._tasks_in(_compat.subjaxprs(eqn.params), deeper)
 
 
 def _is_place(target: Any) -> bool:
@@ -379,7 +384,7 @@ def _holds_loop(jaxpr: Any) -> bool:
 def _nested(eqn: Any, where: _Where, inner: Placement) -> Placement:
     outer = where.task
     if outer is not None and outer.mesh != inner.mesh:
-        raise MultiMeshError(
+        raise UsageError(
             f"{where.line(eqn)}: task {inner.name!r} is inside task {outer.name!r}, which is on "
             "another submesh; a task runs on one submesh: call one after the other"
         )
