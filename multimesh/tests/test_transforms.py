@@ -480,3 +480,34 @@ def test_a_closure_over_a_value_of_the_transformation(transform):
         return jax.grad(f)(2.0) if transform == "grad" else jax.vmap(f)(jnp.arange(3.0))
 
     assert_same(of(mm.jit, split), of(jax.jit, plain))
+
+
+CONSTRAINED = {  # transformations of a function with a constraint between tasks, inside the jit and around it
+    "grad": lambda fn, jit: (jit(jax.grad(fn)), jax.grad(jit(fn))),
+    "jvp": lambda fn, jit: [g(lambda x: jax.jvp(f, (x,), (x,))) for f, g in ((fn, jit), (jit(fn), lambda f: f))],
+    "linearize": lambda fn, jit: (lambda x: jax.linearize(jit(fn), x)[1](x),),
+    "hessian": lambda fn, jit: (jit(jax.hessian(fn)), jax.hessian(jit(fn))),
+    "vmap": lambda fn, jit: (jit(lambda x: jax.vmap(fn)(x[None])), lambda x: jax.vmap(jit(fn))(x[None])),
+    "checkpoint": lambda fn, jit: (jit(jax.grad(jax.checkpoint(fn))), jax.grad(jit(jax.checkpoint(fn)))),
+}
+
+
+@pytest.mark.parametrize("transform", CONSTRAINED)
+def test_a_constraint_between_tasks_is_transformed_as_the_identity(transform):
+    first, second = submeshes(2)
+
+    def make(task, constrain):
+        def fn(x):
+            hidden = constrain(task(lambda x: 2 * x, "first", mesh=first)(x), P("data"))
+            return jnp.sum(task(jnp.sin, "second", mesh=second)(hidden))
+
+        return fn
+
+    x = np.linspace(0, 1, 8, dtype=np.float32).reshape(4, 2)
+    plainly = make(lambda fn, name, mesh: fn, lambda x, spec: x)
+    for got, want in zip(
+        CONSTRAINED[transform](make(mm.task, mm.with_sharding_constraint), mm.jit),
+        CONSTRAINED[transform](plainly, jax.jit),
+        strict=True,
+    ):
+        assert_same(got(x), want(x))

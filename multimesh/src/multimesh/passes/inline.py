@@ -53,6 +53,7 @@ class _Where:
     task: Placement | None = None
     backward: bool = False
     loop: tuple[marks.LoopMark, str] | None = None
+    constraint: tuple[PartitionSpec, int] | None = None  # of logical axes, with the rank of what it was written for
     scope: tuple[str, ...] = ()
     calls: tuple[Any, ...] = ()  # sources of the enclosing calls, outermost first
 
@@ -142,15 +143,19 @@ class _Inliner:
             )
         results = tuple(ir.Value(v.aval) for v in eqn.outvars)
         task = self._task_inside(eqn, where)
+        prim, params = eqn.primitive, eqn.params
+        if where.constraint is not None and prim is _compat.copy_p:  # of a value, of its tangent or of its cotangent
+            prim = _compat.sharding_constraint_p
+            params = {"logical": where.constraint[0], "rank": where.constraint[1]}
         out.append(
             ir.Op(
-                eqn.primitive,
-                eqn.params,
+                prim,
+                params,
                 tuple(ins),
                 results,
                 task=task,
                 backward=where.backward,
-                ctx=eqn.ctx,
+                ctx=eqn.ctx if prim is eqn.primitive else None,
                 source=eqn.source_info,
                 effects=not is_pure(eqn),
             )
@@ -191,11 +196,7 @@ class _Inliner:
             name = eqn.params["name"]
             constraint = marks.CONSTRAINTS.find(name)
             if constraint is not None:
-                result = ir.Value(eqn.outvars[0].aval)
-                params = {"logical": constraint[0], "rank": constraint[1]}
-                op = ir.Op(_compat.sharding_constraint_p, params, tuple(ins), (result,))
-                out.append(replace(op, task=where.task, backward=where.backward, source=eqn.source_info))
-                return (result,)
+                where = replace(where, constraint=constraint)
             loop = marks.LOOPS.find(name)
             if loop is not None and where.task is None:
                 again = _compat.REMATTED in where.scope  # the forward pass of a loop inside jax.checkpoint
