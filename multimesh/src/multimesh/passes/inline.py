@@ -143,10 +143,11 @@ class _Inliner:
             )
         results = tuple(ir.Value(v.aval) for v in eqn.outvars)
         task = self._task_inside(eqn, where)
-        prim, params = eqn.primitive, eqn.params
+        prim, params, source = eqn.primitive, eqn.params, eqn.source_info
         if where.constraint is not None and prim is _compat.copy_p:  # of a value, of its tangent or of its cotangent
             prim = _compat.sharding_constraint_p
             params = {"logical": where.constraint[0], "rank": where.constraint[1]}
+            source = where.calls[-1]
         out.append(
             ir.Op(
                 prim,
@@ -156,7 +157,7 @@ class _Inliner:
                 task=task,
                 backward=where.backward,
                 ctx=eqn.ctx if prim is eqn.primitive else None,
-                source=eqn.source_info,
+                source=source,
                 effects=not is_pure(eqn),
             )
         )
