@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pipelines import Split, assert_same, submeshes
 
@@ -98,6 +98,33 @@ def test_one_buffer_that_is_donated_and_given_again_is_refused(size, donate, oth
         f(w, v)
     assert not w["w"].is_deleted()
     assert_same(f(w, jax.tree.map(jnp.copy, v)), ({"w": jnp.sin(jnp.ones((4, 4)))}, {"w": jnp.cos(jnp.ones((4, 4)))}))
+
+
+@sizes
+def test_arguments_on_disjoint_devices_may_share_the_memory_that_they_were_put_from(size):
+    """Every CPU device may use an aligned NumPy array as it is; what one of them is given away for is its own."""
+    split = Split(submeshes(2, (size,)))
+    table = aligned(16).reshape(4, 4)
+    given = [jax.device_put(table, NamedSharding(split.mesh(stage), P())) for stage in (0, 1)]
+    assert len(set(buffers(given))) == 1
+    f = mm.jit(lambda p, q: both(split, p, q), donate_argnums=(0, 1))
+    assert_same(f(*given), both(plain, table, table))
+    assert all(x.is_deleted() for x in given)
+    assert not table.any()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_buffer_on_submeshes_that_overlap_is_refused(order):
+    """Only a later shard of the one is the first of the other."""
+    devices = np.array(jax.devices())
+    wide, narrow = Mesh(devices[[0, 1]], ("data",)), Mesh(devices[[1, 2]], ("data",))
+    p = jax.device_put(jnp.ones((4, 4)), NamedSharding(wide, P()))
+    shards = [p.addressable_shards[1].data, jax.device_put(jnp.ones((4, 4)), devices[2])]
+    q = jax.make_array_from_single_device_arrays((4, 4), NamedSharding(narrow, P()), shards)
+    on = [mm.task(fn, mesh=mesh) for fn, mesh in ((jnp.sin, wide), (jnp.cos, narrow))]
+    f = mm.jit(lambda *args: [on[i](x) for i, x in zip(order, args, strict=True)], donate_argnums=0)
+    with pytest.raises(mm.UsageError, match=r"argument 0 and argument 1 are the same buffer"):
+        f(*((p, q)[i] for i in order))
 
 
 @sizes

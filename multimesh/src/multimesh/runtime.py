@@ -115,15 +115,16 @@ class Runner:
         Asking an array for its buffer takes as long as a dispatch. Results of runners have a buffer each: where all
         arrays of a kind are such, only one that is given twice is looked for.
         """
-        for alike in self._aliases:
+        for alike, shards in self._aliases:
             arrays = [env[slot] for _, slot in alike]
             own = all(_results.get(id(x)) is x for x in arrays)
-            found: dict[int, tuple[int, bool]] = {}
+            found: dict[Any, tuple[int, bool]] = {}
             for (arg, slot), x in zip(alike, arrays, strict=True):
                 donated = slot in self._donated
-                buffer = id(x) if own else x.addressable_data(0).unsafe_buffer_pointer()
-                other, also = found.setdefault(buffer, (arg, donated))
-                if other != arg and (donated or also):
+                for buffer in [id(x)] if own else _buffers(x, shards):
+                    other, also = found.setdefault(buffer, (arg, donated))
+                    if other == arg or not (donated or also):
+                        continue
                     raise UsageError(
                         f"{self._names[other]} and {self._names[arg]} are the same buffer, and one of them is donated; "
                         "give one of them as a copy: jnp.copy(x)"
@@ -324,16 +325,34 @@ def _donated_by(plan: Plan, run: Instruction) -> list[int]:
     return [run.ins[i] for i in plan.donations.get(run.kernel or 0, ())]
 
 
-def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Inputs, as (argument, slot), that may be one buffer: of one type, in shards of one shape, one of them donated."""
-    kinds: dict[Any, list[tuple[int, int]]] = {}
+_Alike = tuple[tuple[int, int], ...]
+
+
+def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[_Alike, slice], ...]:
+    """Inputs, as (argument, slot), that may be one buffer, one of them donated, and the shards that tell.
+
+    They are of one type, in shards of one shape, on one device. Of arrays on the same devices the first shard tells.
+    """
+    kinds: dict[Any, dict[tuple[jax.Device, ...], list[tuple[int, int]]]] = {}
     for arg, slot in compiled.plan.inputs:
         meant, layout = compiled.plan.slots[slot], compiled.layouts[slot]
         if meant.nbytes and layout.addressable_devices:
             kind = layout.shard_shape(meant.shape), meant.dtype, layout.memory_kind
-            kinds.setdefault(kind, []).append((arg, slot))
-    several = (tuple(alike) for alike in kinds.values() if len({arg for arg, _ in alike}) > 1)
-    return tuple(alike for alike in several if any(slot in donated for _, slot in alike))
+            devices = tuple(layout.devices_indices_map(meant.shape))
+            kinds.setdefault(kind, {}).setdefault(devices, []).append((arg, slot))
+    groups: list[tuple[_Alike, slice]] = []
+    for on in kinds.values():
+        if sum(map(len, on)) == len(frozenset().union(*on)):
+            groups += [(tuple(alike), slice(1)) for alike in on.values()]
+        else:
+            groups.append((tuple(each for alike in on.values() for each in alike), slice(None)))
+    several = (group for group in groups if len({arg for arg, _ in group[0]}) > 1)
+    return tuple(group for group in several if any(slot in donated for _, slot in group[0]))
+
+
+def _buffers(x: jax.Array, shards: slice) -> list[tuple[jax.Device, int]]:
+    """Device and address of some of an array's shards in this process."""
+    return [(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards[shards]]
 
 
 # Results of runners that may come back as arguments, by identity.
