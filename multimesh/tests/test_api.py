@@ -5,6 +5,8 @@ import collections
 import graphlib
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,35 @@ def test_the_reference_names_every_public_name_once():
     shown = [name for line in re.findall(r"<!-- made: api (.*) -->", page.read_text()) for name in line.split()]
     assert sorted(set(public) - set(shown)) == []
     assert [name for name, times in collections.Counter(shown).items() if times > 1] == []
+
+
+FIRST = """
+import sys, types
+import jax, jax.experimental.transfer
+
+def fresh():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "multimesh"]:
+        del sys.modules[name]
+    import multimesh
+    return multimesh
+
+for name in fresh().__all__:
+    got = {"attribute": getattr(fresh(), name)}
+    fresh()
+    exec(f"from multimesh import {name}", got)
+    rooms = [how for how in ("attribute", name) if isinstance(got[how], types.ModuleType)]
+    print(name, *(f"{how}:{got[how].__name__}" for how in rooms))
+"""
+
+
+def test_each_public_name_may_be_the_first_that_is_used():
+    """Names are imported when first used; a module of a function's name would come in its place."""
+    done = subprocess.run([sys.executable, "-c", FIRST], check=True, capture_output=True, text=True)
+    found = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+    assert list(found) == mm.__all__
+    rooms = {name: f"attribute:multimesh.{name} {name}:multimesh.{name}" for name in mm.__all__}
+    rooms = {name: rooms[name] for name in ("distributed", "fft", "linalg", "schedules")}
+    assert {name: modules for name, modules in found.items() if modules} == rooms
 
 
 def imported(path, modules, within=True):

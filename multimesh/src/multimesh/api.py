@@ -19,7 +19,7 @@ from multimesh.microbatching import microbatch
 from multimesh.modules import scope_nnx
 from multimesh.parallelizing import parallelize
 from multimesh.plan import Instruction, Plan
-from multimesh.sequential import sequential
+from multimesh.layers import sequential
 from multimesh.tasks import task, with_sharding_constraint
 
 __all__ = [
