@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pipelines import assert_same
 from spawning import run
 
 import multimesh as mm
@@ -39,6 +40,14 @@ def test_every_dtype_comes_back(tmp_path):
         assert np.asarray(back[kind][d]).tobytes() == values[d].tobytes(), (d, kind)
         assert type(back[kind][d]) is type(tree[kind][d])
         assert kind == "host" or back[kind][d].sharding == layout
+
+
+def test_a_path_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mm.distributed.save("ck/20", TREE)
+    assert_same(mm.distributed.restore("ck/20", TREE), mm.distributed.restore(tmp_path / "ck" / "20", TREE))
+    with pytest.raises(mm.UsageError, match=rf"{tmp_path}/ck/21: no checkpoint .* has 20"):
+        mm.distributed.restore("ck/21", TREE)
 
 
 def test_layouts_come_back(tmp_path):

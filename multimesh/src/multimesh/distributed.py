@@ -392,7 +392,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         Without the package orbax-checkpoint.
     """
     with _compat.without_mesh():
-        _checkpoints("save").save(Path(path), tree)
+        _checkpoints("save").save(Path(path).absolute(), tree)
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
@@ -418,7 +418,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
         Without the package orbax-checkpoint.
     """
     with _compat.without_mesh():
-        return _checkpoints("restore").restore(Path(path), like)
+        return _checkpoints("restore").restore(Path(path).absolute(), like)
 
 
 def orbax_handler() -> Any:
