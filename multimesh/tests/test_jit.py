@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, mlp_block, plain
 from pipelines import Split, assert_at_home, assert_same, gradient, reference_gradient, submeshes
@@ -310,3 +310,33 @@ def test_pythons_garbage_collector_rests_while_a_function_is_lowered_and_is_then
     finally:
         (gc.enable if before else gc.disable)()
     assert seen == [False, False]
+
+
+MISFITS = {  # layouts of x, which has 3 rows, and of the result; what is said of them
+    "in": ({"in_shardings": P("data")}, r"in_shardings: x has 3 rows in dimension 0, and .* among 2 devices"),
+    "in, with a mesh": (
+        {"in_shardings": NamedSharding(submeshes(1, (2,))[0], P("data"))},
+        r"in_shardings: x has 3 rows in dimension 0",
+    ),
+    "out": ({"out_shardings": P("data")}, r"out_shardings: result 0 has 3 rows"),
+    "entries": ({"in_shardings": P(None, None, "data")}, r"x has shape \(3, 2\), fewer dimensions than .* has entries"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_layout_that_an_array_cannot_have_is_refused_as_jax_does(misfit):
+    layouts, told = MISFITS[misfit]
+    (mesh,) = submeshes(1, (2,))
+    x = np.ones((3, 2), np.float32)
+    with pytest.raises(mm.UsageError, match=told):
+        mm.jit(mm.task(lambda x: 2 * x, mesh=mesh), **layouts)(x)
+    whole = {k: v if isinstance(v, NamedSharding) else NamedSharding(mesh, v) for k, v in layouts.items()}
+    with pytest.raises(ValueError, match="3"):
+        jax.jit(lambda x: 2 * x, **whole)(x)
+
+
+def test_an_axis_that_another_submesh_has_says_nothing_of_this_one():
+    wide, narrow = (Mesh(np.array(jax.devices()[:n]), (name,)) for n, name in ((2, "rows"), (1, "data")))
+    first, second = mm.task(lambda x: 2 * x, mesh=wide), mm.task(jnp.sin, mesh=narrow)
+    got = mm.jit(lambda x, y: (first(x), second(y)), in_shardings=(P("rows"), P("rows")))(np.ones((2, 3)), np.ones(3))
+    assert_same(got, (2 * jnp.ones((2, 3)), jnp.sin(jnp.ones(3))))

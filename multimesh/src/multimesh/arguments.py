@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from jax.tree_util import SequenceKey
 
 from multimesh import _compat, checks
 from multimesh.errors import UsageError
+from multimesh.specs import axes_of
+from multimesh.submesh import describe
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,25 @@ def stripped(spec: PartitionSpec) -> PartitionSpec:
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
     """Partition spec per leaf of a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
     return [s.spec if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
+
+
+def check_fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:
+    """Refuse a layout that an array can't have on a submesh, as ``jax.jit`` does; axes of other submeshes say nothing.
+
+    Raises
+    ------
+    UsageError
+        Where the spec has more entries than the array has dimensions, or its axes do not divide one of them.
+    """
+    if len(spec) > len(shape):
+        raise UsageError(f"{what} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them")
+    for dim, (size, axes) in enumerate(zip(shape, map(axes_of, spec), strict=False)):
+        ways = math.prod(mesh.shape.get(axis, 1) for axis in axes)
+        if size % ways:
+            raise UsageError(
+                f"{what} has {size} rows in dimension {dim}, and {spec} divides them among {ways} devices of "
+                f"{describe(mesh)}; give a multiple of {ways} rows, or None for this dimension"
+            )
 
 
 def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from multimesh.arguments import (
     Parameters,
     Signature,
     abstract,
+    check_fits,
     is_sharding,
     leaf_names,
     memory_kinds,
@@ -37,6 +38,7 @@ from multimesh.passes.owners import held
 from multimesh.passes.pipeline import Traced
 from multimesh.passes.place import has_tasks
 from multimesh.plan import Plan
+from multimesh.specs import axes_of
 from multimesh.submesh import describe
 from multimesh.tracing import partitioning, recorded, uncollected
 from multimesh.transforms import Call
@@ -273,7 +275,8 @@ class Jitted:
         self._check_devices(made["reductions"])
         names = leaf_names(signature.tree, parameters)
         self._tell_held(made["place"], names)
-        self._check_axes(plan, signature.tree, out_specs.values())
+        asked = per_leaf(self._in_shardings, signature.tree, "in_shardings") if self._in_shardings is not None else ()
+        self._check_layouts(plan, names, asked, out_specs)
         return Lowered(
             plan,
             traced,
@@ -295,18 +298,24 @@ class Jitted:
                 stacklevel=2,
             )
 
-    def _check_axes(self, plan: Plan, tree: Any, out_specs: Iterable[PartitionSpec]) -> None:
-        """Refuse a given layout that no submesh has the axes for."""
-        given = per_leaf(self._in_shardings, tree, "in_shardings") if self._in_shardings is not None else []
+    def _check_layouts(
+        self, plan: Plan, names: Sequence[str], given: Sequence[PartitionSpec | None], out: Mapping[int, PartitionSpec]
+    ) -> None:
+        """Refuse a given layout that no submesh has the axes for, or that an array can't have there."""
         known = {axis for mesh in plan.submeshes for axis in mesh.axis_names}
-        for spec in filter(None, (*given, *out_specs)):
-            entries = ((e,) if isinstance(e, str) else e for e in spec)
-            named = {axis for entry in entries if isinstance(entry, tuple) for axis in entry}
-            if named - known:
+        for spec in filter(None, (*given, *out.values())):
+            missing = {axis for entry in spec for axis in axes_of(entry)} - known
+            if missing:
                 raise UsageError(
-                    f"{self._name}: in_shardings or out_shardings name axis {min(named - known)!r}, which no "
+                    f"{self._name}: in_shardings or out_shardings name axis {min(missing)!r}, which no "
                     f"submesh has; axes are {sorted(known)}"
                 )
+        asked = [(f"in_shardings: {names[n]}", given[n], slot) for n, slot in plan.inputs if n < len(given)]
+        made = {n: slot for n, (kind, slot) in enumerate(plan.outputs) if kind == "slot"}
+        asked += [(f"out_shardings: result {n}", out[n], made[n]) for n in out if n in made]
+        for what, spec, slot in asked:
+            if spec is not None:
+                check_fits(f"{self._name}: {what}", plan.slots[slot].shape, spec, plan.layouts[slot].mesh)
 
     def _plain(self, jitted: Any) -> Plain:
         if self._in_shardings is not None or self._out_shardings is not None:
