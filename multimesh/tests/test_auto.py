@@ -157,7 +157,7 @@ def test_the_table_of_candidates_says_why():
         (lambda: Auto(StageCosts(((1, 1, 1),) * 3)).choose(2, 1, 4), "costs are those of 3 stages, but the loop has 2"),
         (
             lambda: Auto(memory=0.5).choose(2, 1, 4),
-            r"no table keeps activations within 0.5 0.5; the pub",
+            r"no table keeps activations within 0.5, 0.5 .memory=, of each submesh.; the pub",
         ),
         (lambda: Auto(memory=(1.0,)).choose(2, 1, 4), "memory for 1 submeshes, but the loop has 2"),
         (lambda: Auto(memory=-1.0), "memory of a submesh must be a finite number of at least 0"),

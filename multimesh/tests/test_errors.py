@@ -202,10 +202,44 @@ def test_a_failed_trace_is_not_cached():
     assert_same(compiled(X), jnp.sin(jnp.cos(X)))
 
 
-def test_jaxs_own_errors_stay_jaxs():
-    """Python control flow on a traced value is explained better by jax than by us."""
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        mm.jit(lambda x: on(0, jnp.sin)(x) if x.sum() > 0 else x)(X)
+ASKING = {  # for the value of a traced array: in a condition, as an index, as a shape, in NumPy
+    "condition": lambda x: x if x.sum() > 0 else -x,
+    "index": lambda x: x * [1, 2][x.sum().astype(int)],
+    "shape": lambda x: jnp.zeros(x.sum().astype(int)),
+    "mask": lambda x: x[x > 0],
+    "numpy": lambda x: x * np.asarray(x),
+}
+
+
+@pytest.mark.parametrize("asking", ASKING)
+@pytest.mark.parametrize("form", ["task", "block", "microbatch", "jit"])
+def test_a_value_that_is_asked_for_in_a_trace_names_the_users_line(asking, form):
+    """JAX alone would name the function that wraps the user's."""
+    fn = ASKING[asking]
+
+    def block(x):
+        with mm.task(mesh=MESH, name="a"):
+            return fn(x)
+
+    forms = {
+        "task": (mm.task(fn, "a", mesh=MESH), "task 'a'"),
+        "block": (block, "block"),
+        "microbatch": (mm.microbatch(fn, size=2), "microbatch"),
+        "jit": (fn, "<lambda>"),
+    }
+    call, who = forms[form]
+    line = fn.__code__.co_firstlineno
+    with pytest.raises(mm.UsageError, match=rf"test_errors.py:{line}: {who} is traced.*jnp.where.*JAX says: ") as told:
+        mm.jit(call)(X)
+    assert "concrete" in str(told.value.__cause__) or "traced array" in str(told.value.__cause__)
+
+
+def test_an_export_says_why_there_is_none():
+    with pytest.raises(mm.UsageError, match="<lambda>: jax.export writes one program, and this function is several"):
+        jax.export.export(mm.jit(lambda x: PLACED(x)))(X)
+    with pytest.raises(mm.UsageError, match="jax.export writes one program, and this function is several"):
+        mm.jit(PLACED).lower(X).export()
+    assert mm.jit(PLACED).trace(X).lower().plan.kernels
 
 
 def test_a_deleted_input():
@@ -435,6 +469,13 @@ def test_a_callback_that_returns_something_else(answer):
         mm.jit(scoped)(X)
 
 
+def test_a_callback_that_takes_other_arguments_is_refused_at_once():
+    with pytest.raises(mm.UsageError, match=r"callback= is called with \(name, backprop\), which it does not take: too"):
+        mm.register_task(r"layers_(\d+)", callback=lambda name: ((0, 1), name))
+    for callback in (lambda *args: ((0, 1), "a"), lambda name, backprop, extra=0: ((0, 1), "a"), divmod):
+        mm.register_task(r"layers_(\d+)", callback=callback).remove()
+
+
 @pytest.mark.parametrize("options", [3, "fast", [1], {"no_such_option": 1}])
 def test_wrong_arguments_of_what_was_compiled(options):
     lowered = mm.jit(PLACED).lower(X)
@@ -467,7 +508,8 @@ def test_wrong_arguments_of_what_was_compiled(options):
     ],
 )
 def test_a_result_that_is_no_array_is_told_of_the_users_function(fn, who):
-    with pytest.raises(mm.UsageError, match=rf"{who} must return a pytree of arrays; it returned a value of type"):
+    who = rf"test_errors.py:\d+: {who} must return a pytree of arrays; it returned a value of type"
+    with pytest.raises(mm.UsageError, match=who):
         mm.jit(fn)(X)
 
 

@@ -312,6 +312,18 @@ def test_pythons_garbage_collector_rests_while_a_function_is_lowered_and_is_then
     assert seen == [False, False]
 
 
+def test_what_a_call_compiled_is_analysed_without_compiling_again(split, case, compilations):
+    f = mm.jit(two_blocks(split))
+    args = case[0], case[1]["x"]
+    f(*args)
+    before = len(compilations)
+    assert f.memory_analysis(*args) == f.compiled[0].memory_analysis()
+    assert f.cost_analysis(*args) == f.compiled[0].cost_analysis()
+    assert len(compilations) == before
+    with pytest.raises(mm.MultiMeshError, match="nothing in this function is a task"):
+        mm.jit(jnp.sin).memory_analysis(args[1])
+
+
 MISFITS = {  # layouts of x, which has 3 rows, and of the result; what is said of them
     "in": ({"in_shardings": P("data")}, r"in_shardings: x has 3 rows in dimension 0, and .* among 2 devices"),
     "in, with a mesh": (

@@ -285,6 +285,7 @@ def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
 
 _OWN_FILES = os.path.dirname(__file__) + os.sep
 _JAX_FILES = os.path.dirname(jax.__file__) + os.sep
+_NOT_USERS = (_OWN_FILES, _JAX_FILES, contextlib.__file__)
 
 
 def user_line(source_info: Any) -> str:
@@ -295,7 +296,7 @@ def user_line(source_info: Any) -> str:
         else:
             frames = ((f.file_name, f.line_num) for f in source_info.traceback.frames)
         for file, line in frames:
-            if not file.startswith((_OWN_FILES, _JAX_FILES)):
+            if not file.startswith(_NOT_USERS):
                 return f"{file}:{line}"
     return ""
 
@@ -342,7 +343,7 @@ def hoisted(closed: Any) -> tuple[Any, list[Any]]:
 def caller_line() -> str:
     """``file:line`` of the innermost caller that is neither this package nor JAX."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OWN_FILES, _JAX_FILES)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -352,23 +353,48 @@ def invalid_value(error: Exception) -> str | None:
     return getattr(error, "ty", None) if type(error).__name__ == "InternalFloatingPointError" else None
 
 
+_CONCRETE = (
+    *(jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError),
+    *(jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError),
+)
+
+
 @contextlib.contextmanager
-def results_of(what: Callable[[], str]) -> Iterator[None]:
-    """Name the user's function, not what wraps it, where JAX says that a result is no array."""
+def traced_as(what: Callable[[], str]) -> Iterator[None]:
+    """Name the user's function and line, not what wraps it, where JAX can't trace it.
+
+    Raises
+    ------
+    UsageError
+        Where a result is no array, or Python code asks for the value of an array that has none yet.
+    """
     try:
         yield
     except TypeError as error:
         _, _, said = str(error).partition(" traced for jit returned ")
-        if not said:
+        if said:
+            raise UsageError(
+                f"{error_line(error)}: {what()} must return a pytree of arrays; it returned {said}"
+            ) from None
+        if not isinstance(error, _CONCRETE) and "concrete value" not in str(error):
             raise
-        line = error_line(error)
-        raise UsageError(f"{line}: {what()} must return a pytree of arrays; it returned {said}") from None
+        raise _not_concrete(what(), error) from error
+    except _CONCRETE as error:
+        raise _not_concrete(what(), error) from error
+
+
+def _not_concrete(what: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{error_line(error)}: {what} is traced, and an array has no value in Python then; use jnp.where or "
+        "jax.lax.cond in the place of `if`, or give it as a static Python value (static_argnums of multimesh.jit). "
+        f"JAX says: {str(error).strip().splitlines()[0]}"
+    )
 
 
 def error_line(error: BaseException) -> str:
     """``file:line`` of the innermost of the user's frames that an exception went through."""
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{name}:{line}" for name, line in frames if not name.startswith((_OWN_FILES, _JAX_FILES))]
+    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS)]
     return own[-1] if own else caller_line()
 
 

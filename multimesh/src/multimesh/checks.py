@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 from collections.abc import Iterable, Mapping
@@ -40,6 +41,17 @@ def function(what: str, value: Any) -> Any:
     """Something that can be called."""
     if not callable(value):
         raise refuse(what, "callable", value)
+    return value
+
+
+def called(what: str, value: Any, *arguments: str) -> Any:
+    """Something that can be called with positional arguments of these names."""
+    try:
+        inspect.signature(function(what, value)).bind(*arguments)
+    except TypeError as error:
+        raise UsageError(f"{what} is called with ({', '.join(arguments)}), which it does not take: {error}") from None
+    except ValueError:  # of a function in C, which does not tell
+        pass
     return value
 
 

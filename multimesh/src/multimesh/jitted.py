@@ -32,7 +32,7 @@ from multimesh.arguments import (
 from multimesh.caching import Cache, Recent, kept, matching, traits, weak
 from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
-from multimesh.lowered import Compiled, Lowered, Plain, TracedFunction
+from multimesh.lowered import Compiled, Lowered, Plain, TracedFunction, not_exported
 from multimesh.passes import pipeline
 from multimesh.passes.owners import held
 from multimesh.passes.pipeline import Traced
@@ -133,7 +133,7 @@ class Jitted:
             found: tuple[Call, list[Any], Any] = self._cache.traced[signature]
             return found
         flat, structs = self._flat(given, signature)
-        with _compat.devices_free(), _compat.results_of(lambda: self._name):
+        with _compat.devices_free(), _compat.traced_as(lambda: self._name):
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
             closed, captured = _compat.hoisted(closed)
         alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
@@ -177,7 +177,12 @@ class Jitted:
         """Trace for these arguments; ``lower()`` of the result partitions."""
         given = self._parameters.given(args, kwargs)
         call, _, out_tree = self._traced(given, *jax.tree.flatten(given.dynamic))
-        lower = functools.partial(self.lower, *args, **kwargs)
+
+        def lower(**options: Any) -> Lowered:
+            if options:  # of jax.export
+                raise not_exported(self._name)
+            return self.lower(*args, **kwargs)
+
         return TracedFunction(self._name, call.closed, jax.tree.structure(given.trees()), out_tree, lower)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,11 +209,8 @@ class Jitted:
 
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
         """`Compiled.profile` for these arguments; compiles unless a call already did."""
-        compiled = self.prepare(*args, **kwargs)
-        if isinstance(compiled, Plain):
-            raise self._without_tasks()
         positional, named = self._parameters.given(args, kwargs).trees()
-        return compiled.profile(*positional, repeats=repeats, **named)
+        return self._planned(*args, **kwargs).profile(*positional, repeats=repeats, **named)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled | Plain:
         """Compile for these arguments (arrays or ``jax.ShapeDtypeStruct``), so that a call need not."""
@@ -216,12 +218,19 @@ class Jitted:
         return self._compiled(given, self._signature_of(given))
 
     def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
-        """`Compiled.memory_analysis` for these arguments."""
-        return self.lower(*args, **kwargs).compile().memory_analysis()
+        """`Compiled.memory_analysis` for these arguments; compiles unless a call already did."""
+        return self._planned(*args, **kwargs).memory_analysis()
 
     def cost_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, float], ...]:
-        """`Compiled.cost_analysis` for these arguments."""
-        return self.lower(*args, **kwargs).compile().cost_analysis()
+        """`Compiled.cost_analysis` for these arguments; compiles unless a call already did."""
+        return self._planned(*args, **kwargs).cost_analysis()
+
+    def _planned(self, *args: Any, **kwargs: Any) -> Compiled:
+        """What `prepare` compiles, of a function with tasks."""
+        compiled = self.prepare(*args, **kwargs)
+        if isinstance(compiled, Plain):
+            raise self._without_tasks()
+        return compiled
 
     def _signature_of(self, given: Given) -> Signature:
         leaves, tree = jax.tree.flatten(given.dynamic)
@@ -257,7 +266,7 @@ class Jitted:
         devices = self._devices or tuple(jax.devices())
         if options.ignore_transforms:
             return Plain(jax.jit(flat, donate_argnums=tuple(donated)), devices[0])
-        with _compat.devices_free(), _compat.results_of(lambda: self._name):
+        with _compat.devices_free(), _compat.traced_as(lambda: self._name):
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
         if any(map(_compat.is_tracer, closed.consts)):
             raise _CapturesError(f"{self._name}: captures a value of an enclosing transformation")

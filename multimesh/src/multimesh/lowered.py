@@ -25,6 +25,14 @@ from multimesh.runtime import PartRunner, Runner
 from multimesh.tracing import uncollected
 
 
+def not_exported(name: str) -> UsageError:
+    """What there is in the place of an export, which is one program."""
+    return UsageError(
+        f"{name}: jax.export writes one program, and this function is several, which send each other arrays; export "
+        "its parts under jax.jit, or let jax.config.jax_compilation_cache_dir keep what is compiled"
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
     """A traced function, before it is partitioned: ``jaxpr`` and the trees of ``(args, kwargs)`` and of the result."""
@@ -33,7 +41,7 @@ class TracedFunction:
     jaxpr: Any
     in_tree: Any
     out_tree: Any
-    lower: Callable[[], Lowered]
+    lower: Callable[..., Lowered]
 
     @property
     def out_info(self) -> Any:
@@ -105,6 +113,10 @@ class Lowered:
             number = distributed.agree_on_plan(self.name, fingerprint.lines(self.plan)) if spans else None
             compiled = compile_plan(self.plan, compiler_options)
             return Compiled(self, PartRunner(compiled, self.names, self.name, number))
+
+    def export(self, *_: Any, **__: Any) -> Any:
+        """Not of a plan: raises `UsageError`."""
+        raise not_exported(self.name)
 
     def as_text(self) -> str:
         """The plan, then the operations of each program."""

@@ -120,7 +120,7 @@ def marked_call(
 
     jitted = make() if keep is None else keep((tree, where, *((type(x), x) for x in fixed)), make)
     label = _label(name)
-    with _compat.results_of(lambda: label), _outside(label):
+    with _compat.traced_as(lambda: label), _outside(label):
         return jitted(*(leaves[i] for i in where))
 
 

@@ -302,9 +302,9 @@ def _candidate(name: str, found: Found, table: Table, limits: Sequence[float]) -
 def _too_small(limits: Sequence[float], published: Sequence[Found], costs: StageCosts) -> str:
     least = min(published, key=lambda f: max(map(f.problem.peak, f.rows)))
     needs, have = (
-        " ".join(amount(x, costs.sizes) for x in found) for found in (map(least.problem.peak, least.rows), limits)
+        ", ".join(amount(x, costs.sizes) for x in found) for found in (map(least.problem.peak, least.rows), limits)
     )
     return (
-        f"schedule auto: no table keeps activations within {have}; the published one that takes least takes {needs} "
-        "on the submeshes; give more memory, smaller microbatches, or recompute with jax.checkpoint"
+        f"schedule auto: no table keeps activations within {have} (memory=, of each submesh); the published one that "
+        f"takes least takes {needs}; give more memory, smaller microbatches, or recompute with jax.checkpoint"
     )
