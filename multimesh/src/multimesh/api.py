@@ -12,6 +12,7 @@ from multimesh.contexts import (
 )
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.jitted import Jitted, jit
+from multimesh.layers import sequential
 from multimesh.lowered import Compiled, Lowered
 from multimesh.marks import register_task
 from multimesh.memory import MemoryForecast
@@ -19,7 +20,6 @@ from multimesh.microbatching import microbatch
 from multimesh.modules import scope_nnx
 from multimesh.parallelizing import parallelize
 from multimesh.plan import Instruction, Plan
-from multimesh.layers import sequential
 from multimesh.tasks import task, with_sharding_constraint
 
 __all__ = [

@@ -223,7 +223,9 @@ def check_fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh)
         Where the spec has more entries than the array has dimensions, or its axes do not divide one of them.
     """
     if len(spec) > len(shape):
-        raise UsageError(f"{what} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them")
+        raise UsageError(
+            f"{what} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them"
+        )
     for dim, (size, axes) in enumerate(zip(shape, map(axes_of, spec), strict=False)):
         ways = math.prod(mesh.shape.get(axis, 1) for axis in axes)
         if size % ways:

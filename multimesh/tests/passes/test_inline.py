@@ -97,7 +97,7 @@ def _block(x):
 
 @pytest.mark.parametrize(
     ("hiding", "transform"),
-    [(h, t) for t in ("forward", "grad") for h in HIDING if (h, t) != ("while_loop", "grad")],  # which JAX does not have
+    [(h, t) for t in ("forward", "grad") for h in HIDING if (h, t) != ("while_loop", "grad")],  # JAX has none
 )
 def test_a_task_of_another_submesh_is_found_wherever_it_hides_in_a_task(hiding, transform):
     outer = on(0, HIDING[hiding](on(1, jnp.cos)))
