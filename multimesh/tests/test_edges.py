@@ -108,3 +108,22 @@ def test_a_gradient_that_a_task_passes_through_lies_on_its_submesh():
     got = mm.jit(loop)(biases, X)
     assert_same(got, jax.jit(loop)(biases, X))
     assert places(got) == [0, 1, 2]
+
+
+def v_shaped(layer):
+    """Four stages down and up two submeshes, and the gradient of a loss at their end."""
+    weights = [np.random.default_rng(k).normal(size=(2, 2)).astype(np.float32) for k in range(4)]
+
+    def loss(weights, x):
+        for k, w in enumerate(weights):
+            x = mm.task(layer, f"stage{k}", mesh=MESHES[min(k, 3 - k)])(w, x)
+        return mm.task(lambda x: (x**2).sum(), "loss", mesh=MESHES[0])(x)
+
+    return weights, loss
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_gradient_inside_a_task_is_part_of_its_forward(schedule):
+    weights, loss = v_shaped(lambda w, x: jnp.tanh(x @ w) + jax.grad(lambda y: (jnp.sin(y) @ w).sum())(x))
+    loop = mm.microbatch(jax.value_and_grad(loss), size=2, argnum=1, schedule=schedule)
+    assert_same(mm.jit(loop)(weights, X), jax.jit(loop)(weights, X))

@@ -51,6 +51,7 @@ class _Where:
     """Context of an equation, inherited by everything that it calls."""
 
     task: Placement | None = None
+    called: bool = False  # inside the call of a task, not only in its scope
     backward: bool = False
     loop: tuple[marks.LoopMark, str] | None = None
     constraint: tuple[PartitionSpec, int] | None = None  # of logical axes, with the rank of what it was written for
@@ -171,6 +172,7 @@ class _Inliner:
 
     def _at(self, eqn: Any, where: _Where) -> _Where:
         names, backward = _compat.scopes(eqn)
+        backward = backward and not where.called  # a gradient taken inside a task is part of the task
         if not names and backward <= where.backward:
             return where
         where = replace(where, backward=where.backward or backward, scope=where.scope + names)
@@ -204,7 +206,8 @@ class _Inliner:
                 where = replace(where, loop=(loop, name), backward=where.backward and not again)
             task = marks.TASKS.find(name)
             if task is not None:
-                return self._task(eqn, jaxpr, consts, ins, replace(where, task=_nested(eqn, where, task)), out)
+                where = replace(where, task=_nested(eqn, where, task), called=True)
+                return self._task(eqn, jaxpr, consts, ins, where, out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
             whole = _holds_loop(jaxpr)  # runs stage by stage, in programs apart from those of the forward
             ins = ins if whole else self._barrier(eqn, ins, where, out)
@@ -420,7 +423,7 @@ def flattened(op: ir.Op, closed: Any, args: Sequence[ir.Value]) -> tuple[tuple[i
     walker = _Inliner((), {})
     walker._registrations = ()
     items: list[ir.Item] = []
-    results = walker.jaxpr(closed.jaxpr, closed.consts, args, _Where(op.task, op.backward), items)
+    results = walker.jaxpr(closed.jaxpr, closed.consts, args, _Where(op.task, backward=op.backward), items)
     if walker.consts:
         return None
     return tuple(replace(item, mesh=op.mesh) for item in items if isinstance(item, ir.Op)), results

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from multimesh import _compat
+from multimesh import _compat, verifying
 from multimesh.contexts import Options
 from multimesh.passes.arrange import arrange, cut
 from multimesh.passes.autoshard import derive
+from multimesh.passes.follow import Homes
 from multimesh.passes.inline import inline
 from multimesh.passes.loops import fuse, separate
 from multimesh.passes.place import has_tasks, place, task_meshes
@@ -61,17 +62,28 @@ class Traced:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What a pass made: an `ir.Program`, parts of it, or the `Plan`. ``str`` of it is a dump."""
+    """What a pass made: an `ir.Program`, parts of it, or the `Plan`. ``str`` of it is a dump.
+
+    A placed program comes with ``homes``: the submesh of every value that it makes.
+    """
 
     name: str
     made: Any
+    homes: Homes | None = None
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, map(str, self.made))) if isinstance(self.made, Sequence) else str(self.made)
 
 
 def run(traced: Traced) -> Iterator[Pass]:
-    """Run every pass, one at each step of the iterator."""
+    """Run every pass, one at each step of the iterator; under ``MULTIMESH_VERIFY=1`` check what it made."""
+    for done in _run(traced):
+        if verifying.enabled():
+            verifying.verify(done.name, done.made, done.homes)
+        yield done
+
+
+def _run(traced: Traced) -> Iterator[Pass]:
     with _compat.tried_version():
         program = inline(traced.closed, traced.devices, traced.specs)
     yield Pass("inline", program)
@@ -83,10 +95,10 @@ def run(traced: Traced) -> Iterator[Pass]:
     program = slices_outside(program)
     yield Pass("slices", program)
     program, homes = place(program, None if has_tasks(program) else home, traced.alike)
-    yield Pass("place", program)
+    yield Pass("place", program, homes)
     given = {v: spec for v, spec in zip(program.inputs, traced.specs, strict=True) if spec is not None}
     program = delay_reductions(program, homes, given)
-    yield Pass("reductions", program)
+    yield Pass("reductions", program, homes)
     fragments = cut(program, traced.options)
     yield Pass("fragment", fragments)
     parts = arrange(fragments, traced.options)

@@ -1,0 +1,287 @@
+"""The verifier: for each rule something broken that this rule refuses, and no other."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from multimesh.passes import pipeline
+from multimesh.passes.arrange import CutLoop, OrderedLoop
+from multimesh.passes.fragment import with_interfaces
+from multimesh.plan import Instruction, Slot, Transfer
+
+import multimesh as mm
+from multimesh import ir, verifying
+
+MESHES = [Mesh(np.array([d]), ("data",)) for d in jax.devices()[:2]]
+
+
+def loss(params, x):
+    y = mm.task(lambda w, x: jnp.tanh(x @ w), "front", mesh=MESHES[0])(params[0], x)
+    return mm.task(lambda w, y: jnp.sum((y @ w) ** 2), "back", mesh=MESHES[1])(params[1], y)
+
+
+def step(params, x):
+    grads = mm.microbatch(jax.grad(loss), size=2, argnum=1)(params, x)
+    kept = mm.microbatch(lambda params, x: (loss(params, x), params[0] + 0), size=2, argnum=1)(params, x)
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], kept
+
+
+@pytest.fixture(scope="module")
+def passes():
+    params = [np.ones((4, 4), np.float32)] * 2
+    return {done.name: done for done in mm.jit(step).lower(params, np.ones((4, 4), np.float32)).passes()}
+
+
+def broken_rules(name, made, homes=None):
+    return {rule for rule, _ in verifying.faults(name, made, homes)}
+
+
+@pytest.mark.parametrize("name", ["inline", "fuse", "separate", "slices", "place", "reductions"])
+def test_every_program_on_the_way_is_whole(passes, name):
+    assert not broken_rules(name, passes[name].made, passes[name].homes)
+
+
+@pytest.mark.parametrize("name", ["fragment", "order", "planning", "layouts"])
+def test_every_part_and_plan_is_whole(passes, name):
+    assert not broken_rules(name, passes[name].made)
+
+
+def with_loop(program, change):
+    """The program with its first loop changed."""
+    first = next(item for item in program.items if isinstance(item, ir.Loop))
+    return replace(program, items=tuple(change(i) if i is first else i for i in program.items))
+
+
+def of_type(like):
+    return ir.Value(like.aval)
+
+
+def with_const_leaf(loop):
+    """Sums a constant itself, of the type of the leaf."""
+    total = next(s for s in loop.sums if s.leaf.aval.shape == (4, 4))
+    const = next(v for v in loop.consts if v.aval.shape == (4, 4))
+    return replace(loop, sums=tuple(replace(s, leaf=const) if s is total else s for s in loop.sums))
+
+
+def with_const(loop, inner):
+    return replace(loop, consts={**loop.consts, inner: next(iter(loop.consts.values()))})
+
+
+PROGRAMS = {
+    "assigned_once": lambda p: replace(p, items=(*p.items, p.items[-1])),
+    "made_before_read": lambda p: replace(p, outputs=(*p.outputs, of_type(p.inputs[0]))),
+    "leaves_are_made": lambda p: with_loop(p, with_const_leaf),
+    "rows_are_made": lambda p: with_loop(
+        p, lambda loop: replace(loop, linked={of_type(p.inputs[0]): of_type(p.inputs[0])})
+    ),
+    "edges_are_of_one_type": lambda p: with_loop(
+        p, lambda loop: with_const(loop, ir.Value(jax.core.ShapedArray((3,), jnp.float32)))
+    ),
+    "placed": lambda p: with_loop(
+        p, lambda loop: replace(loop, ops=(replace(loop.ops[0], mesh=None, task=None), *loop.ops[1:]))
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", PROGRAMS)
+def test_a_broken_program(passes, rule):
+    assert broken_rules("place", PROGRAMS[rule](passes["place"].made), passes["place"].homes) == {rule}
+
+
+def test_a_value_with_two_homes(passes):
+    made, homes = passes["place"].made, passes["place"].homes
+    out = next(v for v in ir.values(made.outputs) if v in homes)
+    other = next(m for m in MESHES if m != homes[out])
+    assert broken_rules("place", made, {**homes, out: other}) == {"one_home"}
+
+
+def test_rules_begin_with_their_pass(passes):
+    """Before sums have one leaf each, an iteration may sum a literal; nothing is placed before it is."""
+    assert "placed" not in set(broken_rules("separate", PROGRAMS["placed"](passes["place"].made)))
+    assert not broken_rules("fuse", PROGRAMS["leaves_are_made"](passes["place"].made))
+
+
+def changed(parts, change, kind=CutLoop):
+    """Parts with the first loop changed."""
+    first = next(part for part in parts if isinstance(part, kind))
+    return tuple(change(part) if part is first else part for part in parts)
+
+
+def with_fragment(change, which=lambda f: f.phase == "F"):
+    """A change of the first fragment of a cut loop for which ``which`` holds."""
+
+    def cut(part):
+        first = next(f for f in part.pipeline.fragments if which(f))
+        fragments = tuple(change(f, part) if f is first else f for f in part.pipeline.fragments)
+        return replace(part, pipeline=replace(part.pipeline, fragments=fragments))
+
+    return lambda parts: changed(parts, cut)
+
+
+def without(values, fragment):
+    return replace(fragment, outs=tuple(v for v in fragment.outs if v not in values))
+
+
+def turned(parts):
+    """The first operation of the first stage is no task's and on the second submesh; the stages come after it."""
+
+    def cut(part):
+        first, second, *others = part.pipeline.fragments
+        moved = replace(first.ops[0], task=None, mesh=MESHES[1])
+        made = (
+            replace(first, ops=(moved,), mesh=MESHES[1], stage=1),
+            replace(first, ops=first.ops[1:], stage=2),
+            replace(second, stage=3),
+        )
+        fragments = with_interfaces((*made, *others), part.results)
+        return replace(part, pipeline=replace(part.pipeline, fragments=fragments, chunks=2))
+
+    return changed(parts, cut)
+
+
+CUT = {
+    "on_one_submesh": with_fragment(lambda f, _: replace(f, mesh=MESHES[1])),
+    "fragments_are_assigned_once": with_fragment(lambda f, _: replace(f, ops=(*f.ops, f.ops[-1]))),
+    "operations_are_in_order": with_fragment(lambda f, _: replace(f, ops=f.ops[::-1])),
+    "interfaces_are_complete": with_fragment(lambda f, _: replace(f, ins=f.ins[1:])),
+    "reads_are_given": with_fragment(lambda f, part: without(set(f.outs) - part.results, f)),
+    "leaves_are_given": with_fragment(lambda f, part: without(part.results, f), lambda f: f.phase == "B"),
+    "stages_read_earlier_ones": with_fragment(lambda f, _: replace(f, stage=5)),
+    "tasks_decide_the_stages": turned,
+}
+
+
+@pytest.mark.parametrize("rule", CUT)
+def test_a_loop_that_is_cut_wrongly(passes, rule):
+    assert broken_rules("fragment", CUT[rule](passes["fragment"].made)) == {rule}
+
+
+def reordered(change):
+    return lambda parts: changed(
+        parts, lambda part: replace(part, order=replace(part.order, cells=change(part.order.cells))), OrderedLoop
+    )
+
+
+def last_microbatch_backwards(cells):
+    late = iter([cell for cell in cells if cell[1] == 1][::-1])
+    return tuple(next(late) if cell[1] == 1 else cell for cell in cells)
+
+
+ORDERED = {
+    "cells_run_once": reordered(lambda cells: cells[:-1]),
+    "cells_run_after_their_inputs": reordered(last_microbatch_backwards),
+}
+
+
+@pytest.mark.parametrize("rule", ORDERED)
+def test_a_loop_in_a_wrong_order(passes, rule):
+    assert broken_rules("order", ORDERED[rule](passes["order"].made)) == {rule}
+
+
+def forward(plan):
+    """Number of the kernel of the first stage, and the first instruction that runs it."""
+    return next((s.kernel, s) for s in plan.instructions if s.phase == "F")
+
+
+def with_kernel(plan, change):
+    number, _ = forward(plan)
+    return replace(plan, kernels=tuple(change(k) if n == number else k for n, k in enumerate(plan.kernels)))
+
+
+def weak_result(kernel):
+    """The kernel that makes its first result with a weak type."""
+    old = kernel.outs[0]
+    new = ir.Value(old.aval.update(weak_type=True))
+
+    def swap(values):
+        return tuple(new if v is old else v for v in values)
+
+    ops = tuple(replace(op, ins=swap(op.ins), outs=swap(op.outs)) for op in kernel.ops)
+    return replace(kernel, ops=ops, outs=swap(kernel.outs))
+
+
+def with_slot(plan, slot, **how):
+    return replace(plan, slots=tuple(replace(s, **how) if n == slot else s for n, s in enumerate(plan.slots)))
+
+
+def accumulator(plan):
+    """A slot that no transfer has."""
+    return first(plan, "RUN", task="zeros").outs[0]
+
+
+def repeated(plan, which):
+    steps = [again for s in plan.instructions for again in ([s, s] if s is which else [s])]
+    return replace(plan, instructions=tuple(steps))
+
+
+def first(plan, kind, **how):
+    return next(s for s in plan.instructions if s.kind == kind and all(getattr(s, k) == v for k, v in how.items()))
+
+
+def with_transfer_to_another_type(plan):
+    """The first argument is sent to a slot of another shape, and nobody reads it there."""
+    (_, a), b, n = plan.inputs[0], len(plan.slots), len(plan.transfers)
+    source = plan.slots[a].submesh
+    target = 1 - source
+    ends = Transfer(n, source, target, (a,), (b,))
+    steps = (
+        Instruction("SEND", source, ins=(a,), peer=target, transfer=n),
+        Instruction("RECV", target, outs=(b,), peer=source, transfer=n),
+        Instruction("FREE", target, ins=(b,)),
+    )
+    slots = (*plan.slots, Slot(target, (3,), plan.slots[a].dtype, 12))
+    return replace(plan, slots=slots, transfers=(*plan.transfers, ends), instructions=(*steps, *plan.instructions))
+
+
+PLANS = {
+    "kernels_are_in_order": lambda plan: with_kernel(plan, lambda k: replace(k, ops=k.ops[::-1])),
+    "kernels_assign_once": lambda plan: with_kernel(plan, lambda k: replace(k, ops=(*k.ops, k.ops[-1]))),
+    "slots_are_where_they_are_used": lambda plan: with_slot(plan, accumulator(plan), submesh=1),
+    "slots_are_written_before_they_are_read": lambda plan: replace(plan, inputs=plan.inputs[1:]),
+    "slots_are_written_once": lambda plan: repeated(plan, first(plan, "RUN", task="zeros")),
+    "slots_are_freed_once": lambda plan: repeated(plan, first(plan, "FREE")),
+    "results_have_slots_of_their_own": lambda plan: replace(plan, outputs=(*plan.outputs, plan.outputs[0])),
+    "donated_slots_are_not_read_again": lambda plan: replace(
+        plan, donations={**plan.donations, forward(plan)[0]: (len(forward(plan)[1].ins) - 1,)}
+    ),
+    "slots_are_of_the_types_of_values": lambda plan: with_slot(plan, accumulator(plan), shape=(3,)),
+    "readers_see_the_type_that_was_made": lambda plan: with_kernel(plan, weak_result),
+    "transfers_have_equal_ends": with_transfer_to_another_type,
+    "transfers_are_sent_then_received": lambda plan: repeated(plan, first(plan, "SEND")),
+    "layouts_fit": lambda plan: replace(
+        plan, layouts=tuple(NamedSharding(MESHES[1 - s.submesh], P()) for s in plan.slots)
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", PLANS)
+def test_a_broken_plan(passes, rule):
+    assert broken_rules("planning", PLANS[rule](passes["planning"].made)) == {rule}
+
+
+def test_every_rule_has_a_test():
+    tested = {*PROGRAMS, *CUT, *ORDERED, *PLANS}
+    rules = (*verifying.programs.rules_after("reductions"), *verifying.parts.RULES, *verifying.plans.RULES)
+    assert {rule.__name__ for rule in rules} == tested
+
+
+def test_the_error_names_the_pass_the_rule_the_value_and_the_users_line(passes, monkeypatch):
+    """A pass that breaks something is found out under MULTIMESH_VERIFY=1; otherwise nothing is checked."""
+    monkeypatch.setattr(pipeline, "slices_outside", PROGRAMS["leaves_are_made"])
+    params, x = [np.ones((4, 4), np.float32)] * 2, np.ones((4, 4), np.float32)
+    monkeypatch.setenv("MULTIMESH_VERIFY", "1")
+    with pytest.raises(mm.MultiMeshError) as error:
+        mm.jit(step).plan(params, x)
+    message = str(error.value)
+    assert "pass 'slices' broke the rule 'leaves_are_made'" in message
+    assert "%" in message
+    assert "test_verifying.py:" in message
+    assert "please report it" in message
+    monkeypatch.undo()
+    monkeypatch.setenv("MULTIMESH_VERIFY", "0")
+    monkeypatch.setattr(verifying, "verify", lambda *_: pytest.fail("checked although it is off"))
+    mm.jit(step).plan(params, x)
