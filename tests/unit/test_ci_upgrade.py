@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from workflows import errors
-from workflows.ci import upgrade
+from workflows.ci import relock, upgrade
 from workflows.ci.upgrade import Move
 from workflows.image import digests
 
@@ -25,8 +23,11 @@ def test_an_image_is_built_where_what_it_holds_moved() -> None:
     both = [("cuda12", "dev"), ("cuda12", "runtime")]
     assert built(Move("cuda-base", "a", "b"), Move("cuda-devel", "a", "b")) == both
     assert built(Move("ubuntu", "a", "a", "no answer"), Move("cuda-devel", "a", "b")) == [("cuda12", "dev")]
-    assert built(Move("jax", "1", "2"), Move("requirements", "1", "2")) == [("cuda12", "runtime")], "with its plugin"
-    assert built(Move("requirements", "1", "2", "no such release")) == []
+    assert built(Move("jax", "1", "2"), Move(relock.NEWEST, "1", "2")) == [("cuda12", "runtime")], "with its plugin"
+    assert built(Move(relock.NEWEST, "1", "2", "no such release")) == []
+    oldest = [".ci/run", "oldest-jax"]
+    assert oldest in upgrade.checks([Move(relock.EARLIER, "1", "2")], None), "its images have another"
+    assert oldest not in upgrade.checks([Move(relock.NEWEST, "1", "2"), Move(relock.EARLIER, "1", "2", "no")], None)
     assert upgrade.checks([Move("ubuntu", "a", "b")], "host")[-1][-2:] == ["--network", "host"]
 
 
@@ -84,30 +85,3 @@ def test_bazel_is_moved_without_a_checksum_that_nobody_read(root: Path, tmp_path
     url = "https://github.com/bazelbuild/bazel/releases/download/99.1.0/bazel-99.1.0-linux-arm64"
     assert after.files["bazel linux/arm64"] == digests.FilePin(url, None)
     assert digests.move_bazel(tmp_path, "99.1.0") == "99.1.0"
-
-
-def test_jax_moves_with_its_plugin_for_gpus_or_not_at_all(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(root / "requirements", tmp_path / "requirements")
-    texts = {path.name: path.read_text() for path in (tmp_path / "requirements").iterdir()}
-    pinned = re.compile(r"^jax(?:lib|-cuda\S+)?==(\S+)$", re.MULTILINE)
-    assert pinned.findall(texts["run.in"] + texts["cuda12.in"]) == ["0.10.2"] * 4
-    locked: list[str] = []
-    monkeypatch.setattr(upgrade, "compile_lock", lambda _root, name: locked.append(name))
-    assert upgrade._relock(tmp_path, "99.0.0") == Move("requirements", "0.10.2", "99.0.0")
-    assert set(locked) == {"run", "cuda12", "cuda13", "dev", "workflows", "bench", "docs", "inventory", "jupyter"}
-    for number in (12, 13):
-        moved = (tmp_path / "requirements" / f"cuda{number}.in").read_text()
-        assert f"\njax-cuda{number}-pjrt==99.0.0\njax-cuda{number}-plugin[with-cuda]==99.0.0\n" in moved
-    assert pinned.findall((tmp_path / "requirements" / "run.in").read_text() + moved) == ["99.0.0"] * 4
-
-    def fails(_root: Path, name: str) -> None:
-        (tmp_path / "requirements" / f"{name}.txt").write_text("half")
-        raise errors.ToolError("no index has it")
-
-    for name, text in texts.items():
-        (tmp_path / "requirements" / name).write_text(text)
-    monkeypatch.setattr(upgrade, "compile_lock", fails)
-    assert upgrade._relock(tmp_path, "99.0.0").fault == "no index has it"
-    assert {path.name: path.read_text() for path in (tmp_path / "requirements").iterdir()} == texts

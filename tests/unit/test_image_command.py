@@ -16,6 +16,7 @@ from workflows.image import build, command, digests, network
 from workflows.image.engine import Engine
 from workflows.image.reference import make
 from workflows.image.spec import ImageSpec, Means
+from workflows.sources import locked
 
 DOCKER = Engine(("docker",), "docker", "28.0.0", "28.0.0", "buildx")
 MEANS = Means(None, None, "default", True, True, None, False)
@@ -123,7 +124,8 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
     assert got["org.opencontainers.image.base.digest"] == DIGEST
     assert got["io.github.multimesh-jax.lock"] == command.lock_digest(root)
     assert got["io.github.multimesh-jax.maxtext"] == "0.2.4"
-    assert got["io.github.multimesh-jax.jax"] == "0.10.2"
+    jax = locked.versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
+    assert got["io.github.multimesh-jax.jax"] == jax
     # What is installed, not what the base image is named after.
     assert got["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.90"
     from_source = command.labels(root, spec(jaxlib="source"), command.bases(spec(), pinned), "c", "b", "s")

@@ -7,10 +7,9 @@ import contextlib
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from workflows import console, errors, files, proc
+from workflows.ci import relock
+from workflows.ci.move import Move
 from workflows.image import devcontainer
 from workflows.image import digests as images
 from workflows.sources import git, lock, manifest, pins
@@ -29,7 +30,7 @@ PINNED = ("sources.yaml", "sources.lock", "docker/images.lock", devcontainer.FIL
 PATCH, MOVES, VERDICT = "pins.patch", "moves.json", "verdict.json"
 # What is built where a pin moved: accelerator and stage.
 _BUILDS = {
-    "requirements": ("cuda12", "runtime"),
+    relock.NEWEST: ("cuda12", "runtime"),
     "cuda-base": ("cuda12", "runtime"),
     "cuda-devel": ("cuda12", "dev"),
     "ubuntu": ("cpu", "runtime"),
@@ -37,24 +38,6 @@ _BUILDS = {
 _SAID_LINES = 25
 _XLA = ("third_party/xla/revision.bzl", re.compile(r"^XLA_COMMIT = \"([0-9a-f]{40})\"", re.MULTILINE))
 _BAZEL = (".bazelversion", re.compile(r"^(\d+\.\d+\.\d+)\s*$"))
-_JAX = re.compile(r"^(jax|jaxlib|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])==\S+$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Move:
-    """What became of one pin: ``fault`` says why it stayed."""
-
-    name: str
-    old: str
-    new: str
-    fault: str = ""
-
-    @property
-    def line(self) -> str:
-        """A row of the report's table."""
-        old, new = (value.removeprefix("sha256:")[:12] for value in (self.old, self.new))
-        outcome = " ".join(self.fault.split()).replace("|", "/") or "moved"
-        return f"| {self.name} | {old} | {new} | {outcome} |"
 
 
 def newest(component: Component, mirror: str | None) -> str:
@@ -79,8 +62,9 @@ def upgrade(here: Workspace, mirror: str | None, reporter: console.Reporter) -> 
             moves.append(_move(here, component, partial(newest, component, mirror), mirror, reporter))
             if component.name == "jax" and not moves[-1].fault and moves[-1].new != moves[-1].old:
                 xla = manifest.load(here.manifest)["xla"]
-                version, find = moves[-1].new, partial(_named_by_jax, here, mirror, *_XLA)
-                moves += [_move(here, xla, find, mirror, reporter), _bazel(here, mirror), _relock(here.root, version)]
+                find = partial(_named_by_jax, here, mirror, *_XLA)
+                moves += [_move(here, xla, find, mirror, reporter), _bazel(here, mirror)]
+    moves += relock.move(here.root)
     bases = images.bump(here.root)
     moves += [Move(each.name, each.before or "null", each.after or "null", each.fault or "") for each in bases]
     return [move for move in moves if move.fault or move.new != move.old]
@@ -121,40 +105,15 @@ def _bazel(here: Workspace, mirror: str | None) -> Move:
     return Move("bazel", images.move_bazel(here.root, version), version)
 
 
-def _relock(root: Path, version: str) -> Move:
-    """Put a jax version into the requirements, its plugin for GPUs too, and lock them anew: all, or none."""
-    folder = root / "requirements"
-    names = ("run", "cuda12", "cuda13", "dev", "workflows", "bench", "docs", "inventory", "jupyter")
-    before = {path: path.read_bytes() for name in names for path in (folder / f"{name}.in", folder / f"{name}.txt")}
-    old = next((match[0].partition("==")[2] for match in _JAX.finditer((folder / "run.in").read_text("utf-8"))), "")
-    try:
-        for name in ("run", "cuda12", "cuda13"):
-            path = folder / f"{name}.in"
-            path.write_text(_JAX.sub(rf"\g<1>=={version}", path.read_text("utf-8")), encoding="utf-8")
-        for name in names:
-            compile_lock(root, name)
-    except errors.WorkflowsError as error:
-        for path, content in before.items():
-            path.write_bytes(content)
-        return Move("requirements", old, version, str(error))
-    return Move("requirements", old, version)
-
-
-def compile_lock(root: Path, name: str) -> None:
-    """Lock ``requirements/NAME.in`` by hash for every platform, moving only what its text asks for."""
-    options = ("--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate",
-               "--no-emit-index-url", "--no-emit-find-links", "--quiet")  # fmt: skip
-    argv = [sys.executable, "-m", "uv", "pip", "compile", *options, f"{name}.in", "-o", f"{name}.txt"]
-    proc.run(argv, cwd=root / "requirements")
-
-
 def checks(moves: Sequence[Move], network: str | None) -> list[list[str]]:
-    """Return the commands that show that what moved works: the CPU job, and the images that hold it."""
-    built = sorted({_BUILDS[move.name] for move in moves if move.name in _BUILDS and not move.fault})
+    """Return the commands that show that what moved works: the CPU job, the oldest JAX, the images that hold it."""
+    moved = {move.name for move in moves if not move.fault}
+    built = sorted({_BUILDS[name] for name in moved & _BUILDS.keys()})
     options = ["--tag", "bump", "--validate", "small", *(["--network", network] if network else [])]
     return [
         ["./bootstrap.sh", "--group", "run"],
         ["maxtext/validate-cpu.sh"],
+        *([[".ci/run", "oldest-jax"]] if relock.EARLIER in moved else []),
         *(["docker/build.py", "--accelerator", each, "--stage", stage, *options] for each, stage in built),
     ]
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from workflows import console, errors, files
-from workflows.ci import nightly, released, tag, upgrade
+from workflows.ci import nightly, released, relock, tag, upgrade
 from workflows.ci.github import GitHub
 from workflows.helping import Subparsers, command
 from workflows.image import devcontainer, flags, publish, reference
@@ -55,6 +55,10 @@ def register(subparsers: Subparsers) -> None:
     text = "write .devcontainer/prebuilt, which pulls a published devcontainer"
     part = command(parts, "devcontainer", run_devcontainer, text)
     part.add_argument("image", metavar="REPO@DIGEST", help="as the image workflow or docker/build.py pushed it")
+    text = "write requirements/GROUP.txt from GROUP.in, for every Python that we support; what is locked stays"
+    part = command(parts, "lock", run_lock, text)
+    part.add_argument("group", nargs="*", help=f"default: {' '.join(relock.GROUPS)}")
+    part.add_argument("--upgrade", action="store_true", help="take the newest release of each package instead")
     asked, mirror = "ask URL/NAME.git (default: MULTIMESH_MIRROR)", environ.get("MULTIMESH_MIRROR") or None
     text = "move every pin to the newest release; nothing of what moved is run"
     part = command(parts, "upgrade", run_upgrade, text)
@@ -149,6 +153,15 @@ def run_devcontainer(args: argparse.Namespace) -> None:
     """Print what was written."""
     image = devcontainer.published(args.image)
     print(f"{devcontainer.write_prebuilt(ROOT, image).relative_to(ROOT)}: {image}")
+
+
+def run_lock(args: argparse.Namespace) -> None:
+    """Print nothing: git shows what changed."""
+    if strange := sorted(set(args.group) - set(relock.GROUPS)):
+        raise errors.UsageError(f"{strange[0]}: is no group; choose from {' '.join(relock.GROUPS)}")
+    for group in relock.GROUPS:
+        if not args.group or group in args.group:
+            relock.lock(ROOT, group, *(["--upgrade"] if args.upgrade else []))
 
 
 def run_upgrade(args: argparse.Namespace) -> None:

@@ -14,9 +14,11 @@ from workflows.image.engine import Engine
 from workflows.image.network import Access
 from workflows.image.spec import ImageSpec, Means
 from workflows.sources import lock as sources
+from workflows.sources import locked
 
 DOCKERFILE = "docker/Dockerfile"
 LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
+PYTHON = "3.12"  # that of an image is as new or newer; all of them get the same JAX
 LABEL, OCI = "io.github.multimesh-jax", "org.opencontainers.image"
 # SHELL exists in Docker's format only, and Podman 4 does not find this ignore file by itself. Its layer cache is not
 # used: a change in what a step mounts from the sources (4.3) or from another stage (5.4 too) leaves the step as it was.
@@ -80,7 +82,7 @@ def labels(
         f"{LABEL}.target": spec.target,
         f"{LABEL}.accelerator": {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[spec.accelerator],
         f"{LABEL}.jaxlib": f"{spec.jaxlib} {spec.build_type}" if spec.jaxlib == "source" else "wheel",
-        f"{LABEL}.jax": first(r"^jax==(\S+)", "requirements/run.txt"),
+        f"{LABEL}.jax": locked.versions(root / "requirements/run.txt", PYTHON)["jax"],
         f"{LABEL}.maxtext": sources.value(root / "sources.lock", "maxtext", "version") or "unknown",
         f"{LABEL}.maxtext.revision": maxtext,
         f"{LABEL}.lock": lock_digest(root),

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from workflows import complaints, console, errors, proc
-from workflows.sources import quick
+from workflows.sources import locked, quick
 from workflows.sources.workspace import Workspace
 
 REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *quick.CUDA, "dev")}
@@ -46,7 +46,7 @@ def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) ->
 
 
 def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
-    total = (root / label).read_text(encoding="utf-8").count("==")
+    total = len(locked.versions(root / label))
     seen = 0
 
     def count(line: str) -> None:

@@ -1,0 +1,164 @@
+"""Locks are made for every Python that we support, whichever runs: real uv, and an index of files made here."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from workflows import errors
+from workflows.ci import relock
+from workflows.ci.move import Move
+from workflows.sources import locked
+
+JAX = ("jax", "jax-cuda12-pjrt", "jax-cuda12-plugin")
+EARLIER, NEWEST = 'python_version < "3.12"', 'python_version >= "3.12"'
+
+
+class Index:
+    """A folder that uv reads as a package index."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def release(self, name: str, version: str, python: str, asks: Sequence[str] = ()) -> None:
+        """Offer a wheel to these Pythons."""
+        place = self.folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        stem = f"{name.replace('-', '_')}-{version}"
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Python: {python}\n"
+        texts = {
+            "METADATA": head + "Provides-Extra: with-cuda\n" + "".join(f"Requires-Dist: {each}\n" for each in asks),
+            "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        }
+        wheel = place / f"{stem}-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            record = f"{stem}.dist-info/RECORD,,\n"
+            for file, text in texts.items():
+                archive.writestr(f"{stem}.dist-info/{file}", text)
+                digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+                record += f"{stem}.dist-info/{file},sha256={digest},{len(text)}\n"
+            archive.writestr(f"{stem}.dist-info/RECORD", record)
+        quoted = python.replace("<", "&lt;").replace(">", "&gt;")
+        with (place / "index.html").open("a") as page:
+            sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            page.write(f'<a href="{wheel.name}#sha256={sha256}" data-requires-python="{quoted}">{wheel.name}</a><br>\n')
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """An index with a JAX for each line of Pythons, and a package whose newest release asks for a newer Python."""
+    made = Index(tmp_path / "index")
+    for version, python in (("0.10.2", ">=3.11"), ("0.12.0", ">=3.12")):
+        for name in JAX:
+            made.release(name, version, python)
+    made.release("flax", "1.0", ">=3.11", ["jax>=0.10"])
+    made.release("flax", "1.1", ">=3.12", ["jax>=0.11"])
+    monkeypatch.setenv("UV_DEFAULT_INDEX", made.folder.as_uri())
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with few groups, and few packages in each."""
+    monkeypatch.setattr(relock, "GROUPS", ("run", "docs", "cuda12"))
+    folder = tmp_path / "root" / "requirements"
+    folder.mkdir(parents=True)
+    for group in relock.GROUPS:
+        (folder / f"{group}.in").write_text("-c run.txt\nflax\n")
+    lines = ((EARLIER, "0.10.2"), (NEWEST, "0.12.0"))
+    (folder / "run.in").write_text("".join(f"jax=={jax} ; {marker}\n" for marker, jax in lines) + "flax\n")
+    names = ("jax-cuda12-pjrt", "jax-cuda12-plugin[with-cuda]")
+    text = "".join(f"{name}=={jax} ; {marker}\n" for marker, jax in lines for name in names)
+    (folder / "cuda12.in").write_text(f"-c run.txt\n{text}")
+    return folder.parent
+
+
+def texts(here: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (here / "requirements").iterdir()}
+
+
+def test_a_lock_holds_what_each_python_is_offered(here: Path, index: Index) -> None:
+    """Whichever Python runs this: an index that is asked for it alone shows 3.11 no later JAX."""
+    relock.lock(here, "run")
+    run = here / "requirements" / "run.txt"
+    assert locked.versions(run, "3.11.7") == {"flax": "1.0", "jax": "0.10.2"}
+    for python in ("3.12.0", "3.13.0", "3.14.2"):
+        assert locked.versions(run, python) == {"flax": "1.1", "jax": "0.12.0"}
+    assert run.read_text().count("--hash=sha256:") == 4
+    assert locked.versions(run) == locked.versions(run, sys.version.split()[0])
+
+
+def test_each_line_of_pythons_gets_its_newest_jax(here: Path, index: Index) -> None:
+    assert relock.move(here) == [Move(relock.EARLIER, "0.10.2", "0.10.2"), Move(relock.NEWEST, "0.12.0", "0.12.0")]
+    for name in JAX:
+        index.release(name, "0.13.0", ">=3.12")
+        index.release(name, "0.14.0rc1", ">=3.12")
+    before = texts(here)
+    assert relock.move(here) == [Move(relock.EARLIER, "0.10.2", "0.10.2"), Move(relock.NEWEST, "0.12.0", "0.13.0")]
+    after = texts(here)
+    for name in ("run.in", "cuda12.in"):
+        assert after[name] == before[name].replace("0.12.0", "0.13.0"), "the other line stays"
+    folder = here / "requirements"
+    assert locked.versions(folder / "cuda12.txt", "3.13.0") == dict.fromkeys(JAX[1:], "0.13.0")
+    assert locked.versions(folder / "cuda12.txt", "3.11.7") == dict.fromkeys(JAX[1:], "0.10.2")
+    assert locked.versions(folder / "docs.txt", "3.13.0")["jax"] == "0.13.0", "who is constrained by it follows"
+
+    for name in JAX:
+        index.release(name, "0.10.3", ">=3.11")
+    assert relock.move(here) == [Move(relock.EARLIER, "0.10.2", "0.10.3"), Move(relock.NEWEST, "0.13.0", "0.13.0")]
+    assert locked.versions(folder / "run.txt", "3.11.7")["jax"] == "0.10.3"
+
+
+def test_a_line_that_cannot_move_stays_whole_and_alone(here: Path, index: Index) -> None:
+    """The newest JAX has no plugin for GPUs yet."""
+    assert relock.move(here)
+    before = texts(here)
+    index.release("jax", "0.13.0", ">=3.12")
+    for name in JAX:
+        index.release(name, "0.10.3", ">=3.11")
+    earlier, newest = relock.move(here)
+    assert earlier == Move(relock.EARLIER, "0.10.2", "0.10.3")
+    assert (newest.old, newest.new) == ("0.12.0", "0.13.0")
+    assert "jax-cuda12-p" in newest.fault
+    after = texts(here)
+    assert after["run.in"] == before["run.in"].replace("0.10.2", "0.10.3")
+    assert "0.13.0" not in "".join(after.values())
+
+
+def test_what_is_locked_stays_unless_the_newest_is_asked_for(here: Path, index: Index) -> None:
+    relock.lock(here, "run")
+    index.release("flax", "1.2", ">=3.12")
+    run = here / "requirements" / "run.txt"
+    relock.lock(here, "run")
+    assert locked.versions(run, "3.13.0")["flax"] == "1.1"
+    relock.lock(here, "run", "--upgrade")
+    assert (locked.versions(run, "3.13.0")["flax"], locked.versions(run, "3.11.7")["flax"]) == ("1.2", "1.0")
+
+
+def test_a_requirements_file_without_its_lines_is_named(here: Path, index: Index) -> None:
+    (here / "requirements" / "run.in").write_text("jax==0.12.0\n")
+    with pytest.raises(errors.ManifestError, match=r"run.in: has no line 'jax==VERSION ; python_version < \"3.12\"'"):
+        relock.move(here)
+
+
+def test_our_locks_hold_the_jax_of_both_lines(root: Path, tmp_path: Path) -> None:
+    """And plugins for GPUs of the same release, which JAX ignores otherwise."""
+    asked = dict(re.findall(r"^jax==(\S+) ; (.*)$", (root / "requirements" / "run.in").read_text(), re.MULTILINE))
+    assert sorted(asked.values()) == sorted((EARLIER, NEWEST))
+    for python, marker in (("3.11.7", EARLIER), ("3.12.1", NEWEST), ("3.13.0", NEWEST), ("3.14.0", NEWEST)):
+        (jax,) = (version for version, each in asked.items() if each == marker)
+        run = locked.versions(root / "requirements" / "run.txt", python)
+        assert (run["jax"], run["jaxlib"]) == (jax, jax)
+        for cuda in ("cuda12", "cuda13"):
+            plugins = locked.versions(root / "requirements" / f"{cuda}.txt", python)
+            assert (plugins[f"jax-{cuda}-pjrt"], plugins[f"jax-{cuda}-plugin"]) == (jax, jax)
