@@ -7,10 +7,12 @@ quick='import sys; sys.path.insert(0, sys.argv.pop(1)); from workflows.sources i
 sys.exit(1)'
 "$here/.venv/bin/python" -ISE -c "$quick" "$here" bootstrap "$@" 2>/dev/null && exit
 root=$(CDPATH='' cd -- "$here" && pwd -P)
-for python in "${PYTHON:-$root/.venv/bin/python}" python3 python3.14 python3.13 python3.12 python3.11; do
-  if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    exec "$python" -I "$root/workflows/venv.py" "$@"
+# Any Python from 3.6 on can look for the one to take.
+for python in python3 python3.14 python3.13 python3.12 python3.11 "${PYTHON:-python}" "$root/.venv/bin/python" \
+  "${PYENV_ROOT:-${HOME-}/.pyenv}"/versions/3.*/bin/python3 "$(uv python dir 2>/dev/null || echo /dev/null)"/*/bin/python3; do
+  if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 6))' 2>/dev/null; then
+    exec "$python" -I "$root/workflows/find_python.py" "$@"
   fi
 done
-echo "error: no Python >= 3.11 found; install one or name it with PYTHON=/path/to/python3" >&2
+echo "error: no Python found; install 3.13 (Debian, Ubuntu: apt-get install python3-venv) or name it with PYTHON=/path/to/python3" >&2
 exit 11

@@ -40,8 +40,8 @@ def build_parser(modules: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def main_inner(argv: Sequence[str]) -> int:
-    """Run one command and return its exit code; errors pass through."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read a command with its options; leaves by ``SystemExit`` after help, or where they are wrong."""
     wanted = COMMANDS.get(argv[0]) if argv else None
     parser = build_parser([wanted] if wanted else list(dict.fromkeys(COMMANDS.values())))
     args, unknown = parser.parse_known_args(argv)
@@ -49,6 +49,12 @@ def main_inner(argv: Sequence[str]) -> int:
         # The command's own parser: its name is the door that was called, as docker/build.py.
         inner = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
         inner.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def main_inner(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors pass through."""
+    args = parse(argv)
     return args.func(args) or 0
 
 

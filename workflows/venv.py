@@ -1,10 +1,9 @@
-"""What ``bootstrap.sh`` starts with the machine's Python and standard library: makes ``.venv`` and goes on in it."""
+"""Makes ``.venv`` with the Python that ``find_python`` chose, which runs this, and goes on in it."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +11,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from workflows import cli  # noqa: E402
+
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = ROOT / "requirements" / "workflows.txt"
@@ -28,8 +30,10 @@ class Failure(Exception):
 def main() -> int:
     """Make the environment if need be, then become ``python -m workflows bootstrap`` in it."""
     try:
-        wanted = {"requirements": hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), "root": str(ROOT)}
+        requirements = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+        wanted = {"requirements": requirements, "root": str(ROOT), "python": list(sys.version_info[:2])}
         if read_stamp() != wanted:
+            cli.parse(["bootstrap", *sys.argv[1:]])  # before anything is made
             with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if read_stamp() != wanted:
@@ -56,15 +60,8 @@ def read_stamp() -> object:
 def make(stamp: object) -> None:
     """Create or repair the environment and install what ``workflows`` itself needs."""
     if not usable():
-        if importlib.util.find_spec("ensurepip") is None:
-            version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            raise Failure(
-                f"{sys.executable} cannot make environments; install its venv package (Debian: python{version}-venv)"
-            )
-        # The running Python may be that of the broken environment: take the one it was made from.
-        base = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
         print("making .venv", file=sys.stderr, flush=True)
-        quietly([base, "-m", "venv", "--clear", str(VENV)], "python -m venv")
+        quietly([sys.executable, "-m", "venv", "--clear", str(VENV)], "python -m venv")
     print("installing requirements/workflows.txt", file=sys.stderr, flush=True)
     install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     quietly([*install, "--require-hashes", "-r", str(REQUIREMENTS)], "pip install -r requirements/workflows.txt")
@@ -74,8 +71,9 @@ def make(stamp: object) -> None:
 
 
 def usable() -> bool:
-    """Say whether the environment is ours, whole and new enough; a moved clone's is not."""
-    question, activate = "import pip, sys; sys.exit(sys.version_info < (3, 11))", VENV / "bin" / "activate"
+    """Say whether the environment is ours, whole and of this version of Python; a moved clone's is not."""
+    question = f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    activate = VENV / "bin" / "activate"
     if not PYTHON.exists() or subprocess.run([PYTHON, "-c", question], capture_output=True).returncode:
         return False
     return activate.exists() and str(VENV) in activate.read_text(encoding="utf-8")

@@ -115,6 +115,15 @@ def _all_clean(commits: dict[str, str]) -> bool:
     return clean
 
 
+def _python(root: str) -> str:
+    """Return which Python and which jax the environment of this process has, as the first line of the answer."""
+    version = sys.version_info[:3]
+    library = os.path.join(root, ".venv", "lib", f"python{version[0]}.{version[1]}", "site-packages")
+    found = [name for name in os.listdir(library) if name.startswith("jax-") and name.endswith(".dist-info")]
+    jax = "".join(f", jax {name[len('jax-') : -len('.dist-info')]}" for name in found)
+    return f"Python {'.'.join(map(str, version))} (of .venv: {os.path.realpath(sys._base_executable)}){jax}\n"
+
+
 def answer(argv: list[str]) -> None:
     """End the process with the answer to ``sync`` or ``bootstrap``, if there is nothing to do; else return.
 
@@ -126,15 +135,18 @@ def answer(argv: list[str]) -> None:
     if not set(groups) <= set(ALL_GROUPS) or sys.stdout is None:
         return
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    if command == ["bootstrap"] and not set(groups or GROUPS) <= set(recall(root, PACKAGES) or ()):
-        return
+    first = ""
+    if command == ["bootstrap"]:
+        if os.environ.get("PYTHON") or not set(groups or GROUPS) <= set(recall(root, PACKAGES) or ()):
+            return
+        first = _python(root)
     found = in_place(root, groups)
     if not found:
         return
     width = max(map(len, found))
     shown = {name: f"link to {holds[2:]}" if holds.startswith("->") else holds[:12] for name, holds in found.items()}
     try:
-        sys.stdout.write("".join(f"{name:{width}}  kept  {holds}\n" for name, holds in shown.items()))
+        sys.stdout.write(first + "".join(f"{name:{width}}  kept  {holds}\n" for name, holds in shown.items()))
         sys.stdout.flush()
     except OSError:
         return  # the full command meets the same and knows what to say

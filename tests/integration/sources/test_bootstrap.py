@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from .conftest import ROOT, Clone, make_clone
 
 TOOL, USAGE = 11, 2
 TIMEOUT_S = 300
+BASE = os.path.realpath(sys.executable)  # the Python that this one's environment was made from
 
 
 def bootstrap(clone: Clone, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
@@ -100,14 +103,16 @@ def test_second_bootstrap_needs_no_index(done: Clone, tmp_path: Path) -> None:
 
     assert again.returncode == 0, again.stderr
     assert again.stderr == ""
-    assert again.stdout == "multimesh  kept  link to ../multimesh\n", "the full command prints a table with a head"
+    first, *rest = again.stdout.splitlines()
+    assert first == f"Python {platform.python_version()} (of .venv: {BASE})"
+    assert rest == ["multimesh  kept  link to ../multimesh"], "the full command prints a table with a head"
 
 
 def test_changed_requirements_and_missing_packages_are_something_to_do(done: Clone) -> None:
     locked = done.root / "requirements" / "run.txt"
     note = done.root / ".venv" / ".multimesh-ready"
     for change in (lambda: locked.write_text(locked.read_text() + "# more\n"), note.unlink):
-        assert bootstrap(done, "--group", "run").stderr == ""
+        assert bootstrap(done, "--group", "run").stderr == "", "this is the fast answer"
         change()
         assert "requirements/run.txt: installed" in bootstrap(done, "--group", "run").stderr
 
@@ -141,6 +146,7 @@ def test_interrupted_bootstrap_says_so(tmp_path: Path) -> None:
     clone = furnish(tmp_path / "clone")
     env = os.environ | {"HOME": str(tmp_path)}
     process = subprocess.Popen([clone.root / "bootstrap.sh"], env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline().startswith("Python 3.")
     assert process.stderr.readline() == "making .venv\n"
 
     process.send_signal(signal.SIGINT)
@@ -167,25 +173,78 @@ def test_no_python(tmp_path: Path, tools: Path) -> None:
     process = bootstrap(clone, PATH=str(tools))
 
     assert process.returncode == TOOL
-    assert process.stderr == "error: no Python >= 3.11 found; install one or name it with PYTHON=/path/to/python3\n"
+    assert process.stderr.startswith("error: no Python found; install 3.13 (Debian, Ubuntu: apt-get install ")
+    assert len(process.stderr.splitlines()) == 1
 
 
 def test_python_that_cannot_make_environments(tmp_path: Path, tools: Path) -> None:
     """As on a machine where the distribution keeps ``venv`` in a package of its own."""
     clone = furnish(tmp_path / "clone")
     hide = (
-        "import importlib.util as u, runpy, sys\nfind = u.find_spec\n"
+        "import importlib.util as u, sys\nfind = u.find_spec\n"
         "u.find_spec = lambda name, package=None: None if name == 'ensurepip' else find(name, package)\n"
     )
-    script = f'#!{sys.executable}\n{hide}if "-c" in sys.argv: sys.exit(0)\nsys.argv = sys.argv[2:]\n'
-    (tools / "python3").write_text(script + "runpy.run_path(sys.argv[0], run_name='__main__')\n")
+    run = "place = sys.argv.index('-c') if '-c' in sys.argv else 0\nif place: exec(sys.argv[place + 1])\n"
+    go_on = f"else: import os; os.execv({sys.executable!r}, sys.argv)\n"
+    (tools / "python3").write_text(f"#!{sys.executable}\n{hide}{run}{go_on}")
     (tools / "python3").chmod(0o755)
 
-    process = bootstrap(clone, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}")
+    process = bootstrap(clone, "--offline", PATH=str(tools))
 
     assert process.returncode == TOOL
-    assert "cannot make environments; install its venv package" in process.stderr
+    assert "cannot make environments; install its venv package (Debian, Ubuntu: apt-get install " in process.stderr
     assert len(process.stderr.splitlines()) == 1
+
+
+def test_named_python_makes_the_environment_anew_or_is_refused(tmp_path: Path) -> None:
+    clone = furnish(tmp_path / "clone")
+    (clone.root / ".venv" / "bin").mkdir(parents=True)
+    other = clone.root / ".venv" / "bin" / "python"
+    answer = {"path": str(other), "version": [3, 14 if sys.version_info < (3, 14) else 13, 0], "final": True,
+              "free": False, "implementation": "CPython", "bits": 64, "missing": []}  # fmt: skip
+    other.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'; exit 1\n")
+    other.chmod(0o755)
+
+    refused = bootstrap(clone, "--group", "run", PYTHON="/nowhere/python3")
+    assert refused.returncode == TOOL
+    assert refused.stderr.startswith("error: PYTHON=/nowhere/python3: No such file or directory; or name ")
+    assert other.exists(), "nothing was touched"
+
+    other.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    process = bootstrap(clone, "--group", "run", "--dry-run", PYTHON=sys.executable)
+    assert process.returncode == 0, process.stderr
+    first = process.stderr.splitlines()[0]
+    assert first.startswith(f"Python {platform.python_version()} (PYTHON: {BASE}), jax ")
+    assert first.endswith(f"; makes .venv anew, which had Python 3.{answer['version'][1]}.0")
+    assert subprocess.run([other, "-c", "import pip"]).returncode == 0
+
+
+def test_pyenv_of_another_home(tmp_path: Path, tools: Path) -> None:
+    """Its shims are on PATH; the one that is active is old, those of other versions fail."""
+    clone = furnish(tmp_path / "clone")
+    root = tmp_path / "somebody" / ".pyenv"
+    here = root / "versions" / platform.python_version() / "bin" / "python3"
+    for folder in (root / "shims", here.parent):
+        folder.mkdir(parents=True)
+    here.symlink_to(BASE)
+    old = {"path": "/usr/bin/python3", "version": [3, 9, 2], "final": True, "free": False, "implementation": "CPython",
+           "bits": 64, "missing": []}  # fmt: skip
+    answer = f"case $* in *importlib*) echo '{json.dumps(old)}' ;; *) exec {BASE} \"$@\" ;; esac"
+    for name, text in (("python3", answer), ("python3.13", "exit 127"), ("python3.12", "exit 127")):
+        (root / "shims" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (root / "shims" / name).chmod(0o755)
+
+    process = bootstrap(clone, "--group", "run", "--dry-run", PATH=f"{root}/shims:/usr/bin:/bin")
+
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.startswith(f"Python {platform.python_version()} (pyenv: {BASE})")
+
+
+def test_help_and_wrong_options_make_no_environment(tmp_path: Path) -> None:
+    clone = furnish(tmp_path / "clone")
+    assert "Bring in sources" in bootstrap(clone, "--help").stdout
+    assert bootstrap(clone, "--groups", "run").returncode == USAGE
+    assert not (clone.root / ".venv").exists()
 
 
 def test_no_package_index(tmp_path: Path) -> None:
