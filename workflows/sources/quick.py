@@ -121,7 +121,8 @@ def _python(root: str) -> str:
     library = os.path.join(root, ".venv", "lib", f"python{version[0]}.{version[1]}", "site-packages")
     found = [name for name in os.listdir(library) if name.startswith("jax-") and name.endswith(".dist-info")]
     jax = "".join(f", jax {name[len('jax-') : -len('.dist-info')]}" for name in found)
-    return f"Python {'.'.join(map(str, version))} (of .venv: {os.path.realpath(getattr(sys, '_base_executable', sys.executable))}){jax}\n"
+    base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    return f"Python {'.'.join(map(str, version))} (of .venv: {base}){jax}\n"
 
 
 def answer(argv: list[str]) -> None:
