@@ -106,6 +106,26 @@ def test_unequal_memory_of_activations_counts():
     assert simulate(choice.taken.table, costs).peaks == choice.taken.peaks
 
 
+@pytest.mark.parametrize("kept", [0.25, 1.0, 1.5])
+def test_what_w_keeps_counts(kept):
+    """From the end of B a microbatch takes what W reads: less than before where F keeps much, or more."""
+    costs = StageCosts(((1, 1, 1),) * 4, kept=(kept,) * 4)
+    rows = schedules.get("zb-h1").table(4, 1, 8, True)
+    peaks = []
+    for row in rows:
+        alive, most = 0.0, 0.0
+        for cell in row:
+            alive += {"F": 1.0, "B": kept - 1.0, "W": -kept}[cell.phase]
+            most = max(most, alive)
+        peaks.append(most)
+    assert simulate(rows, costs).peaks == pytest.approx(peaks)
+    problem = Problem(range(4), 8, costs, backward=True, splits=True)
+    assert [problem.peak(row) for row in problem.rows(rows)] == pytest.approx(peaks)
+    assert max(peaks) == {0.25: 4.0, 1.0: 4.0, 1.5: 6.0}[kept]
+    choice = Auto(costs, memory=5.0, evaluations=60).choose(4, 1, 8)
+    assert max(simulate(choice.taken.table, costs).peaks) <= 5
+
+
 @pytest.mark.parametrize(("chunks", "route"), [(2, ()), (2, (0, 1, 2, 2, 1, 0))])
 def test_several_stages_on_a_submesh(chunks, route):
     costs = StageCosts(tuple((1 + 0.1 * s, 1, 0.5) for s in range(6)), (0.2,) * 5)

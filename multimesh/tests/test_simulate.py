@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import zero_bubble
 from multimesh.bubbles import Shape
 from multimesh.forecast import simulate
 from multimesh.schedules import Cell
@@ -170,3 +171,19 @@ def test_bad_costs(costs, named):
     with pytest.raises(mm.UsageError) as caught:
         simulate(schedules.get("1f1b").table(2, 1, 2, True), costs)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [row for row in zero_bubble.ROWS if row.schedule not in zero_bubble.LEFT_OUT], ids=str)
+def test_the_bubble_rates_of_the_zero_bubble_paper(row):
+    """Its cost is the longest stage's. What they measured is slower than what is simulated, by what we leave out."""
+    found = zero_bubble.find(row)
+    assert found.rate == pytest.approx(row.rate, abs=1e-4)
+    if row.throughput:
+        assert 1.03 < found.throughput / row.throughput < 1.1
+
+
+def test_the_interleaved_rates_of_the_paper_have_p_transfers_less():
+    for row in (row for row in zero_bubble.ROWS if row.schedule == "1F1B-I"):
+        found = zero_bubble.find(row)
+        less = found.timeline.period - row.stages * found.profile.transfer
+        assert 1 - max(found.timeline.busy) / less == pytest.approx(row.rate, abs=1e-4)

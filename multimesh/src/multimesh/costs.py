@@ -94,7 +94,10 @@ class StageCosts:
     transfers
         Between each stage and the next, in either direction; empty: they take no time.
     activations
-        Memory that a microbatch takes in each stage from the start of its F to the end of its last phase; empty: 1.
+        Memory that a microbatch takes in each stage from the start of its F to the end of its B; empty: 1.
+    kept
+        What it takes from there to the end of its W, where a table has W: of what F kept the part that W reads, and
+        what B made for it. Empty: as much as before.
     unit
         Of times: ``s``, or empty for relative times.
     sizes
@@ -109,6 +112,7 @@ class StageCosts:
     unit: str = ""
     sizes: str = ""
     note: str = ""
+    kept: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what is no cost.
@@ -122,6 +126,7 @@ class StageCosts:
         for what, found, wanted in (
             ("transfers", self.transfers, (0, stages - 1)),
             ("activations", self.activations, (0, stages)),
+            ("kept", self.kept, (0, stages)),
         ):
             if len(found) not in wanted:
                 raise UsageError(f"costs of {stages} stages: {what} must be {wanted[1]}, got {len(found)}")
@@ -149,9 +154,14 @@ class StageCosts:
         """Time of a transfer between two stages that follow each other."""
         return self.transfers[min(one, other)] if self.transfers else 0.0
 
-    def activation(self, stage: int) -> float:
-        """Memory that a microbatch takes in a stage."""
-        return self.activations[stage] if self.activations else 1.0
+    def grows(self, stage: int, phase: str, *, last: str) -> float:
+        """What a cell adds to the memory of its submesh, before it starts, or, below 0, takes away when it ends.
+
+        ``last`` is the phase that ends the use of a microbatch: W where a table has it, else B.
+        """
+        size = self.activations[stage] if self.activations else 1.0
+        kept = 0.0 if last == "B" else self.kept[stage] if self.kept else size
+        return {"F": size, "B": kept - size, "W": -kept}[phase]
 
 
 @dataclass(frozen=True)
@@ -259,4 +269,4 @@ def stage_costs_of(plan: Plan, costs: Costs, estimated: StageCosts) -> StageCost
             times[step.stage][PHASES.index(phase)] = costs.programs[step.kernel or 0] * share
     measured = tuple((f, b, w) for f, b, w in times)
     note = costs.note.removeprefix("costs ")
-    return StageCosts(measured, tuple(hops), estimated.activations, costs.unit, estimated.sizes, note)
+    return StageCosts(measured, tuple(hops), estimated.activations, costs.unit, estimated.sizes, note, estimated.kept)

@@ -88,12 +88,20 @@ def _described(costs: StageCosts, covers: Mapping[tuple[int, str], str], own: bo
 
 def _activations(spans: Sequence[Span], costs: StageCosts) -> Levels:
     """Memory of activations on a submesh."""
-    size = {stage: costs.activation(stage) for stage in range(len(costs.times))}
-    ends: dict[tuple[int | None, int | None], tuple[float, int]] = {}
+    last = {(span.stage, span.microbatch): order for order, span in enumerate(spans)}
+    alive: dict[tuple[int | None, int | None], float] = {}
+    changes = []
     for order, span in enumerate(spans):
-        ends[span.stage, span.microbatch] = (span.end, 2 * order + 1)
-    made = [(span.start, 2 * order, size[span.stage or 0]) for order, span in enumerate(spans) if span.phases == "F"]
-    return levels([*made, *((end, order, -size[stage or 0]) for (stage, _), (end, order) in ends.items())])
+        key, final = (span.stage, span.microbatch), spans[last[span.stage, span.microbatch]].phases
+        by = costs.grows(span.stage or 0, span.phases, last=final if final == "W" else "B")
+        if span.phases == "F":
+            changes.append((span.start, 2 * order, by))
+            alive[key] = by
+        if key in alive and (span.phases == "B" or order == last[key]):
+            left = 0.0 if order == last[key] else alive[key] + by
+            changes.append((span.end, 2 * order + 1, left - alive[key]))
+            alive[key] = left
+    return levels(changes)
 
 
 def title(plan: Plan) -> str:

@@ -89,8 +89,7 @@ class Problem:
     def grows(self, kind: int) -> float:
         """What a cell adds to the memory of its submesh before it starts, or, below 0, takes away when it ends."""
         phase, stage = divmod(kind, len(self.place))
-        size = self.costs.activation(stage)
-        return size if phase == 0 and self.last else -size if phase == self.last and self.last else 0.0
+        return self.costs.grows(stage, self.phases[phase], last=self.phases[-1]) if self.last else 0.0
 
     def peak(self, row: Sequence[int]) -> float:
         """Most activations alive on a submesh."""
