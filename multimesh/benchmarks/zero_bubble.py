@@ -5,8 +5,8 @@
 The source is "Zero Bubble Pipeline Parallelism", arXiv 2401.10241: profiled times of F, B, W and of a transfer, bubble
 rates and measured throughput of Tables 3 to 5. Its bubble rate is ``1 - m (F + B + W) / cost``, where ``cost`` is the
 longest time from a stage's first pass to its last: that of steps in a row, whose optimizer waits for nobody.
-``Timeline.period`` is that cost. Of schedules whose first submesh begins first and ends last, such as 1F1B and ZB-H1, it
-is the whole time. ZB-H2 is a parallelogram, and ends on the first submesh long before the last.
+``Timeline.period`` is that cost. Of schedules whose first submesh begins first and ends last, such as 1F1B and ZB-H1,
+it is the whole time. ZB-H2 is a parallelogram, and ends on the first submesh long before the last.
 """
 
 from __future__ import annotations
