@@ -102,13 +102,13 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
     assert devices == jax.devices()[:4]
     mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"))
     assert hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh) == mesh.abstract_mesh
-    assert hooks.platform(mesh.abstract_mesh) == "cpu"
+    assert hooks.first_device(mesh.abstract_mesh).platform == "cpu"
 
     replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), jax.eval_shape(init))
     types = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(init), replicated
     )
-    types, shardings = hooks.place_state(types, replicated)
+    types, shardings, _ = hooks.place_state(types, replicated, None)
     assert jax.tree.map(lambda x: x.sharding, types) == shardings
     state = hooks.init_state(init, in_shardings=None, out_shardings=shardings)()
 
@@ -185,7 +185,7 @@ def test_small_arrays_of_the_state_lie_whole_where_that_is_asked_for(handoff: Ha
     hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh)
     split = NamedSharding(mesh, P("tensor"))
     state = {"layers_1": {name: jax.ShapeDtypeStruct((n,), float, sharding=split) for name, n in (("w", 64), ("b", 8))}}
-    types, shardings = hooks.place_state(state, jax.tree.map(lambda x: x.sharding, state))
+    types, shardings, _ = hooks.place_state(state, jax.tree.map(lambda x: x.sharding, state), None)
     for name, spec in (("w", P("tensor")), ("b", P())):
         assert types["layers_1"][name].sharding == shardings["layers_1"][name]
         assert shardings["layers_1"][name].spec == spec

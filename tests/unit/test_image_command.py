@@ -123,7 +123,7 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
     assert got["org.opencontainers.image.revision"] == "c0ffee"
     assert got["org.opencontainers.image.base.digest"] == DIGEST
     assert got["io.github.multimesh-jax.lock"] == command.lock_digest(root)
-    assert got["io.github.multimesh-jax.maxtext"] == "0.2.4"
+    assert got["io.github.multimesh-jax.maxtext"] == "0.2.5"
     jax = locked.versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
     assert got["io.github.multimesh-jax.jax"] == jax
     # What is installed, not what the base image is named after.

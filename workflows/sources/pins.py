@@ -105,7 +105,7 @@ def _gives(repo: git.Repo, commit: str, before: Patch) -> bool:
 
 
 def _as_patch(repo: git.Repo, name: str, commit: str, message: str, before: Patch | None, taken: set[str]) -> Patch:
-    options = ("-p", "--binary", "--full-index", "--no-ext-diff", "--no-textconv", "--no-renames", "--root")
+    options = ("-p", "-U1", "--binary", "--full-index", "--no-ext-diff", "--no-textconv", "--no-renames", "--root")
     content = repo("diff-tree", *options, "--no-commit-id", commit).stdout
     subject, _, body = message.partition("\n")
     head = f"Subject: {subject}\n\n" + (f"{body.strip()}\n" if body.strip() else "") + "---\n"

@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -67,13 +68,13 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
     return mesh.abstract_mesh
 
 
-def platform(_mesh: AbstractMesh) -> str:
-    """Return the platform of the devices that a model will run on."""
-    return _handoff().platform or jax.devices()[0].platform
+def first_device(_mesh: AbstractMesh) -> Any:
+    """Return what stands for the first device of a mesh without devices: MaxText asks for its ``platform`` only."""
+    return SimpleNamespace(platform=_handoff().platform or jax.devices()[0].platform)
 
 
-def place_state(abstract_state: Any, shardings: Any) -> tuple[Any, Any]:
-    """Place the types and the shardings of the train state by stage."""
+def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
+    """Place the types and the shardings of the train state by stage, also of one that a checkpoint holds otherwise."""
     stages, below = _current(), _handoff().replicate_below
     if below:
         shardings = jax.tree.map(
@@ -82,12 +83,8 @@ def place_state(abstract_state: Any, shardings: Any) -> tuple[Any, Any]:
         abstract_state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings
         )
-    return stages.structs(abstract_state), stages.shardings(shardings)
-
-
-def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any]) -> Any:
-    """Restore a checkpoint, in whatever layout its layers are."""
-    return relayout.restore(manager, step, items, composite, layers=_current().layers)
+    checkpoints = checkpoints and relayout.relaid(checkpoints, stages.layers)
+    return stages.structs(abstract_state), stages.shardings(shardings), checkpoints
 
 
 def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
@@ -104,35 +101,9 @@ def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any)
     return create
 
 
-def make_batches(fn: Callable[..., Any], *, out_shardings: Any, static_argnums: int) -> Callable[..., Any]:
-    """Jit what makes a batch on the first stage; a process without a device of it gets arrays without shards."""
-    if processes.has_device(jax.tree.leaves(out_shardings)[0]):
-        return jax.jit(fn, out_shardings=out_shardings, static_argnums=static_argnums)
-
-    def absent(config: Any, data: Any) -> Any:
-        types = jax.eval_shape(functools.partial(fn, config), data)
-        layouts = jax.tree.broadcast(out_shardings, types)
-        return jax.tree.map(processes.absent, types, layouts)
-
-    return absent
-
-
-def batches_elsewhere(config: Any, mesh: Mesh, make: Callable[..., Any]) -> processes.Elsewhere | None:
-    """Stand in for the data in a process without a device of the first stage; None in others.
-
-    ``make`` makes MaxText's iterator, which tells what a batch is like.
-    """
-    from maxtext.utils.sharding import get_input_data_sharding
-
-    if mesh.local_devices:
-        return None
-    like = next(make(config, mesh, [jax.process_index()]).local_iterator)
-    return processes.Elsewhere(like, config.global_batch_size_to_load, get_input_data_sharding(config, mesh))
-
-
-def everywhere(tree: Any) -> Any:
-    """Bring scalars to every process, which MaxText reads in all of them."""
-    return processes.everywhere(tree)
+def everywhere(x: Any) -> Any:
+    """Bring a scalar to every process, which MaxText reads in all of them."""
+    return processes.everywhere(x)
 
 
 def new_layer(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

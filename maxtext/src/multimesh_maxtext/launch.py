@@ -28,8 +28,11 @@ JOIN = ("multimesh_maxtext", "join")
 FORESEE = ("multimesh_maxtext", "foresee")
 """The trainer that only forecasts: see `foresee`."""
 
+RUN = "MULTIMESH_RUN"
+"""Name of the environment variable that every trainer gets: the patched MaxText takes its batches from us then."""
+
 VARIABLE = "MULTIMESH_MAXTEXT"
-"""Name of the environment variable; where it is not set the hooks of the patched MaxText do nothing."""
+"""... and of that which is set for a pipeline; without both the hooks of the patched MaxText do nothing."""
 
 _DEFAULTS = {
     *("run_name", "jax_cache_dir", "enable_checkpointing", "enable_tensorboard", "grain_worker_count"),
@@ -153,7 +156,7 @@ def launch(
     # -P keeps the working folder off the module path: a folder of the user's must not shadow the trainer's modules.
     trainer = JOIN if job.options.nodes > 1 else (TRAINER,)
     command = (paths.python, "-P", "-m", *trainer, str(base.resolve()), *arguments, *job.options.settings)
-    variables = environment(job, paths, inherited=inherited, gpu_memory=gpu_memory)
+    variables = {**environment(job, paths, inherited=inherited, gpu_memory=gpu_memory), RUN: "1"}
     if job.options.staged:
         variables |= handoff(job, paths, memory.limit(job, gpu_memory)).variables()
     variables |= this.variables() if this.count > 1 else {}

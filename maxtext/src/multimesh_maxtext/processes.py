@@ -31,31 +31,6 @@ def place(x: np.ndarray, layout: Sharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, layout, lambda index: x[index])
 
 
-class Elsewhere:
-    """Batches of which this process has no shard: an iterator without an end.
-
-    Parameters
-    ----------
-    like
-        A batch as another process loads it, which has ``rows`` rows then.
-    layout
-        Where they lie.
-    """
-
-    def __init__(self, like: Any, rows: int, layout: Sharding) -> None:
-        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), like)
-        self._batch = jax.tree.map(lambda x: absent(x, layout), types)
-
-    def __iter__(self) -> Elsewhere:
-        return self
-
-    def __next__(self) -> Any:
-        return self._batch
-
-    def reset(self) -> None:
-        """Begin anew."""
-
-
 def everywhere(tree: Any) -> Any:
     """Send arrays, wherever they lie, to one device of every process; nothing waits for them here."""
     return tree if jax.process_count() == 1 else _sender()(tree)

@@ -6,14 +6,14 @@ all. MaxText stacks parameters and their moments along their second dimension, e
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from multimesh_maxtext.checkpoint import Checkpoints
 from multimesh_maxtext.errors import CheckpointError
@@ -26,42 +26,74 @@ _LAYER = re.compile(r"layers(?:_(\d+))?(?:_(\d+))?")
 _SECOND = ("params", "opt_state")  # stacked along the second dimension
 
 
-def restore(manager: Any, step: int, items: Any, composite: Callable[..., Any], *, layers: int) -> Any:
-    """Return what ``manager.restore`` would if the checkpoint had the layout of ``items.item``.
+def relaid(checkpoints: Any, layers: int) -> Any:
+    """Return Orbax's checkpointer of a run; what it loads then has the run's layout, whatever the checkpoint's."""
+    load = checkpoints.load_checkpointables
+
+    def relaying(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        stored = checkpoints.checkpointables_metadata(step).metadata["items"]
+        wanted = _Wanted(Path(checkpoints.directory), step, abstract["items"], layers)
+        check_same(_shapes(wanted.target), _shapes(_flat(stored)), wanted.relayout.sources)
+        if wanted.direct:
+            return load(step, abstract)
+        found = load(step, abstract | {"items": wanted.stored()})
+        return found | {"items": wanted.relaid(found["items"])}
+
+    checkpoints.load_checkpointables = relaying
+    return checkpoints
+
+
+class _Wanted:
+    """The state of a run, and what of a checkpoint it is made of.
 
     Leaves of other layouts pass through the host's memory. Random keys of layers stay as the run made them.
+
+    Parameters
+    ----------
+    folder, step
+        The checkpoint.
+    items
+        Types of the state, nested as MaxText writes it.
+    layers
+        Number of layers.
     """
-    kept = Checkpoints(Path(manager.directory), (step,), ()).paths()
-    target, args = _flat(items.item), _flat(items.restore_args)
-    wanted = {tuple(map(str, path)): path for path in target}
-    relayout = Relayout(wanted, kept, layers)
-    stored = ocp.PyTreeCheckpointer().metadata(Path(manager.directory) / str(step) / "items").item_metadata.tree
-    check_same(_shapes(target), _shapes(_flat(stored)), relayout.sources)
-    if all(sources == [path] for path, sources in relayout.sources.items()):
-        return manager.restore(step, args=composite(items=items))
-    elsewhere = {name for name in relayout.sources if not has_device(target[wanted[name]].sharding)}
-    moved = {name for name in relayout.sources if not _is_key(target[wanted[name]])} - elsewhere
-    item = {path: target[path] for name, path in wanted.items() if name not in relayout.sources}
-    given = {path: args[path] for path in item}
-    for name in moved:
-        for source in relayout.sources[name]:
-            path = tuple(int(part) if part.isdigit() else part for part in source)
-            item[path] = jax.ShapeDtypeStruct((), np.float32)  # NumPy arrays come in the shape and type they have
-            given[path] = ocp.RestoreArgs(restore_type=np.ndarray)
-    read = ocp.args.PyTreeRestore(item=_nested(item), restore_args=_nested(given), partial_restore=True)
-    found = _flat(manager.restore(step, args=composite(items=read))["items"])
-    arrays = {tuple(map(str, path)): leaf for path, leaf in found.items()}
-    result = {}
-    for name, path in wanted.items():
-        leaf = target[path]
-        if name in moved:
-            array = relayout.leaf(name, leaf.shape, arrays)
-            result[path] = place(np.asarray(array, leaf.dtype), leaf.sharding)
-        elif name in elsewhere and not _is_key(leaf):
-            result[path] = absent(leaf, leaf.sharding)
-        else:
-            result[path] = found.get(path, leaf)
-    return {"items": _nested(result)}
+
+    def __init__(self, folder: Path, step: int, items: Any, layers: int) -> None:
+        self.target = _flat(items)
+        self._paths = {tuple(map(str, path)): path for path in self.target}
+        self.relayout = Relayout(self._paths, Checkpoints(folder, (step,), ()).paths(), layers)
+        leaves = {name: self.target[self._paths[name]] for name in self.relayout.sources}
+        self._elsewhere = {name for name, leaf in leaves.items() if not has_device(leaf.sharding)}
+        self._moved = {name for name, leaf in leaves.items() if not _is_key(leaf)} - self._elsewhere
+
+    @property
+    def direct(self) -> bool:
+        """Whether the checkpoint has the layout of the run."""
+        return all(sources == [path] for path, sources in self.relayout.sources.items())
+
+    def stored(self) -> Any:
+        """Return the types of what is to be loaded."""
+        item = {path: self.target[path] for name, path in self._paths.items() if name not in self.relayout.sources}
+        for source in itertools.chain.from_iterable(self.relayout.sources[name] for name in self._moved):
+            # NumPy arrays come in the shape and type they have.
+            item[tuple(int(part) if part.isdigit() else part for part in source)] = np.ndarray
+        return _nested(item)
+
+    def relaid(self, items: Any) -> Any:
+        """Return the state, of what was loaded."""
+        found = _flat(items)
+        arrays = {tuple(map(str, path)): leaf for path, leaf in found.items()}
+        result = {}
+        for name, path in self._paths.items():
+            leaf = self.target[path]
+            if name in self._moved:
+                array = self.relayout.leaf(name, leaf.shape, arrays)
+                result[path] = place(np.asarray(array, leaf.dtype), leaf.sharding)
+            elif name in self._elsewhere and not _is_key(leaf):
+                result[path] = absent(leaf, leaf.sharding)
+            else:
+                result[path] = found.get(path, leaf)
+        return _nested(result)
 
 
 def check_same(

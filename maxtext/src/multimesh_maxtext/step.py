@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,9 @@ _PARAMETERS = "ga_params"
 
 _STATE = "rest_state"
 """What MaxText hands from a microbatch to the next: keys of random number generators, and how often each was used."""
+
+_REDUCED = re.compile(r"'(te_moe_\w+|moe_required_rbf|moe_max_load_ratio\w*)'")
+"""What MaxText does not sum over the microbatches, but takes the largest, the least or the mean of."""
 
 _REPEATS = 2
 """Measured runs of a step that ``--schedule auto`` takes the costs of its programs from."""
@@ -310,11 +314,18 @@ def accumulate_microbatches(
 
     # Cut as the rows are, this gives each microbatch its number.
     numbers = jnp.arange(rows, dtype=jnp.uint32) % length
+    stacked = jax.tree_util.tree_map_with_path(_is_stacked, micro.result[1])
+    loop["stack"] = (jax.tree.map(lambda _: False, sums), stacked)
     total, aux = multimesh.microbatch(one, size=rows // length, **loop)((batch, numbers))
-    # MaxText sums over the microbatches once more; here they are one row, summed already.
-    aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+    # MaxText reduces over the microbatches once more; what is summed already is one row.
+    aux = jax.tree.map(lambda stack, x: x if stack else jnp.asarray(x)[None], stacked, aux)
     state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
     return {**total, _PARAMETERS: init[_PARAMETERS], _STATE: state}, aux
+
+
+def _is_stacked(path: Any, like: Any) -> bool:
+    """Whether MaxText needs a result of each microbatch, not their sum."""
+    return like.dtype == jnp.bool_ or bool(_REDUCED.search(jax.tree_util.keystr(path)))
 
 
 @dataclass(frozen=True)

@@ -260,12 +260,11 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     given = inherited.get("XLA_FLAGS", "")
     flags = [given, *xla_flags(o, devices=job.devices // o.nodes, users=given, process=paths.process)]
     packages = [str(folder) for folder in _PACKAGES if folder.name not in ("site-packages", "dist-packages")]
-    own = packages if o.staged or o.nodes > 1 else []
     # A stray jax.py or numpy.py of the user's must not win: what is installed comes before what is inherited.
     places = sysconfig.get_paths()
     installed = dict.fromkeys(places[name] for name in ("stdlib", "platstdlib", "platlib", "purelib"))
     users = [path for path in inherited.get("PYTHONPATH", "").split(":") if Path(path).is_absolute()]
-    search = [str(paths.maxtext), *own, *(installed if users else ()), *users]
+    search = [str(paths.maxtext), *packages, *(installed if users else ()), *users]
     variables = {
         "DECOUPLE_GCLOUD": "TRUE",
         "JAX_PLATFORMS": "cuda" if o.gpus else "cpu",

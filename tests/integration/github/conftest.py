@@ -29,7 +29,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     # MaxText as its wheel brings it, in the shape of its upstream; its release has the tag that is pinned.
     maxtext = ROOT / "third_party" / "maxtext"
     base = "refs/multimesh/base"
-    bare(folder / "maxtext.git", maxtext, f"{base}:refs/heads/main", f"{base}:refs/tags/maxtext-v0.2.4")
+    bare(folder / "maxtext.git", maxtext, f"{base}:refs/heads/main", f"{base}:refs/tags/maxtext-v0.2.5")
     running = github_api.Api()
     with module.GitServer(folder) as served:
         yield Servers(running, served, folder)

@@ -144,7 +144,7 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers, bookworm: 
     git(work, "tag", "maxtext-v9.9.9", "main")
     machine.workflow("bump.yml")
     text = said(machine, "bump.yml:move", "ci upgrade")
-    assert "| maxtext | 0.2.4 | 9.9.9 |" in text
+    assert "| maxtext | 0.2.5 | 9.9.9 |" in text
     assert f"| cuda-devel | null | null | {NOWHERE}/cuda-devel:1: its registry does not answer" in text
     assert "moved" not in text
     assert "nothing moved" in said(machine, "bump.yml:validate", "ci validate")

@@ -1,0 +1,129 @@
+"""Batches of a run, in the trainer's process: the same for any number of processes, and those after a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from multimesh_maxtext.checkpoint import look
+from multimesh_maxtext.errors import UnsupportedError
+from multimesh_maxtext.processes import absent, place
+
+keeps_metrics = True
+"""MaxText empties the metrics file at step 0, which every evaluation of it has too. Here only ``run.py`` does."""
+
+_EVALUATION = 0x1F1F1F1F
+"""What MaxText changes of the seed of the data to evaluate on."""
+
+
+def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
+    """Return what iterates over the batches to train and to evaluate on (or None); ``None`` where MaxText's own does.
+
+    Raises
+    ------
+    UnsupportedError
+        For data that MaxText cannot load where some process has no device of the first stage.
+    """
+    from maxtext.utils.sharding import get_input_data_sharding
+
+    layout = get_input_data_sharding(config, mesh)
+    evaluates = config.eval_interval > 0
+    if config.dataset_type == "olmo_grain":
+        evaluation = Text(config, layout, config.data_shuffle_seed ^ _EVALUATION) if evaluates else None
+        return Text(config, layout, config.data_shuffle_seed, first=_next_step(config)), evaluation
+    if len({device.process_index for device in mesh.devices.flat}) == jax.process_count():
+        return None
+    if config.dataset_type != "synthetic":
+        raise UnsupportedError(
+            f"dataset_type={config.dataset_type} needs a device of the first stage in every process; use --text FILE, "
+            "or fewer --nodes"
+        )
+    return None if mesh.local_devices else (Elsewhere(config, mesh, layout), Elsewhere(config, mesh, layout))
+
+
+def _next_step(config: Any) -> int:
+    """Return the step that training goes on with."""
+    return look(Path(config.checkpoint_dir)).next_step if config.enable_checkpointing else 0
+
+
+class Text:
+    """Batches of tokens in the order of one process of MaxText, without an end; a process reads the rows it holds.
+
+    Parameters
+    ----------
+    config
+        MaxText's.
+    layout
+        Of each array of a batch.
+    seed
+        Of the order, which is another one each time that the text is used up.
+    first
+        Number of the first batch.
+    """
+
+    def __init__(self, config: Any, layout: Sharding, seed: int, *, first: int = 0) -> None:
+        from maxtext.input_pipeline import olmo_data_grain as olmo
+        from maxtext.input_pipeline.olmo_data import load_index
+
+        index = load_index(config.olmo_index_path)
+        if index.sequence_length != config.max_target_length:
+            raise UnsupportedError(
+                f"{config.olmo_index_path} has sequences of {index.sequence_length} tokens, and the run of "
+                f"{config.max_target_length}; use --sequence-length {index.sequence_length}"
+            )
+        moved = {config.olmo_path_remap_from: config.olmo_path_remap_to} if config.olmo_path_remap_from else {}
+        self._source = olmo.OlmoNpyDataSource(index, path_remap=moved)
+        self._order = olmo.OlmoIndexSampler(total_instances=index.total_instances, seed=seed)
+        filters = [olmo.NgramFilterTransform()] if config.olmo_apply_ngram_filter else []
+        self._transforms = [*filters, olmo.ShiftToInputsTargets()]
+        self._layout = layout
+        self._rows = config.global_batch_size_to_load
+        self._first = self._next = first
+
+    def __iter__(self) -> Iterator[dict[str, jax.Array]]:
+        return self
+
+    def __next__(self) -> dict[str, jax.Array]:
+        like = self._row(0)
+        mine = self._layout.addressable_devices_indices_map((self._rows, *like["inputs"].shape))
+        batch = {name: np.zeros((self._rows, *x.shape), x.dtype) for name, x in like.items()}
+        for row in sorted({row for index in mine.values() for row in range(self._rows)[index[0]]}):
+            for name, x in self._row(row).items():
+                batch[name][row] = x
+        self._next += 1
+        return {name: place(x, self._layout) for name, x in batch.items()}
+
+    def _row(self, number: int) -> dict[str, np.ndarray]:
+        """Read a row of the next batch."""
+        instance = self._source[self._order[self._next * self._rows + number].record_key]
+        return functools.reduce(lambda found, transform: transform.map(found), self._transforms, instance)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._next = self._first
+
+
+class Elsewhere:
+    """MaxText's synthetic batches in a process that has no shard of them: arrays without shards, without an end."""
+
+    def __init__(self, config: Any, mesh: Mesh, layout: Sharding) -> None:
+        from maxtext.input_pipeline.synthetic_data_processing import SyntheticDataIterator
+
+        make = functools.partial(SyntheticDataIterator.raw_generate_synthetic_data, config)
+        types = jax.eval_shape(make, SyntheticDataIterator(config, mesh).data)
+        self._batch = jax.tree.map(lambda x: absent(x, layout), types)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._batch
+
+    def reset(self) -> None:
+        """Begin anew."""
