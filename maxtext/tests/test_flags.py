@@ -191,7 +191,7 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
     [
         (
             "enable_diloco=true",
-            r"with enable_diloco=True yet: its state has another shape; use enable_diloco=False or --backend spmd with ",
+            r"with enable_diloco=True yet: its state has another shape; use enable_diloco=False or --backend spmd",
         ),
         ("decoder_block=deepseek4", r"=deepseek4 yet: its layers read the tokens.*; use --backend spmd with --fsdp or"),
         ("--model-name gemma4-e2b", r"=gemma4_small yet: its last layers read keys and values .*; use --backend spmd"),
@@ -342,7 +342,12 @@ def test_flags_with_an_effect_are_not_warned_of(argv: str):
 
 @pytest.mark.parametrize(
     ("argv", "code"),
-    [("--dp 3 --cpus 8", 2), ("--pp 2 --schedule custom", 2), ("--pp 2 enable_diloco=true", 3), ("--pp 2 --dry-run", 0)],
+    [
+        ("--dp 3 --cpus 8", 2),
+        ("--pp 2 --schedule custom", 2),
+        ("--pp 2 enable_diloco=true", 3),
+        ("--pp 2 --dry-run", 0),
+    ],
 )
 def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
     program = (
