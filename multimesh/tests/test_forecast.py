@@ -194,3 +194,27 @@ def test_static_arguments_are_no_part_of_a_compiled_call():
     mesh, _ = submeshes(2, (1,))
     fn = mm.jit(lambda n, x: mm.task(lambda x: x * n, "times", mesh=mesh)(x), static_argnums=0)
     assert [s.name for s in fn.profile(3, np.ones(4, np.float32), repeats=1).measured.spans] == ["times"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "wavefront"])
+def test_estimated_costs_are_those_that_auto_chooses_by(schedule):
+    """A head that does three times as much as a layer: a plan and the table that auto simulates wait as long."""
+    meshes, width, count = submeshes(3, (1,)), 64, 6
+
+    def loss(weights, x):
+        for mesh, w in zip(meshes, weights, strict=True):
+            x = mm.task(lambda w, x: jax.numpy.tanh(x @ w), "layer", mesh=mesh)(w, x)
+        return mm.task(lambda x: (x**2).mean(), "loss", mesh=meshes[-1])(x)
+
+    weights = [np.eye(width, w, dtype=np.float32) for w in (width, width, 3 * width)]
+    x = np.ones((8 * count, width), np.float32)
+
+    def plan(schedule):
+        return mm.jit(mm.microbatch(jax.grad(loss), size=8, argnum=1, schedule=schedule)).plan(weights, x)
+
+    line = plan(schedule)
+    line = line.forecast(line.estimate())
+    (choice,) = plan(schedules.Auto(evaluations=0, memory=1e9)).choices
+    candidate = next(c for c in choice.candidates if c.name == schedule)
+    assert line.bubble == pytest.approx(candidate.bubble, abs=0.01)
+    assert line.bubble > plan(schedule).forecast().bubble + 0.05

@@ -306,8 +306,8 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
         console.print(schedule["schedule"]["text"], highlight=False, markup=False)
     picture = paths.forecast.with_suffix(".svg")
     console.print(
-        f"devices wait {100 * found.bubble:.1f} % of a step, if a backward takes two forwards, transfers nothing: see "
-        f"{picture}",
+        f"devices wait {100 * found.bubble:.1f} % of a step, by operations of their programs, transfers take no time: "
+        f"see {picture}",
         highlight=False,
     )
     if tokens:

@@ -45,7 +45,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What each stage needs, and the share of a step that devices wait for each other; a backward is two forwards."""
+    """What each stage needs, and the share of a step that devices wait for each other, by operations of programs."""
 
     needs: tuple[Need, ...]
     bubble: float
@@ -96,8 +96,9 @@ def limit(job: Job, gpu_memory: int | None) -> int | None:
     return int(gpu_memory * 2**20 * fraction)
 
 
-UTILIZATION = 0.5
-"""Of a device's peak that its programs reach, for estimates: what large models reach at best, without the bubble."""
+UTILIZATION = 0.53
+"""Of a device's peak that its programs reach, for estimates: what is published for llama3 70B and 405B and gpt3 175B in
+bfloat16 on 64 to 2304 H100 (NVIDIA's dgxc-benchmarking, v25: 0.49 to 0.56), without the bubble of equal stages."""
 
 
 def estimate_tokens(model: Model, sequence: int, devices: int, device: Device, bubble: float) -> float:

@@ -176,7 +176,7 @@ def _end_before_training(jitted: multimesh.Jitted, handoff: Handoff, state: Any,
     """Write a forecast, or dump the compiled step, and end the process; return if neither is asked for."""
     if handoff.forecast:
         lowered = jitted.lower(state, batch)
-        timeline = lowered.plan.forecast()
+        timeline = lowered.plan.forecast(lowered.plan.estimate())
         timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
         memory.write(needs(lowered, state), timeline.bubble, Path(handoff.forecast))
         sys.exit()

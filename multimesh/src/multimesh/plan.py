@@ -210,6 +210,16 @@ class Plan:
         joined = step.phase == "B" and self.covers[step.stage or 0, "B"].startswith("F")
         return "FB" if joined else step.phase or ""
 
+    def estimate(self) -> Costs:
+        """Estimate the costs of the programs: operations on each device, from shapes alone; for `forecast`.
+
+        A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each
+        element of its results. ``schedule="auto"`` estimates stages the same way.
+        """
+        from multimesh.passes import estimate
+
+        return estimate.of_plan(self)
+
     def forecast(self, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
         """Simulate the plan: when each program runs, what is idle, and what is alive.
 
@@ -218,8 +228,9 @@ class Plan:
         Parameters
         ----------
         costs
-            The ``costs`` of a profile, or a mapping in a unit of your choice: of phases ``F``, ``B``, ``W``, of tasks,
-            of (stage, phase), of (task, phase), and of ``transfer``. See `multimesh.costs.costs_of`.
+            The ``costs`` of a profile, those of `estimate`, or a mapping in a unit of your choice: of phases ``F``,
+            ``B``, ``W``, of tasks, of (stage, phase), of (task, phase), and of ``transfer``. See
+            `multimesh.costs.costs_of`.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""What the stages of a loop cost, from shapes alone: what ``auto`` chooses by where nothing was measured.
+"""What programs cost, from shapes alone: what ``auto`` chooses by where nothing was measured, and forecasts show.
 
 A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each element of
 its results. An estimate says how unequal stages are, not how long they take; transfers take no time in it.
@@ -12,34 +12,49 @@ from collections.abc import Sequence
 from typing import Any
 
 from multimesh import _compat, ir
-from multimesh.costs import PHASES, StageCosts
+from multimesh.costs import PHASES, Costs, StageCosts
 from multimesh.passes.fragment import Fragment
 from multimesh.passes.stages import Pipeline
 from multimesh.passes.weights import split_weights
+from multimesh.plan import Plan
+
+NOTE = "estimated: operations on each device, from shapes; transfers take no time"
 
 
 def estimate(pipeline: Pipeline, results: set[ir.Value]) -> StageCosts:
-    """Operations of F, B and W of every stage on each of its devices, and the bytes that a microbatch keeps there."""
+    """Operations of F, B and W of every stage on each of its devices, and the bytes that a microbatch keeps there.
+
+    Until the end of B these are what F made or got and B or W reads; from then on what W reads.
+    """
     number = len(pipeline.submeshes) * pipeline.chunks
     parts = split_weights(pipeline.fragments, range(number), results)
     made = {v for part in parts for v in part.made}
     by: dict[tuple[int, str], list[Fragment]] = collections.defaultdict(list)
     for part in parts:
         by[part.stage or 0, part.phase or ""].append(part)
-    times, kept = [], []
+    times, kept, after = [], [], []
     for stage in range(number):
         of = {phase: by[stage, phase] for phase in PHASES}
         times.append((_total(of["F"]), _total(of["B"]), _total(of["W"])))
         there = {v for part in of["F"] for v in (*part.made, *part.ins)} & made
         read = {v for phase in "BW" for part in of[phase] for v in part.ins}
         kept.append(float(sum(v.nbytes for v in there & read)))
-    note = "estimated: operations on each device, from shapes; transfers take no time"
-    return StageCosts(tuple(times), (), tuple(kept), "", "bytes", note)
+        late = {v for part in of["W"] for v in part.ins} & made
+        after.append(float(sum(v.nbytes for v in late)))
+    return StageCosts(tuple(times), (), tuple(kept), "", "bytes", NOTE, tuple(after))
+
+
+def of_plan(plan: Plan) -> Costs:
+    """Operations of every program of a plan on each of its devices."""
+    return Costs(tuple(_of_ops(k.ops) / plan.submeshes[k.submesh].size for k in plan.kernels), note=f"costs {NOTE}")
 
 
 def _total(parts: Sequence[Fragment]) -> float:
-    ops = ((op, part.mesh.size) for part in parts for op in part.ops)
-    return sum(operations(op.prim.name, op.params, op.ins, op.outs) / size for op, size in ops)
+    return sum(_of_ops(part.ops) / part.mesh.size for part in parts)
+
+
+def _of_ops(ops: Sequence[ir.Op]) -> float:
+    return sum(operations(op.prim.name, op.params, op.ins, op.outs) for op in ops)
 
 
 def of_program(jaxpr: Any) -> float:
