@@ -9,7 +9,7 @@ sys.exit(1)'
 root=$(CDPATH='' cd -- "$here" && pwd -P)
 # Any Python from 3.6 on can look for the one to take.
 for python in python3 python3.14 python3.13 python3.12 python3.11 "${PYTHON:-python}" "$root/.venv/bin/python" \
-  "${PYENV_ROOT:-${HOME-}/.pyenv}"/versions/3.*/bin/python3 "$(uv python dir 2>/dev/null || echo /dev/null)"/*/bin/python3; do
+  "${PYENV_ROOT:-${HOME-}/.pyenv}/versions"/3.*/bin/python3 "$(uv python dir 2>/dev/null || echo /dev/null)"/*/bin/python3; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 6))' 2>/dev/null; then
     exec "$python" -I "$root/workflows/find_python.py" "$@"
   fi

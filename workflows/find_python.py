@@ -165,7 +165,7 @@ def watch(command: List[str], what: str) -> None:
     if process.returncode:
         reasons = [line for line in lines if line.startswith(("cause:", "ERROR:"))] or lines or ["it failed"]
         hosts = re.findall(r"https?://([^/\s]+)", " ".join(reasons))
-        reason = ": ".join([*hosts[-1:], re.sub(r"^(cause|ERROR): ", "", reasons[-1])[:300]])
+        reason = ": ".join([*hosts[-1:], re.sub(r"^(cause|error|ERROR): ", "", reasons[-1])[:300]])
         late = time.monotonic() >= end
         raise Failure(f"{what} could not be fetched ({f'it took longer than {LIMIT} s' if late else reason})")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def test_validate_cpu(run: Run, tmp_path: Path):
     assert losses[0] > losses[1] > losses[2]
     lines = done.stdout.splitlines()
     grid = "8 cpu devices: dp 2 tp 2 pp 2; 2 layers; batch 8 = 2 microbatches in the pipeline"
-    assert lines[0] == f"MaxText, backend multimesh, {grid}"
+    assert re.fullmatch(r"Python 3\.\d+\.\d+ \(of .+: /.+\), jax \d.+", lines[0])
+    assert lines[1] == f"MaxText, backend multimesh, {grid}"
     assert "MaxText, backend spmd, 4 cpu devices: dp 2 tp 2; 2 layers; batch 8 = 2 microbatches accumulated" in lines
     assert [line for line in lines if line.startswith(f"step 3/3  loss {losses[2]:.4f}")]
     header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["step", "loss"])

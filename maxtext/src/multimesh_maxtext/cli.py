@@ -21,7 +21,7 @@ from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import FileError, LauncherError, TrainerFailedError
 from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, visible_gpu_memory
-from multimesh_maxtext.machine import check_environment, stale_parts
+from multimesh_maxtext.machine import check_environment, python, stale_parts
 from multimesh_maxtext.member import ALONE, Member, any_member, find_repeated, member
 from multimesh_maxtext.memory import Forecast, check_fits
 from multimesh_maxtext.model import find_maxtext, has_package
@@ -217,6 +217,8 @@ def _train(
 ) -> int:
     """Train, judge, compare; the trainer inherits the descriptor ``held``."""
     options = job.options
+    if not options.json:
+        console.print(python(), highlight=False, markup=False)
     _prepare(job, paths, texts)
     _check_memory(job, paths, console, gpu_memory)
     with beginning(job, paths.checkpoints, first=rank == 0, patience=patience) as begin:

@@ -1,13 +1,24 @@
-"""What of this checkout is stale: a ``.venv`` that was made elsewhere, a MaxText that is older than its patches."""
+"""Which Python this is, and what of this checkout is stale: a copied ``.venv``, a MaxText older than its patches."""
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import yaml
 
 from multimesh_maxtext.errors import MissingPartError
+
+
+def python() -> str:
+    """Return which Python this is, what its environment was made from, and which jax is in it."""
+    base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    jax = "".join(f", jax {found.version}" for found in metadata.distributions(name="jax"))
+    return f"Python {platform.python_version()} (of {os.path.basename(sys.prefix)}: {base}){jax}"
 
 
 def check_environment(root: Path) -> None:

@@ -205,9 +205,9 @@ def test_named_python_makes_the_environment_anew_or_is_refused(tmp_path: Path) -
     other.write_text(f"#!/bin/sh\ncase $* in *importlib*) echo '{json.dumps(answer)}' ;; *) exit 1 ;; esac\n")
     other.chmod(0o755)
 
-    refused = bootstrap(clone, "--group", "run", PYTHON="/nowhere/python3")
+    refused = bootstrap(clone, "--group", "run", PYTHON="/path/to/no/python3")
     assert refused.returncode == TOOL
-    assert refused.stderr.startswith("error: PYTHON=/nowhere/python3: No such file or directory; or name ")
+    assert refused.stderr.startswith("error: PYTHON=/path/to/no/python3: No such file or directory; or name ")
     assert other.exists(), "nothing was touched"
 
     process = bootstrap(clone, "--group", "run", "--dry-run", PYTHON=sys.executable)
