@@ -53,9 +53,9 @@ def docker() -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def bookworm(docker_engine: None, parts_folder: Path) -> str:
-    """A minimal Debian 12 in the engine, in place of the CUDA base."""
-    return engines.base_image("bookworm", parts_folder)
+def trixie(docker_engine: None, parts_folder: Path) -> str:
+    """A minimal Debian 13 in the engine, in place of the CUDA base."""
+    return engines.base_image("trixie", parts_folder)
 
 
 @pytest.fixture(scope="session")

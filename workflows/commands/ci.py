@@ -72,11 +72,11 @@ def register(subparsers: Subparsers) -> None:
     part = command(parts, "propose", run_propose, text)
     part.add_argument("folder", type=Path, help="what `upgrade` and `validate` wrote")
     part.add_argument("--base", default=environ.get("GITHUB_REF_NAME", "main"), help="default: %(default)s")
-    part = command(parts, "nightly", run_nightly, "run our tests against the head of jax or MaxText")
-    part.add_argument("component", choices=nightly.HEADS)
+    part = command(parts, "nightly", run_nightly, "run our tests against a head, or a release of jax")
+    part.add_argument("component", choices=nightly.NAMES)
     part.add_argument("--report", type=Path, required=True, help="where the outcome goes")
     part.add_argument("--mirror", metavar="URL", default=mirror, help=asked)
-    text = "open or update the one issue about failing heads, or close it"
+    text = "open or update the one issue about what fails at night, or close it"
     part = command(parts, "report", run_report, text)
     part.add_argument("outcomes", type=Path, nargs="+", help="what `nightly` wrote")
 
@@ -196,7 +196,7 @@ def run_propose(args: argparse.Namespace) -> None:
 
 
 def run_nightly(args: argparse.Namespace) -> int:
-    """Exit 1 when our tests fail against the head."""
+    """Exit 1 when our tests fail."""
     outcome = nightly.run(Workspace(), args.component, args.mirror)
     nightly.save(args.report, outcome)
     print(outcome.said)
@@ -209,7 +209,7 @@ def run_report(args: argparse.Namespace) -> None:
     outcomes = nightly.load(args.outcomes)
     github = GitHub()
     if all(each.passed for each in outcomes):
-        closed = github.close_issues("The heads pass our tests again.", nightly.LABEL)
-        print("\n".join(closed) or "all heads pass; no issue is open")
+        closed = github.close_issues("All that is tested at night passes again.", nightly.LABEL)
+        print("\n".join(closed) or "all pass; no issue is open")
     else:
         print(github.upsert_issue(*nightly.issue(outcomes), nightly.LABEL))

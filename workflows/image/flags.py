@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--cudnn-version", metavar="X.Y.Z", help="of a jaxlib from source")
     add("--base-image", metavar="IMAGE", help="in place of the pinned bases; any Debian or Ubuntu")
     add("--platform", choices=("linux/amd64", "linux/arm64"), help="default: the engine's")
-    text = "a standalone Python >= 3.11 (.tar.gz) for a base whose own is older; default: fetch the pinned one"
+    text = "a standalone Python >= 3.12 (.tar.gz) for a base whose own is older; default: fetch the pinned one"
     add("--python-archive", metavar="FILE", type=Path, help=text)
 
     add = parser.add_argument_group(

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Give the image a Python >= 3.11 and an empty environment /opt/.venv: the base's own, that of its package archive,
+# Give the image a Python >= 3.12 and an empty environment /opt/.venv: the base's own, that of its package archive,
 # or the pinned standalone one, in this order.
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 
 new_enough() { # PROGRAM
-  command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+  command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))'
 }
 
 apt_install() {
@@ -14,7 +14,7 @@ apt_install() {
 
 apt_offers() { # the archive's python3 is new enough
   version=$(apt-cache policy python3 | sed -n 's/^  Candidate: 3\.\([0-9]*\).*/\1/p')
-  [ "${version:-0}" -ge 11 ]
+  [ "${version:-0}" -ge 12 ]
 }
 
 standalone() { # FILE
@@ -51,11 +51,11 @@ elif [ -n "$PYTHON_URL" ] && [ -n "$PYTHON_SHA256" ]; then
   fetch
   python=/opt/python/bin/python3
 else
-  echo "error: this base has no Python >= 3.11 and none is pinned; give one with --python-archive" >&2
+  echo "error: this base has no Python >= 3.12 and none is pinned; give one with --python-archive" >&2
   exit 4
 fi
 new_enough "$python" || {
-  echo "error: $python is older than 3.11 or does not run on this base" >&2
+  echo "error: $python is older than 3.12 or does not run on this base" >&2
   exit 4
 }
 "$python" -m venv --without-pip /opt/.venv

@@ -150,12 +150,12 @@ def laptop(cli: Path, docker_engine: None, tmp_path: Path) -> Iterator[Laptop]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.stand_in("a registry on this machine, a bare Debian 12 in place of the image")
-def test_the_published_one_is_pulled_by_digest(laptop: Laptop, bookworm: str, registry: str) -> None:
+@pytest.mark.stand_in("a registry on this machine, a bare Debian 13 in place of the image")
+def test_the_published_one_is_pulled_by_digest(laptop: Laptop, trixie: str, registry: str) -> None:
     name = f"{registry}/some-lab/multimesh-jax"
-    ours = registries.labelled(bookworm, {"io.github.multimesh-jax.target": "devcontainer"})
+    ours = registries.labelled(trixie, {"io.github.multimesh-jax.target": "devcontainer"})
     digest = registries.push(ours, f"{name}:devcontainer-v0.1.0")
-    other = registries.push(bookworm, f"{name}:runtime")
+    other = registries.push(trixie, f"{name}:runtime")
 
     def write(image: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "workflows", "ci", "devcontainer", image]
@@ -214,10 +214,10 @@ class Person:
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-@pytest.mark.stand_in("a Debian 12 base for the CUDA image")
+@pytest.mark.stand_in("a Debian 13 base for the CUDA image")
 @pytest.mark.parametrize("uid", [2345, 0, 1000])
 def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
-    cli: Path, docker_engine: None, bookworm: str, uid: int
+    cli: Path, docker_engine: None, trixie: str, uid: int
 ) -> None:
     person = Person(uid)
     with tempfile.TemporaryDirectory(prefix="mm-devcontainer-") as folder, person.known():
@@ -226,9 +226,9 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
         clone, home = place / "clone", place / "home"
         git(ROOT, "clone", "-q", str(ROOT), str(clone))
         changed = read(clone / devcontainer.FILE)
-        changed["build"]["args"]["BASE_IMAGE"] = bookworm
+        changed["build"]["args"]["BASE_IMAGE"] = trixie
         changed["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
-        path = clone / ".devcontainer" / "bookworm" / "devcontainer.json"
+        path = clone / ".devcontainer" / "trixie" / "devcontainer.json"
         path.parent.mkdir()
         path.write_text(json.dumps(changed))
         executable(clone / ".venv" / "bin" / "pytest", "#!/of/this/machine\n")

@@ -19,6 +19,7 @@ from workflow_jobs import Machine
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
 from tests.unit import test_push_release
+from workflows.ci import nightly
 from workflows.image import devcontainer
 from workflows.image import digests as images
 
@@ -37,6 +38,7 @@ PARTS = {
     "run": "ok: 3 steps",  # MaxText trained
     "test": " passed",
     "runs": " passed",
+    "oldest-jax": "jax 0.10.2 on Python 3.11",
     "integration-sources": " passed",
     "integration-images": " passed",
 }
@@ -74,7 +76,7 @@ def test_jaxlib_from_source_wants_a_runner_with_time(machine: Machine) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.stand_in("servers and a runner on this machine")
-@pytest.mark.parametrize("part", ["full-library", "full-maxtext", "full-integration", "oldest-jax"])
+@pytest.mark.parametrize("part", ["full-library", "full-maxtext", "full-integration"])
 def test_nightly_runs_what_is_slow(machine: Machine, part: str) -> None:
     machine.workflow("nightly.yml", only=part)
     assert " passed" in said(machine, "nightly.yml:full")
@@ -84,7 +86,7 @@ def test_nightly_runs_what_is_slow(machine: Machine, part: str) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.stand_in("servers and a runner on this machine")
-def test_nightly_tests_both_heads_and_keeps_no_issue_when_they_pass(
+def test_nightly_tests_heads_and_releases_and_keeps_no_issue_when_they_pass(
     machine: Machine, servers: Servers, tmp_path: Path
 ) -> None:
     argv = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "jax", "-d", str(tmp_path)]
@@ -96,18 +98,30 @@ def test_nightly_tests_both_heads_and_keeps_no_issue_when_they_pass(
         upstream(servers.folder / "jax.git", files, "jax-v0.10.2")
     for job in ("test", "report"):  # the third has the parts above
         machine.workflow("nightly.yml", only=job)
-    assert said(machine, "nightly.yml:test", "ci nightly").count(": passed (") == 2
-    assert "all heads pass; no issue is open" in said(machine, "nightly.yml:report", "ci report")
+    assert said(machine, "nightly.yml:test", "ci nightly").count(": passed (") == len(nightly.NAMES)
+    assert "all pass; no issue is open" in said(machine, "nightly.yml:report", "ci report")
     assert servers.api.issues == []
 
 
 @pytest.mark.stand_in("servers and a runner on this machine")
 def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = {"component": "jax", "commit": "c" * 40, "passed": True, "seconds": 1.0, "command": "pytest", "said": ""}
+    outcome["moved"] = []
+    for name in nightly.RELEASES:
+        (tmp_path / f"{name}.json").write_text(json.dumps(outcome | {"component": name}))
     broken = outcome | {"component": "maxtext", "passed": False, "said": "error: patch 0007 does not apply"}
     (tmp_path / "jax.json").write_text(json.dumps(outcome))
     (tmp_path / "maxtext.json").write_text(json.dumps(broken))
-    command = [sys.executable, "-m", "workflows", "ci", "report", "jax.json", "maxtext.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "workflows",
+        "ci",
+        "report",
+        "jax.json",
+        *(f"{name}.json" for name in nightly.RELEASES),
+        "maxtext.json",
+    ]
     for name, value in (("API_URL", servers.api.url), ("REPOSITORY", "some-lab/multimesh-jax"), ("TOKEN", TOKEN)):
         monkeypatch.setenv(f"GITHUB_{name}", value)
     servers.api.faults += [503, 429]  # the list is asked for again
@@ -133,10 +147,10 @@ def test_one_issue_follows_the_heads(servers: Servers, tmp_path: Path, monkeypat
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.stand_in("servers and a runner on this machine")
-def test_bump_proposes_what_moved(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
+def test_bump_proposes_what_moved(machine: Machine, servers: Servers, trixie: str, registry: str) -> None:
     if not (servers.folder / "jax.git").exists():
         upstream(servers.folder / "jax.git", {"README.md": "jax\n"}, "jax-v0.10.2")
-    base = registries.push(bookworm, f"{registry}/base:1")
+    base = registries.push(trixie, f"{registry}/base:1")
     lock_images(machine.clone, {"ubuntu": (f"{registry}/base:1", base)})
     machine.vars |= {"BUILD_NETWORK": "host"}
     # A release of MaxText that no index has: the pin must stay.
@@ -162,7 +176,7 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers, bookworm: 
     git(jax, "commit", "-q", "-m", "newer")
     git(jax, "tag", "jax-v99.0.0")
     git(jax, "push", "-q", "origin", "HEAD:main", "jax-v99.0.0")
-    newer = registries.push(registries.labelled(bookworm, {"built": "later"}), f"{registry}/base:1")
+    newer = registries.push(registries.labelled(trixie, {"built": "later"}), f"{registry}/base:1")
     machine.workflow("bump.yml")
     [pull] = servers.api.pulls
     assert (pull["head"], pull["base"]) == ("bump/pins", "main")
@@ -200,7 +214,7 @@ def lock_images(clone: Path, known: Mapping[str, tuple[str, str]]) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.stand_in("servers and a runner on this machine")
-def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, registry: str) -> None:
+def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, registry: str) -> None:
     git(machine.clone, "tag", "--force", "v0.1.0")
     machine.github |= {"ref": "refs/tags/v0.1.0", "ref_name": "v0.1.0"}
     machine.github |= {"sha": git(machine.clone, "rev-parse", "HEAD")}
@@ -210,7 +224,7 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, re
         machine.workflow("release.yml")
     assert servers.api.releases == []
 
-    digest = registries.push(bookworm, f"{registry}/base:1")
+    digest = registries.push(trixie, f"{registry}/base:1")
     machine.vars |= {"BASE_IMAGE": f"{registry}/base@{digest}"}
     machine.workflow("release.yml")
 
@@ -251,7 +265,7 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, bookworm: str, re
 
 @pytest.mark.stand_in("servers and a runner on this machine")
 def test_readme_follows_a_release(
-    machine: Machine, servers: Servers, bookworm: str, registry: str, tmp_path: Path
+    machine: Machine, servers: Servers, trixie: str, registry: str, tmp_path: Path
 ) -> None:
     git(machine.clone, "tag", "--force", "v0.1.0")
     told = test_push_release.document(tmp_path)
@@ -274,7 +288,7 @@ def test_readme_follows_a_release(
         say(tags=tags)
         with pytest.raises(AssertionError, match="make the package public in its settings on GitHub"):
             machine.workflow("release.yml", only="readme")
-        made = registries.labelled(bookworm, {"io.github.multimesh-jax.target": "devcontainer"})
+        made = registries.labelled(trixie, {"io.github.multimesh-jax.target": "devcontainer"})
         digest = registries.push(made, f"{image['repository']}:devcontainer")
         say(tags=tags, digest=digest)
         machine.workflow("release.yml", only="readme")

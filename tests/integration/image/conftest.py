@@ -76,14 +76,14 @@ def changed(root: Path, tmp_path: Path) -> Repository:
 
 
 @pytest.fixture(scope="session")
-def image(repository: Repository, bookworm: str) -> dict[str, Any]:
+def image(repository: Repository, trixie: str) -> dict[str, Any]:
     """The CPU image of what runs: built, checked by MaxText's CPU job, named. What build.py --json says of it."""
-    options = ["--accelerator", "cpu", "--base-image", bookworm, "--repo", "multimesh-test", "--name", "image"]
+    options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", "multimesh-test", "--name", "image"]
     return dict(json.loads(repository.build(*options, "--tag", "T", "--json").stdout))
 
 
 @pytest.fixture(scope="session")
-def spec(bookworm: str) -> Callable[..., ImageSpec]:
+def spec(trixie: str) -> Callable[..., ImageSpec]:
     """Make the spec of an image on the stand-in base."""
 
     def of(target: str, **changes: Any) -> ImageSpec:
@@ -93,7 +93,7 @@ def spec(bookworm: str) -> Callable[..., ImageSpec]:
             "cuda_version": "12.8.1",
             "cudnn_version": None,
         }
-        plain |= {"build_type": "Release", "base_image": bookworm, "platform": None, "python_archive": None}
+        plain |= {"build_type": "Release", "base_image": trixie, "platform": None, "python_archive": None}
         return ImageSpec(make(NAME, None, "T"), target, **(plain | changes))
 
     return of
@@ -107,28 +107,28 @@ def means() -> Means:
 
 @pytest.fixture(scope="session")
 def archive(parts_folder: Path) -> Path:
-    """A Python 3.11 with its own C library and pip, laid out as the pinned standalone one: Debian 12's."""
+    """A Python 3.13 with its own C library and pip, laid out as the pinned standalone one: Debian 13's."""
     patchelf, debootstrap = packages.need("patchelf", "patchelf"), packages.need("debootstrap", "debootstrap")
     system = parts_folder / "newer"
-    make = [debootstrap, "--variant=minbase", "--include=python3-venv", "bookworm", system, packages.mirror()]
+    make = [debootstrap, "--variant=minbase", "--include=python3-venv", "trixie", system, packages.mirror()]
     subprocess.run(packages.as_root(*make), check=True, capture_output=True)
     python = parts_folder / "standalone" / "python"
     (python / "bin").mkdir(parents=True)
-    shutil.copytree(system / "usr/lib/python3.11", python / "lib" / "python3.11", symlinks=True)
+    shutil.copytree(system / "usr/lib/python3.13", python / "lib" / "python3.13", symlinks=True)
     shutil.copytree(system / "usr/share/python-wheels", python / "share" / "python-wheels")
-    for settings in (python / "lib" / "python3.11").glob("_sysconfigdata*.py"):
+    for settings in (python / "lib" / "python3.13").glob("_sysconfigdata*.py"):
         text = settings.read_text().replace("/usr/share/python-wheels", f"{STANDALONE}/share/python-wheels")
         settings.write_text(text)
-    (python / "lib" / "python3.11" / "EXTERNALLY-MANAGED").unlink()
+    (python / "lib" / "python3.13" / "EXTERNALLY-MANAGED").unlink()
     for library in (system / "usr/lib/x86_64-linux-gnu").glob("lib*.so.*"):
         shutil.copy(library, python / "lib" / library.name)
     loader = next((system / "usr/lib/x86_64-linux-gnu").glob("ld-linux-x86-64.so.2"))
     shutil.copy(loader, python / "lib" / loader.name)
-    shutil.copy(system / "usr/bin/python3.11", python / "bin" / "python3.11")
-    (python / "bin" / "python3").symlink_to("python3.11")
+    shutil.copy(system / "usr/bin/python3.13", python / "bin" / "python3.13")
+    (python / "bin" / "python3").symlink_to("python3.13")
     libraries = f"{STANDALONE}/lib"
     own = ["--set-interpreter", f"{libraries}/{loader.name}", "--force-rpath", "--set-rpath", libraries]
-    subprocess.run([patchelf, *own, str(python / "bin" / "python3.11")], check=True)
+    subprocess.run([patchelf, *own, str(python / "bin" / "python3.13")], check=True)
     file = parts_folder / "python.tar.gz"
     subprocess.run(["tar", "-czf", file, "-C", python.parent, "python"], check=True)
     subprocess.run(packages.as_root("rm", "-r", system), check=True)

@@ -24,7 +24,7 @@ def layers(docker: Docker, image: str) -> list[str]:
     return list(json.loads(docker("image", "inspect", "--format", "{{json .RootFS.Layers}}", image)))
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_an_image_is_built_checked_and_named(image: dict[str, Any], docker: Docker) -> None:
     assert image["image"] == f"{NAME}:T"
     assert docker("image", "inspect", "--format", "{{.Id}}", f"{NAME}:T") == image["id"]
@@ -33,7 +33,7 @@ def test_an_image_is_built_checked_and_named(image: dict[str, Any], docker: Dock
     assert image["bytes"] == sum(layer["bytes"] for layer in image["layers"])
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_it_runs_as_a_user_and_holds_only_what_runs(image: dict[str, Any], docker: Docker) -> None:
     assert docker("run", "--rm", image["id"], "id", "-u") == "1000"
     held = docker(
@@ -44,7 +44,7 @@ def test_it_runs_as_a_user_and_holds_only_what_runs(image: dict[str, Any], docke
     assert not [path for path in held if "/.cache/" in path or path.startswith(("/var/lib/apt/lists", "/run/secrets"))]
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_labels_say_where_it_comes_from(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", image["id"]))
     head = build._revision(repository.path)
@@ -54,7 +54,7 @@ def test_labels_say_where_it_comes_from(image: dict[str, Any], docker: Docker, r
     assert labels["io.github.multimesh-jax.jax"] == inside
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker) -> None:
     sbom = json.loads(docker("run", "--rm", image["id"], "cat", "/opt/inventory/sbom.cdx.json"))
     ask = "import importlib.metadata as m, json; d = m.distributions(); "
@@ -72,7 +72,7 @@ def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker
     assert "Apache License" in notices
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_it_says_what_hardware_it_finds(image: dict[str, Any]) -> None:
     run = ["docker", "run", "--rm", "--env", "MULTIMESH_HARDWARE=1", image["id"], "echo", "and then"]
     done = subprocess.run(run, capture_output=True, text=True)
@@ -81,7 +81,7 @@ def test_it_says_what_hardware_it_finds(image: dict[str, Any]) -> None:
     assert "JAX sees    cpu 0" in done.stderr
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_the_documented_docker_run_line_trains(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     scripts = repository.path / "docker" / "workspace" / "maxtext-scripts"
     mount = f"type=bind,source={scripts},target=/workspace,readonly"
@@ -100,15 +100,15 @@ def test_the_documented_docker_run_line_trains(image: dict[str, Any], docker: Do
     assert said[-1].startswith("ok: 3 steps")
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
-def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repository: Repository, bookworm: str) -> None:
-    options = ["--accelerator", "cpu", "--base-image", bookworm, "--repo", NAME, "--tag", "T", "--json"]
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
+def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repository: Repository, trixie: str) -> None:
+    options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "T", "--json"]
     again = json.loads(repository.build(*options).stdout)
     assert (again["id"], again["cached"]) == (image["id"], again["steps"])
     assert again["check"] == image["check"]
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_a_change_of_the_library_rebuilds_one_layer(
     image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means
 ) -> None:
@@ -122,7 +122,7 @@ def test_a_change_of_the_library_rebuilds_one_layer(
     assert docker(*ask) == "1"
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_a_change_of_maxtext_rebuilds_from_there_on(
     image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means
 ) -> None:
@@ -137,14 +137,14 @@ def test_a_change_of_maxtext_rebuilds_from_there_on(
     assert built.labels["io.github.multimesh-jax.maxtext.revision"].endswith("-dirty")
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_an_image_that_breaks_its_promise_gets_no_name(
     image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, spec: Specs
 ) -> None:
     text = f"FROM {image['image']}\nUSER 0\nRUN cp /bin/true /usr/bin/gcc && echo s >/etc/pip.conf\n"
     text += "RUN touch /srv/libcublasLt.so.12\nENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/srv\n"
     # As JAX's plugin for CUDA says that a library is older than its table of versions allows.
-    text += "WORKDIR /opt/.venv/lib/python3.11/site-packages\n"
+    text += "WORKDIR /opt/.venv/lib/python3.13/site-packages\n"
     text += "RUN echo 'def initialize(): raise RuntimeError(\"Outdated cuDNN\")' >old.py && mkdir old-1.dist-info && "
     text += "echo 'Name: old' >old-1.dist-info/METADATA && echo '[jax_plugins]' >old-1.dist-info/entry_points.txt && "
     text += "echo 'cuda = old' >>old-1.dist-info/entry_points.txt\nUSER 1000\n"

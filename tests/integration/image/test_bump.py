@@ -31,8 +31,8 @@ def repository(root: Path, tmp_path: Path, registry: str) -> Path:
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_a_newer_base_image(repository: Path, registry: str, bookworm: str) -> None:
-    first = {name: registries.push(bookworm, f"{registry}/{name}:1") for name in ("cuda-devel", "ubuntu")}
+def test_a_newer_base_image(repository: Path, registry: str, trixie: str) -> None:
+    first = {name: registries.push(trixie, f"{registry}/{name}:1") for name in ("cuda-devel", "ubuntu")}
     answers = {answer.name: answer for answer in digests.bump(repository)}
     assert {name: answer.verdict for name, answer in answers.items()} == {
         "cuda-devel": "filled",
@@ -45,7 +45,7 @@ def test_a_newer_base_image(repository: Path, registry: str, bookworm: str) -> N
     }
     assert NOWHERE in str(answers["cuda-base"].fault)
 
-    second = registries.push(registries.labelled(bookworm, {"built": "later"}), f"{registry}/cuda-devel:1")
+    second = registries.push(registries.labelled(trixie, {"built": "later"}), f"{registry}/cuda-devel:1")
     answers = {answer.name: answer for answer in digests.bump(repository)}
     assert (answers["cuda-devel"].verdict, answers["ubuntu"].verdict) == ("changed", "kept")
     assert (answers["cuda-devel"].before, answers["cuda-devel"].after) == (first["cuda-devel"], second)

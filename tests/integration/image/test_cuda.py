@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 LARGEST = 2_000_000_000  # an upload of more has to begin again too often
 
 
-@pytest.mark.stand_in("Ubuntu 22.04 made with debootstrap, a Python put together from Debian 12, no GPU")
+@pytest.mark.stand_in("Ubuntu 22.04 made with debootstrap, a Python put together from Debian 13, no GPU")
 def test_it_is_built_pushed_pulled_and_used(
     changed: Repository, archive: Path, registry: str, docker_engine: None, parts_folder: Path,
     docker: Callable[..., str],
@@ -52,9 +52,9 @@ def test_it_is_built_pushed_pulled_and_used(
         listed = docker("run", "--rm", pull, "cat", "/opt/inventory/licences.txt").splitlines()
         assert [line for line in listed if line.startswith("pkg:deb libucx0 ")]
         assert [line for line in listed if line.startswith("pkg:pypi nvidia-cudnn-cu12 9.")]
-        assert [line for line in listed if line.startswith("pkg:generic python-build-standalone 3.11")]
+        assert [line for line in listed if line.startswith("pkg:generic python-build-standalone 3.13")]
         # JAX would leave the GPUs alone and say so in a line of its log.
-        site = "/opt/.venv/lib/python3.11/site-packages/nvidia/cudnn/lib"
+        site = "/opt/.venv/lib/python3.13/site-packages/nvidia/cudnn/lib"
         text = f"FROM {pull}\nUSER 0\nRUN rm {site}/libcudnn.so.9\nUSER 1000\n"
         docker("build", "-q", "--tag", f"{registry}/team/cuda:bad", "-", stdin=text)
         done = changed.build("--no-build", *place, "--tag", "bad", check=False)

@@ -43,13 +43,13 @@ def running(words: str) -> list[int]:
     return found
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_killed_build_leaves_nothing_behind(
-    repository: Repository, bookworm: str, docker: Docker, signum: signal.Signals, tmp_path: Path
+    repository: Repository, trixie: str, docker: Docker, signum: signal.Signals, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    options = ["--accelerator", "cpu", "--base-image", bookworm, "--repo", NAME, "--tag", "killed"]
+    options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "killed"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [repository.path / "docker" / "build.py", *options, "--no-docker-build-cache"],
@@ -158,7 +158,7 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     docker("run", "--rm", "--user", "0", "--entrypoint", "/bin/sh", built.image_id, "-c", find)
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 in place of the CUDA base")
+@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_an_old_client_without_buildx_builds_the_same(
     image: dict[str, Any], repository: Repository, spec: Specs, means: Means, tmp_path: Path, monkeypatch
 ) -> None:
@@ -204,22 +204,22 @@ def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: 
 
 
 def test_building_into_the_cache_leaves_no_image(
-    image: dict[str, Any], repository: Repository, bookworm: str, docker: Docker
+    image: dict[str, Any], repository: Repository, trixie: str, docker: Docker
 ) -> None:
-    done = repository.build("--accelerator", "cpu", "--base-image", bookworm, "--tag", "unsaved", "--skip-save")
+    done = repository.build("--accelerator", "cpu", "--base-image", trixie, "--tag", "unsaved", "--skip-save")
     assert done.stdout == ""
     assert docker("image", "ls", "-q", "multimesh-jax:unsaved") == ""
 
 
 def test_a_remote_engine_keeps_the_image_when_asked(
-    image: dict[str, Any], repository: Repository, bookworm: str, docker: Docker, tmp_path: Path, monkeypatch
+    image: dict[str, Any], repository: Repository, trixie: str, docker: Docker, tmp_path: Path, monkeypatch
 ) -> None:
     config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
     shutil.copytree(config, tmp_path / "config")
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
     docker("context", "create", "big", "--docker", "host=unix:///var/run/docker.sock")
     repository.build(
-        *["--accelerator", "cpu", "--base-image", bookworm, "--repo", NAME, "--tag", "far"],
+        *["--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "far"],
         *["--remote", "big", "--save-remote"],
     )
     assert docker("--context", "big", "image", "inspect", "--format", "{{.Id}}", f"{NAME}:far") == image["id"]

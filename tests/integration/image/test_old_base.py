@@ -23,7 +23,7 @@ def bullseye(docker_engine: None, parts_folder: Path) -> str:
     return engines.base_image("bullseye", parts_folder)
 
 
-@pytest.mark.stand_in("Ubuntu 22.04 made with debootstrap, and a Python put together from Debian 12")
+@pytest.mark.stand_in("Ubuntu 22.04 made with debootstrap, and a Python put together from Debian 13")
 def test_the_inventory_on_ubuntu_names_its_packages_and_the_standalone_python(
     root: Path, docker_engine: None, parts_folder: Path, archive: Path, docker: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -43,10 +43,10 @@ def test_the_inventory_on_ubuntu_names_its_packages_and_the_standalone_python(
     purls = docker("run", "--rm", *volumes, *env, jammy, "/opt/python/bin/python3", "-c", ask).splitlines()
     assert any(each.startswith("pkg:deb/ubuntu/libc6@") and each.endswith("distro=ubuntu-22.04") for each in purls)
     assert not [each for each in purls if each.startswith("pkg:deb/debian")]
-    assert [each for each in purls if each.startswith("pkg:generic/cpython@3.11")]
+    assert [each for each in purls if each.startswith("pkg:generic/cpython@3.13")]
 
 
-@pytest.mark.stand_in("Debian 11, and a Python put together from Debian 12")
+@pytest.mark.stand_in("Debian 11, and a Python put together from Debian 13")
 def test_an_old_base_gets_the_standalone_python(
     repository: Repository,
     bullseye: str,
@@ -59,7 +59,7 @@ def test_an_old_base_gets_the_standalone_python(
     built = build.run(repository.path, engine, spec("python", base_image=bullseye, python_archive=archive), means)
     assert built is not None
     ask = "import sys, ssl, sqlite3; print(sys.version_info[:2], sys.prefix, sys.base_prefix)"
-    assert docker("run", "--rm", built.image_id, "python3", "-c", ask) == "(3, 11) /opt/.venv /opt/python"
+    assert docker("run", "--rm", built.image_id, "python3", "-c", ask) == "(3, 13) /opt/.venv /opt/python"
     assert not list((repository.path / "docker" / "context").glob("*.tar.gz"))
 
 

@@ -15,7 +15,7 @@ from tests.integration.parts import packages
 from workflows.image.reference import make
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 12 for the CUDA base, and a registry on this machine")
+@pytest.mark.stand_in("a debootstrapped Debian 13 for the CUDA base, and a registry on this machine")
 def test_from_the_build_to_a_pulled_image(
     image: dict[str, Any], repository: Repository, registry: str, docker: Callable[..., str], tmp_path: Path
 ) -> None:
