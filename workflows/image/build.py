@@ -63,6 +63,12 @@ def plan(
     from_source = spec.jaxlib == "source"
     # At once, for a build of jaxlib takes minutes until it looks.
     built_from = [_component(root, name, "source") for name in ("jax", "xla") if from_source]
+    held, locked = sources.value(root / "sources.lock", "jax", "version"), command.jax(root)
+    if from_source and held != locked:
+        raise errors.PinError(
+            f"third_party/jax is {held}, the packages of an image go with jax {locked}; take --jaxlib wheel, "
+            "or move jax and its xla with `python -m workflows bump`"
+        )
     others = untracked(root, jaxlib_from_source=from_source)
     ours = _revision(root, odd=bool(others) or any(each.endswith("-dirty") for each in built_from))
     # A person's remote may hold more than an address; a workflow's run says where its repository lies.

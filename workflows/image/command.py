@@ -82,11 +82,16 @@ def labels(
         f"{LABEL}.target": spec.target,
         f"{LABEL}.accelerator": {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[spec.accelerator],
         f"{LABEL}.jaxlib": f"{spec.jaxlib} {spec.build_type}" if spec.jaxlib == "source" else "wheel",
-        f"{LABEL}.jax": locked.versions(root / "requirements/run.txt", PYTHON)["jax"],
+        f"{LABEL}.jax": jax(root),
         f"{LABEL}.maxtext": sources.value(root / "sources.lock", "maxtext", "version") or "unknown",
         f"{LABEL}.maxtext.revision": maxtext,
         f"{LABEL}.lock": lock_digest(root),
     }
+
+
+def jax(root: Path) -> str:
+    """Return the JAX that an image gets from its packages."""
+    return locked.versions(root / "requirements" / "run.txt", PYTHON)["jax"]
 
 
 def lock_digest(root: Path) -> str:
