@@ -113,9 +113,12 @@ def test_what_w_keeps_counts(kept):
     rows = schedules.get("zb-h1").table(4, 1, 8, True)
     peaks = []
     for row in rows:
-        alive, most = 0.0, 0.0
-        for cell in row:
-            alive += {"F": 1.0, "B": kept - 1.0, "W": -kept}[cell.phase]
+        alive, most, before = 0.0, 0.0, None
+        for cell, following in itertools.pairwise((*row, None)):
+            at_once = following is not None and (following.phase, following.microbatch) == ("W", cell.microbatch)
+            alive += {"F": 1.0, "B": 0.0 if at_once else kept - 1.0, "W": -kept}[cell.phase]
+            alive += kept - 1.0 if cell.phase == "W" and before == ("B", cell.microbatch) else 0.0
+            before = (cell.phase, cell.microbatch)
             most = max(most, alive)
         peaks.append(most)
     assert simulate(rows, costs).peaks == pytest.approx(peaks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,8 @@ def accumulate(
     del split
     given = _handoff()
     schedule = _auto or find_schedule(given.schedule, given.table)
+    if isinstance(schedule, multimesh.schedules.Auto) and given.limit:
+        schedule = replace(schedule, device=given.limit)
 
     def home(path: Any) -> Mesh:
         return _current().of_path(path)

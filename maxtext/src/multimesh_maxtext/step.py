@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,12 @@ class StepFunction:
         return Ahead()
 
     def _choose(self, state: Any, batch: Any, *, measured: bool) -> None:
-        """Of ``--schedule auto``: take the memory that devices have, measure the programs, and choose anew."""
+        """Of ``--schedule auto``: measure the programs where a second copy of the state fits, and choose anew."""
         if not self._handoff.chosen:
             return
         lowered = self._jitted.lower(state, batch)
         (choice,) = lowered.plan.choices
         limit = self._handoff.limit
-        if limit:
-            choice = self._again(
-                replace(choice.schedule, costs=None, memory=_room(lowered, choice, limit)), state, batch
-            )
         fits = not limit or all(need.total + need.arguments <= limit for need in lowered.memory_forecast())
         if measured and fits:
             compiled = self._jitted.prepare(state, batch)
@@ -103,17 +99,6 @@ class StepFunction:
         self._set_auto(schedule)
         self._jitted.clear_cache()
         return self._jitted.lower(state, batch).plan.choices[0]
-
-
-def _room(lowered: multimesh.Lowered, choice: multimesh.schedules.Choice, limit: int) -> tuple[float, ...]:
-    """What activations may take on each submesh: what a device has beside all else that the step needs there.
-
-    The forecast has the bytes on a device, the choice those of whole arrays.
-    """
-    return tuple(
-        max(0.0, limit - need.total + need.values) * (peak / need.values if need.values else 1.0)
-        for need, peak in zip(lowered.memory_forecast(), choice.taken.peaks, strict=True)
-    )
 
 
 class Ahead:

@@ -97,7 +97,7 @@ class StageCosts:
         Memory that a microbatch takes in each stage from the start of its F to the end of its B; empty: 1.
     kept
         What it takes from there to the end of its W, where a table has W: of what F kept the part that W reads, and
-        what B made for it. Empty: as much as before.
+        what B made for it. Empty: as much as before. It does not count where W follows its B at once.
     unit
         Of times: ``s``, or empty for relative times.
     sizes

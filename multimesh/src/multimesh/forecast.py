@@ -97,7 +97,9 @@ def _activations(spans: Sequence[Span], costs: StageCosts) -> Levels:
         if span.phases == "F":
             changes.append((span.start, 2 * order, by))
             alive[key] = by
-        if key in alive and (span.phases == "B" or order == last[key]):
+        following = spans[order + 1] if order + 1 < len(spans) else None
+        at_once = following is not None and (following.stage, following.microbatch, following.phases) == (*key, "W")
+        if key in alive and (order == last[key] or (span.phases == "B" and not at_once)):
             left = 0.0 if order == last[key] else alive[key] + by
             changes.append((span.end, 2 * order + 1, left - alive[key]))
             alive[key] = left

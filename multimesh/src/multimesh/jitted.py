@@ -32,6 +32,7 @@ from multimesh.arguments import (
 from multimesh.caching import Cache, Recent, kept, matching, traits, weak
 from multimesh.contexts import Options
 from multimesh.errors import MultiMeshError, UsageError
+from multimesh.fitting import Made, fitted
 from multimesh.lowered import Compiled, Lowered, Plain, TracedFunction, not_exported
 from multimesh.passes import pipeline
 from multimesh.passes.owners import held
@@ -279,11 +280,11 @@ class Jitted:
         stages = pipeline.run(traced)
         if not has_tasks(next(stages).made) and options.enable_fast_path:
             return self._plain(jax.jit(flat, donate_argnums=tuple(donated)))
-        made = {stage.name: stage.made for stage in stages}
-        plan = made["layouts"]
-        self._check_devices(made["reductions"])
+        fit = fitted(Made(traced, {stage.name: stage for stage in stages}))
+        traced, plan = fit.traced, fit.plan
+        self._check_devices(fit.passes["reductions"].made)
         names = leaf_names(signature.tree, parameters)
-        self._tell_held(made["place"], names)
+        self._tell_held(fit.passes["place"].made, names)
         asked = per_leaf(self._in_shardings, signature.tree, "in_shardings") if self._in_shardings is not None else ()
         self._check_layouts(plan, names, asked, out_specs)
         return Lowered(

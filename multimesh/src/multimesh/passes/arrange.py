@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multimesh import ir
 from multimesh.contexts import Options
@@ -14,6 +14,7 @@ from multimesh.passes.order import LoopOrder, order
 from multimesh.passes.recompute import send_less
 from multimesh.passes.stages import Pipeline, stages
 from multimesh.passes.unfuse import unfused, unfused_order
+from multimesh.schedules import Auto
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,20 @@ def _cut(loop: ir.Loop, rows: set[ir.Value], options: Options) -> CutLoop:
     results = set(ir.values(loop.leaves))
     results |= {o for op in loop.ops for o in op.outs if o in rows}
     ops = send_less(loop.ops) if options.enable_recomputation else loop.ops
-    return CutLoop(loop, stages(fragment(ops, results, phased=True), results, loop.mark.schedule), frozenset(results))
+    fragments = fragment(ops, results, phased=True)
+    schedule = loop.mark.schedule
+    pipeline = stages(fragments, results, schedule)
+    if isinstance(schedule, Auto) and not schedule.route and len(pipeline.submeshes) > 1:
+        turned = _turned(schedule, len(pipeline.submeshes))
+        shape = stages(fragments, results, turned)
+        if shape.complete and (shape.chunks < pipeline.chunks or not pipeline.complete):
+            loop, pipeline = replace(loop, mark=replace(loop.mark, schedule=turned)), shape
+    return CutLoop(loop, pipeline, frozenset(results))
+
+
+def _turned(auto: Auto, submeshes: int) -> Auto:
+    """For a loop whose tasks go down the submeshes and come back up."""
+    return replace(auto, route=(*range(submeshes), *reversed(range(submeshes))))
 
 
 def arrange(parts: Sequence[Segment | CutLoop], options: Options | None = None) -> tuple[Segment | OrderedLoop, ...]:

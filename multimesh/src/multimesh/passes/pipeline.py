@@ -6,14 +6,15 @@ Each is a pure function from one frozen value that prints to the next.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from multimesh import _compat, verifying
+from multimesh import _compat, ir, verifying
 from multimesh.contexts import Options
+from multimesh.marks import LoopMark
 from multimesh.passes.arrange import arrange, cut
 from multimesh.passes.autoshard import derive
 from multimesh.passes.follow import Homes
@@ -24,6 +25,7 @@ from multimesh.passes.planning import build
 from multimesh.passes.propagate import fix_layouts
 from multimesh.passes.reductions import delay_reductions
 from multimesh.passes.slices import slices_outside
+from multimesh.schedules import Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,8 @@ class Traced:
         Result leaf to the argument leaf that it replaces.
     out_specs
         Result leaf to the partition spec that it must have.
+    schedules
+        Number of a loop to the schedule that it has in place of its own.
     """
 
     closed: Any
@@ -58,6 +62,7 @@ class Traced:
     donated: frozenset[int]
     alike: Mapping[int, int]
     out_specs: Mapping[int, PartitionSpec]
+    schedules: Mapping[int, Schedule] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +82,21 @@ class Pass:
 
 def run(traced: Traced) -> Iterator[Pass]:
     """Run every pass, one at each step of the iterator; under ``MULTIMESH_VERIFY=1`` check what it made."""
-    for done in _run(traced):
+    yield from _verified(_run(traced))
+
+
+def ordered(traced: Traced, program: ir.Program, homes: Homes | None) -> Iterator[Pass]:
+    """Run the passes from that on which orders the loops, on what the pass ``reductions`` made."""
+    yield from _verified(_order(traced, program, homes or {}))
+
+
+def loops(program: ir.Program) -> list[ir.Loop]:
+    """Loops of a program, in the order of their numbers."""
+    return [item for item in program.items if isinstance(item, ir.Loop)]
+
+
+def _verified(passes: Iterator[Pass]) -> Iterator[Pass]:
+    for done in passes:
         if verifying.enabled():
             verifying.verify(done.name, done.made, done.homes)
         yield done
@@ -99,6 +118,18 @@ def _run(traced: Traced) -> Iterator[Pass]:
     given = {v: spec for v, spec in zip(program.inputs, traced.specs, strict=True) if spec is not None}
     program = delay_reductions(program, homes, given)
     yield Pass("reductions", program, homes)
+    yield from _order(traced, program, homes)
+
+
+def _order(traced: Traced, program: ir.Program, homes: Homes) -> Iterator[Pass]:
+    if traced.schedules:
+        number = {loop: n for n, loop in enumerate(loops(program))}
+
+        def mark(loop: ir.Loop) -> LoopMark:
+            return replace(loop.mark, schedule=traced.schedules.get(number[loop], loop.mark.schedule))
+
+        items = (replace(i, mark=mark(i)) if isinstance(i, ir.Loop) else i for i in program.items)
+        program = replace(program, items=tuple(items))
     fragments = cut(program, traced.options)
     yield Pass("fragment", fragments)
     parts = arrange(fragments, traced.options)

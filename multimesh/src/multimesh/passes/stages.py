@@ -36,6 +36,11 @@ class Pipeline:
         """Number of stages that have a fragment."""
         return len({part.stage for part in self.fragments})
 
+    @property
+    def complete(self) -> bool:
+        """Whether every stage has a fragment."""
+        return self.stages == len(self.submeshes) * self.chunks
+
 
 def stages(fragments: Sequence[Fragment], results: set[ir.Value], schedule: Schedule) -> Pipeline:
     """Number the stages of a loop and make one fragment of each stage and phase."""

@@ -40,7 +40,7 @@ class Candidate:
     peaks
         Most memory of activations on each submesh.
     fits
-        Whether that is within the limits.
+        Whether that is within the limits, and the table may be taken.
     """
 
     name: str
@@ -172,21 +172,30 @@ class Auto(Schedule):
         Of the stages, such as ``profile.stage_costs``. None: `multimesh.jit` estimates them from the operations of the
         loop; a table without a loop takes all times to be 1.
     memory
-        What activations may take on each submesh, or on all alike, in the unit of the costs' activations. None: what
-        1F1B takes on the submesh where it takes most.
+        What activations may take on each submesh, or on all alike, in the unit of the costs' activations. None:
+        `multimesh.jit` leaves them what ``device`` has beside all else; where that is not known, and for a table
+        without a loop, it is what 1F1B takes on the submesh where it takes most.
+    device
+        Bytes that a step may take of a device. `multimesh.jit` takes no table whose plan needs more, by its
+        ``memory_forecast``. None: what the devices of one process have, where they say; else what the plan of 1F1B
+        needs.
     route
         Submesh of stages 0, 1, ..., as `Schedule.placement` has it; empty: round and round.
     evaluations
         Tables to simulate. None: as many as takes a few seconds, at most 1000.
     seed
         Of what is random in the search.
+    without
+        Names of tables that are not taken; ``found`` is that of the search.
     """
 
     costs: StageCosts | None = None
     memory: float | tuple[float, ...] | None = None
+    device: float | None = None
     route: tuple[int, ...] = ()
     evaluations: int | None = None
     seed: int = 0
+    without: tuple[str, ...] = ()
 
     name: ClassVar[str] = "auto"
 
@@ -196,6 +205,8 @@ class Auto(Schedule):
             raise checks.refuse("schedules.Auto: costs", "a StageCosts, such as profile.schedule.costs", self.costs)
         for limit in () if self.memory is None else self.memory if isinstance(self.memory, tuple) else (self.memory,):
             cost(limit, "schedules.Auto: memory of a submesh")
+        if self.device is not None:
+            cost(self.device, "schedules.Auto: bytes of a device")
         if self.evaluations is not None:
             checks.whole("schedules.Auto: evaluations", self.evaluations, 0)
         checks.whole("schedules.Auto: seed", self.seed)
@@ -233,16 +244,22 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
     }
     published = _published(auto, route, (submeshes, chunks, microbatches, backward), both)
     limits = _limits(auto, submeshes, [found for found, _ in published.values()], published.get("1f1b"))
-    fits = [f for f, _ in published.values() if _fits(f, limits)]
+    fits = [f for name, (f, _) in published.items() if name not in auto.without and _fits(f, limits)]
     size = sum(len(problem.time) for problem in both.values()) / len(both)
     least, most = _EVALUATIONS
     evaluations = auto.evaluations
     if evaluations is None:
         evaluations = max(least, min(most, round(_CELLS / size)))
-    best = search(tuple(both.values()), fits, limits, evaluations=evaluations, seed=auto.seed)
+    if FOUND in auto.without:
+        best = min(fits, key=lambda f: f.makespan, default=None)
+    else:
+        best = search(tuple(both.values()), fits, limits, evaluations=evaluations, seed=auto.seed)
     if best is None:
         raise UsageError(_too_small(limits, [f for f, _ in published.values()], costs))
-    named = [_candidate(name, found, table, limits) for name, (found, table) in published.items()]
+    named = [
+        _candidate(name, found, table, limits, refused=name in auto.without)
+        for name, (found, table) in published.items()
+    ]
     if not any(c.fits and c.makespan <= best.makespan * (1 + 1e-9) for c in named):
         named.append(_candidate(FOUND, best, best.problem.table(best.rows), limits))
     named.sort(key=lambda c: (c.makespan, c.name == FOUND))
@@ -292,11 +309,12 @@ def _fits(found: Found, limits: Sequence[float]) -> bool:
     return all(found.problem.peak(row) <= limit * (1 + 1e-9) for row, limit in zip(found.rows, limits, strict=True))
 
 
-def _candidate(name: str, found: Found, table: Table, limits: Sequence[float]) -> Candidate:
+def _candidate(name: str, found: Found, table: Table, limits: Sequence[float], *, refused: bool = False) -> Candidate:
     problem, end = found.problem, found.makespan
     busy = sum(problem.time)
     bubble = 1 - busy / (end * problem.submeshes) if end else 0.0
-    return Candidate(name, table, end, bubble, tuple(map(problem.peak, found.rows)), _fits(found, limits))
+    fits = not refused and _fits(found, limits)
+    return Candidate(name, table, end, bubble, tuple(map(problem.peak, found.rows)), fits)
 
 
 def _too_small(limits: Sequence[float], published: Sequence[Found], costs: StageCosts) -> str:

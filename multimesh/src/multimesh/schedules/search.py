@@ -92,8 +92,18 @@ class Problem:
         return self.costs.grows(stage, self.phases[phase], last=self.phases[-1]) if self.last else 0.0
 
     def peak(self, row: Sequence[int]) -> float:
-        """Most activations alive on a submesh."""
-        return max(itertools.accumulate(map(self.grows, row), initial=0.0))
+        """Most activations alive on a submesh; where W follows its B at once, what B made for it is not kept."""
+        alive = most = held = 0.0
+        late = [0] * len(self.place)  # of each stage: B whose W have not run
+        for kind, following in itertools.zip_longest(row, row[1:]):
+            phase, stage = divmod(kind, len(self.place))
+            by = self.grows(kind) + held
+            at_once = phase == 1 < self.last and not late[stage] and following == kind + len(self.place)
+            held, by = (by, 0.0) if at_once else (0.0, by)
+            alive += by
+            most = max(most, alive)
+            late[stage] += (phase == 1) - (phase == 2)
+        return most
 
     def bound(self) -> float:
         """A time before which no table ends."""
