@@ -127,5 +127,6 @@ def _memory_of(plan: Plan) -> float | None:
     """Bytes of the smallest device, where they say; None of several processes, which must all choose the same."""
     if distributed.several():
         return None
-    known = [(d.memory_stats() or {}).get("bytes_limit") for mesh in plan.submeshes for d in mesh.devices.flat]
-    return float(min(known)) if all(known) else None
+    devices = [device for mesh in plan.submeshes for device in mesh.devices.flat]
+    known = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    return float(min(known)) or None
