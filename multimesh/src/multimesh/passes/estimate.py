@@ -9,14 +9,16 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multimesh import _compat, ir
 from multimesh.costs import PHASES, Costs, StageCosts
 from multimesh.passes.fragment import Fragment
 from multimesh.passes.stages import Pipeline
 from multimesh.passes.weights import split_weights
-from multimesh.plan import Plan
+
+if TYPE_CHECKING:
+    from multimesh.plan import Plan
 
 NOTE = "estimated: operations on each device, from shapes; transfers take no time"
 
