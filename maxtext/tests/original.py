@@ -47,6 +47,9 @@ SCRIPTS = {
 }
 """The flags of its five scripts."""
 
+LIMITS = {"gpt3-175b-64gpus": (73e9, 9.65), "llama3-70b-64gpus": (72e9, 8.9)}
+"""Bytes of a GPU and seconds of a step that its test suite allows these jobs on H100."""
+
 FLAGS = [
     *("--nodes", "--gpus", "--cpus", "--dp", "--fsdp", "--tp", "--pp", "--ep", "--interleave"),
     *("--sequence-parallel", "--batch-size", "--microbatch-size", "--schedule"),

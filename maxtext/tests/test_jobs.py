@@ -140,3 +140,17 @@ def test_a_jobset_starts_the_processes_of_its_folder(job: jobs.Job, maxtext: Pat
     start = json.loads(done.stdout)
     assert start["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3,4,5,6,7"
     assert str(tmp_path / job.folder / "output/process-1/metrics.jsonl") == start["configuration"]["metrics_file"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("folder", original.LIMITS)
+def test_a_large_job_is_forecast_within_the_limits_of_the_original(folder: str, run: Any, tmp_path: Path):
+    (job,) = (job for job in jobs.JOBS if job.folder == folder)
+    devices = ("--nodes", job.processes, "--gpus", 1, "--device", "h100")
+    done = run(*devices, *job.flags.split(), "--forecast", "--json", "--output", tmp_path)
+    assert done.code == 0, done.stderr
+    size, seconds = original.LIMITS[folder]
+    options = read([*map(str, devices), *job.flags.split()])
+    tokens = options.batch_size * options.sequence_length
+    assert max(need["total"] for need in done.json["forecast"]) < size
+    assert tokens / done.json["tokens_per_second"] < seconds

@@ -76,6 +76,16 @@ def test_no_plan_needs_more_than_the_device_has(name):
     assert needs(Auto(device=1.0, evaluations=60), *shape)[0] <= most
 
 
+def test_the_bound_holds_for_measured_costs_too():
+    step, args, _ = pipeline(Auto(evaluations=60), *SHAPES["wide head"])
+    schedule = step.profile(*args).schedule
+    usual = needs("1f1b", *SHAPES["wide head"])[0]
+    assert schedule.device == usual
+    need, choice = needs(schedule, *SHAPES["wide head"])
+    assert choice.costs.unit == "s"
+    assert need <= usual
+
+
 def test_a_loop_that_comes_back_up_gets_a_v():
     """Its route is found; V shapes are among the tables; results are those of plain JAX."""
     step, args, plain = pipeline("auto", *SHAPES["V"])

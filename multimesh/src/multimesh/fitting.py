@@ -87,6 +87,7 @@ def fitted(made: Made) -> Made:
     if device is None and auto.memory is not None:
         return made
     limit = device if device is not None else _usual(made, again)
+    auto = replace(auto, device=limit)  # which also holds for costs that are measured later
     tries = [made]
     if auto.memory is None:
         tries = [again(replace(auto, memory=made.room(limit))) or made]
