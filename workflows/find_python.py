@@ -112,7 +112,7 @@ def fetch(old: Optional[Python]) -> Python:
         try:
             uv = install_uv(maker)
             install = [uv, "python", "install", FETCH, "--install-dir", FETCHED, "--no-bin", "--no-cache"]
-            watch(install, f"Python {FETCH}")
+            watch(install, f"Python {FETCH}", FETCHED)
         finally:
             for leftover in (UV_FOLDER, os.path.join(FETCHED, ".temp")):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -128,18 +128,18 @@ def install_uv(maker: Python) -> str:
         read = re.search(r"^uv==.*?[^\\]\n", file.read(), re.MULTILINE | re.DOTALL)
     if not read:
         raise Failure("requirements/dev.txt has no uv to fetch one with")
-    watch([maker.path, "-m", "venv", "--clear", UV_FOLDER], "uv")
+    watch([maker.path, "-m", "venv", "--clear", UV_FOLDER], "uv", UV_FOLDER)
     requirements = os.path.join(UV_FOLDER, "uv.txt")
     with open(requirements, "w", encoding="utf-8") as file:
         file.write(read.group())
     options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "15"]
     pip = [os.path.join(UV_FOLDER, "bin", "python"), "-m", "pip", "install", *options]
-    watch([*pip, "--require-hashes", "--no-deps", "-r", requirements], "uv")
+    watch([*pip, "--require-hashes", "--no-deps", "-r", requirements], "uv", UV_FOLDER)
     return os.path.join(UV_FOLDER, "bin", "uv")
 
 
-def watch(command: List[str], what: str) -> None:
-    """Run a command that brings something in; show how much has come on a terminal, and nothing elsewhere.
+def watch(command: List[str], what: str, folder: str) -> None:
+    """Run a command that brings something into a folder; show how much has come on a terminal, nothing elsewhere.
 
     Raises ``Failure`` with the reason that it gave, or where it takes longer than ``LIMIT``.
     """
@@ -153,7 +153,7 @@ def watch(command: List[str], what: str) -> None:
             raise Failure(f"{command[0]}: {error.strerror}") from error
         try:
             while process.poll() is None and time.monotonic() < end:
-                show(f"fetching {what}: {(size(FETCHED) + size(UV_FOLDER)) / 1e6:.0f} MB")
+                show(f"fetching {what}: {size(folder) / 1e6:.0f} MB")
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.2)
         finally:
