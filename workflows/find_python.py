@@ -57,7 +57,10 @@ def choose(named: str, offline: bool) -> Tuple[Python, str]:
         return obey(named, here)
     if not here.unfit:
         better = search().taken if here.version < PREFERRED else None
-        return here, f"PYTHON={better.path} ./bootstrap.sh makes .venv anew with {better}" if better else ""
+        if better is None:
+            return here, ""
+        brings = f"Python {dotted(better.version)}{jax_of(better.version)}"
+        return here, f"PYTHON={better.path} ./bootstrap.sh makes .venv anew with {brings}"
     chosen, remark = take(offline)
     return chosen, "; ".join(filter(None, [remark, anew(here)]))
 
@@ -69,7 +72,7 @@ def obey(named: str, here: Python) -> Tuple[Python, str]:
         found = search()
         other = found.taken or found.old
         raise Failure("PYTHON={}: {}; or name {}".format(named, asked.fault, other.path if other else "another"))
-    if here.version[:2] != asked.version[:2]:
+    if here.unfit or here.version[:2] != asked.version[:2]:
         return asked, anew(here)
     if here.path == asked.path:
         return here, ""

@@ -16,6 +16,7 @@ from workflows import cli  # noqa: E402
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+BASE = os.path.realpath(sys.executable)
 REQUIREMENTS = ROOT / "requirements" / "workflows.txt"
 STAMP = VENV / ".multimesh-workflows.json"
 # The package is not installed yet, and the user's folder (which relative paths mean) is not this clone.
@@ -31,7 +32,7 @@ def main() -> int:
     """Make the environment if need be, then become ``python -m workflows bootstrap`` in it."""
     try:
         requirements = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
-        wanted = {"requirements": requirements, "root": str(ROOT), "python": list(sys.version_info[:2])}
+        wanted = {"requirements": requirements, "root": str(ROOT), "python": BASE}
         if read_stamp() != wanted:
             cli.parse(["bootstrap", *sys.argv[1:]])  # before anything is made
             with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
@@ -61,7 +62,7 @@ def make(stamp: object) -> None:
     """Create or repair the environment and install what ``workflows`` itself needs."""
     if not usable():
         print("making .venv", file=sys.stderr, flush=True)
-        quietly([sys.executable, "-m", "venv", "--clear", str(VENV)], "python -m venv")
+        quietly([BASE, "-m", "venv", "--clear", str(VENV)], "python -m venv")
     print("installing requirements/workflows.txt", file=sys.stderr, flush=True)
     install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     quietly([*install, "--require-hashes", "-r", str(REQUIREMENTS)], "pip install -r requirements/workflows.txt")
@@ -71,10 +72,10 @@ def make(stamp: object) -> None:
 
 
 def usable() -> bool:
-    """Say whether the environment is ours, whole and of this version of Python; a moved clone's is not."""
-    question = f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    """Say whether the environment is ours, whole and made from this Python; a moved clone's is not."""
+    question = "import os, pip, sys; sys.exit(os.path.realpath(sys._base_executable) != sys.argv[1])"
     activate = VENV / "bin" / "activate"
-    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", question], capture_output=True).returncode:
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", question, BASE], capture_output=True).returncode:
         return False
     return activate.exists() and str(VENV) in activate.read_text(encoding="utf-8")
 
