@@ -16,7 +16,7 @@ import time
 from typing import List, Optional, Tuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-from workflows.pythons import FETCHED, NEWEST, OLDEST, PREFERRED, ROOT, Python, dotted, installed, look, search
+from workflows.pythons import FETCHED, NEWEST, OLDEST, PREFERRED, ROOT, Python, dotted, installed, jax_of, look, search
 
 FETCH = "3.13"  # the hash-locked uv knows one build of it, with its checksum
 UV_FOLDER = os.path.join(ROOT, "third_party", ".uv")
