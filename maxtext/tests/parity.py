@@ -1,7 +1,8 @@
 """Pipelines of MultiMesh against one program of MaxText, many small trainings at a time.
 
 A case is a command line of ``maxtext/run.py``, checked and translated as that does; only the trainer's process is
-shared: one for all pipelines, one for all single programs.
+shared: one for all pipelines, and one for all single programs with as many devices. Those run MaxText as it was
+published, without our patches.
 """
 
 from __future__ import annotations
@@ -76,8 +77,12 @@ def compare(cases: Mapping[str, str], folder: Path, *, steps: int = 20) -> dict[
     """Train every case (a name and its flags; ``TABLE`` is a custom schedule) as a pipeline and as one program."""
     jobs = {name: _job(flags.split(), steps, folder) for name, flags in cases.items()}
     assert len({job.devices for job in jobs.values()}) == 1, "one process has one number of devices"
-    pipelines = _run(jobs, folder / "pipelines")
-    programs = _run({name: reference_job(job) for name, job in jobs.items()}, folder / "programs")
+    pipelines = _run(jobs, folder / "pipelines", find_maxtext(ROOT))
+    alone = {name: reference_job(job) for name, job in jobs.items()}
+    programs, unpatched = dict[str, dict[str, Any]](), published(folder / "published")
+    for devices in sorted({job.devices for job in alone.values()}):
+        mine = {name: job for name, job in alone.items() if job.devices == devices}
+        programs |= _run(mine, folder / f"programs-{devices}", unpatched)
     return {name: _result(pipelines[name], programs[name]) for name in cases}
 
 
@@ -103,9 +108,18 @@ def _write_table(job: Job, folder: Path) -> Path:
     return file
 
 
-def _run(jobs: Mapping[str, Job], folder: Path) -> dict[str, dict[str, Any]]:
+def published(folder: Path) -> Path:
+    """Write MaxText as it was published, without our patches; return the folder for ``PYTHONPATH``."""
     folder.mkdir(parents=True)
-    maxtext, (text,) = find_maxtext(ROOT), read_texts([CORPUS])
+    line = ["git", "-C", str(ROOT / "third_party/maxtext"), "archive", "refs/multimesh/base", "src"]
+    tree = subprocess.run(line, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=tree, check=True)
+    return folder / "src"
+
+
+def _run(jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> dict[str, dict[str, Any]]:
+    folder.mkdir(parents=True)
+    (text,) = read_texts([CORPUS])
     cases, environment = [], dict[str, str]()
     for number, (name, job) in enumerate(jobs.items()):
         output = folder / str(number)
@@ -115,10 +129,10 @@ def _run(jobs: Mapping[str, Job], folder: Path) -> dict[str, dict[str, Any]]:
         start = launch(job, paths, inherited={}, gpu_memory=None)
         argv = start.command[start.command.index(TRAINER) + 1 :]
         handoff = start.environment.get(VARIABLE)
-        cases.append({"name": name, "argv": argv, "handoff": handoff, "devices": job.mesh_devices})
+        cases.append({"name": name, "argv": argv, "handoff": handoff})
         environment |= start.environment
-    # One program gets a process with as many devices as it needs at most, and MaxText a mesh of those that it needs.
-    environment["XLA_FLAGS"] = f"{XLA}{max(job.devices for job in jobs.values())}"
+    (devices,) = {job.devices for job in jobs.values()}
+    environment["XLA_FLAGS"] = f"{XLA}{devices}"
     (folder / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("trainings.py")
     line = [sys.executable, "-P", str(script), str(folder / "cases.json"), str(folder / "results")]

@@ -1,8 +1,8 @@
 """Many small MaxText trainings in one process: a script that parity.py starts.
 
-``python trainings.py CASES RESULTS``: CASES is a JSON list of `{"name", "argv", "handoff", "devices"}`, MaxText's own
-arguments, the hand-over to the hooks (null: MaxText alone) and the number of devices that MaxText may use. RESULTS
-gets a JSON line a case, with the norm of every parameter after every step.
+``python trainings.py CASES RESULTS``: CASES is a JSON list of `{"name", "argv", "handoff"}`, MaxText's own arguments and
+the hand-over to the hooks (null: MaxText alone, which may be unpatched). RESULTS gets a JSON line a case, with the norm
+of every parameter after every step.
 """
 
 from __future__ import annotations
@@ -46,15 +46,13 @@ def train(case: dict[str, Any]) -> list[dict[str, float]]:
     """Run MaxText's trainer; return the norms after each step."""
     import jax
     from maxtext.trainers.pre_train import train as trainer
-    from maxtext.utils import multimesh_hooks, train_utils
+    from maxtext.utils import train_utils
 
     if case["handoff"]:
         from multimesh_maxtext import hooks
 
         os.environ["MULTIMESH_MAXTEXT"] = case["handoff"]
         hooks._handoff.cache_clear()
-    else:
-        multimesh_hooks.stage_devices = lambda devices=None: jax.devices()[: case["devices"]]
     history = []
     make_steps = train_utils.jit_train_and_eval_step
 
