@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,26 +109,3 @@ def test_other_pipelines_equal_one_program(run: Run, root: Path, tmp_path: Path,
     found = train_both(run, tmp_path, "--num-steps", 5, *arguments, "--text", root / "LICENSE")
     for key in COMPARED:
         assert found.difference(key) <= 1e-5
-
-
-def test_the_hooks_change_nothing_unless_asked(run: Run, maxtext: Path, root: Path, tmp_path: Path):
-    arguments = ("--backend", "spmd", "--cpus", 4, "--dp", 2, "--tp", 2, "--batch-size", 8, "--num-steps", 3, *TINY)
-
-    def records(source: Path, output: Path) -> list[dict[str, float]]:
-        plan = run(*arguments, "--dry-run", "--json", "--output", output).json
-        variables = plan["environment"] | {"PYTHONPATH": str(source), "PATH": "/usr/bin:/bin"}
-        command = [word.replace(str(maxtext), str(source)) for word in plan["command"]]
-        output.mkdir()
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        lines = (output / "metrics.jsonl").read_text().splitlines()
-        return [{key: value for key, value in json.loads(line).items() if "perf/" not in key} for line in lines]
-
-    log = ["git", "-C", str(maxtext.parent), "log", "--format=%H", "--grep=^0002-"]
-    (commit,) = subprocess.run(log, capture_output=True, text=True, check=True).stdout.split()
-    archive = subprocess.run(["git", "-C", str(maxtext.parent), "archive", commit], capture_output=True, check=True)
-    subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=archive.stdout, check=True)
-    patched, bare = records(maxtext, tmp_path / "with"), records(tmp_path / "src", tmp_path / "without")
-    assert not (tmp_path / "src/maxtext/utils/multimesh_hooks.py").exists()
-    assert len(patched) == 3
-    assert patched == bare

@@ -1,8 +1,8 @@
 """Many small MaxText trainings in one process: a script that parity.py starts.
 
-``python trainings.py CASES RESULTS``: CASES is a JSON list of `{"name", "argv", "handoff"}`, MaxText's own arguments and
-the hand-over to the hooks (null: MaxText alone, which may be unpatched). RESULTS gets a JSON line a case, with the norm
-of every parameter after every step.
+``python trainings.py CASES RESULTS``: CASES is a JSON list of `{"name", "argv", "handoff"}`, MaxText's own arguments
+and the hand-over to the hooks (null: MaxText alone, which may be unpatched). RESULTS gets a JSON line a case, with the
+norm of every parameter after every step.
 """
 
 from __future__ import annotations

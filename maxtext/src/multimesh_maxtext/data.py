@@ -1,4 +1,4 @@
-"""Batches of a run, in the trainer's process: the same for any number of processes, and those after a checkpoint."""
+"""What every run of ``run.py`` gets in place of MaxText's: batches that are the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
             "or fewer --nodes"
         )
     return None if mesh.local_devices else (Elsewhere(config, mesh, layout), Elsewhere(config, mesh, layout))
+
+
+def preempted(_ask: Any, _step: int) -> bool:
+    """Say that nothing is about to end: what ends a job of ``run.py`` ends its processes at once."""
+    return False
 
 
 def _next_step(config: Any) -> int:

@@ -245,18 +245,15 @@ def join(arguments: Sequence[str]) -> None:
     It is told which. It finds the first by the variables of srun or mpirun, or by JAX_COORDINATOR_ADDRESS.
     """
     # Only here: the command that starts the trainers never imports JAX.
-    import jax
-    import orbax.checkpoint as ocp
-
     from multimesh import distributed
+    from multimesh_maxtext import saving
 
     rank, size = (os.environ.get(f"MULTIMESH_MAXTEXT_{name}") for name in ("RANK", "SIZE"))
     # Each writes to a folder of its own, which its command names.
     distributed.initialize(
         num_processes=int(size) if size else None, process_id=int(rank) if rank else None, same_command=False
     )
-    # Orbax's own refuses arrays of which a process has all shards, or none.
-    ocp.type_handlers.register_type_handler(jax.Array, distributed.orbax_handler(), override=True)
+    saving.register()
     _be_trainer(arguments)
 
 

@@ -1,0 +1,37 @@
+"""Checkpoints of several processes: Orbax's own handler refuses arrays of which a process has all shards, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import (
+    AbstractShardedArray,
+    ArrayLeafHandler,
+)
+from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
+
+from multimesh import distributed
+
+
+class Arrays(ArrayLeafHandler):
+    """Orbax's handler of ``jax.Array``, with what writes and reads them replaced."""
+
+    def __init__(self, *, context: Any = None) -> None:
+        super().__init__(context=context)
+        self._handler_impl = distributed.orbax_handler()
+
+
+class State(ocp.handlers.PyTreeHandler):
+    """Orbax's handler of nested dictionaries, with ours of the arrays in them."""
+
+    def __init__(self, *, context: Any = None) -> None:
+        leaves = StandardLeafHandlerRegistry()
+        leaves.add(jax.Array, AbstractShardedArray, Arrays, override=True, secondary_typestrs=["jax.Array"])
+        super().__init__(context=context, leaf_handler_registry=leaves)
+
+
+def register() -> None:
+    """Make MaxText's checkpointer use it for ``items``, which is what it calls the train state."""
+    ocp.handlers.register_handler(State, checkpointable_name="items")
