@@ -4,9 +4,11 @@ Superpanel ``s`` of ``layout``, of width W, on a device that has m rows left:
 
     C = A[mine, s] - L[mine, :s] @ all_gather(my rows of superpanel s of L[:, :s])^H      (m, W), one gemm
     l = cholesky(all_gather(C[first rows]))                                               (W, W)
-    L[mine, s] = C @ inv(l)^H                                                             (m, W), one gemm
+    L[mine, s] = C @ inv(l)^H                                                             (m, W), one trsm
 
-Every shape is static and the same on all devices. The gathers move N^2 / 2 numbers to each device in all.
+No block is ever inverted: products with an inverse lose the digits that a nearly singular matrix has left. Every shape
+is static and the same on all devices. The gathers move N^2 / 2 numbers to each device in all. Each one waits until the
+one before is used, so that a device holds a quarter of a shard of them.
 """
 
 from __future__ import annotations
@@ -23,10 +25,9 @@ matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # float
 
 
 class Panels(NamedTuple):
-    """A factor: my rows of L from each superpanel on, and the inverses of its diagonal blocks."""
+    """A factor: my rows of L from each superpanel on, the first ``height`` of which are in its diagonal block."""
 
-    below: tuple[Array, ...]  # (padded - s * height, width): above L's diagonal is rubbish
-    inverses: tuple[Array, ...]  # (width, width), the same on all devices
+    below: tuple[Array, ...]  # (padded - s * height, width)
     logdet: Array
     status: Array  # 0, or the number (from 1) of the first superpanel that is not positive definite
 
@@ -36,88 +37,110 @@ def adjoint(x: Array) -> Array:
     return x.conj().T
 
 
-def _diagonal(block: Array, layout: Layout) -> tuple[Array, Array]:
-    """Factor of a diagonal block, and its inverse."""
-
-    def factor(block: Array) -> Array:
-        l = lax.linalg.cholesky(block, symmetrize_input=False)
-        eye = jnp.eye(layout.width, dtype=block.dtype)
-        return jnp.stack([l, lax.linalg.triangular_solve(l, eye, left_side=True, lower=True)])
+def _cholesky(block: Array, layout: Layout) -> Array:
+    """Factor of a diagonal block."""
+    factor = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
 
     def on_first(block: Array) -> Array:
         # Concurrent LAPACK calls of a threaded OpenBLAS wait for each other, and CPU devices share the cores anyway.
-        first = lax.axis_index(layout.axes) == 0
-        both = lax.cond(first, factor, lambda block: jnp.zeros((2, *block.shape), block.dtype), block)
-        return lax.psum(both, layout.axes)
+        return lax.psum(lax.cond(lax.axis_index(layout.axes) == 0, factor, jnp.zeros_like, block), layout.axes)
 
-    l, inverse = lax.platform_dependent(block, cpu=on_first, default=factor)
-    return l, inverse
+    return lax.platform_dependent(block, cpu=on_first, default=factor)
+
+
+def _gather(mine: Array, after: Array, layout: Layout) -> tuple[Array, Array]:
+    """Rows of all devices, fetched when ``after`` is known, and ``after``."""
+    mine, after = lax.optimization_barrier((mine, after))
+    return lax.all_gather(mine, layout.axes, tiled=True), after
+
+
+def _forward(l: Array, b: Array) -> Array:
+    """``inv(l) @ b``."""
+    return lax.linalg.triangular_solve(l, b, left_side=True, lower=True)
+
+
+def _back(l: Array, b: Array) -> Array:
+    """``inv(l)^H @ b``."""
+    return lax.linalg.triangular_solve(l, b, left_side=True, lower=True, transpose_a=True, conjugate_a=True)
+
+
+def _divided(c: Array, l: Array) -> Array:
+    """``c @ inv(l)^H``."""
+    return lax.linalg.triangular_solve(l, c, lower=True, transpose_a=True, conjugate_a=True)
 
 
 def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
     """Factor of my shard of ``A``; ``in_order`` makes it that of ``A`` itself, not of a permutation of it."""
     padded = layout.pad_matrix(layout.to_rows(a))
-    height, width, axes = layout.height, layout.width, layout.axes
+    height, width = layout.height, layout.width
     if in_order:
         columns = layout.to_cyclic(padded).reshape(layout.padded, 1, layout.count, width)
     else:
         columns = padded.reshape(layout.padded, layout.devices, layout.count, height)
     below: list[Array] = []
-    inverses, logdets = [], []
-    left: Array | None = None  # my rows of L from this superpanel on, so far
+    start = lax.axis_index(layout.axes) * height
     for s in range(layout.count):
         c = columns[s * height :, :, s].reshape(-1, width)
-        if s:
-            last = below[-1][height:]
-            left = last if left is None else jnp.concatenate([left[height:], last], 1)
-            c = c - matmul(left, adjoint(lax.all_gather(left[:height], axes, tiled=True)))
-        l, inverse = _diagonal(lax.all_gather(c[:height], axes, tiled=True), layout)
-        below.append(matmul(c, adjoint(inverse)))
-        inverses.append(inverse)
-        logdets.append(2 * jnp.sum(jnp.log(jnp.real(jnp.diagonal(l)))))
-    each = jnp.stack(logdets)
+        for some in reversed(layout.at_a_time(s)):  # the last panel first: nothing of this superpanel runs before it
+            left = jnp.concatenate([below[j][(s - j) * height :] for j in some], 1)
+            rows, c = _gather(left[:height], c, layout)
+            c = c - matmul(left, adjoint(rows))
+        l = _cholesky(lax.all_gather(c[:height], layout.axes, tiled=True), layout)
+        # My rows of l as they are: solved for again, their errors would grow like l's condition.
+        mine = lax.dynamic_slice_in_dim(l, start, height)
+        below.append(jnp.concatenate([mine, _divided(c[height:], l)]))
+    diagonals = [jnp.diagonal(lax.dynamic_slice_in_dim(panel[:height], start, height, 1)) for panel in below]
+    each = lax.psum(2 * jnp.log(jnp.real(jnp.stack(diagonals))).sum(1), layout.axes)
     bad = ~jnp.isfinite(each)
     status = jnp.where(bad.any(), jnp.argmax(bad) + 1, 0).astype(jnp.int32)
-    return Panels(tuple(below), tuple(inverses), each.sum(), status)
+    return Panels(tuple(below), each.sum(), status)
 
 
 def solve(panels: Panels, b: Array, layout: Layout) -> Array:
     """``inv(A) @ b`` for ``b`` of shape (N, r) that every device has whole."""
     height = layout.height
-    b = layout.to_panels(b)
-    y: list[Array] = []
+    x = layout.to_panels(b)
     done = jnp.zeros((layout.padded, b.shape[-1]), b.dtype)  # L @ y so far, on my rows from this superpanel on
-    for s, (below, inverse) in enumerate(zip(panels.below, panels.inverses, strict=True)):
-        c = b[s] - lax.all_gather(done[:height], layout.axes, tiled=True) if s else b[s]
-        y.append(matmul(inverse, c))
-        done = done[height:] + matmul(below[height:], y[s])
-    x = y
+    for s, below in enumerate(panels.below):
+        l, done = _gather(below[:height], done, layout)
+        c = x[s] - lax.all_gather(done[:height], layout.axes, tiled=True) if s else x[s]
+        x = x.at[s].set(_forward(l, c))
+        done = done[height:] + matmul(below[height:], x[s])
     mine = done  # my rows of x behind this superpanel: none yet
     start = lax.axis_index(layout.axes) * height
     for s in reversed(range(layout.count)):
+        l, mine = _gather(panels.below[s][:height], mine, layout)
         below = panels.below[s][height:]
-        c = y[s] - lax.psum(matmul(adjoint(below), mine), layout.axes) if below.shape[0] else y[s]
-        x[s] = matmul(adjoint(panels.inverses[s]), c)
+        c = x[s] - lax.psum(matmul(adjoint(below), mine), layout.axes) if below.shape[0] else x[s]
+        x = x.at[s].set(_back(l, c))
         mine = jnp.concatenate([lax.dynamic_slice_in_dim(x[s], start, height), mine])
-    return layout.from_panels(jnp.stack(x))
+    return layout.from_panels(x)
 
 
-def _solve_own(panels: Panels, b: Array, layout: Layout) -> Array:
-    """``inv(A) @ b`` for columns of ``b`` of my own, (count, width, k) in order of elimination."""
+def _solve_own(panels: Panels, x: Array, layout: Layout) -> Array:
+    """``inv(A) @ x`` for columns of ``x`` of my own, (count, width, k) in order of elimination."""
     height, width = layout.height, layout.width
+    x = x.reshape(layout.count * width, -1)
 
-    def row(s: int) -> Array:  # superpanel s of L, left of the diagonal: (width, s * width)
-        mine = [panels.below[j][(s - j) * height : (s - j + 1) * height] for j in range(s)]
-        return lax.all_gather(jnp.concatenate(mine, 1), layout.axes, tiled=True)
+    def row(s: int, some: range, x: Array) -> tuple[Array, Array]:  # of L: superpanel s, columns of some others
+        mine = [panels.below[j][(s - j) * height : (s - j + 1) * height] for j in some]
+        return _gather(jnp.concatenate(mine, 1), x, layout)
 
-    y = matmul(panels.inverses[0], b[0])
-    for s in range(1, layout.count):
-        y = jnp.concatenate([y, matmul(panels.inverses[s], b[s] - matmul(row(s), y))])
-    x = []
+    for s in range(layout.count):
+        here = slice(s * width, (s + 1) * width)
+        for some in layout.at_a_time(s):
+            rows, x = row(s, some, x)
+            x = x.at[here].add(-matmul(rows, x[some.start * width : some.stop * width]))
+        l, x = row(s, range(s, s + 1), x)
+        x = x.at[here].set(_forward(l, x[here]))
     for s in reversed(range(layout.count)):
-        x.append(matmul(adjoint(panels.inverses[s]), y[s * width :]))
-        y = y[: s * width] - matmul(adjoint(row(s)), x[-1]) if s else y
-    return jnp.stack(x[::-1])
+        here = slice(s * width, (s + 1) * width)
+        l, x = row(s, range(s, s + 1), x)
+        x = x.at[here].set(_back(l, x[here]))
+        for some in layout.at_a_time(s):
+            rows, x = row(s, some, x)
+            x = x.at[some.start * width : some.stop * width].add(-matmul(adjoint(rows), x[here]))
+    return x.reshape(layout.count, width, -1)
 
 
 def solve_columns(panels: Panels, b: Array, layout: Layout) -> Array:
@@ -129,7 +152,7 @@ def inverse(panels: Panels, layout: Layout) -> Array:
     """My shard of ``inv(A)``."""
     me = lax.axis_index(layout.axes)
     mine = (jnp.arange(layout.devices) == me)[:, None, None]
-    eye = jnp.where(mine, jnp.eye(layout.padded, layout.held, dtype=panels.inverses[0].dtype), 0)
+    eye = jnp.where(mine, jnp.eye(layout.padded, layout.held, dtype=panels.below[0].dtype), 0)
     eye = eye.reshape(layout.devices, layout.count, layout.height, -1).swapaxes(0, 1)
     x = layout.from_panels(_solve_own(panels, eye.reshape(layout.count, layout.width, -1), layout))
     return x if not layout.rows else layout.from_rows(adjoint(x))
@@ -139,9 +162,6 @@ def lower_factor(panels: Panels, layout: Layout) -> Array:
     """My shard of L, from panels made ``in_order``."""
     height = layout.height
     columns = [jnp.pad(below, ((s * height, 0), (0, 0))) for s, below in enumerate(panels.below)]
-    rows = layout.from_cyclic(jnp.concatenate(columns, 1))
-    first = lax.axis_index(layout.axes) * layout.padded
-    row = first + jnp.arange(layout.padded)[:, None]
-    rows = jnp.where(jnp.arange(rows.shape[1]) <= row, rows, 0)[: layout.held]
+    rows = layout.from_cyclic(jnp.concatenate(columns, 1))[: layout.held]
     columns_first = rows.T.reshape(layout.devices, layout.padded, -1)
     return layout.from_rows(layout.unpad(columns_first).T)

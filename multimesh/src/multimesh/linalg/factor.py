@@ -46,7 +46,7 @@ def _on_shards(f: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: 
 
 
 def _panel_specs(layout: Layout) -> Panels:
-    return Panels((P(entry(layout.axes)),) * layout.count, (P(),) * layout.count, P(), P())
+    return Panels((P(entry(layout.axes)),) * layout.count, P(), P())
 
 
 def _placed(a: Array, layout: Layout) -> Array:
@@ -71,6 +71,27 @@ def _multiply(a: Array, x: Array, layout: Layout) -> Array:
     return lay_out(run(_placed(a, layout), x), layout.mesh)
 
 
+def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
+    """``a @ x``, each device for columns of its own; it holds a few rows of ``a`` at a time, as does the derivative."""
+
+    def product(some: Array, x: Array) -> Array:
+        rows = lax.all_gather(some, layout.rows) if layout.rows else some[None]
+        rows = lax.all_gather(rows, layout.cols, axis=2, tiled=True) if layout.cols else rows
+        return shards.matmul(rows, x)
+
+    def run(a: Array, x: Array) -> Array:
+        pieces = min(len(a), 4 * layout.devices)
+        cut = jnp.pad(a, ((0, -len(a) % pieces), (0, 0))).reshape(pieces, -1, a.shape[1])
+        y = lax.map(lambda some: product(some, x), cut)  # pieces, groups of rows, rows of a piece, columns
+        y = y.swapaxes(0, 1).reshape(y.shape[1], -1, x.shape[1])
+        return y[:, : len(a)].reshape(-1, x.shape[1])
+
+    columns = P(None, entry(layout.axes))
+    return jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, columns), out_specs=columns)(
+        _placed(a, layout), x
+    )
+
+
 def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool) -> Array:
     """``inv(a) @ b`` for ``b`` of shape (N, r), of which every device has all or, with ``columns``, its own columns."""
     if b.ndim == 1:
@@ -80,11 +101,13 @@ def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool)
     f = functools.partial(shards.solve_columns if columns else shards.solve, layout=layout)
     run = _on_shards(f, layout, (_panel_specs(layout), spec), spec)
 
+    multiply = _multiply_columns if columns else _multiply
+
     def solve(_: Any, b: Array) -> Array:
         return run(panels, lay_out(b, layout.mesh, *axes))
 
     return lax.custom_linear_solve(
-        lambda x: lay_out(_multiply(a, x, layout), layout.mesh, *axes),
+        lambda x: lay_out(multiply(a, lay_out(x, layout.mesh, *axes), layout), layout.mesh, *axes),
         lay_out(b, layout.mesh, *axes),
         solve,
         lambda _, b: solve(_, b.conj()).conj(),
@@ -121,10 +144,12 @@ def _log_determinant_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[A
 def _lower_factor(a: Array, layout: Layout) -> Array:
     ordered = layout.in_order()
 
-    def run(a: Array) -> Array:
-        return shards.lower_factor(shards.factorize(a, ordered, in_order=True), ordered)
+    def run(a: Array) -> tuple[Array, Array]:
+        panels = shards.factorize(a, ordered, in_order=True)
+        return shards.lower_factor(panels, ordered), panels.status
 
-    return _on_shards(run, layout, layout.spec, layout.spec)(_placed(a, layout))
+    l, status = _on_shards(run, layout, layout.spec, (layout.spec, P()))(_placed(a, layout))
+    return _placed(jnp.tril(jnp.where(status > 0, jnp.nan, l)), layout)
 
 
 @_lower_factor.defjvp

@@ -79,6 +79,11 @@ class Layout:
         count = self.devices * max(1, math.ceil(min(USUAL, self.held) / self.devices))
         return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
 
+    def at_a_time(self, end: int) -> list[range]:
+        """Superpanels before ``end``, as many at a time as make a quarter of a shard of one superpanel's rows."""
+        some = max(1, self.count**2 // (4 * self.devices))
+        return [range(first, min(first + some, end)) for first in range(0, end, some)]
+
     # What follows works on the shards of one device, inside `jax.shard_map`.
 
     def to_rows(self, a: Array) -> Array:
