@@ -44,7 +44,7 @@ def put(x, mesh, spec, kind="Auto"):
     return jax.device_put(x, NamedSharding(mesh_of(mesh, kind), spec))
 
 
-def turned(want, axes, transposed, pencil):
+def turned(want, axes, transposed, pencil, np=np):
     """What numpy returns, its transformed dimensions in the transposed order at the end."""
     if not transposed:
         return want
@@ -153,6 +153,38 @@ def test_under_grad_vmap_and_checkpoint():
     theirs = total(jnp.fft.rfftn, lambda y: jnp.fft.irfftn(y, (4, 6, 5)))
     for got, want in zip(*(jax.jit(jax.grad(f, (0, 1)))(x, w) for f in (ours, theirs)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.longer)])
+@pytest.mark.parametrize("case", ["slab", "pencil", pytest.param("one", marks=pytest.mark.longer)])
+def test_eager_derivatives_take_tangents_and_cotangents_in_any_layout(case, transposed):
+    shape, mesh, spec = CASES[case][:3]
+    x = put(normal(shape, "float64"), mesh, spec)
+
+    def there(x):
+        return mm.fft.rfftn(x, transposed=transposed)
+
+    def back(y):
+        return mm.fft.irfftn(y, shape, transposed=transposed)
+
+    y = there(x)
+
+    def theirs(x):
+        found = turned(jnp.fft.rfftn(x), (0, 1, 2), transposed, case == "pencil", np=jnp)
+        return jnp.pad(found, [(0, n - m) for n, m in zip(y.shape, found.shape, strict=True)])
+
+    weight = normal(y.shape, "complex128", 1)
+    want = jax.vjp(theirs, np.asarray(x))[1](jnp.asarray(weight))[0]
+    for given in (P(), P(A), P(None, A)):
+        if any(n % mesh[0] for n, e in zip(y.shape, given, strict=False) if e):
+            continue
+        cotangent = put(weight, mesh, given)
+        np.testing.assert_allclose(jax.vjp(there, x)[1](cotangent)[0], want, atol=1e-10)
+        for f, at, v in ((there, x, put(np.asarray(x), mesh, P())), (back, y, cotangent)):
+            expected = f(jax.device_put(v, at.sharding))
+            np.testing.assert_allclose(jax.jvp(f, (at,), (v,))[1], expected, atol=1e-10)
+            np.testing.assert_allclose(jax.linearize(f, at)[1](v), expected, atol=1e-10)
+    jax.grad(lambda x: jnp.real(there(x)[0, 0, 0]))(x)  # a cotangent that JAX makes, on one device
 
 
 def test_inside_tasks_on_submeshes():

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from multimesh import specs
@@ -182,8 +181,10 @@ def _program(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
         x = jnp.pad(x, [(0, n) for n in missing]) if any(missing) else x
         return f(lay_out(x, layout.mesh, *given))
 
-    # Said explicitly, as JAX forgets axes of one device in what it finds out; the way back reads the spec.
-    return jax.jit(run, out_shardings=NamedSharding(layout.mesh, out_spec))
+    program = jax.jit(run)
+    # Said again outside, as JAX forgets axes of one device in what it finds out, and the way back reads the spec. By
+    # ``out_shardings`` it would refuse cotangents in any other layout.
+    return lambda x: lay_out(program(x), layout.mesh, *made)
 
 
 def _dims(what: str, ndim: int, s: Any, axes: Any) -> tuple[int, ...]:
