@@ -131,6 +131,10 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
     assert found["PYTHONPATH"].startswith(f"{paths.maxtext}:{ROOT / 'maxtext/src'}:{ROOT / 'multimesh/src'}:")
     assert found["PYTHONPATH"].endswith("/site-packages:/mine")  # what is installed comes before what is inherited
     assert received(variables("--pp 2")).schedule == "1f1b"
+    down = "--cpus 4 --pp 4 --num-layers 8 --batch-size 8 --microbatch-size 1 --schedule auto"
+    assert received(variables(f"{down} --interleave 2")).route == (0, 1, 2, 3, 3, 2, 1, 0)  # the head is heavy
+    assert received(variables(f"{down} --interleave 2".replace("auto", "interleaved"))).route == ()
+    assert received(variables(down)).route == ()
     for one_program in ("--dp 2", "--pp 2 --backend spmd"):
         assert VARIABLE not in variables(one_program)
 

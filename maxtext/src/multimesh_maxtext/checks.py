@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,28 @@ class Job:
         with contextlib.suppress(multimesh.UsageError):  # a forecast refuses what does not fit, with its numbers
             return cut(costs, o.pp, memory=o.device_memory, **shape).sizes
         return cut(costs, o.pp, **shape).sizes
+
+    @functools.cached_property
+    def route(self) -> tuple[int, ...]:
+        """Stage of each piece under ``--schedule auto``: down the stages and back up where that is estimated shorter.
+
+        That is for two pieces a stage, within the activations that the best table takes in turn. Empty: in turn.
+        """
+        o = self.options
+        if schedule_name(o) != multimesh.schedules.Auto.name or o.interleave != 2 or o.pp == 1:
+            return ()
+        layers = iter(self.model.layer_costs(o.sequence_length))
+        times = [sum(layer.time for layer in itertools.islice(layers, size)) / 3 for size in self.pieces]
+        costs = multimesh.schedules.StageCosts(
+            tuple((time, time, time) for time in times), activations=tuple(map(float, self.pieces))
+        )
+        shape = o.pp, o.interleave, self.microbatches
+        turned = multimesh.schedules.get("zb-v").placement(o.pp)
+        plain = multimesh.schedules.Auto(costs, evaluations=0).choose(*shape).taken
+        auto = multimesh.schedules.Auto(costs, memory=max(plain.peaks), route=turned, evaluations=0)
+        with contextlib.suppress(multimesh.UsageError):  # no table of a V is within that memory
+            return turned if auto.choose(*shape).taken.makespan < plain.makespan * (1 - 1e-9) else ()
+        return ()
 
     @property
     def scans_layers(self) -> bool:

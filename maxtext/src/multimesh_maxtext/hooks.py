@@ -40,6 +40,14 @@ def _handoff() -> Handoff:
     return received(os.environ)
 
 
+def _schedule() -> multimesh.schedules.Schedule:
+    given = _handoff()
+    schedule = find_schedule(given.schedule, given.table)
+    if isinstance(schedule, multimesh.schedules.Auto):
+        return replace(schedule, route=given.route, device=given.limit or None)
+    return schedule
+
+
 def _current() -> Stages:
     if _stages is None:
         raise LauncherError("MaxText built a model before its mesh; is third_party/maxtext patched? run ./bootstrap.sh")
@@ -62,7 +70,7 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
         layers=config.num_decoder_layers,
         devices=jax.devices(),
         interleave=given.interleave,
-        placement=find_schedule(given.schedule, given.table).placement(given.stages),
+        placement=_schedule().placement(given.stages),
         sizes=given.sizes,
         dense=config.first_num_dense_layers,
     )
@@ -159,14 +167,11 @@ def accumulate(
     """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
     del split
     given = _handoff()
-    schedule = _auto or find_schedule(given.schedule, given.table)
-    if isinstance(schedule, multimesh.schedules.Auto) and given.limit:
-        schedule = replace(schedule, device=given.limit)
 
     def home(path: Any) -> Mesh:
         return _current().of_path(path)
 
-    loop = {"schedule": schedule, "interleave": given.interleave}
+    loop = {"schedule": _auto or _schedule(), "interleave": given.interleave}
     return accumulate_microbatches(body, init, batch, length=length, home=home, **loop)
 
 

@@ -60,6 +60,8 @@ class Handoff:
         File of the custom schedule.
     sizes
         Decoder layers of each piece, in the order of the model; empty: all have as many.
+    route
+        Of the schedule ``auto``: stage of each piece; empty: in turn.
     chosen
         File to be written with what the schedule ``auto`` chose.
     limit
@@ -87,6 +89,7 @@ class Handoff:
     placement: str
     forecast: str = ""
     sizes: tuple[int, ...] = ()
+    route: tuple[int, ...] = ()
     chosen: str = ""
     limit: int = 0
     dump: str = ""
@@ -112,7 +115,7 @@ def received(environment: Mapping[str, str]) -> Handoff:
     """
     try:
         given = json.loads(environment[VARIABLE])
-        handoff = Handoff(**{**given, "sizes": tuple(given.get("sizes", ()))})
+        handoff = Handoff(**{**given, **{key: tuple(given.get(key, ())) for key in ("sizes", "route")}})
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{VARIABLE} is not what maxtext/run.py writes ({error}); start MaxText with it") from error
     return handoff
@@ -190,6 +193,7 @@ def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
         schedule=schedule_name(o),
         table=str(o.custom_schedule_path.resolve()) if o.custom_schedule_path else None,
         sizes=job.pieces,
+        route=job.route,
         chosen=str(paths.schedule) if schedule_name(o) == "auto" else "",
         limit=limit or 0,
         placement=str(paths.placement),
