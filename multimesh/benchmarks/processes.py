@@ -247,13 +247,13 @@ def dispatched(work: Work, rounds: int) -> report.Row:
     import jax
     from multimesh.project import processes
 
-    from multimesh import _executables, exchange
+    from multimesh import _compat, exchange
 
     step, args = work.pipeline("1f1b")
     runner, leaves = step.lower(*args).compile().runner, jax.tree.leaves(args)
     owners, found = processes(runner.compiled.plan), {"a program": [], "a send": [], "a receive": []}
     for n in range(rounds + 1):
-        with exchange.turn, _executables.explicit_transfers():
+        with exchange.turn, _compat.explicit_transfers():
             env = runner.staged(leaves)
             for part, (call, ins, outs, frees) in zip(runner.parts, runner.steps, strict=True):
                 given = [env[slot] for slot in ins]

@@ -12,7 +12,7 @@ from multimesh.transport import Transport, needs_cutting, way
 from pipelines import assert_same
 
 import multimesh as mm
-from multimesh import _executables
+from multimesh import _compat
 
 SHAPE = (8, 12)
 
@@ -78,7 +78,7 @@ def test_a_transfer_keeps_every_value_and_stays_on_devices(case, dtype, no_host,
     source, target = NamedSharding(before, spec), NamedSharding(after, wanted)
     want = values(dtype)
     x = jax.device_put(want, source)
-    with _executables.explicit_transfers():
+    with _compat.explicit_transfers():
         no_host()
         move = Transport().mover([source], [target], [x])
         (y,) = move(x)

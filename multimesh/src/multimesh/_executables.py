@@ -6,8 +6,8 @@ All of it but `compile_hlo` is for speed, or for results on Explicit meshes, and
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.backend import get_compile_options
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from multimesh import _compat
@@ -30,11 +31,13 @@ def transfer(
     to do, which takes eight times as long as the copy. Call it inside `explicit_transfers`.
     """
     layouts = list(layouts)
-    if _compat._xla_client is not None and all(map(_shard_by_shard, sources, layouts, avals)):
-        devices = [layout._internal_device_list.addressable_device_list for layout in layouts]
-        semantics = [_compat._xla_client.ArrayCopySemantics.REUSE_INPUT] * len(layouts)
-        copy_shards = _compat._xla_client.batched_copy_array_to_devices_with_sharding
-        return lambda *arrays: copy_shards(arrays, devices, layouts, semantics)
+    copy_shards = _compat.copy_shards
+    if copy_shards is not None and all(map(_shard_by_shard, sources, layouts, avals)):
+        try:
+            devices = [layout._internal_device_list.addressable_device_list for layout in layouts]
+            return lambda *arrays: copy_shards(arrays, devices, layouts)
+        except AttributeError as error:
+            _compat.moved(str(error))
     return lambda *arrays: jax.device_put(list(arrays), layouts)
 
 
@@ -48,11 +51,6 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
         return False
     parts = [list(s.devices_indices_map(aval.shape).values()) for s in (source, layout)]
     return parts[0] == parts[1]
-
-
-explicit_transfers = (
-    _compat._config.explicit_device_put_scope if _compat._config is not None else contextlib.nullcontext
-)
 
 
 def shares_programs(devices: Iterable[jax.Device]) -> bool:
@@ -69,6 +67,21 @@ def shares_programs(devices: Iterable[jax.Device]) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
+def _else_none(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """None, and one warning, where parts within JAX's objects are not where they were."""
+
+    @functools.wraps(fn)
+    def tried(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except (AttributeError, KeyError, TypeError) as error:
+            _compat.moved(f"{fn.__name__}: {type(error).__name__}: {error}")
+            return None
+
+    return tried
+
+
+@_else_none
 def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     """All that determines the code of a program lowered for ``mesh``, except for its name and devices.
 
@@ -76,7 +89,7 @@ def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     as loading a program for the wrong devices ends the process. With a persistent compilation cache each submesh has
     its own entry there: XLA can't store again what it took from it.
     """
-    if _compat._compiler is None or (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):
+    if _compat.DeviceList is None or (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):
         return None
     lowering = lowered._lowering
     arguments = lowering.compile_args
@@ -91,17 +104,20 @@ def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types
 
 
+@_else_none
 def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Any:
     """The program of ``compiled`` as that of ``lowered`` on the devices of ``mesh``; None where that can't be had.
 
     Both have the same `program_text`, and their submeshes the same axes.
     """
-    unloaded = compiled._executable._unloaded_executable
+    if _compat.DeviceList is None:
+        return None
     devices = list(mesh.devices.flat)
     try:
-        device_list = _compat._xla_client.DeviceList(tuple(devices))
+        unloaded = compiled._executable._unloaded_executable
+        device_list = _compat.DeviceList(tuple(devices))
         code = unloaded.backend.serialize_executable(unloaded.xla_executable)
-        for_devices = _compat._compiler.get_compile_options(
+        for_devices = get_compile_options(
             num_replicas=1,
             num_partitions=len(devices),
             device_assignment=np.array(devices)[None],
@@ -140,8 +156,14 @@ def finished(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]
     small = [_less_than_byte(x.dtype) for x in jax.tree.leaves(lowered.args_info)]
     if mesh == _compat.auto(mesh) and not any(small):
         return compiled
-    if _compat._compiler is None:
-        return _OnMesh(jitted if any(small) else compiled, compiled, mesh)
+    return _relaid(compiled, lowered, mesh, small) or _OnMesh(jitted if any(small) else compiled, compiled, mesh)
+
+
+@_else_none
+def _relaid(compiled: Any, lowered: Any, mesh: Mesh, small: Sequence[bool]) -> Any:
+    """The executable itself with its results on ``mesh``, and no layouts of the arguments that are ``small``."""
+    if _compat.DeviceList is None:
+        return None
     unloaded = compiled._executable._unloaded_executable
     shardings = _relabelled(unloaded.output_shardings, mesh)
     layouts = [None if flag else x for flag, x in zip(small, unloaded.xla_in_layouts, strict=True)]
@@ -193,19 +215,15 @@ def compile_hlo(text: str, devices: Sequence[jax.Device]) -> Any:
     ValueError, RuntimeError
         Where XLA cannot read or compile it.
     """
-    if _compat._compiler is None or _compat._xla_client is None:
+    if _compat.DeviceList is None:
         raise MultiMeshError(
             f"HLO cannot be compiled with jax {jax.__version__} and its public API: use {_compat.SUPPORTED}"
         )
     hlo, mlir = importlib.import_module("jaxlib._hlo"), importlib.import_module("jaxlib._jax").mlir
     module = mlir.hlo_to_stablehlo(hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
     order = np.array([[device.id for device in devices]])
-    options = _compat._compiler.get_compile_options(
-        num_replicas=1, num_partitions=len(devices), device_assignment=order
-    )
+    options = get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=order)
     # Shardings are in the words of one partitioner or the other.
     options.executable_build_options.use_shardy_partitioner = "xla.sdy.sharding" in text
     client = devices[0].client
-    return client.compile_and_load(
-        module, _compat._xla_client.DeviceList(tuple(devices)), options
-    ).get_compiled_memory_stats()
+    return client.compile_and_load(module, _compat.DeviceList(tuple(devices)), options).get_compiled_memory_stats()

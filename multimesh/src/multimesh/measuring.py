@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from multimesh import _compat, _executables, clocks, distributed
+from multimesh import _compat, clocks, distributed
 from multimesh.forecast import Times, timed
 from multimesh.plan import Plan, Transfer
 from multimesh.project import Step, processes, steps
@@ -75,7 +75,7 @@ class Alone:
                 transfer = waited[number]
                 made = step.outs if transfer is None else transfer.outs
                 call = self._moves[number] if step.kernel is None else self._runner.compiled.programs[step.kernel]
-                with _executables.explicit_transfers():
+                with _compat.explicit_transfers():
                     results = call(*given)
                 del given
                 jax.block_until_ready(results)
@@ -174,7 +174,7 @@ class Together:
                         arriving.pop(slot).result()
                 given = [env[slot] for slot in ins]
                 start = clocks.now()
-                with _executables.explicit_transfers():
+                with _compat.explicit_transfers():
                     results = call(*given)
                 del given
                 if not moves:

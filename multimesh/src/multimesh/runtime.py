@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from multimesh import _compat, _executables, distributed, exchange, fingerprint
+from multimesh import _compat, distributed, exchange, fingerprint
 from multimesh.compiling import CompiledPlan, first_invalid
 from multimesh.errors import UsageError
 from multimesh.plan import Instruction, Plan
@@ -68,7 +68,7 @@ class Runner:
         env = self.staged(args)
         if self._aliases:
             self._check_buffers(env)
-        with _executables.explicit_transfers():
+        with _compat.explicit_transfers():
             for call, ins, outs, frees in self.steps:
                 try:
                     results = call(*[env[i] for i in ins])

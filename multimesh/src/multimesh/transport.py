@@ -98,7 +98,7 @@ class Transport:
     ) -> Call:
         """A function that puts its arguments, arrays of known ``sources``, onto other devices with layouts ``targets``.
 
-        Call it inside `_executables.explicit_transfers`.
+        Call it inside `_compat.explicit_transfers`.
         """
         others = {
             n: self._resharder(*case)
@@ -126,7 +126,7 @@ class Transport:
         cut = [n for n, (x, t) in enumerate(pairs) if isinstance(x, jax.Array) and needs_cutting(x.sharding, t, x)]
         rest = [n for n in range(len(pairs)) if n not in cut]
         found = dict(zip(rest, jax.device_put([values[n] for n in rest], [targets[n] for n in rest]), strict=True))
-        with _executables.explicit_transfers():
+        with _compat.explicit_transfers():
             found |= {n: self._resharder(values[n].sharding, targets[n], values[n])(values[n]) for n in cut}
         return [found[n] for n in range(len(pairs))]
 
