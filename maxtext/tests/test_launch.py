@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from multimesh_maxtext import memory
 from multimesh_maxtext.checkpoint import Beginning
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
@@ -90,13 +91,29 @@ def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, s
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("flag", ["--verify --gpus 1", "--use-tfds-dataset", "--device-memory 1GiB"])
+@pytest.mark.parametrize("flag", ["--verify --gpus 1", "--use-tfds-dataset"])
 def test_what_several_processes_cannot_do_is_refused(flag: str):
     """At once with all else that is wrong with the command line; a forecast is made by one process."""
     (found,) = find_alone(parse(["--nodes", "16", "--pp", "2", *flag.split()]))
     assert str(found).startswith(f"{flag.split()[0]} is for one process so far")
     assert not [*find_alone(parse(["--nodes", "16", "--pp", "2", *flag.split(), "--forecast"]))]
     assert not [*find_alone(parse(["--pp", "2", *flag.split()]))]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_every_process_knows_what_its_gpus_hold_and_all_choose_by_what_all_know(
+    job: Callable[[Sequence[str]], Job], paths: Paths, nodes: str
+):
+    def told(*flags: str) -> tuple[int | None, int]:
+        checked = job(["--nodes", nodes, "--gpus", "2", "--dp", nodes, "--pp", "2", *flags])
+        found = launch(checked, paths, inherited={}, gpu_memory=80_000, this=Member(0, int(nodes))).environment
+        handed = received(found)
+        assert handed
+        return memory.limit(checked, 80_000), handed.limit
+
+    assert told() == (60_000 * 2**20, 60_000 * 2**20 if nodes == "1" else 0)
+    assert told("--device-memory", "1GiB") == (2**30, 2**30)
+    assert told("--fbmem", "70") == (70_000 * 2**20, 70_000 * 2**20)
 
 
 @pytest.mark.parametrize(("flags", "below"), [("--dp 2", ""), ("--pp 2 --dump-hlo", "/xla")])

@@ -161,7 +161,7 @@ def launch(
     command = (paths.python, "-P", "-m", *trainer, str(base.resolve()), *arguments, *job.options.settings)
     variables = {**environment(job, paths, inherited=inherited, gpu_memory=gpu_memory), RUN: "1"}
     if job.options.staged:
-        variables |= handoff(job, paths, memory.limit(job, gpu_memory)).variables()
+        variables |= handoff(job, paths, _known_to_all(job, gpu_memory)).variables()
     variables |= this.variables() if this.count > 1 else {}
     if job.options.nodes > 1 and job.options.gpus:
         visible = [part for part in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
@@ -171,6 +171,11 @@ def launch(
     return Launch(command, variables, {**settings, **extra})
 
 
+def _known_to_all(job: Job, gpu_memory: int | None) -> int | None:
+    """Return the memory of a device where all processes of a job know the same: they must choose one schedule."""
+    return memory.limit(job, gpu_memory if job.options.nodes == 1 else None)
+
+
 def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
     """Return the process that forecasts a job: one, on CPU devices; it allocates nothing and reads no data."""
     changes: dict[str, Any] = {"checkpoint": None, "profile": False, "dump": None, "dump_only": False}
@@ -178,8 +183,11 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     changes |= {"nodes": 1, "gpus": 0, "cpus": job.devices}
     alone = replace(job, options=Options(**{**vars(job.options), **changes}))
     start = launch(alone, paths, inherited=inherited, gpu_memory=gpu_memory)
-    limit = memory.limit(job, gpu_memory)
-    asked = replace(handoff(alone, paths, limit), forecast=str(paths.forecast), platform=job.options.platform)
+    asked = replace(
+        handoff(alone, paths, _known_to_all(job, gpu_memory)),
+        forecast=str(paths.forecast),
+        platform=job.options.platform,
+    )
     command = (*start.command[:3], *FORESEE, *start.command[4:])
     return replace(start, command=command, environment={**start.environment, **asked.variables()})
 

@@ -59,7 +59,6 @@ _LAUNCHERS = (
 
 _STAGED_ALONE = {
     "use_tfds_dataset": "only processes of the first stage would know when the data ends; use --text or leave it out",
-    "device_memory": "one process forecasts for all devices; add --forecast to see it without training",
 }
 """Flags that only one process can honour so far where stages are programs of their own: why, and what to do."""
 

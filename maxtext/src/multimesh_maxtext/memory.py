@@ -88,7 +88,7 @@ def limit(job: Job, gpu_memory: int | None) -> int | None:
         gpu_memory = DEVICES[o.device].memory
     elif not o.gpus:
         return None
-    if not o.staged or (o.nodes > 1 and not o.forecast):
+    if not o.staged:
         return None
     if gpu_memory is None:
         return fbmem_mib(o.fbmem) * 2**20 if o.fbmem else None
