@@ -89,17 +89,20 @@ def take(offline: bool) -> Tuple[Python, str]:
     found = search()
     if found.taken:
         return found.taken, ""
-    passed = "".join(f"; {each.path} {each.fault}" for each in found.refused)
+    reasons = [f"{each.path} {each.fault}" for each in found.refused]
     try:
         if offline:
             raise Failure("--offline fetches none")
         return fetch(found.old), ""
     except Failure as failure:
+        why = "; ".join([*reasons, str(failure)])
         if found.old:
-            return found.old, f"found none from {dotted(PREFERRED)} on, and {failure}{passed}"
-        none = f"found no Python {dotted(OLDEST)} to {dotted(NEWEST)}, and"
-        remedy = "; install one, or name it with PYTHON=/path/to/python3"
-        raise Failure(f"{none} {failure}{passed}{remedy}") from failure
+            return found.old, f"found none from {dotted(PREFERRED)} on: {why}"
+        supported, remedy = (
+            f"{dotted(OLDEST)} to {dotted(NEWEST)}",
+            "install one, or name it with PYTHON=/path/to/python3",
+        )
+        raise Failure(f"no Python {supported} can be used: {why}; {remedy}") from failure
 
 
 def fetch(old: Optional[Python]) -> Python:

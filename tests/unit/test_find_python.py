@@ -122,7 +122,7 @@ def test_what_is_passed_over(machine: Path, version: str, said: dict[str, Any], 
     with pytest.raises(find_python.Failure) as failure:
         find_python.choose("", offline=True)
     assert str(failure.value) == (
-        f"found no Python 3.11 to 3.14, and --offline fetches none; {passed} {fault}; install one, or name it with "
+        f"no Python 3.11 to 3.14 can be used: {passed} {fault}; --offline fetches none; install one, or name it with "
         "PYTHON=/path/to/python3"
     )
 
@@ -134,7 +134,8 @@ def test_python_3_11_is_taken_in_need_and_says_why(machine: Path) -> None:
     chosen, remark = find_python.choose("", offline=True)
 
     assert str(chosen) == f"Python 3.11.2 (python3 on PATH: {python}), jax 0.10.2"
-    assert remark.startswith(f"found none from 3.12 on, and --offline fetches none; {bare} cannot make environments; ")
+    assert remark.startswith(f"found none from 3.12 on: {bare} cannot make environments; install its venv package")
+    assert remark.endswith("; --offline fetches none")
 
 
 def test_an_environment_keeps_its_python(machine: Path) -> None:

@@ -54,8 +54,8 @@ def test_where_github_is_out_of_reach(clone: Path, monkeypatch: pytest.MonkeyPat
         find_python.take(offline=False)
 
     assert str(failure.value) == (
-        "found no Python 3.11 to 3.14, and Python 3.13 could not be fetched (127.0.0.1:1: Connection refused (os error "
-        "111)); install one, or name it with PYTHON=/path/to/python3"
+        "no Python 3.11 to 3.14 can be used: Python 3.13 could not be fetched (127.0.0.1:1: Connection refused "
+        "(os error 111)); install one, or name it with PYTHON=/path/to/python3"
     )
     assert leftovers(clone) == set()
 
