@@ -12,7 +12,7 @@ from multimesh.errors import UsageError
 from multimesh.passes.fragment import Fragment, fragment
 from multimesh.passes.order import LoopOrder, order
 from multimesh.passes.recompute import send_less
-from multimesh.passes.stages import Pipeline, stages
+from multimesh.passes.stages import Pipeline, in_order, stages
 from multimesh.passes.unfuse import unfused, unfused_order
 from multimesh.schedules import Auto
 
@@ -80,11 +80,11 @@ def _cut(loop: ir.Loop, rows: set[ir.Value], options: Options) -> CutLoop:
     results |= {o for op in loop.ops for o in op.outs if o in rows}
     ops = send_less(loop.ops) if options.enable_recomputation else loop.ops
     fragments = fragment(ops, results, phased=True)
-    schedule = loop.mark.schedule
-    pipeline = stages(fragments, results, schedule)
+    schedule, along = loop.mark.schedule, in_order(loop.ops)
+    pipeline = stages(fragments, results, schedule, along)
     if isinstance(schedule, Auto) and not schedule.route and len(pipeline.submeshes) > 1:
         turned = _turned(schedule, len(pipeline.submeshes))
-        shape = stages(fragments, results, turned)
+        shape = stages(fragments, results, turned, along)
         if shape.complete and (shape.chunks < pipeline.chunks or not pipeline.complete):
             loop, pipeline = replace(loop, mark=replace(loop.mark, schedule=turned)), shape
     return CutLoop(loop, pipeline, frozenset(results))

@@ -12,8 +12,9 @@ scalars travel. Three things follow values differently:
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from jax.sharding import Mesh
 
@@ -21,8 +22,8 @@ from multimesh import _compat, ir
 from multimesh.passes.conditionals import split
 from multimesh.passes.owners import Owners, is_small, leading_to_tasks
 from multimesh.passes.primitives import known
+from multimesh.passes.settle import Node, settle
 from multimesh.passes.stages import position
-from multimesh.schedules import Schedule
 
 Homes = dict[ir.Value, Mesh]
 Roots = dict[ir.Value, Mesh]  # what a value is computed from, where it runs wherever it is read; else itself
@@ -82,14 +83,14 @@ class State:
 class Follower:
     """Walks operations in order and gives each a submesh: its task's, or that of most that it reads."""
 
-    def __init__(self, state: State, schedule: Schedule | None = None):
-        """``schedule`` is that of the loop whose body this is; None outside of loops."""
+    def __init__(self, state: State, route: Sequence[Mesh] = ()):
+        """``route`` has the submesh of each stage of the loop whose body this is; nothing outside of loops."""
         self.items: list[ir.Item] = []
         self.anchored: dict[int, Mesh] = {}
         self._state, self._owners, self._homes = state, state.owners, state.homes
-        self._loop = schedule is not None
-        order = state.owners.order
-        self._route = [list(order)[rank] for rank in (schedule or Schedule()).placement(len(order))]
+        self._route = tuple(route)
+        self._way = self._route or tuple(self._owners.order)
+        self._movable: set[int] = set()
         self._leading: set[ir.Value] = set()
         self._position: dict[ir.Value, int] = {}
         self._turned: set[ir.Value] = set()
@@ -98,7 +99,7 @@ class Follower:
 
     def run(self, items: Sequence[ir.Op]) -> Follower:
         """Place operations."""
-        self._leading = leading_to_tasks(items) if self._loop else set()
+        self._leading = leading_to_tasks(items) if self._route else set()
         self.expect(items)
         for op in items:
             self.follow(op)
@@ -127,6 +128,44 @@ class Follower:
         """What a result is called after barriers were split."""
         return self.renamed.get(atom, atom) if isinstance(atom, ir.Value) else atom
 
+    def settle(self, awaited: Iterable[ir.Value] = (), pulled: Mapping[ir.Value, Mesh] = MappingProxyType({})) -> None:
+        """Move what saves a stage or a transfer elsewhere; some values are ``pulled`` to a submesh when all is done."""
+        numbers: list[int] = []
+        nodes: list[Node] = []
+        for i, item in enumerate(self.items):
+            if isinstance(item, ir.Op):
+                made = [self._node(i, item)] if i in self.anchored else []
+            else:
+                made = list(self._parts(item))
+            nodes += made
+            numbers += [i] * len(made)
+        nodes += [Node({v: mesh}, (), mesh) for v, mesh in pulled.items()]
+        moved = settle(nodes, self._route, awaited)
+        for n, mesh in moved.items():
+            self.anchored[numbers[n]] = mesh
+            self._homes.update(dict.fromkeys(nodes[n].outs, mesh))
+        for roots in self._state.roots.values() if moved else ():
+            roots.update((v, self._homes[v]) for v in roots if v in self._homes)
+
+    def _node(self, i: int, op: ir.Op) -> Node:
+        reads = self._state.roots_of(op.reads)
+        movable = i in self._movable
+        staged = op.task is not None or movable or not self._owners.floating.issuperset(op.reads)
+        return Node(reads, op.outs, self.anchored[i], movable, staged, op.backward, op.after)
+
+    def _parts(self, loop: ir.Loop) -> Iterator[Node]:
+        """What a placed loop reads and makes on each submesh."""
+        reads: dict[Mesh, Roots] = collections.defaultdict(dict)
+        for op in loop.ops:
+            for v in map(self._owners.outside, op.reads):
+                if op.mesh is not None:
+                    reads[op.mesh] |= self._state.roots_of([v])
+        made: dict[Mesh, list[ir.Value]] = collections.defaultdict(list)
+        for o in loop.outs:
+            made[self._homes[o]].append(o)
+        for mesh in dict.fromkeys((*reads, *made)):
+            yield Node(reads[mesh], made[mesh], mesh)
+
     def _unmarked(self, op: ir.Op) -> None:
         floats = not op.effects and self._owners.floating.issuperset(op.reads)
         roots = self._state.roots_of(op.reads)
@@ -148,6 +187,7 @@ class Follower:
         elif op.prim.name == "cond" and not op.effects and len(set(roots.values())) > 1:
             self._conditional(op, roots)
         else:
+            self._movable.add(len(self.items))
             self._anchor(op, self._home(op, roots))
 
     def _conditional(self, op: ir.Op, roots: Roots) -> None:
@@ -160,6 +200,7 @@ class Follower:
             return self._home(replace(op, outs=(out,)), mine or roots)  # its own size and pull, not those of all
 
         for part, mesh in split(op, home):
+            self._movable.add(len(self.items))
             self._anchor(part, mesh)
 
     def _spreads(self, op: ir.Op, roots: Roots, floats: bool) -> bool:
@@ -184,9 +225,9 @@ class Follower:
         """In a loop, the roots that an operation may follow."""
         made = {v: mesh for v, mesh in roots.items() if v in self._position}
         heavy = any(not is_small(v) for v in roots if v not in made) and all(map(is_small, made))
-        if not self._loop or not made or heavy or (self._is_back(op) and self._leading.isdisjoint(op.outs)):
+        if not self._route or not made or heavy or (self._is_back(op) and self._leading.isdisjoint(op.outs)):
             return roots
-        base, count = self._base(op, made), len(self._owners.order)
+        base, count = self._base(op, made), len(set(self._route))
         return {v: m for v, m in made.items() if self._next(op, m, base) // count == base // count} or roots
 
     def _is_back(self, op: ir.Op) -> bool:
@@ -201,9 +242,9 @@ class Follower:
 
     def _next(self, op: ir.Op, mesh: Mesh, base: int) -> int:
         """First position of a submesh that is not before ``base``."""
-        if mesh not in self._owners.order:
+        if mesh not in self._way:
             return base
-        return position(self._route[::-1] if self._is_back(op) else self._route, mesh, base)
+        return position(self._way[::-1] if self._is_back(op) else self._way, mesh, base)
 
     def _float(self, op: ir.Op, roots: Roots) -> None:
         self.items.append(op)
@@ -233,6 +274,7 @@ class Follower:
         for mesh, pairs in groups.items():
             ins, outs = zip(*pairs, strict=True)
             others = tuple(v for v in known if self._homes[v] != mesh)
+            self._movable.add(len(self.items))
             self._anchor(replace(op, ins=tuple(ins), outs=tuple(outs), after=others), mesh)
 
 

@@ -19,6 +19,7 @@ from multimesh.passes.follow import Follower, Homes, State
 from multimesh.passes.loops import rename_loop
 from multimesh.passes.owners import Owners, all_ops, is_small
 from multimesh.passes.pieces import in_pieces
+from multimesh.passes.stages import in_order
 from multimesh.submesh import Placement
 
 Moved = dict[ir.Value, ir.Value]
@@ -87,6 +88,7 @@ def _placed(
             walked.items.append(_place_loop(loop, state, default, rows, moved))
     results = [walked.output(o) for o in program.outputs]
     wanted = {v: mesh for i, mesh in replaced.items() for v in ir.values([results[i]])}
+    walked.settle(pulled=wanted)
     items, outputs = _clone_floating(walked, state, tuple(results), wanted, default)
     homes = state.homes
     finals = list(outputs)
@@ -196,7 +198,9 @@ def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value],
     homes = state.homes
     loop = replace(loop, linked={k: moved.get(v, v) for k, v in loop.linked.items()})
     homes.update({inner: homes[row] for inner, row in loop.linked.items() if row in homes})
-    walked = Follower(state, loop.mark.schedule).run(loop.ops)
+    order = in_order(loop.ops) or tuple(state.owners.order)
+    walked = Follower(state, [order[rank] for rank in loop.mark.schedule.placement(len(order))]).run(loop.ops)
+    walked.settle(ir.values(map(walked.output, (c.leaf for c in loop.carries.values()))))
     given = [o for op in loop.ops for o in op.outs if o in rows]
     wanted = tuple(walked.output(a) for a in (*loop.leaves, *given))
     states = {walked.output(c.leaf) for c in loop.carries.values()}

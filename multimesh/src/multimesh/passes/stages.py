@@ -42,11 +42,17 @@ class Pipeline:
         return self.stages == len(self.submeshes) * self.chunks
 
 
-def stages(fragments: Sequence[Fragment], results: set[ir.Value], schedule: Schedule) -> Pipeline:
-    """Number the stages of a loop and make one fragment of each stage and phase."""
+def stages(
+    fragments: Sequence[Fragment], results: set[ir.Value], schedule: Schedule, order: Sequence[Mesh] = ()
+) -> Pipeline:
+    """Number the stages of a loop and make one fragment of each stage and phase.
+
+    Submeshes come in the given ``order``, then those without a task as they are met.
+    """
     forward = [f for f in fragments if f.phase == "F"]
     backward = [f for f in fragments if f.phase == "B"]
-    submeshes = tuple(dict.fromkeys(f.mesh for f in (*forward, *reversed(backward))))
+    met = dict.fromkeys(f.mesh for f in (*forward, *reversed(backward)))
+    submeshes = tuple(dict.fromkeys((*(mesh for mesh in order if mesh in met), *met)))
     route = [submeshes[rank] for rank in schedule.placement(len(submeshes))]
     ahead, behind = _along(forward, route), _along(backward, route[::-1])
     total = (max([0, *ahead, *behind]) // max(1, len(route)) + 1) * len(route)
@@ -69,6 +75,22 @@ def stages(fragments: Sequence[Fragment], results: set[ir.Value], schedule: Sche
         for (phase, stage), ops in ordered
     ]
     return Pipeline(submeshes, total // max(1, len(submeshes)), with_interfaces(made, results))
+
+
+def in_order(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:
+    """Submeshes of the tasks of a loop, in the order in which a microbatch comes to them; those without a forward last."""
+    found: dict[ir.Value, tuple[int, Mesh | None]] = {}
+    first: dict[Mesh, tuple[bool, int, int]] = {}
+    for n, op in enumerate(ops):
+        before = [found[v] for v in op.reads if v in found]
+        mesh = op.task.mesh if op.task is not None else None
+        level = max((at + (mesh not in (None, other) and other is not None) for at, other in before), default=0)
+        last = max(before, key=lambda each: each[0], default=(0, None))[1]
+        found.update((o, (level, mesh or last)) for o in op.outs)
+        if mesh is not None:
+            key = (op.backward, -level, -n) if op.backward else (False, level, n)
+            first[mesh] = min(first.get(mesh, key), key)
+    return tuple(sorted(first, key=lambda mesh: first[mesh]))
 
 
 def position(route: Sequence[object], mesh: object, first: int) -> int:
