@@ -6,9 +6,9 @@ then, for what only results of the loop read, any submesh. In straight code it i
 earlier place than what it reads. So there are as many stages as the tasks alone need. Of all such placements the one is
 wanted
 
-* that sends the fewest arrays, each once to a submesh; then the fewest scalars and keys;
-* then the fewest bytes;
-* then leaves the most operations where `follow` has put them, so that what ties stays.
+* that sends the fewest arrays in a loop, each once to a submesh; then the fewest scalars and keys; then bytes;
+* that sends the fewest bytes in straight code, where whole parameters are at stake; then arrays;
+* that then leaves the most operations where `follow` has put them, so that what ties stays.
 
 An expansion asks for one place which operations should all move there. The cheapest cut of a graph answers exactly
 (Boykov, Veksler and Zabih, "Fast approximate energy minimization via graph cuts", 2001). Expansions are repeated until
@@ -134,10 +134,12 @@ class _Problem:
             if any(self._nodes[n].movable for n in (*readers, *([self._maker[v]] if v in self._maker else ())))
             and not (is_small(v) and (not self._route or v not in self._maker))
         }
-        ties = len(self._nodes) + 1
-        nbytes = (sum(sent.values()) * len(self._late) + 1) * ties
-        scalars = (len(sent) * len(self._late) + 1) * nbytes
-        return {v: (nbytes if is_small(v) else scalars) + size * ties for v, size in sent.items()}
+        ties, most = len(self._nodes) + 1, len(self._late)
+        if not self._route:
+            return {v: (size * (len(sent) * most + 1) + 1) * ties for v, size in sent.items()}
+        scalar = (sum(sent.values()) * most + 1) * ties
+        array = scalar * (len(sent) * most + 1)
+        return {v: (scalar if is_small(v) else array) + size * ties for v, size in sent.items()}
 
     def starts(self) -> Iterator[_Places]:
         """Where `follow` has put everything, if tasks then have no further stages; where the last operand is."""

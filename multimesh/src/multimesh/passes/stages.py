@@ -78,7 +78,7 @@ def stages(
 
 
 def in_order(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:
-    """Submeshes of the tasks of a loop, in the order in which a microbatch comes to them; those without a forward last."""
+    """Submeshes of the tasks of a loop, as a microbatch comes to them; those without a forward last."""
     found: dict[ir.Value, tuple[int, Mesh | None]] = {}
     first: dict[Mesh, tuple[bool, int, int]] = {}
     for n, op in enumerate(ops):

@@ -1,0 +1,201 @@
+"""Operations outside of tasks add no stage and no transfer: against all placements of them, on small programs."""
+
+import collections
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from multimesh.passes.cutting import SINK, SOURCE, Cut
+from multimesh.passes.fragment import fragment
+from multimesh.passes.owners import is_small
+from multimesh.passes.place import place
+from multimesh.passes.stages import in_order, stages
+from programs import loops, ones, separated
+
+import multimesh as mm
+from multimesh import ir
+
+WIDTH = 8
+MESHES = tuple(Mesh(np.array([d]), ("data",)) for d in jax.devices()[:5])
+
+
+def on(stage, fn):
+    return mm.task(fn, f"stage{stage}", mesh=MESHES[stage])
+
+
+AFTER = {  # what stands behind all stages: of what each stage made, h
+    "nothing": lambda h, w: h[-1],
+    "product with a skip": lambda h, w: h[0] * h[-1],
+    "mean of a skip": lambda h, w: h[-1] - h[0].mean(),
+    "several from a skip": lambda h, w: jnp.sin(h[0]) * h[-1],
+    "sum of all": lambda h, w: sum(h[1:], h[0]),
+    "a parameter": lambda h, w: h[-1] * (1 + w[0].sum()),
+    "scale by a scalar": lambda h, w: h[-1] * h[0].sum(),
+}
+BEFORE = {  # what stands before the last stage
+    "cast of the batch": lambda h, x: 2 * (h[-1] if h else x),
+    "skip into the last": lambda h, x: h[-1] + h[0] if len(h) > 1 else h[-1],
+    "skip of a batch": lambda h, x: h[-1] + jnp.cos(x),
+}
+
+
+def program(where, count):
+    def loss(w, x):
+        h = []
+        for s in range(count):
+            y = h[-1] if h else x
+            if where in BEFORE and s == count - 1:
+                y = BEFORE[where](h, x)
+            h.append(on(s, lambda w, y: jnp.tanh(y @ w))(w[s], y))
+        y = AFTER.get(where, AFTER["nothing"])(h, w)
+        extra = sum((v**2).mean() for v in h) if where == "auxiliary losses" else 0
+        return (y**2).sum() + extra
+
+    return loss
+
+
+MODES = {"forward": lambda f: f, "grad": jax.grad, "checkpoint": lambda f: jax.grad(jax.checkpoint(f))}
+ALL = (*AFTER, *BEFORE, "auxiliary losses")
+
+
+class Found:
+    """Operations that have a place, what each reads, and where the tasks' arguments are."""
+
+    def __init__(self, program, loop):
+        ops = loop.ops if loop is not None else tuple(program.items)
+        self.results = set(ir.values(loop.leaves if loop is not None else program.outputs))
+        self.schedule = loop.mark.schedule if loop is not None else None
+        data = set(loop.slices) if loop is not None else {program.inputs[-1]}
+        made = {o: op for op in ops for o in op.outs}
+        floating = set()
+        for op in ops:
+            if op.task is None and all(v not in made or v in floating for v in op.reads):
+                floating.update(op.outs)
+        self.ops = [op for op in ops if op.task is not None or not floating.issuperset(op.outs)]
+        roots = collections.defaultdict(set)
+        for op in ops:
+            for v in op.reads:
+                own = roots[v] if v in floating else {v}
+                for o in op.outs:
+                    roots[o] |= own if o in floating else set()
+        self.reads = [{r for v in op.reads for r in (roots[v] if v in floating else {v})} - data for op in self.ops]
+        self.home = {}
+        for op, reads in zip(self.ops, self.reads, strict=True):
+            self.home |= {v: op.mesh for v in reads if v not in made and op.task is not None}
+        self.moving = [n for n, op in enumerate(self.ops) if op.task is None]
+
+    def placed(self, meshes):
+        ops = list(self.ops)
+        for n, mesh in zip(self.moving, meshes, strict=True):
+            ops[n] = replace(ops[n], mesh=mesh)
+        return ops
+
+    def sent(self, meshes):
+        """How many arrays, and how many scalars; bytes of arrays first in straight code."""
+        ops = self.placed(meshes)
+        home = self.home | {o: op.mesh for op in ops for o in op.outs}
+        crossing = {
+            (v, op.mesh)
+            for op, reads in zip(ops, self.reads, strict=True)
+            for v in reads
+            if home.get(v, op.mesh) != op.mesh and not (is_small(v) and v in self.home)
+        }
+        scalars = sum(is_small(v) for v, _ in crossing)
+        if self.schedule is None:
+            arrays = [v.nbytes for v, _ in crossing if not is_small(v)]
+            return sum(arrays), len(arrays)
+        return len(crossing) - scalars, scalars
+
+    def stages(self, meshes):
+        if self.schedule is None:
+            return 0
+        ops = self.placed(meshes)
+        parts = fragment(ops, self.results, phased=True)
+        made = stages(parts, self.results, self.schedule, in_order(ops))
+        return made.chunks * len(made.submeshes)
+
+
+def found(where, count, mode, loop):
+    fn = MODES[mode](program(where, count))
+    if loop:
+        fn = mm.microbatch(fn, argnum=1, size=2)
+    made, _ = place(separated(fn, [ones(WIDTH, WIDTH)] * count, ones(4, WIDTH)))
+    return Found(made, loops(made)[0] if loop else None)
+
+
+def check(where, count, mode, loop):
+    case = found(where, count, mode, loop)
+    own = [case.ops[n].mesh for n in case.moving]
+    least, sent = case.stages(own), case.sent(own)
+    if loop and mode != "checkpoint":
+        assert least == count
+    for meshes in itertools.product(MESHES[:count], repeat=len(case.moving)):
+        cheaper = case.sent(meshes) < sent
+        if cheaper or least > count:
+            better = (case.stages(meshes), case.sent(meshes)) < (least, sent)
+            assert not better, [f"{case.ops[n]} -> {mesh}" for n, mesh in zip(case.moving, meshes, strict=True)]
+
+
+@pytest.mark.parametrize("loop", [True, False], ids=["loop", "straight"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ALL)
+def test_no_placement_of_two_stages_is_better(where, mode, loop):
+    check(where, 2, mode, loop)
+
+
+FEW = [where for where in ALL if where != "auxiliary losses"]  # whose placements can be counted
+
+
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("where", FEW)
+def test_no_placement_of_a_forward_is_better(where, count):
+    check(where, count, "forward", True)
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("where", FEW)
+def test_no_placement_of_a_gradient_of_three_stages_is_better(where):
+    check(where, 3, "grad", True)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("where", ALL)
+def test_no_operation_outside_tasks_adds_a_stage(where, count):
+    for mode in ("forward", "grad"):
+        case = found(where, count, mode, True)
+        assert case.stages([case.ops[n].mesh for n in case.moving]) == count
+        step = mm.microbatch(MODES[mode](program(where, count)), argnum=1, size=2, schedule="zb-h1")
+        mm.jit(step).plan([ones(WIDTH, WIDTH)] * count, ones(4, WIDTH))  # which is refused with more stages
+
+
+def test_the_cheapest_cut():
+    """By hand: 3 and 2 leave the source, 1 and 4 reach the sink, and 2 go across."""
+    cut = Cut()
+    for source, sink, cost in ((SOURCE, "a", 3), (SOURCE, "b", 2), ("a", "b", 2), ("a", SINK, 1), ("b", SINK, 10**30)):
+        cut.pay(source, sink, cost)
+    assert cut.sink_side() == {"b", SINK}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_task_outside_of_the_loop_does_not_change_the_loop(stage):
+    """The order of a pipeline is that of its own tasks."""
+
+    def told(outside):
+        def step(w, x):
+            grads = mm.microbatch(jax.grad(program("product with a skip", 2)), argnum=1, size=2)(w, x)
+            return grads, on(stage, jnp.sin)(x[0]).sum() if outside else None
+
+        def first(w, x):
+            other = on(stage, jnp.sin)(x[0]).sum() if outside else None
+            return mm.microbatch(jax.grad(program("product with a skip", 2)), argnum=1, size=2)(w, x), other
+
+        args = [ones(WIDTH, WIDTH)] * 2, ones(4, WIDTH)
+        for fn in (step, first):
+            loop = [i for i in mm.jit(fn).plan(*args).instructions if i.microbatch is not None]
+            yield [(i.kind, i.phase, i.microbatch) for i in loop]
+
+    assert list(told(outside=True)) == list(told(outside=False))
