@@ -73,8 +73,9 @@ class Found:
         made = {o: op for op in ops for o in op.outs}
         floating = set()
         for op in ops:
-            if op.task is None and all(v not in made or v in floating for v in op.reads):
-                floating.update(op.outs)
+            size, largest = (max((v.aval.size for v in values), default=0) for values in (op.outs, op.reads))
+            if op.task is None and size >= largest and all(v not in made or v in floating for v in op.reads):
+                floating.update(op.outs)  # made again where it is read; what is smaller (a sum) is made once
         self.ops = [op for op in ops if op.task is not None or not floating.issuperset(op.outs)]
         roots = collections.defaultdict(set)
         for op in ops:
