@@ -113,7 +113,8 @@ DEFAULTS = {
 
 BESIDE = {
     "output folder": ("`logs` in the working folder", "a fresh temporary folder, or `--output`"),
-    "TensorBoard": ("on", "off; `enable_tensorboard=true` turns it on"),
+    "TensorBoard": ("on", "off; `pip install tensorboardX` and `enable_tensorboard=true` turn it on"),
+    "gradient clipping": ("none (`gradient_clipping_threshold=0.0`)", "MaxText's: to a norm of 1.0"),
     "`--dump-only`": ("one CPU device, without parallelism", "all devices of the job, compiled but not run"),
     "`--dump`": ("XLA's programs", "the plan of a pipeline, with `--dump-hlo` XLA's programs too; else these"),
     "`XLA_FLAGS` in the environment": ("win over all flags", "win over defaults; flags that are given win over them"),

@@ -110,6 +110,9 @@ def test_every_flag_is_declared_with_help():
         ("--ep 2", r"--ep 2 does not divide the experts \(1\); change --ep or num_experts="),
         ("--tp 4 --model-name gemma4-26b", r"global layers \(2\); change --tp or global_num_kv_heads="),
         ("--model-name olmo3-7b --num-layers 6", r"scan over 4 of them; use --num-layers 8 or --no-scan-layers"),
+        ("vocab_size=0", r"vocab_size=0: it is a size, a whole number of at least 1"),
+        ("--pp 2 base_num_kv_heads=-4", r"base_num_kv_heads=-4: it is a size"),
+        ("head_dim=0", r"head_dim=0: it is a size"),
         ("--tp 4 vocab_size=254", r"--tp 4 does not divide the vocabulary \(254\); change --tp or vocab_size="),
         (
             "--tp 2 --sequence-parallel --sequence-length 127",
@@ -288,11 +291,12 @@ def test_a_schedule_that_does_not_fit_is_refused(job: Callable[[Sequence[str]], 
         ("--gpus 2 --nodes 2 --spawn", [80_000] * 3, r"--gpus 2 for each of 2 processes, but 3 GPUs can be seen here"),
         ("--gpus 2", [80_000] * 2, r"--gpus 2: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12"),
         ("--use-tfds-dataset", None, r"pip install tensorflow-datasets, or use --text"),
+        ("enable_tensorboard=true", None, r"enable_tensorboard=true needs a package: pip install tensorboardX"),
     ],
 )
 def test_what_the_machine_lacks_is_named(argv: str, visible: list[int] | None, message: str):
     with pytest.raises(MissingPartError, match=message) as raised:
-        check_machine(parse(argv.split()), gpu_memory=visible, has_plugin=False, has_tfds=False)
+        check_machine(parse(argv.split()), gpu_memory=visible, has_plugin=False, has_tfds=False, has_tensorboard=False)
     assert raised.value.exit_code == 4
 
 

@@ -15,6 +15,7 @@ import multimesh
 from multimesh_maxtext.errors import FileError, LauncherError, MissingPartError, UnsupportedError, UsageError
 from multimesh_maxtext.model import Model
 from multimesh_maxtext.options import Options
+from multimesh_maxtext.settings import read_values
 from multimesh_maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
 
 MULTIMESH_ONLY = {
@@ -408,7 +409,14 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
             )
 
 
-def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plugin: bool, has_tfds: bool) -> None:
+def check_machine(
+    options: Options,
+    *,
+    gpu_memory: Sequence[int] | None,
+    has_plugin: bool,
+    has_tfds: bool,
+    has_tensorboard: bool,
+) -> None:
     """Raise for what this machine lacks.
 
     Parameters
@@ -419,6 +427,8 @@ def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plu
         Whether JAX has its plugin for CUDA: without it JAX runs on the CPU, and only warns.
     has_tfds
         Whether tensorflow-datasets is installed.
+    has_tensorboard
+        Whether tensorboardX is installed, without which MaxText writes nothing for TensorBoard, and only logs that.
     """
     visible = len(gpu_memory or ())
     processes = options.nodes if options.spawn else 1
@@ -432,3 +442,5 @@ def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plu
         raise MissingPartError(f"--gpus {options.gpus}: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12")
     if options.use_tfds_dataset and not has_tfds:
         raise MissingPartError("--use-tfds-dataset needs a package: pip install tensorflow-datasets, or use --text")
+    if read_values(options.settings).get("enable_tensorboard") in (True, "true", "True") and not has_tensorboard:
+        raise MissingPartError("enable_tensorboard=true needs a package: pip install tensorboardX, or leave it out")

@@ -132,6 +132,9 @@ def describe_model(options: Options, package: Path) -> Model:
             f"--maxtext-config {base_file}: it has no {', '.join(missing)}; begin it with base_config: base.yml, or "
             f"add {missing[0]}=VALUE"
         )
+    for key in (*_SIZES, "head_dim", "num_experts"):
+        if not str(sizes.get(key, 1)).isdecimal() or int(sizes.get(key, 1)) < 1:
+            raise UsageError(f"{key}={sizes[key]}: it is a size, a whole number of at least 1")
     return Model(
         layers=int(sizes["base_num_decoder_layers"]),
         embedding=int(sizes["base_emb_dim"]),
