@@ -127,3 +127,36 @@ def test_a_gradient_inside_a_task_is_part_of_its_forward(schedule):
     weights, loss = v_shaped(lambda w, x: jnp.tanh(x @ w) + jax.grad(lambda y: (jnp.sin(y) @ w).sum())(x))
     loop = mm.microbatch(jax.value_and_grad(loss), size=2, argnum=1, schedule=schedule)
     assert_same(mm.jit(loop)(weights, X), jax.jit(loop)(weights, X))
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "around the loop"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+def test_a_checkpoint_around_all_stages_is_cut_at_the_borders_between_submeshes(schedule, where):
+    """The backward pass of a stage repeats that stage from what it was sent: there are no more stages than tasks."""
+    weights, loss = v_shaped(lambda w, x: jnp.tanh(x @ w))
+
+    def step(weights, x):
+        kept = loss if where == "around the loop" else jax.checkpoint(loss)
+        if where == "inside":
+            return mm.microbatch(jax.value_and_grad(kept), size=2, argnum=1, schedule=schedule)(weights, x)
+        loop = mm.microbatch(kept, size=2, argnum=1, schedule=schedule)
+        return jax.value_and_grad(jax.checkpoint(loop) if where == "around the loop" else loop)(weights, x)
+
+    f = mm.jit(step)
+    assert_same(f(weights, X), jax.jit(step)(weights, X))
+    if where != "around the loop":
+        assert {s.stage for s in f.plan(weights, X).instructions if s.kind == "RUN"} <= {None, 0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_state_that_two_stages_of_a_v_share_is_refused_with_its_cause(schedule):
+    weights, _ = v_shaped(None)
+
+    def body(weights, x, state):
+        for k, w in enumerate(weights):
+            x = mm.task(lambda w, x, s: jnp.tanh(x @ w) * s, f"s{k}", mesh=MESHES[min(k, 3 - k)])(w, x, state)
+        return state + x.mean(), x.sum()
+
+    loop = mm.microbatch(body, size=2, argnum=1, carry=2, schedule=schedule)
+    with pytest.raises(mm.UsageError, match=r"reads the state in carry=, before .* has updated it"):
+        mm.jit(loop).plan(weights, X, np.float32(1))

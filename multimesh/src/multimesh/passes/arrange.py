@@ -12,6 +12,7 @@ from multimesh.errors import UsageError
 from multimesh.passes.fragment import Fragment, fragment
 from multimesh.passes.order import LoopOrder, order
 from multimesh.passes.recompute import send_less
+from multimesh.passes.repeats import cut_repeats
 from multimesh.passes.stages import Pipeline, in_order, stages
 from multimesh.passes.unfuse import unfused, unfused_order
 from multimesh.schedules import Auto
@@ -71,14 +72,15 @@ def cut(program: ir.Program, options: Options | None = None) -> tuple[Segment | 
         results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
         parts.append(Segment(fragment(ops, results, phased=False), frozenset(results)))
         if epoch < len(loops):
-            parts.append(_cut(loops[epoch], rows, options))
+            parts.append(_cut(program, loops[epoch], rows, options))
     return tuple(parts)
 
 
-def _cut(loop: ir.Loop, rows: set[ir.Value], options: Options) -> CutLoop:
+def _cut(program: ir.Program, loop: ir.Loop, rows: set[ir.Value], options: Options) -> CutLoop:
     results = set(ir.values(loop.leaves))
     results |= {o for op in loop.ops for o in op.outs if o in rows}
-    ops = send_less(loop.ops) if options.enable_recomputation else loop.ops
+    ops = cut_repeats(program, loop)
+    ops = send_less(ops) if options.enable_recomputation else ops
     fragments = fragment(ops, results, phased=True)
     schedule, along = loop.mark.schedule, in_order(loop.ops)
     pipeline = stages(fragments, results, schedule, along)

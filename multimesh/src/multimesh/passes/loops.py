@@ -128,14 +128,13 @@ def fuse(program: ir.Program) -> ir.Program:
     program = _without_passed(program)
     items = list(program.items)
     for second in [i for i in items if isinstance(i, ir.Loop)]:
-        for first in items if second in items else ():
-            if first is second:
-                break
-            if isinstance(first, ir.Loop) and first.uid == second.uid and _can_fuse(first, second, items):
-                items[items.index(second)] = _fused(first, second)
-                items.remove(first)
-                items = _topological(items)
-                break
+        before = items[: items.index(second)] if second in items else []
+        firsts = [i for i in before if isinstance(i, ir.Loop) and i.uid == second.uid and _can_fuse(i, second, items)]
+        if firsts:
+            first = next((i for i in firsts if _reads_rows(second, i)), firsts[0])
+            items[items.index(second)] = _fused(first, second)
+            items.remove(first)
+            items = _topological(items)
     return replace(program, items=tuple(ir.live(items, program.outputs)))
 
 
@@ -152,8 +151,12 @@ def _without_passed(program: ir.Program) -> ir.Program:
 
 
 def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool:
-    """Whether ``second`` depends on ``first`` only row by row; ``items`` are in topological order."""
-    if not any(outer in first.stacks for outer in second.slices.values()):
+    """Whether ``second`` depends on ``first`` only row by row; ``items`` are in topological order.
+
+    Under `jax.checkpoint` it may read no row that ``first`` made, but those that both are given.
+    """
+    again = second.backward and not first.backward and not set(first.slices.values()).isdisjoint(second.slices.values())
+    if not again and not _reads_rows(second, first):
         return False
     tainted = set(first.outs)
     for item in items[items.index(first) + 1 : items.index(second)]:
@@ -164,6 +167,10 @@ def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool
     reads += [s.init for s in second.sums if isinstance(s.init, ir.Value)]
     reads += [c.init for c in second.carries.values() if isinstance(c.init, ir.Value)]
     return not any(v in tainted for v in reads)
+
+
+def _reads_rows(second: ir.Loop, first: ir.Loop) -> bool:
+    return any(outer in first.stacks for outer in second.slices.values())
 
 
 def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
