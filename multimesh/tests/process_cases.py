@@ -326,25 +326,11 @@ def disagreement() -> None:
 
 def graphs(first: str, count: str) -> None:
     """Random graphs of operations over random submeshes."""
-    import random
-
-    import test_random_graphs as found
+    import graphs as drawn
 
     for seed in range(int(first), int(first) + int(count)):
-        rng = random.Random(seed)
-        total = jax.device_count()
-        sizes = [rng.choice([n for n in (1, 2, 4) if n <= total]) for _ in range(rng.randint(1, 3))]
-        starts = tuple((rng.randint(0, total - n), n) for n in sizes)
-        nodes = []
-        for k in range(rng.randint(2, 7)):
-            submesh = rng.choice([None, *range(len(sizes))])
-            left, right = (rng.randint(0, found.INPUTS + k - 1) for _ in range(2))
-            nodes.append(found.Node(rng.choice(sorted(found.OPERATIONS)), left, right, submesh))
-        nodes[-1] = found.dataclasses.replace(nodes[-1], submesh=rng.randrange(len(sizes)))
-        last = found.INPUTS + len(nodes) - 1
-        outputs = tuple(rng.randint(0, last) for _ in range(rng.randint(1, 3)))
-        graph = found.Graph(starts, tuple(nodes), (*outputs, last))
-        args = found.inputs()
+        graph = drawn.graph(seed, jax.device_count())
+        args = drawn.inputs()
 
         def loss(*a: Any, graph: Any = graph, tasks: bool = True) -> Any:
             return sum(jnp.square(y).mean() for y in graph.run(a, tasks))

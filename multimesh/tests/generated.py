@@ -1,0 +1,391 @@
+"""Programs from seeds: pipelines over microbatches with all that a body may return, and the same in plain JAX.
+
+``program(seed)`` draws one; ``check(program)`` compares its results under `multimesh.jit` with those of `jax.jit` of a
+Python loop, and asserts on which submesh each of them lies. Data of all types but float32 and complex64 are small
+integers, so that no order of additions changes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from pipelines import assert_same
+
+import multimesh as mm
+
+WIDTH = 4
+SMOOTH = ("float32", "complex64")
+EXACT = ("bfloat16", "float16", "int8", "int16", "int32", "uint8", "uint32", "bool")
+GRADIENTS = ("none", "inside", "outside")
+ONE_STAGE = ("zb-h1", "zb-h2")
+V_SHAPES = ("zb-v", "dualpipe-v")
+LAYERS = ("product", "shift", "residual", "scan", "choose")
+BETWEEN = ("none", "none", "scale", "add weak", "cast", "centre")
+RESULTS = ("sum", "rows", "statistic", "literal", "identity", "plus zero", "slice", "split", "outside", "data", "again")
+Placed = Callable[[int, Callable[..., Any], str], Callable[..., Any]]  # (stage, function, name) to a task, or itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One result of an iteration: what it is, the stage that gives it, and how iterations are put together."""
+
+    kind: str
+    stage: int
+    how: str  # sum, mean or stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A pipeline. ``layers`` and ``between`` have an entry for each stage; ``weights`` says whose weight it reads."""
+
+    seed: int
+    dtype: str
+    submeshes: tuple[int, ...]  # devices of each
+    schedule: str
+    layers: tuple[str, ...]
+    between: tuple[str, ...]
+    weights: tuple[int, ...]
+    skips: tuple[tuple[int, int], ...]  # from stage to stage, inside tasks
+    results: tuple[Result, ...]
+    gradient: str
+    value: bool
+    aux: bool
+    checkpoint: str  # none, stage or model
+    carry: int | None  # the stage that reads and replaces a state
+    read: bool  # whether the state is read
+    key: int | None  # the stage that draws random numbers
+    inner: bool  # a gradient inside of the first task
+    count: int
+    rows: int
+
+    @property
+    def stages(self) -> int:
+        """Number of tasks of the pipeline."""
+        return len(self.layers)
+
+    def meshes(self) -> list[Mesh]:
+        """Disjoint submeshes."""
+        starts = np.cumsum([0, *self.submeshes])
+        return [Mesh(np.array(jax.devices()[a:b]), ("data",)) for a, b in itertools.pairwise(starts)]
+
+    def submesh(self, stage: int) -> int:
+        """Number of the submesh of a stage."""
+        p = len(self.submeshes)
+        return min(stage, 2 * p - 1 - stage) if self.schedule in V_SHAPES else stage % p
+
+
+def program(seed: int) -> Program:
+    """Draw a program."""
+    rng = np.random.default_rng(seed)
+
+    def choose(options: Sequence[Any]) -> Any:
+        return options[int(rng.integers(len(options)))]
+
+    def maybe(share: float) -> bool:
+        return bool(rng.random() < share)
+
+    schedule = choose(mm.schedules.names())
+    p = 2 if schedule in V_SHAPES else choose((1, 2, 2, 3))
+    rounds = 2 if schedule in V_SHAPES else 1 if schedule in ONE_STAGE else choose((1, 1, 2))
+    stages = p * rounds
+    dtype = choose(SMOOTH[:1] * 6 + SMOOTH[1:] + EXACT)
+    gradient = choose(GRADIENTS) if dtype in (*SMOOTH[:1], "bfloat16", "float16") else "none"
+    weights = list(range(stages))
+    if stages > 1 and maybe(0.2):
+        weights[-1] = 0  # tied
+    carry = int(rng.integers(stages)) if gradient != "outside" and maybe(0.3) else None
+    kinds = [choose(RESULTS) for _ in range(choose((1, 2, 3)))]
+    results = [Result("sum", stages - 1, choose(("sum", "mean", "stack")))]
+    results += [Result(kind, int(rng.integers(stages)), choose(("sum", "mean", "stack"))) for kind in kinds]
+    skip = stages > 2 and dtype != "bfloat16" and maybe(0.3)
+    layers = LAYERS if dtype != "bfloat16" else LAYERS[:2]  # of which whole numbers remain so small that it has them
+    checkpoint = choose(("none", "none", "stage", "model"))
+    return Program(
+        seed,
+        dtype,
+        tuple(choose((1, 1, 2)) for _ in range(p)),
+        schedule,
+        tuple(choose(layers) for _ in range(stages)),
+        (*(choose(BETWEEN) for _ in range(stages - 1)), "none"),
+        tuple(weights),
+        ((0, stages - 1),) if skip else (),
+        tuple(results),
+        gradient,
+        maybe(0.5),
+        maybe(0.5) or checkpoint == "model",  # else nothing needs the forward pass but what repeats it
+        checkpoint,
+        carry,
+        maybe(0.7),
+        int(rng.integers(stages)) if dtype == "float32" and maybe(0.2) else None,
+        dtype == "float32" and maybe(0.15),
+        choose((2, 4)) if p < 3 else 4,
+        2,
+    )
+
+
+def data(given: Program) -> tuple[Any, ...]:
+    """Weights, rows, a constant, a state and a key."""
+    rng = np.random.default_rng(given.seed + 10**6)
+    dtype = jnp.dtype(given.dtype)
+
+    def array(*shape: int) -> np.ndarray:
+        if given.dtype == "float32":
+            return rng.normal(size=shape).astype(dtype)
+        if given.dtype == "complex64":
+            return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(dtype)
+        return rng.integers(0, 2, shape).astype(dtype)
+
+    weights = [array(WIDTH, WIDTH) for _ in range(given.stages)]
+    return weights, array(given.count * given.rows, WIDTH), array(WIDTH), array(WIDTH), jax.random.key(given.seed)
+
+
+def _layer(given: Program, stage: int) -> Callable[..., Any]:
+    """``(weight, rows, extra arrays) -> rows`` of a stage; keeps integers small."""
+    kind, logical = given.layers[stage], given.dtype == "bool"
+
+    def bounded(x: Any) -> Any:
+        if logical or given.dtype in SMOOTH:
+            return jnp.tanh(x) if given.dtype in SMOOTH else x
+        return jnp.where(x > 2, x - 2, x)
+
+    def product(w: Any, x: Any) -> Any:
+        return x ^ w[0] if logical else (x @ w).astype(x.dtype)
+
+    def layer(w: Any, x: Any) -> Any:
+        if kind == "product":
+            return bounded(product(w, x))
+        if kind == "shift":
+            return bounded(x + w[0]) if not logical else x | w[0]
+        if kind == "residual":
+            return x + bounded(product(w, x)) if not logical else x & ~w[1]
+        if kind == "scan":
+            return jax.lax.scan(lambda c, row: (bounded(product(w, c)), row[0]), x, w[:2])[0]
+        return jnp.where(w[0] == w[1], x, bounded(product(w, x)))
+
+    def with_inner(w: Any, x: Any) -> Any:
+        inner = jax.grad(lambda y: jnp.sum(jnp.sin(y) @ w))(x) if given.inner and stage == 0 else 0
+        return layer(w, x) + inner if given.inner and stage == 0 else layer(w, x)
+
+    return jax.checkpoint(with_inner) if given.checkpoint == "stage" else with_inner
+
+
+def _between(kind: str, x: Any) -> Any:
+    """What is done outside of tasks, between two of them."""
+    if kind == "none" or x.dtype == bool:
+        return x
+    if kind == "scale":
+        return 2 * x if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    if kind == "add weak":
+        return x + 1
+    if kind == "cast":
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+    return x - x[:1]
+
+
+def body(given: Program, placed: Placed) -> Callable[..., Any]:
+    """``(weights, rows, constant, state, key, number) -> (last rows, state, results)`` of an iteration."""
+
+    def pipeline(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
+        made: list[Any] = []
+        extra: list[dict[str, Any]] = []
+        for stage in range(given.stages):
+            asked = {r.kind for r in given.results if r.stage == stage}
+            skip = [made[a] for a, b in given.skips if b == stage]
+
+            def run(w: Any, x: Any, c: Any, state: Any, key: Any, skip: Any, stage=stage, asked=asked) -> Any:
+                y = _layer(given, stage)(w, x)
+                for other in skip:
+                    y = (y ^ other) if y.dtype == bool else y + other
+                if given.key == stage:
+                    y = y + jax.random.normal(key, y.shape, y.dtype)
+                more: dict[str, Any] = {}
+                if "statistic" in asked:
+                    more["statistic"] = y.any(0) if y.dtype == bool else y.sum(0, dtype=y.dtype)
+                if "literal" in asked:
+                    more["literal"] = 3.0 if y.dtype != bool else True
+                if "identity" in asked:
+                    more["identity"] = c
+                if "plus zero" in asked:
+                    more["plus zero"] = c if y.dtype == bool else jnp.zeros_like(c) + c
+                if given.carry == stage:
+                    fresh = y[0] if y.dtype == bool else y.sum(0, dtype=y.dtype)
+                    read = state if given.read else jnp.zeros_like(state)
+                    more["state"] = (fresh ^ read) if y.dtype == bool else (fresh + read).astype(state.dtype)
+                return y, more
+
+            x, more = placed(stage, run, f"stage{stage}")(
+                weights[given.weights[stage]], x, c, state, key if given.key == stage else None, skip
+            )
+            made.append(x)
+            extra.append(more)
+            x = _between(given.between[stage], x)
+        return x, extra
+
+    def iteration(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
+        key = jax.random.fold_in(key, number) if given.key is not None else None
+        run = jax.checkpoint(pipeline) if given.checkpoint == "model" else pipeline
+        y, extra = run(weights, x, c, state, key)
+        results: list[Any] = []
+        for r in given.results:
+            if r.kind == "sum":
+                results.append(y[0] if y.dtype == bool else y.sum(0, dtype=y.dtype))
+            elif r.kind in extra[r.stage]:
+                results.append(extra[r.stage][r.kind])
+            else:
+                outside = {
+                    "rows": lambda: y,
+                    "slice": lambda: c[:1],
+                    "split": lambda: jnp.split(c, 2)[1],
+                    "outside": lambda: ~c if c.dtype == bool else c + c,
+                    "data": lambda: x,
+                    "again": lambda: results[-1],
+                }
+                results.append(outside[r.kind]())
+        new = extra[given.carry]["state"] if given.carry is not None else state
+        return y, new, results
+
+    return iteration
+
+
+def ways(given: Program) -> list[str]:
+    """How the results of iterations are put together, where their type allows it."""
+    if given.dtype == "bool":
+        return ["stack"] * len(given.results)
+    inexact = given.dtype in (*SMOOTH, "bfloat16", "float16")
+    return ["sum" if r.how == "mean" and not inexact and r.kind != "literal" else r.how for r in given.results]
+
+
+def step(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
+    """The whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or `plainly`."""
+    iteration, how = body(given, placed), ways(given)
+    stack, reduce = [w == "stack" for w in how], [w if w == "mean" else "sum" for w in how]
+
+    def scalar(y: Any) -> Any:
+        part = y.real if y.dtype.kind == "c" else y
+        return placed(given.stages - 1, lambda y: jnp.sum(y * y if given.dtype == "float32" else y), "loss")(part)
+
+    def loss(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
+        y, state, results = iteration(weights, x, c, state, key, number)
+        return scalar(y), (state, results)
+
+    def looped(fn: Any, stack: Any, reduce: Any) -> Any:
+        carry = 3 if given.carry is not None else None
+        return loop(
+            fn, size=given.rows, argnum=1, schedule=given.schedule, index="number", carry=carry, stack=stack,
+            reduce=reduce,
+        )  # fmt: skip
+
+    def results_of(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
+        _, state, results = iteration(weights, x, c, state, key, number)
+        return (state, results) if given.carry is not None else results
+
+    def gradients_of(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
+        grads, (state, results) = jax.grad(loss, has_aux=True)(weights, x, c, state, key, number)
+        return (state, (grads, results)) if given.carry is not None else (grads, results)
+
+    if given.gradient == "none":
+        return looped(results_of, stack, reduce)
+    if given.gradient == "inside":
+        return looped(gradients_of, (False, stack), ("sum", reduce))
+
+    def total(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
+        def one(*args: Any, number: Any) -> Any:
+            value, (_, results) = loss(*args, number)
+            return value, results
+
+        return looped(one, (False, stack), ("sum", reduce))(weights, x, c, state, key)
+
+    def outside(*args: Any) -> Any:
+        if not given.aux:
+            return jax.grad(lambda *args: total(*args)[0])(*args), total(*args)[1]
+        if not given.value:
+            return jax.grad(total, has_aux=True)(*args)
+        (_, results), grads = jax.value_and_grad(total, has_aux=True)(*args)
+        return grads, results
+
+    return outside
+
+
+def plainly(
+    fn: Any, *, size: int, argnum: int, schedule: str, index: str, carry: int | None, stack: Any, reduce: Any
+) -> Any:
+    """What `mm.microbatch` means, as a loop in Python."""
+
+    def call(*args: Any) -> Any:
+        count = args[argnum].shape[0] // size
+        full = list(args)
+        found = []
+        for k in range(count):
+            full[argnum] = args[argnum][k::count]
+            result = fn(*full, number=jnp.int32(k))
+            if carry is not None:
+                full[carry], result = result
+            found.append(jax.tree.map(jnp.asarray, result))
+        prefix = functools.partial(jax.tree.map, lambda mark, part: jax.tree.map(lambda _: mark, part))
+        stacked, means = prefix(stack, found[0]), prefix(reduce, found[0])
+
+        def joined(stacked: bool, way: str, *rows: Any) -> Any:
+            if stacked:
+                return jnp.stack(rows)
+            total = functools.reduce(jnp.add, rows)
+            return total / count if way == "mean" else total
+
+        results = jax.tree.map(joined, stacked, means, *found)
+        return results if carry is None else (full[carry], results)
+
+    return call
+
+
+def places(given: Program, got: Any) -> None:
+    """Assert on which submesh each result lies: that of the task that gives it, and of the task that reads a weight.
+
+    What is outside of tasks lies on any one. So does what a task passes through or makes of nothing where a gradient is
+    taken: JAX takes that out of the task.
+    """
+    where = [set(mesh.devices.flat) for mesh in given.meshes()]
+
+    def on(x: Any, stages: Sequence[int], what: str) -> None:
+        allowed = [where[given.submesh(stage)] for stage in stages]
+        assert x.devices() in allowed, f"{what} lies on {x.devices()}, not on {allowed}"
+
+    state, got = got if given.carry is not None else (None, got)
+    if state is not None:
+        on(state, [given.carry], "state")  # type: ignore[list-item]
+    grads, results = got if given.gradient != "none" else ([], got)
+    for k, g in enumerate(grads):
+        readers = [stage for stage, weight in enumerate(given.weights) if weight == k]
+        if readers:
+            on(g, readers, f"gradient of weight {k}")
+    for n, (r, x) in enumerate(zip(given.results, results, strict=True)):
+        if r.kind == "sum":
+            on(x, [given.stages - 1], f"result {n}, {r.kind}")
+        elif r.kind in ("statistic", "plus zero") or (given.gradient == "none" and r.kind in ("literal", "identity")):
+            on(x, [r.stage], f"result {n}, {r.kind}")
+        else:
+            assert x.devices() in where, f"result {n}, {r.kind} lies on {x.devices()}"
+
+
+def check(given: Program) -> None:
+    """Run a program both ways, and compare values and places."""
+    meshes = given.meshes()
+    args = data(given)
+
+    def placed(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return mm.task(fn, name=name, mesh=meshes[given.submesh(stage)])
+
+    def alone(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return fn
+
+    got = mm.jit(step(given, placed, mm.microbatch))(*args)
+    assert_same(got, jax.jit(step(given, alone, plainly))(*args))
+    types = jax.eval_shape(step(given, alone, mm.microbatch), *args)
+    assert jax.tree.map(lambda x: x.weak_type, got) == jax.tree.map(lambda x: x.weak_type, types)
+    places(given, got)
