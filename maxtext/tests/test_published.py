@@ -35,7 +35,7 @@ def test_the_patches_change_nothing_unless_asked(
 ):
     """Text, evaluations, checkpoints, and a resumed run: what each writes into its metrics file."""
     metrics = {}
-    for name, source in (("patched", maxtext), ("published", parity.published(tmp_path))):
+    for name, source in (("patched", maxtext), ("published", parity.published(tmp_path / "source"))):
         output = tmp_path / name
         paths = Paths(python=sys.executable, maxtext=source, output=output, metrics=output / "metrics.jsonl")
         write_corpus([parity.CORPUS.read_text()], paths.text, sequence_length=32)
@@ -49,7 +49,7 @@ def test_the_patches_change_nothing_unless_asked(
             assert done.returncode == 0, done.stderr[-2000:]
             metrics[name, steps] = TIMES.sub("", paths.metrics.read_text())
     assert (maxtext / "maxtext/utils/multimesh_hooks.py").exists()
-    assert not (tmp_path / "src/maxtext/utils/multimesh_hooks.py").exists()
+    assert not (tmp_path / "source/src/maxtext/utils/multimesh_hooks.py").exists()
     for steps in (4, 6):
         assert metrics["patched", steps] == metrics["published", steps]
     assert max(map(int, re.findall(r'"step": (\d+)', metrics["patched", 6]))) == 5
