@@ -37,7 +37,7 @@ def trainer(out: Path, arguments: Sequence[str]) -> None:
     from multimesh_maxtext import hooks
 
     calls = 0
-    run = hooks.Step.__call__
+    run = hooks.StepFunction.__call__
 
     def measured(step: Any, state: Any, batch: Any) -> Any:
         nonlocal calls
@@ -57,7 +57,7 @@ def trainer(out: Path, arguments: Sequence[str]) -> None:
         out.write_text(json.dumps({"live": live, "workspace": scratch}))
         return results[0]
 
-    hooks.Step.__call__ = measured
+    hooks.StepFunction.__call__ = measured
     run_trainer(arguments)
 
 

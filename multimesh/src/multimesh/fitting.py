@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from multimesh.plan import Plan
 from multimesh.schedules import Auto, Choice, Schedule, get
 from multimesh.schedules.auto import FOUND
 from multimesh.tracing import uncollected
+from multimesh.units import amount
 
 _SEARCHES = 3  # for a table in less memory, after one whose plan did not fit
 
@@ -64,9 +66,8 @@ def fitted(made: Made) -> Made:
     """Take a table for a loop with ``schedule="auto"`` only if the forecast of its plan is within a device's memory.
 
     Where that is not known, within what 1F1B needs on the submesh where it needs most. After a table that does not fit,
-    one is searched in less memory; then published ones are tried, the shortest first. If none fits, the one that needs
-    least is taken: the caller, or the device, will refuse it. Of several such loops each keeps to the bound of its
-    activations.
+    one is searched in less memory; then published ones are tried, the shortest first. If none fits, a warning says so,
+    and the one that needs least is taken. Of several such loops each keeps to the bound of its activations.
     """
     loops = pipeline.loops(made.passes["reductions"].made)
     autos = [(n, loop.mark.schedule) for n, loop in enumerate(loops) if isinstance(loop.mark.schedule, Auto)]
@@ -91,7 +92,15 @@ def fitted(made: Made) -> Made:
     tries = [made]
     if auto.memory is None:
         tries = [again(replace(auto, memory=made.room(limit))) or made]
-    return _first(tries, auto, limit, again)
+    best = _first(tries, auto, limit, again)
+    if best.over(limit) > 0:
+        needs, has = (amount(size, "bytes") for size in (limit + best.over(limit), limit))
+        warnings.warn(
+            f"{loops[number].mark.where}: schedule auto: by the forecast no table fits into {has} on each device; took "
+            f"{best.choice.taken.name}, which needs {needs}; use smaller microbatches, jax.checkpoint or more devices",
+            stacklevel=2,
+        )
+    return best
 
 
 def _first(tries: list[Made], auto: Auto, limit: float, again: Callable[[Schedule], Made | None]) -> Made:
