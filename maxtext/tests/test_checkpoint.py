@@ -89,19 +89,29 @@ def test_a_run_goes_on_after_the_newest_checkpoint(
     ("argv", "layers", "error", "message"),
     [
         ("--pp 2", UNROLLED, UsageError, r"has checkpoints up to 6; add --resume to go on from it, or choose another"),
-        ("--backend spmd --resume", STACKS, CheckpointError, r"in stacks, .* scanned; go on with --backend multimesh"),
         (
-            "--backend spmd --no-scan-layers --resume",
+            "--backend spmd --scan-layers --resume",
+            STACKS,
+            CheckpointError,
+            r"in stacks, .* scanned; go on with --backend multimesh",
+        ),
+        (
+            "--backend spmd --resume",
             ["layers"],
             CheckpointError,
             r"has its layers scanned, but this run has them unrolled; use --scan-layers",
         ),
-        ("--backend spmd --resume", UNROLLED, CheckpointError, r"layers unrolled, .* scanned; use --no-scan-layers"),
+        (
+            "--backend spmd --scan-layers --resume",
+            UNROLLED,
+            CheckpointError,
+            r"layers unrolled, .* scanned; use --no-scan-layers",
+        ),
         (
             "--pp 2 --resume --model-name olmo3-7b",
             ["layers"],
             CheckpointError,
-            r"scanned in groups, .*; use --backend spmd",
+            r"scanned in groups, .*; use --backend spmd --scan-layers",
         ),
     ],
 )

@@ -109,7 +109,10 @@ def test_every_flag_is_declared_with_help():
         ("--fsdp 3", r"--fsdp 3 does not divide the model dims \(256\); change --fsdp or --model-dims"),
         ("--ep 2", r"--ep 2 does not divide the experts \(1\); change --ep or num_experts="),
         ("--tp 4 --model-name gemma4-26b", r"global layers \(2\); change --tp or global_num_kv_heads="),
-        ("--model-name olmo3-7b --num-layers 6", r"scan over 4 of them; use --num-layers 8 or --no-scan-layers"),
+        (
+            "--model-name olmo3-7b --num-layers 6 --scan-layers",
+            r"scan over 4 of them; use --num-layers 8 or --no-scan-layers",
+        ),
         ("vocab_size=0", r"vocab_size=0: it is a size, a whole number of at least 1"),
         ("--pp 2 base_num_kv_heads=-4", r"base_num_kv_heads=-4: it is a size"),
         ("head_dim=0", r"head_dim=0: it is a size"),
@@ -212,9 +215,12 @@ def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: 
     assert "\n" not in str(raised.value)
 
 
-def test_layers_that_read_earlier_ones_are_unrolled_whatever_the_backend(job: Callable[[Sequence[str]], Job]):
-    assert not job(["--model-name", "gemma4-e2b"]).scans_layers
-    assert job(["--model-name", "gemma4-31b"]).scans_layers
+@pytest.mark.parametrize("argv", ["", "--backend spmd", "--pp 2", "--backend spmd --model-name gemma4-31b"])
+def test_all_forms_draw_the_same_parameters_from_a_seed(job: Callable[[Sequence[str]], Job], argv: str):
+    """A scan draws others. MaxText's own pipeline can only scan."""
+    assert not job(argv.split()).scans_layers
+    assert job([*argv.split(), "--scan-layers"]).scans_layers
+    assert job(["--backend", "spmd", "--pp", "2"]).scans_layers
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_validate_mpi(run: Run, tmp_path: Path):
     assert done.code == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("ok: 3 steps, loss ")
-    assert last.endswith("; the same without the pipeline")
+    assert last.endswith("; the same without the pipeline, in float32")
 
 
 @pytest.mark.full

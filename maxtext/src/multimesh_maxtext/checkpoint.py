@@ -174,7 +174,7 @@ def _check_continues(job: Job, found: Checkpoints) -> None:
     if o.staged and kept == "scanned" and not job.alike:
         raise CheckpointError(
             f"checkpoint {newest} has its layers scanned in groups, and a pipeline cannot take them apart yet; "
-            "use --backend spmd with --fsdp or --tp in place of --pp"
+            "use --backend spmd --scan-layers with --fsdp or --tp in place of --pp"
         )
     if o.staged or kept == wanted:  # a pipeline takes layers of one kind in any layout
         return

@@ -132,10 +132,9 @@ class Job:
     @property
     def scans_layers(self) -> bool:
         """Whether MaxText scans over stacks of layers: of all layers, or of each piece of a stage."""
-        given = self.options.scan_layers
-        if given is None:
-            return not self.options.staged and self.model.resolved.get("decoder_block") != "gemma4_small"
-        return given
+        o = self.options
+        # The same seed gives other parameters to a scan, so all forms unroll but MaxText's own pipeline, which can't.
+        return o.pp > 1 and not o.staged if o.scan_layers is None else o.scan_layers
 
     @property
     def alike(self) -> bool:

@@ -232,7 +232,7 @@ def _train(
         _prepare(other, beside, texts)
         start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
         outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))
-    return _report(options, console, paths, outcome, pairs)
+    return _report(job, console, paths, outcome, pairs)
 
 
 def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
@@ -372,8 +372,8 @@ def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, 
     return outcome, pairs
 
 
-def _report(o: Options, console: Console, paths: Paths, outcome: Outcome, pairs: Sequence[Pair]) -> int:
-    steps, error = outcome.steps, outcome.error
+def _report(job: Job, console: Console, paths: Paths, outcome: Outcome, pairs: Sequence[Pair]) -> int:
+    o, steps, error = job.options, outcome.steps, outcome.error
     if o.json and not console.quiet:
         files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
         found = report.summary(steps, outcome.evaluations, pairs, files, error)
@@ -392,7 +392,7 @@ def _report(o: Options, console: Console, paths: Paths, outcome: Outcome, pairs:
     if error:
         print(f"error: {error}", file=sys.stderr)
     elif not o.json:
-        agree = "; the same without the pipeline" if pairs else ""
+        agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if pairs else ""
         console.print(
             f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}", highlight=False
         )

@@ -212,8 +212,8 @@ def _model(root: argparse.ArgumentParser) -> None:
     _switch(
         group,
         "--scan-layers",
-        "compile one layer and scan over it, or unroll the layers (default: unroll in a pipeline of backend multimesh, "
-        "where a scan goes over the layers of a piece, else scan; MaxText's own pipeline needs that)",
+        "compile one layer and scan over it, in a pipeline over the layers of a piece, or unroll the layers; either "
+        "draws other parameters from a seed (default: unroll, but in MaxText's own pipeline, which can only scan)",
     )
     _switch(group, "--use-iota-embed", "look embeddings up by a product with one-hot rows (default: the model's)")
     _switch(group, "--logits-dot-in-fp32", "compute the logits in float32 (default: the model's)")
