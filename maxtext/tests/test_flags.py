@@ -215,6 +215,13 @@ def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: 
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("argv", ["--pp 2", "--backend spmd"])
+def test_tensorboard_is_refused_as_maxtext_would_write_nothing(job: Callable[[Sequence[str]], Job], argv: str):
+    with pytest.raises(UnsupportedError, match=r"writes nothing for TensorBoard .*; leave it out, and read --metrics"):
+        job([*argv.split(), "enable_tensorboard=true"])
+    assert job([*argv.split(), "enable_tensorboard=false"])
+
+
 @pytest.mark.parametrize("argv", ["", "--backend spmd", "--pp 2", "--backend spmd --model-name gemma4-31b"])
 def test_all_forms_draw_the_same_parameters_from_a_seed(job: Callable[[Sequence[str]], Job], argv: str):
     """A scan draws others. MaxText's own pipeline can only scan."""
@@ -297,12 +304,11 @@ def test_a_schedule_that_does_not_fit_is_refused(job: Callable[[Sequence[str]], 
         ("--gpus 2 --nodes 2 --spawn", [80_000] * 3, r"--gpus 2 for each of 2 processes, but 3 GPUs can be seen here"),
         ("--gpus 2", [80_000] * 2, r"--gpus 2: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12"),
         ("--use-tfds-dataset", None, r"pip install tensorflow-datasets, or use --text"),
-        ("enable_tensorboard=true", None, r"enable_tensorboard=true needs a package: pip install tensorboardX"),
     ],
 )
 def test_what_the_machine_lacks_is_named(argv: str, visible: list[int] | None, message: str):
     with pytest.raises(MissingPartError, match=message) as raised:
-        check_machine(parse(argv.split()), gpu_memory=visible, has_plugin=False, has_tfds=False, has_tensorboard=False)
+        check_machine(parse(argv.split()), gpu_memory=visible, has_plugin=False, has_tfds=False)
     assert raised.value.exit_code == 4
 
 

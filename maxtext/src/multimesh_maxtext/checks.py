@@ -181,6 +181,13 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         o.platform == "cpu" and o.attention in GPU_ATTENTION,
         UsageError(f"--attention {o.attention} is a GPU kernel; on CPU devices use --attention dot_product"),
     )
+    yield (
+        read_values(o.settings).get("enable_tensorboard") is True,
+        UnsupportedError(
+            "enable_tensorboard=true: MaxText writes nothing for TensorBoard where it runs without Google Cloud, as "
+            "here; leave it out, and read --metrics-file"
+        ),
+    )
     yield o.text and o.use_tfds_dataset, UsageError("--text and --use-tfds-dataset are two sources; choose one")
     for flag, value in (
         ("--dataset-path", o.dataset_path),
@@ -408,14 +415,7 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
             )
 
 
-def check_machine(
-    options: Options,
-    *,
-    gpu_memory: Sequence[int] | None,
-    has_plugin: bool,
-    has_tfds: bool,
-    has_tensorboard: bool,
-) -> None:
+def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plugin: bool, has_tfds: bool) -> None:
     """Raise for what this machine lacks.
 
     Parameters
@@ -426,8 +426,6 @@ def check_machine(
         Whether JAX has its plugin for CUDA: without it JAX runs on the CPU, and only warns.
     has_tfds
         Whether tensorflow-datasets is installed.
-    has_tensorboard
-        Whether tensorboardX is installed, without which MaxText writes nothing for TensorBoard, and only logs that.
     """
     visible = len(gpu_memory or ())
     processes = options.nodes if options.spawn else 1
@@ -441,5 +439,3 @@ def check_machine(
         raise MissingPartError(f"--gpus {options.gpus}: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12")
     if options.use_tfds_dataset and not has_tfds:
         raise MissingPartError("--use-tfds-dataset needs a package: pip install tensorflow-datasets, or use --text")
-    if read_values(options.settings).get("enable_tensorboard") in (True, "true", "True") and not has_tensorboard:
-        raise MissingPartError("enable_tensorboard=true needs a package: pip install tensorboardX, or leave it out")

@@ -151,7 +151,6 @@ def _find_gpus(options: Options) -> list[int] | None:
             gpu_memory=gpus,
             has_plugin=any(map(has_package, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
             has_tfds=has_package("tensorflow_datasets"),
-            has_tensorboard=has_package("tensorboardX"),
         )
     return gpus
 
