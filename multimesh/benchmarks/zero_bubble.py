@@ -137,7 +137,7 @@ def find(row: Row) -> Found:
     if row.schedule in named:
         schedule = schedules.get(named[row.schedule])
     else:
-        schedule = Auto(costs, memory=float(row.stages) * int(row.schedule[3]), evaluations=20)
+        schedule = Auto(costs, memory=float(row.stages) * int(row.schedule[3]), evaluations=4)
     table = schedule.table(row.stages, chunks, row.microbatches, backward=True)
     return Found(row, simulate(table, costs), profile)
 
