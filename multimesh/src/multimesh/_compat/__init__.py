@@ -41,7 +41,7 @@ with tried_version():
         traced_as,
         user_line,
     )
-    from multimesh._compat.meshes import (
+    from multimesh._compat.mesh_contexts import (
         abstract_mesh_context,
         auto,
         devices_free,

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from multimesh._compat.meshes import auto, is_explicit
+from multimesh._compat.mesh_contexts import auto, is_explicit
 
 
 def _trace_in_force() -> Any:
