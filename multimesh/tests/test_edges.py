@@ -160,3 +160,16 @@ def test_a_state_that_two_stages_of_a_v_share_is_refused_with_its_cause(schedule
     loop = mm.microbatch(body, size=2, argnum=1, carry=2, schedule=schedule)
     with pytest.raises(mm.UsageError, match=r"reads the state in carry=, before .* has updated it"):
         mm.jit(loop).plan(weights, X, np.float32(1))
+
+
+def test_what_a_task_takes_of_its_weight_is_not_the_first_thing_of_a_microbatch():
+    """Found by seed 1039: the last stage cuts its weight, which needs no microbatch, and came before the second one."""
+    weights = [np.full((2, 2), 0.1 * (k + 1), np.float32) for k in range(3)]
+
+    def loss(weights, x):
+        x = on(0, lambda w, x: jnp.tanh(x + w[0]))(weights[0], x)
+        x = on(1, lambda w, x: jnp.tanh(x @ w))(weights[1], x)
+        return on(2, lambda w, x: jnp.tanh(x + w[0]).sum())(weights[2], x)
+
+    loop = mm.microbatch(jax.grad(loss), size=2, argnum=1, schedule="zb-h2")
+    assert_same(mm.jit(loop)(weights, X), jax.jit(loop)(weights, X))
