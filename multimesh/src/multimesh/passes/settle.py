@@ -71,7 +71,12 @@ def settle(nodes: Sequence[Node], route: Sequence[Mesh] = (), awaited: Iterable[
     if route and any(node.mesh not in route for node in nodes if node.staged and not node.movable):
         return {}
     problem = _Problem(nodes, tuple(route), awaited)
-    best = min([problem.expanded(start) for start in problem.starts()], key=problem.cost)
+    starts: list[_Places] = list(problem.starts())
+    best: _Places = {}
+    for moving, weight in problem.parts():
+        tried: list[_Places] = [problem.expanded({n: start[n] for n in moving}, weight) for start in starts]
+        costs = [problem.cost(places, weight) for places in tried]
+        best |= tried[costs.index(min(costs))]
     return {n: problem.meshes[place] for n, place in best.items() if problem.meshes[place] != nodes[n].mesh}
 
 
@@ -141,6 +146,26 @@ class _Problem:
         array = scalar * (len(sent) * most + 1)
         return {v: (scalar if is_small(v) else array) + size * ties for v, size in sent.items()}
 
+    def parts(self) -> Iterator[tuple[list[int], dict[ir.Value, int]]]:
+        """Movable nodes that are best looked at together, with what they may send: no value belongs to two parts."""
+        part = {n: [n] for n in self._moving}
+        touched = {v: [n for n in (*self._readers[v], self._maker.get(v)) if n in part] for v in self._readers}
+        linked = [
+            *(nodes for v, nodes in touched.items() if v in self._weight or self._maker.get(v) in part),
+            *([n, *(b for b in self._before[n] if b in part)] for n in self._moving),
+        ]
+        for first, *others in filter(None, linked):
+            for other in others:
+                small, large = sorted((part[first], part[other]), key=len)
+                if small is not large:
+                    large.extend(small)
+                    part.update(dict.fromkeys(small, large))
+        weights: dict[int, dict[ir.Value, int]] = collections.defaultdict(dict)
+        for v, weight in self._weight.items():
+            weights[id(part[touched[v][0]])][v] = weight
+        for moving in {id(each): each for each in part.values()}.values():
+            yield sorted(moving), weights[id(moving)]
+
     def starts(self) -> Iterator[_Places]:
         """Where `follow` has put everything, if tasks then have no further stages; where the last operand is."""
         at = self._earliest(lambda node: True)
@@ -178,35 +203,43 @@ class _Problem:
     def _home(self, v: ir.Value, places: _Places) -> Mesh:
         return self._mesh(self._maker[v], places) if v in self._maker else self._nodes[self._readers[v][0]].reads[v]
 
-    def cost(self, places: _Places) -> int:
-        """What is sent, and how much is elsewhere than `follow` has it."""
+    def cost(self, places: _Places, weights: Mapping[ir.Value, int]) -> int:
+        """What a part sends, and how much of it is elsewhere than `follow` has it."""
         total = sum(self._mesh(n, places) != self._nodes[n].mesh for n in places)
-        for v, weight in self._weight.items():
+        for v, weight in weights.items():
             total += weight * len({self._mesh(n, places) for n in self._readers[v]} - {self._home(v, places)})
         return total
 
-    def expanded(self, places: _Places) -> _Places:
-        """Places that no expansion betters."""
-        cost, idle = self.cost(places), 0
-        while idle < len(self.meshes):
-            for place in range(len(self.meshes)):
-                tried = self._expansion(places, place)
-                better = self.cost(tried)
+    def expanded(self, places: _Places, weights: Mapping[ir.Value, int]) -> _Places:
+        """Places of a part that no expansion betters."""
+        cost, idle = self.cost(places, weights), 0
+        near = self._near(places, weights)
+        while cost and idle < len(near):
+            for place in near:
+                tried = self._expansion(places, place, weights)
+                better = self.cost(tried, weights)
                 idle = 0 if better < cost else idle + 1
                 if better < cost:
                     cost, places = better, tried
         return places
 
-    def _expansion(self, places: _Places, place: int) -> _Places:
+    def _near(self, places: _Places, weights: Mapping[ir.Value, int]) -> list[int]:
+        """Places on submeshes where the values of a part are made or read: nothing is saved on another."""
+        beside = {n for v in weights for n in (*self._readers[v], self._maker.get(v)) if n is not None} | set(places)
+        meshes = {self._nodes[n].mesh for n in beside} | {self.meshes[place] for place in places.values()}
+        meshes |= {self._nodes[self._readers[v][0]].reads[v] for v in weights if v not in self._maker}
+        return [place for place, mesh in enumerate(self.meshes) if mesh in meshes]
+
+    def _expansion(self, places: _Places, place: int, weights: Mapping[ir.Value, int]) -> _Places:
         """Move to a place what is cheaper there: the side of `SINK` moves."""
         cut, there = Cut(), self.meshes[place]
-        for n in self._moving:
+        for n in places:
             if places[n] != place:
                 own = self._nodes[n].mesh
                 cut.pay(n, SINK, int(self._mesh(n, places) != own))
                 cut.pay(SOURCE, n, int(there != own) if self._allowed(n, place) else self._never)
                 self._order(cut, n, places, place)
-        for v, weight in self._weight.items():
+        for v, weight in weights.items():
             self._send(cut, v, weight, places, place)
         moved = cut.sink_side()
         return {n: place if n in moved else old for n, old in places.items()}
