@@ -169,3 +169,14 @@ def foreign_inputs(plan: mm.Plan, leaves: Sequence[int]) -> dict[int, list[int]]
         if leaf in held:
             held[leaf].append(plan.slots[slot].submesh)
     return {leaf: on for leaf, on in held.items() if len(on) > 1}
+
+
+def split_two():
+    return Split(submeshes(2, (2,)))
+
+
+def both(make, *args, split=None):
+    """``make(stage, loop)`` on submeshes and plain, for the same arguments."""
+    split = split or split_two()
+    got = mm.jit(make(split, functools.partial(mm.microbatch, schedule="1f1b")))(*args)
+    assert_same(got, jax.jit(make(plain, microbatched))(*args))

@@ -202,16 +202,17 @@ def test_recomputation_keeps_less():
 
 
 def test_recomputation_sends_less():
-    """The derivative of the gate between the tasks follows from what the forward pass sends anyway."""
-    split = Split(submeshes(2))
+    """A gate that two stages read follows, on each, from what the forward pass sends there anyway."""
+    split = Split(submeshes(3))
 
     def loss(p, b):
         a = mm.task(lambda w, x: x @ w, "front", mesh=split.mesh(0))(p["front"], b)
-        c = mm.task(lambda w, x: x @ w, "back", mesh=split.mesh(1))(p["back"], a)
-        return jnp.sum(c * jnp.sin(a))
+        gate = jnp.sin(a)
+        c = mm.task(lambda w, x, g: x @ w + g, "middle", mesh=split.mesh(1))(p["middle"], a, gate)
+        return mm.task(lambda w, x, g, c: jnp.sum(x @ w * g + c), "back", mesh=split.mesh(2))(p["back"], a, gate, c)
 
     step = mm.jit(lambda p, b: mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(p, b))
-    args = {"front": normal(0, 3, 5), "back": normal(1, 5, 5)}, normal(2, ROWS, 3)
+    args = {"front": normal(0, 3, 5), "middle": normal(1, 5, 5), "back": normal(2, 5, 5)}, normal(3, ROWS, 3)
     less, got = step.plan(*args), step(*args)
     with mm.enable_recomputation(False):
         more, plain = step.plan(*args), step(*args)

@@ -1,0 +1,146 @@
+"""`jax.checkpoint` inside tasks, around them, around losses and around loops, with every kind of policy."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from models import MLP, TRANSFORMER, mlp_block, plain, squared_error
+from pipelines import SCHEDULES, assert_same, both, gradient, split_two
+
+import multimesh as mm
+
+ROWS, SIZE = 8, 2
+POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("kept"),
+}
+
+
+@pytest.mark.telling("names-inside")
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpoint_inside_a_task(policy, where):
+    def named_block(p, x):
+        return checkpoint_name(mlp_block(p, x), "kept")
+
+    block = jax.checkpoint(named_block, policy=POLICIES[policy])
+
+    def make(stage, microbatch):
+        def loss(params, batch):
+            x = stage(0, block)(params["stages"][0], batch["x"])
+            return stage(1, lambda p, x, y: squared_error(block(p, x), y))(params["stages"][1], x, batch["y"])
+
+        def f(params, batch):
+            if where == "inside":
+                return microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(params, batch)
+            return jax.value_and_grad(lambda p: microbatch(loss, size=SIZE, argnum=1)(p, batch))(params)
+
+        return f
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+def test_what_a_scan_offloads_to_the_host_waits_there_for_its_backward():
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    # The backward reads the named value: it is the factor of x.
+    block = jax.checkpoint(lambda x, p: (x * checkpoint_name(mlp_block(p, x), "kept"), None), policy=offload)
+
+    def make(stage, microbatch):
+        def layers(p, x):
+            return lax.scan(block, x, jax.tree.map(lambda w: jnp.stack([w, w]), p))[0]
+
+        def loss(params, batch):
+            x = stage(0, layers)(params["stages"][0], batch["x"])
+            return stage(1, lambda p, x, y: squared_error(layers(p, x), y))(params["stages"][1], x, batch["y"])
+
+        return microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+@pytest.mark.telling("each task-1f1b")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("what", ["each task", "the loss"])
+def test_checkpoint_around(what, schedule):
+    split = split_two()
+
+    def rematted(s, fn):
+        return jax.checkpoint(split(s, fn))
+
+    wrap = jax.checkpoint if what == "the loss" else lambda loss: loss
+    stage = rematted if what == "each task" else split
+    f = gradient(TRANSFORMER, stage, size=SIZE, rows=ROWS, schedule=schedule, wrap=wrap)
+    want = gradient(TRANSFORMER, plain, size=SIZE, rows=ROWS, schedule=None)
+    args = TRANSFORMER.init(2), TRANSFORMER.batch(ROWS, 0)
+    assert_same(mm.jit(f)(*args), jax.jit(want)(*args))
+
+
+AROUND = POLICIES | {
+    "full": None,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+def named_loss(stage, wrap=lambda loss: loss):
+    def block(p, x):
+        return checkpoint_name(mlp_block(p, x), "kept")
+
+    def loss(params, batch):
+        x = stage(0, block)(params["stages"][0], batch["x"])
+        return stage(1, lambda p, x, y: squared_error(block(p, x), y))(params["stages"][1], x, batch["y"])
+
+    return wrap(loss)
+
+
+@pytest.mark.telling("names", "offload")
+@pytest.mark.parametrize("policy", AROUND)
+def test_checkpoint_around_a_microbatch_loop(policy):
+    def make(stage, microbatch):
+        whole = jax.checkpoint(microbatch(named_loss(stage), size=SIZE, argnum=1), policy=AROUND[policy])
+        return jax.value_and_grad(lambda p, b: whole(p, b) / 4)
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+@pytest.mark.full
+def test_checkpoint_around_two_loops_of_checkpointed_losses():
+    """The product makes the backward of each loop read the other's sum."""
+
+    def make(stage, microbatch):
+        loop = microbatch(named_loss(stage, jax.checkpoint), size=SIZE, argnum=1)
+
+        def product(params, batch):
+            return loop(params, batch) * loop(params, jax.tree.map(lambda x: 2 * x, batch))
+
+        return lambda p, b: (jax.grad(product)(p, b), jax.grad(jax.checkpoint(product))(p, b))
+
+    both(make, MLP.init(2), MLP.batch(ROWS, 0))
+
+
+@pytest.mark.skipif("jax_remat3" not in jax.config.values, reason="this JAX has one way to recompute")
+def test_checkpoint_in_the_new_way_to_recompute():
+    def make(stage, microbatch):
+        def loss(p, x):
+            h = stage(0, jax.checkpoint(mlp_block))(p[0], x)
+            return jnp.mean(stage(1, jax.checkpoint(mlp_block))(p[1], h))
+
+        return microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)
+
+    jax.config.update("jax_remat3", True)
+    try:
+        both(make, MLP.init(2)["stages"], MLP.batch(ROWS, 0)["x"])
+    finally:
+        jax.config.update("jax_remat3", False)
