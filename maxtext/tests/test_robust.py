@@ -252,7 +252,7 @@ def test_a_finished_job_that_is_run_again_has_nothing_left_to_do(start: Start, t
     folder = tmp_path / "ck/1"
     (folder / "items").mkdir(parents=True)
     (folder / "commit_success.txt").touch()
-    path = [{"key": key} for key in ("params", "params", "decoder", "layers", "kernel")]
+    path = [{"key": key} for key in ("params", "params", "decoder", "layers_0", "kernel")]
     (folder / "items/_METADATA").write_text(json.dumps({"tree_metadata": {"0": {"key_metadata": path}}}))
     code, out, errors = finished(start("--output", tmp_path / "out", "--checkpoint", tmp_path / "ck", "--resume"))
     assert code == 0, errors

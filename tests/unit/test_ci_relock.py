@@ -98,6 +98,7 @@ def test_a_lock_holds_what_each_python_is_offered(here: Path, index: Index) -> N
     assert locked.versions(run) == locked.versions(run, sys.version.split()[0])
 
 
+@pytest.mark.longer  # uv resolves several times
 def test_each_line_of_pythons_gets_its_newest_jax(here: Path, index: Index) -> None:
     assert relock.move(here) == [Move(relock.EARLIER, "0.10.2", "0.10.2"), Move(relock.NEWEST, "0.12.0", "0.12.0")]
     for name in JAX:
@@ -119,6 +120,7 @@ def test_each_line_of_pythons_gets_its_newest_jax(here: Path, index: Index) -> N
     assert locked.versions(folder / "run.txt", "3.11.7")["jax"] == "0.10.3"
 
 
+@pytest.mark.longer  # uv resolves several times
 def test_a_line_that_cannot_move_stays_whole_and_alone(here: Path, index: Index) -> None:
     """The newest JAX has no plugin for GPUs yet."""
     assert relock.move(here)

@@ -257,15 +257,16 @@ def join(arguments: Sequence[str]) -> None:
     It is told which. It finds the first by the variables of srun or mpirun, or by JAX_COORDINATOR_ADDRESS.
     """
     # Only here: the command that starts the trainers never imports JAX.
+    from orbax.checkpoint import v1 as ocp
+
     from multimesh import distributed
-    from multimesh_maxtext import saving
 
     rank, size = (os.environ.get(f"MULTIMESH_MAXTEXT_{name}") for name in ("RANK", "SIZE"))
     # Each writes to a folder of its own, which its command names.
     distributed.initialize(
         num_processes=int(size) if size else None, process_id=int(rank) if rank else None, same_command=False
     )
-    saving.register()
+    ocp.handlers.register_handler(distributed.orbax_state_handler(), checkpointable_name="items")  # the train state
     _be_trainer(arguments)
 
 

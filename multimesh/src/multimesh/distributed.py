@@ -35,6 +35,7 @@ __all__ = [
     "gather",
     "initialize",
     "orbax_handler",
+    "orbax_state_handler",
     "restore",
     "save",
 ]
@@ -435,9 +436,15 @@ def orbax_handler() -> Any:
     return _checkpoints("orbax_handler").ArrayHandler()
 
 
-def _checkpoints(name: str) -> Any:
+def orbax_state_handler() -> type:
+    """Class of a handler for Orbax's new checkpointer (``orbax.checkpoint.v1``): nested dictionaries of such arrays."""
+    state: type = _checkpoints("orbax_state_handler", "orbax_state").StateHandler
+    return state
+
+
+def _checkpoints(name: str, module: str = "checkpoints") -> Any:
     try:
-        return importlib.import_module("multimesh.checkpoints")
+        return importlib.import_module(f"multimesh.{module}")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("multimesh"):
             raise

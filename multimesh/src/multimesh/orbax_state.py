@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: Orbax's own handler refuses arrays of which a process has all shards, or none."""
+"""Orbax's new checkpointer for arrays that one process holds alone, or not at all, which its own handler refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler impo
 )
 from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
 
-from multimesh import distributed
+from multimesh.checkpoints import ArrayHandler
 
 
 class Arrays(ArrayLeafHandler):
@@ -20,18 +20,13 @@ class Arrays(ArrayLeafHandler):
 
     def __init__(self, *, context: Any = None) -> None:
         super().__init__(context=context)
-        self._handler_impl = distributed.orbax_handler()
+        self._handler_impl = ArrayHandler()
 
 
-class State(ocp.handlers.PyTreeHandler):
+class StateHandler(ocp.handlers.PyTreeHandler):
     """Orbax's handler of nested dictionaries, with ours of the arrays in them."""
 
     def __init__(self, *, context: Any = None) -> None:
         leaves = StandardLeafHandlerRegistry()
         leaves.add(jax.Array, AbstractShardedArray, Arrays, override=True, secondary_typestrs=["jax.Array"])
         super().__init__(context=context, leaf_handler_registry=leaves)
-
-
-def register() -> None:
-    """Make MaxText's checkpointer use it for ``items``, which is what it calls the train state."""
-    ocp.handlers.register_handler(State, checkpointable_name="items")
