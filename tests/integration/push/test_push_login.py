@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import crypt
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,7 +37,9 @@ BUILDX = {"cliPluginsExtraDirs": [str(Path.home() / ".docker" / "cli-plugins")]}
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A registry that wants a user and a password."""
     folder, port = tmp_path_factory.mktemp("guarded"), processes.free_port()
-    (folder / "htpasswd").write_text(f"{USER}:{crypt.crypt(SECRET, crypt.mksalt(crypt.METHOD_BLOWFISH, rounds=16))}\n")
+    htpasswd = [packages.need("htpasswd", "apache2-utils"), "-niB", USER]
+    hashed = subprocess.run(htpasswd, input=SECRET, capture_output=True, text=True, check=True).stdout
+    (folder / "htpasswd").write_text(hashed)
     config = folder / "registry.yml"
     config.write_text(CONFIG.format(root=folder / "data", port=port, htpasswd=folder / "htpasswd"))
     argv = [packages.need("docker-registry", "docker-registry"), "serve", str(config)]
