@@ -41,7 +41,8 @@ def test_interrupted_at_any_point_of_a_step(error):
 
         try:
             at_every_call(lambda: f(params, batch), stop)
-        except error:
+        except (error, ValueError) as raised:
+            assert isinstance(raised, error) or "Cache keys should be comparable" in str(raised)  # JAX 0.12's words
             broken += 1
         assert not any(x.is_deleted() for x in jax.tree.leaves((params, batch)))
         assert_same(f(params, batch), want)

@@ -72,6 +72,7 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+    _compat.forget_pruned()
     return CompiledPlan(plan, tuple(programs.get(number) for number in range(len(plan.kernels))))
 
 

@@ -10,7 +10,7 @@ from multimesh._compat import versions
 from multimesh._compat.versions import SUPPORTED, moved, tried_version
 
 with tried_version():
-    from multimesh._compat.fast import DeviceList, copy_shards, explicit_transfers, trace_context
+    from multimesh._compat.fast import DeviceList, copy_shards, explicit_transfers, forget_pruned, trace_context
     from multimesh._compat.jaxprs import (
         PRIMITIVES,
         Literal,
@@ -95,6 +95,7 @@ __all__ = [
     "eager",
     "error_line",
     "explicit_transfers",
+    "forget_pruned",
     "hoisted",
     "invalid_value",
     "is_tracer",

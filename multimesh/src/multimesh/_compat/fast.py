@@ -18,6 +18,9 @@ explicit_transfers: Callable[[], contextlib.AbstractContextManager[None]] = (
 )
 """Scope in which `copy_shards` passes a ``jax.transfer_guard`` as ``jax.device_put`` does by itself."""
 
+forget_pruned: Callable[[], None] = private("interpreters.pxla._dce_jaxpr.cache_clear") or (lambda: None)
+"""Let JAX forget the jaxprs whose unused inputs it was told to keep: from 0.11 on it keeps them, and their programs."""
+
 _copy = private("lib.xla_client.batched_copy_array_to_devices_with_sharding")
 _REUSE = private("lib.xla_client.ArrayCopySemantics.REUSE_INPUT")
 _trace_context = private("config.trace_context")
