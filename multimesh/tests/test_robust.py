@@ -41,8 +41,11 @@ def test_interrupted_at_any_point_of_a_step(error):
 
         try:
             at_every_call(lambda: f(params, batch), stop)
-        except (error, ValueError) as raised:
-            assert isinstance(raised, error) or "Cache keys should be comparable" in str(raised)  # JAX 0.12's words
+        except error:
+            broken += 1
+        except ValueError as raised:  # jax 0.12, where a comparison of its own is broken off
+            if "Cache keys should be comparable" not in str(raised):
+                raise
             broken += 1
         assert not any(x.is_deleted() for x in jax.tree.leaves((params, batch)))
         assert_same(f(params, batch), want)

@@ -181,7 +181,7 @@ def test_the_published_one_is_pulled_by_digest(laptop: Laptop, trixie: str, regi
     assert here == there
     config = ("--config", str(laptop.clone / devcontainer.PREBUILT))
     laptop.call("up", "--skip-post-create", *config)
-    assert laptop.call("exec", *config, "cat", "/etc/debian_version").stdout.startswith("12.")
+    assert laptop.call("exec", *config, "cat", "/etc/debian_version").stdout.startswith("13.")
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def test_maxtext_wheel_holds_the_pinned_tree(clone: Clone, root: Path) -> None:
     clone.ok("sync", "--group", "run")
 
     place = clone.place("maxtext")
-    assert git(place, "rev-parse", "refs/multimesh/base:src/maxtext") == "59f74a3d5abe74a2c60ee2ca2133260b82c2e87b"
+    assert git(place, "rev-parse", "refs/multimesh/base:src/maxtext") == "f13bffc5983b481cd064eec80782517ed3be5cd4"
     assert clone.state("maxtext") == "clean"
     assert os.readlink(clone.place("multimesh")) == "../multimesh"
 
