@@ -385,7 +385,10 @@ def check(given: Program) -> None:
         return fn
 
     got = mm.jit(step(given, placed, mm.microbatch))(*args)
-    assert_same(got, jax.jit(step(given, alone, plainly))(*args))
+    want = jax.jit(step(given, alone, plainly))(*args)
+    floats = [x for x in jax.tree.leaves(want) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    # Layers that centre make some gradients differences of larger ones.
+    assert_same(got, want, least=max((float(jnp.abs(x).max(initial=0)) for x in floats), default=0.0))
     types = jax.eval_shape(step(given, alone, mm.microbatch), *args)
     assert jax.tree.map(lambda x: x.weak_type, got) == jax.tree.map(lambda x: x.weak_type, types)
     places(given, got)

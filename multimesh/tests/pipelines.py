@@ -131,8 +131,11 @@ def on_host(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def assert_same(got: Any, want: Any, rtol: float = RTOL) -> None:
-    """Same tree, shapes and dtypes; floats within ``rtol`` of the array's largest value, everything else equal."""
+def assert_same(got: Any, want: Any, rtol: float = RTOL, least: float = 0.0) -> None:
+    """Same tree, shapes and dtypes; floats within ``rtol`` of the array's largest value, everything else equal.
+
+    No array counts as smaller than ``least``: a small one may be the difference of large ones.
+    """
     paths, tree = jax.tree.flatten_with_path(got)
     wants, want_tree = jax.tree.flatten(want)
     assert tree == want_tree
@@ -147,7 +150,7 @@ def assert_same(got: Any, want: Any, rtol: float = RTOL) -> None:
         wide = np.result_type(b.dtype, np.float64) if b.dtype.kind == "c" else np.float64  # ml_dtypes' kind is V
         a, b = a.astype(wide), b.astype(wide)
         assert np.isfinite(b).all(), where
-        error, scale = np.abs(a - b).max(initial=0.0), np.abs(b).max(initial=0.0)
+        error, scale = np.abs(a - b).max(initial=0.0), np.abs(b).max(initial=least)
         assert error <= rtol * scale, f"{where}: {error:.3e} > {rtol:g} x {scale:.3e}"
 
 
