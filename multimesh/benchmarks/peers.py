@@ -160,6 +160,11 @@ CONTENDERS: dict[str, Callable[[Size, str], Contender]] = {
 PACKAGES = {"JaxPP": "jaxpp", "SpectraX": "spectrax-lib", "MultiMesh": "multimesh-jax", "JAX": "jax"}
 
 
+def fault(error: Exception) -> str:
+    """What a contender said, in a line."""
+    return f"{type(error).__name__}: {str(error)[:160]}".splitlines()[0]
+
+
 def trainings(size: Size, schedule: str, faults: dict[str, str]) -> dict[str, Training]:
     """The contenders that can be made; the others are noted in ``faults``."""
     made = {}
@@ -167,7 +172,7 @@ def trainings(size: Size, schedule: str, faults: dict[str, str]) -> dict[str, Tr
         try:
             made[name] = Training(*make(size, schedule))
         except Exception as error:  # noqa: BLE001 - a peer may fail in any way, and the table says how
-            faults[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+            faults[name] = fault(error)
     return made
 
 
@@ -183,7 +188,7 @@ def measure(size: Size, schedule: str, count: int) -> tuple[dict[str, list[float
             try:
                 times[name].append(seconds(training))
             except Exception as error:  # noqa: BLE001 - as above
-                faults[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+                faults[name] = fault(error)
                 del running[name], times[name]
     return times, {name: value(t.loss) for name, t in running.items()}, faults
 

@@ -149,12 +149,9 @@ class _Problem:
     def parts(self) -> Iterator[tuple[list[int], dict[ir.Value, int]]]:
         """Movable nodes that are best looked at together, with what they may send: no value belongs to two parts."""
         part = {n: [n] for n in self._moving}
-        touched = {v: [n for n in (*self._readers[v], self._maker.get(v)) if n in part] for v in self._readers}
-        linked = [
-            *(nodes for v, nodes in touched.items() if v in self._weight or self._maker.get(v) in part),
-            *([n, *(b for b in self._before[n] if b in part)] for n in self._moving),
-        ]
-        for first, *others in filter(None, linked):
+        touched = {v: [n for n in (*self._readers[v], self._maker.get(v)) if n in part] for v in self._weight}
+        linked = [[n, *(b for b in self._before[n] if b in part)] for n in self._moving]
+        for first, *others in (*touched.values(), *linked):
             for other in others:
                 small, large = sorted((part[first], part[other]), key=len)
                 if small is not large:
