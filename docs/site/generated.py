@@ -103,7 +103,7 @@ def draw_timelines(app: Sphinx, error: Exception | None) -> None:
 
 
 def _forecasts() -> dict[str, Any]:
-    bubbles = importlib.import_module("multimesh.bubbles")
+    bubbles = importlib.import_module("multimesh.commands.bubbles")
     return {
         name: bubbles.forecast(name, shape, transfer=0.25).timeline
         for name, shape in bubbles.compared(None, submeshes=4, chunks=None, microbatches=8)

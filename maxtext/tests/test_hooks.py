@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh import contexts, schedules
+from multimesh import schedules
+from multimesh.marking import contexts
 from multimesh_maxtext import hooks
 from multimesh_maxtext.errors import LauncherError, UnsupportedError, UsageError
 from multimesh_maxtext.launch import VARIABLE, Handoff

@@ -245,9 +245,9 @@ def dispatched(work: Work, rounds: int) -> report.Row:
     In one process a transfer is one call.
     """
     import jax
-    from multimesh.project import processes
-
-    from multimesh import _compat, exchange
+    from multimesh.core import _compat
+    from multimesh.runtime import exchange
+    from multimesh.runtime.project import processes
 
     step, args = work.pipeline("1f1b")
     runner, leaves = step.lower(*args).compile().runner, jax.tree.leaves(args)

@@ -26,9 +26,10 @@ import report
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import peak_bytes
+from multimesh.commands import bubbles
 
 import multimesh as mm
-from multimesh import bubbles, schedules
+from multimesh import schedules
 
 WIDTH, ROWS = 16, 256
 NAMES = tuple(name for name in schedules.names() if name != "fill-drain")

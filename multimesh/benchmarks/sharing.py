@@ -29,7 +29,7 @@ def listen(event: str, duration: float, **_: Any) -> None:
 
 
 WAYS: dict[str, dict[str, Callable[..., Any]]] = {
-    "no": {"multimesh._executables.shares_programs": lambda _: False},
+    "no": {"multimesh.runtime.executables.shares_programs": lambda _: False},
     "equal ones": {},
 }
 

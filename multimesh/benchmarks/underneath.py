@@ -18,8 +18,8 @@ import jax.experimental.transfer
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from multimesh import _compat, _executables
+from multimesh.core import _compat
+from multimesh.runtime import executables
 
 ARRAYS, ROUNDS = 16, 300
 
@@ -100,7 +100,7 @@ def main() -> None:
         print(f"device_put of one array, {count} devices: {least_and_median(lambda: jax.device_put(arrays[0], there))}")  # noqa: B023
         print(f"device_put of {ARRAYS} at once: {least_and_median(lambda: jax.device_put(arrays, [there] * ARRAYS))}")  # noqa: B023
         for some in (arrays[:1], arrays):
-            move = _executables.transfer([here] * len(some), [there] * len(some), some)
+            move = executables.transfer([here] * len(some), [there] * len(some), some)
             with _compat.explicit_transfers():
                 print(f"copy of the shards of {len(some)}: {least_and_median(lambda: move(*some))}")  # noqa: B023
     print(f"compile, then from the cache (ms of all threads): {from_cache()}")

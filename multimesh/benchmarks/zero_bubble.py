@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from multimesh.forecast import simulate
+from multimesh.plan.forecast import simulate
 from multimesh.schedules import Auto, StageCosts
-from multimesh.views.timeline import Timeline
+from multimesh.timelines.timeline import Timeline
 
 from multimesh import schedules
 

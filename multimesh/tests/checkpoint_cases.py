@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from multimesh.runtime import checkpoints, exchange
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 
 import multimesh as mm
-from multimesh import checkpoints, exchange
 
 
 def state(stages: int | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,9 +15,8 @@ TUTORIAL = "tutorial-"  # written by docs/ten-minutes.md; tests/unit/test_repo_d
 
 def drawings() -> dict[str, str]:
     """File name to what the file must hold."""
-    from multimesh.views import svg
-
-    from multimesh import bubbles
+    from multimesh.commands import bubbles
+    from multimesh.timelines import svg
 
     made = {}
     for name, shape in bubbles.compared(None, submeshes=4, chunks=None, microbatches=8):

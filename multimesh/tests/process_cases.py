@@ -206,9 +206,8 @@ def analyses() -> None:
 
 def profiled(split: str, skew: str, transport: str | None = None) -> None:
     """A profile has all that any process did, in order on one clock, also where their clocks differ; alike in all."""
-    from multimesh.views import perfetto, svg
-
-    from multimesh import clocks
+    from multimesh.observe import clocks
+    from multimesh.timelines import perfetto, svg
 
     parts, ahead = SPLITS[split](), float(skew) * jax.process_index()
     w = [on(mesh, np.eye(64, dtype=np.float32)) for mesh in parts]
@@ -282,7 +281,7 @@ def parallelized() -> None:
 
 def uneven_compilation(seconds: str) -> None:
     """A process that compiles much longer than the others."""
-    from multimesh import compiling
+    from multimesh.runtime import compiling
 
     whole = compiling.compile_plan
 
@@ -290,15 +289,15 @@ def uneven_compilation(seconds: str) -> None:
         time.sleep(float(seconds) * (jax.process_index() == 1))
         return whole(*args)
 
-    import multimesh.lowered
+    import multimesh.frontend.lowered
 
-    multimesh.lowered.compile_plan = slow
+    multimesh.frontend.lowered.compile_plan = slow
     try:
         retrace("halves")
         if jax.device_count() > 2:
             retrace("crossed")
     finally:
-        multimesh.lowered.compile_plan = whole
+        multimesh.frontend.lowered.compile_plan = whole
 
 
 def not_in_it() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from multimesh.runtime import compiling
 from pipelines import Split, assert_same, submeshes
 
 import multimesh as mm
-from multimesh import compiling
 
 sizes = pytest.mark.parametrize("size", [1, 2])
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from auto import case, chosen
-from multimesh.forecast import simulate
+from multimesh.plan.forecast import simulate
 from multimesh.schedules import Auto, StageCosts
 from multimesh.schedules.search import Found, Problem, search
 from pipelines import submeshes

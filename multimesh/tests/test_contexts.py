@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, mlp_block, squared_error
+from multimesh.marking import contexts
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm
@@ -68,29 +69,29 @@ def test_unknown_options_and_other_types_raise_at_once():
 
 @pytest.mark.parametrize("name", PARTS)
 def test_each_part_sets_its_option_and_restores_it(name):
-    before = mm.contexts.current()
+    before = contexts.current()
     for value in (True, False):
         with getattr(mm, name)(value):
-            assert getattr(mm.contexts.current(), name) is value
+            assert getattr(contexts.current(), name) is value
             with mm.context(**{name: None}):
-                assert getattr(mm.contexts.current(), name) is value
-    assert mm.contexts.current() == before
+                assert getattr(contexts.current(), name) is value
+    assert contexts.current() == before
 
 
 def test_options_of_one_thread_are_not_those_of_another():
     seen = []
     with mm.enable_task_fusion(False):
-        thread = threading.Thread(target=lambda: seen.append(mm.contexts.current().enable_task_fusion))
+        thread = threading.Thread(target=lambda: seen.append(contexts.current().enable_task_fusion))
         thread.start()
         thread.join()
-        assert not mm.contexts.current().enable_task_fusion
+        assert not contexts.current().enable_task_fusion
     assert seen == [True]
 
 
 def test_an_error_inside_restores_the_options():
     with pytest.raises(RuntimeError), mm.context(enable_task_fusion=False, autoshard=True):
         raise RuntimeError
-    assert mm.contexts.current() == mm.contexts.Options()
+    assert contexts.current() == contexts.Options()
 
 
 def test_a_context_that_comes_too_late_raises():

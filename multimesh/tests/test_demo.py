@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from multimesh.__main__ import main, virtual_devices
+from multimesh.commands import demo
 
 import multimesh as mm
-from multimesh import demo
 from tests.xla_flags import QUICK
 
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 from models import MLP
-from multimesh.bubbles import Shape
+from multimesh.commands import bubbles
+from multimesh.commands.bubbles import Shape
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm
-from multimesh import bubbles, schedules
+from multimesh import schedules
 
 SIZE = 2
 

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 from multimesh.__main__ import main
-
-from multimesh import bubbles
+from multimesh.commands import bubbles
 
 TABLE = """\
 p=4 submeshes, m=8 microbatches, tF=1, tB=1, tW=1, transfers 0

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import TRANSFORMER, plain
-from multimesh.parallelizing import programs
+from multimesh.frontend.parallelize import programs
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm

@@ -8,13 +8,13 @@ import xml.etree.ElementTree as ET
 
 import drawings
 import pytest
-from multimesh.bubbles import Shape
-from multimesh.costs import UNIT_COSTS
-from multimesh.views import hover, perfetto, svg
-from multimesh.views.timeline import Hop, Span, Timeline
+from multimesh.commands import bubbles
+from multimesh.commands.bubbles import Shape
+from multimesh.schedules.costs import UNIT_COSTS
+from multimesh.timelines import hover, perfetto, svg
+from multimesh.timelines.timeline import Hop, Span, Timeline
 
 import multimesh as mm
-from multimesh import bubbles
 
 SHAPES = [
     ("gpipe", Shape(2, 1, 3)),

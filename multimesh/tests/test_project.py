@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS
-from multimesh.project import by_devices, project, routes, steps
-from multimesh.transport import way
+from multimesh.runtime.project import by_devices, project, routes, steps
+from multimesh.runtime.transport import way
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm

@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import zero_bubble
-from multimesh.bubbles import Shape
-from multimesh.forecast import simulate
+from multimesh.commands import bubbles
+from multimesh.commands.bubbles import Shape
+from multimesh.plan.forecast import simulate
 from multimesh.schedules import Cell
 
 import multimesh as mm
-from multimesh import bubbles, schedules
+from multimesh import schedules
 
 COSTS = [
     {"F": 1, "B": 1, "W": 1},

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.transport import Transport, needs_cutting, way
+from multimesh.core import _compat
+from multimesh.runtime.transport import Transport, needs_cutting, way
 from pipelines import assert_same
 
 import multimesh as mm
-from multimesh import _compat
 
 SHAPE = (8, 12)
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.passes import pipeline
-from multimesh.passes.arrange import CutLoop, OrderedLoop
-from multimesh.passes.fragment import with_interfaces
-from multimesh.plan import Instruction, Slot, Transfer
+from multimesh.passes import pipeline, verifying
+from multimesh.passes.cutting.arrange import CutLoop, OrderedLoop
+from multimesh.passes.cutting.fragment import with_interfaces
+from multimesh.plan.plan import Instruction, Slot, Transfer
 
 import multimesh as mm
-from multimesh import ir, verifying
+from multimesh import ir
 
 MESHES = [Mesh(np.array([d]), ("data",)) for d in jax.devices()[:2]]
 

@@ -182,7 +182,7 @@ def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_p
         with zipfile.ZipFile(wheel) as archive:
             held[wheel.name.partition("-")[0]] = archive.namelist()
     assert held.keys() == {"multimesh_jax", "multimesh_maxtext"}
-    assert "multimesh/views/page.html" in held["multimesh_jax"]
+    assert "multimesh/timelines/page.html" in held["multimesh_jax"]
 
 
 def test_no_two_modules_of_the_tooling_have_one_name(root: Path) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from multimesh import bubbles, schedules
-from multimesh.costs import parsed_costs
+from multimesh import schedules
+from multimesh.commands import bubbles
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
-from multimesh.views.timeline import Timeline
+from multimesh.schedules.costs import parsed_costs
+from multimesh.timelines.timeline import Timeline
 
 INTERRUPTED = 130
 
@@ -233,7 +234,7 @@ def virtual_devices(environ: dict[str, str], count: int) -> dict[str, str]:
 def _demo(options: argparse.Namespace) -> dict[str, Any]:
     if options.devices == "virtual":
         os.environ.update(virtual_devices(dict(os.environ), 8))
-    from multimesh import demo  # imports JAX, which reads the environment
+    from multimesh.commands import demo  # imports JAX, which reads the environment
 
     job = demo.Job(options.schedule, options.steps, options.microbatches)
     found = demo.run(job, show_plan=options.plan, quiet=options.json)

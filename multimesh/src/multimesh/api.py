@@ -1,7 +1,12 @@
 """The public names of the library, each imported from where it is: ``import multimesh as mm`` has all of them."""
 
 from multimesh import distributed, fft, linalg, schedules
-from multimesh.contexts import (
+from multimesh.errors import MultiMeshError, UsageError
+from multimesh.frontend.jitted import Jitted, jit
+from multimesh.frontend.layers import sequential
+from multimesh.frontend.lowered import Compiled, Lowered
+from multimesh.frontend.parallelize import parallelize
+from multimesh.marking.contexts import (
     autoshard,
     context,
     enable_fast_path,
@@ -10,17 +15,12 @@ from multimesh.contexts import (
     ignore_transforms,
     only_fuse_loop_tasks,
 )
-from multimesh.errors import MultiMeshError, UsageError
-from multimesh.jitted import Jitted, jit
-from multimesh.layers import sequential
-from multimesh.lowered import Compiled, Lowered
-from multimesh.marks import register_task
-from multimesh.memory import MemoryForecast
-from multimesh.microbatching import microbatch
-from multimesh.modules import scope_nnx
-from multimesh.parallelizing import parallelize
-from multimesh.plan import Instruction, Plan
-from multimesh.tasks import task, with_sharding_constraint
+from multimesh.marking.flax_modules import scope_nnx
+from multimesh.marking.marks import register_task
+from multimesh.marking.microbatching import microbatch
+from multimesh.marking.tasks import task, with_sharding_constraint
+from multimesh.observe.memory import MemoryForecast
+from multimesh.plan.plan import Instruction, Plan
 
 __all__ = [
     "Compiled",

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from multimesh import _compat
+from multimesh.core import _compat
 from multimesh.errors import LostProcessError, MissingPartError, MultiMeshError, UsageError
-from multimesh.watched import Watched, start
+from multimesh.processes.watched import Watched, start
 
 __all__ = [
     "Processes",

@@ -12,7 +12,7 @@ from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler impo
 )
 from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
 
-from multimesh.checkpoints import ArrayHandler
+from multimesh.runtime.checkpoints import ArrayHandler
 
 
 class Arrays(ArrayLeafHandler):

@@ -18,8 +18,8 @@ _DUMP = re.compile(r"(?P<mark><!-- dump: (?P<name>\w+) -->)\n(\n```text\n.*?\n``
 
 def dumps(step: Any, *args: Any) -> dict[str, str]:
     """Name of each pass to the dump of what it makes of ``step(*args)``."""
-    from multimesh.passes.arrange import CutLoop, OrderedLoop
-    from multimesh.passes.recompute import keep_less
+    from multimesh.passes.cutting.arrange import CutLoop, OrderedLoop
+    from multimesh.passes.cutting.recompute import keep_less
     from programs import text
 
     import multimesh as mm

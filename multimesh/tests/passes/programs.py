@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from multimesh.passes.inline import inline
-from multimesh.passes.loops import fuse, separate
-from multimesh.passes.place import Homes, place
-from multimesh.tracing import partitioning
+from multimesh.marking.tracing import partitioning
+from multimesh.passes.placing.place import Homes, place
+from multimesh.passes.reading.inline import inline
+from multimesh.passes.reading.loops import fuse, separate
 
 import multimesh as mm
 from multimesh import ir

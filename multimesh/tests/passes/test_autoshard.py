@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from multimesh.passes.autoshard import autoshard
-from multimesh.passes.loops import fuse, separate
-from multimesh.passes.place import place
+from multimesh.passes.laying_out.autoshard import autoshard
+from multimesh.passes.placing.place import place
+from multimesh.passes.reading.loops import fuse, separate
 from programs import inlined, ones
 
 import multimesh as mm

@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from multimesh.passes.fragment import fragment, join
-from multimesh.passes.recompute import keep_less
+from multimesh.passes.cutting.fragment import fragment, join
+from multimesh.passes.cutting.recompute import keep_less
 from programs import loops, names, on, ones, placed
 
 import multimesh as mm

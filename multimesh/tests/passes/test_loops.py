@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from multimesh.passes.loops import fuse
+from multimesh.core import _compat
+from multimesh.marking import marks
+from multimesh.passes.reading.loops import fuse
 from programs import inlined, loops, names, on, ones, separated, text
 
 import multimesh as mm
-from multimesh import _compat, marks, schedules
+from multimesh import schedules
 
 HALVES = {"argnum": 1, "size": 2}
 

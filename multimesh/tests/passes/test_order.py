@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from multimesh.passes.arrange import OrderedLoop, arrange, cut
+from multimesh.passes.cutting.arrange import OrderedLoop, arrange, cut
 from programs import on, ones, placed
 
 import multimesh as mm

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from multimesh.passes.arrange import arrange, cut
-from multimesh.passes.planning import build
+from multimesh.passes.cutting.arrange import arrange, cut
+from multimesh.passes.laying_out.planning import build
 from programs import on, ones, placed
 
 import multimesh as mm

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.passes import primitives
+from multimesh.core import _compat
+from multimesh.ir import primitives
 from pipelines import submeshes
 from programs import on
 
 import multimesh as mm
-from multimesh import _compat, ir
+from multimesh import ir
 
 WIDE = ("int64", "uint64", "float64", "complex128")
 DTYPES = (

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER
-from multimesh.compiling import kernel_function
-from multimesh.passes.inline import inline
-from multimesh.passes.propagate import propagate, ways
+from multimesh.passes.laying_out.propagate import propagate, ways
+from multimesh.passes.reading.inline import inline
+from multimesh.runtime.compiling import kernel_function
 from pipelines import Split, gradient, submeshes
 from programs import jaxpr
 

@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from multimesh.contexts import Options
-from multimesh.passes.arrange import OrderedLoop, arrange, cut
-from multimesh.passes.fragment import fragment
-from multimesh.passes.unfuse import pieces
+from multimesh.marking.contexts import Options
+from multimesh.passes.cutting.arrange import OrderedLoop, arrange, cut
+from multimesh.passes.cutting.fragment import fragment
+from multimesh.passes.cutting.unfuse import pieces
 from programs import names, on, ones, placed
 
 import multimesh as mm

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from multimesh.passes.arrange import OrderedLoop, arrange, cut
+from multimesh.passes.cutting.arrange import OrderedLoop, arrange, cut
 from pipelines import assert_same
 from programs import names, on, placed
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from multimesh import specs
+from multimesh.core import specs
+from multimesh.core.specs import AnyMesh, Axes, entry, lay_out
 from multimesh.errors import UsageError
 from multimesh.fft import shards
 from multimesh.fft.shards import Decomposition
-from multimesh.specs import AnyMesh, Axes, entry, lay_out
 
 
 def fftn(

@@ -10,9 +10,9 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh import specs
+from multimesh.core import specs
+from multimesh.core.specs import AnyMesh, Axes, lay_out
 from multimesh.errors import UsageError
-from multimesh.specs import AnyMesh, Axes, lay_out
 
 
 def fftfreq(n: int, d: float = 1.0, *, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None = None) -> Array:

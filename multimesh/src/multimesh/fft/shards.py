@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from multimesh import specs
-from multimesh.specs import AnyMesh, Axes
+from multimesh.core import specs
+from multimesh.core.specs import AnyMesh, Axes
 
 
 @dataclasses.dataclass(frozen=True)

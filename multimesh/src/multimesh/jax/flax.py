@@ -13,9 +13,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, PartitionSpec
 
 from multimesh.errors import UsageError
-from multimesh.modules import subclass
+from multimesh.frontend.parallelize import parallelize
+from multimesh.marking.flax_modules import subclass
 from multimesh.original import calls, with_sharding_constraint
-from multimesh.parallelizing import parallelize
 
 __all__ = ["parallelize_step", "shard_axes", "task", "with_sharding_constraint"]
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from multimesh import specs
+from multimesh.core import specs
+from multimesh.core.specs import AnyMesh, axes_of, entry, lay_out
 from multimesh.errors import UsageError
 from multimesh.linalg import cholesky as shards
 from multimesh.linalg.cholesky import Panels, adjoint
 from multimesh.linalg.layout import Layout
-from multimesh.specs import AnyMesh, axes_of, entry, lay_out
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "panels"], meta_fields=["layout"])

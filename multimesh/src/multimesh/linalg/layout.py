@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from multimesh.specs import AnyMesh, Axes, entry, size
+from multimesh.core.specs import AnyMesh, Axes, entry, size
 
 FEWEST, USUAL, MOST = 8, 16, 32  # superpanels: fewer do more work in more memory, more make larger programs
 

@@ -10,7 +10,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from multimesh import specs
+from multimesh.core import specs
 from multimesh.errors import UsageError
 from multimesh.linalg.factor import backsolve, columns_of, factorize, layout_of, log_determinant, pair
 from multimesh.linalg.layout import Layout

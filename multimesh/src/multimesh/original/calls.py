@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from multimesh import marks, microbatching
-from multimesh import tasks as here
+from multimesh.core.submesh import make_task
 from multimesh.errors import UsageError
+from multimesh.marking import marks, microbatching
+from multimesh.marking import tasks as here
 from multimesh.original.meshes import Entered, Task, TaskMesh, put_in_force, registration
 from multimesh.original.shardings import with_sharding_constraint
-from multimesh.submesh import make_task
 
 
 def task(

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from multimesh import contexts, marks, submesh
+from multimesh.core import submesh
 from multimesh.errors import UsageError
+from multimesh.marking import contexts, marks
 
 Pairs = Sequence[tuple[str, str]]
 _NOTHING = re.compile("(?!)")  # matches no scope

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from multimesh import _executables, contexts
 from multimesh.errors import UsageError
+from multimesh.marking import contexts
+from multimesh.runtime import executables
 
 
 def autoshard(autoshard: bool | None = True) -> contexts.Manager:
@@ -78,7 +79,7 @@ def compile_hlo_module(
     if len(devices) < num_partitions:
         raise UsageError(f"compile_hlo_module: {num_partitions} partitions need as many devices, not {len(devices)}")
     try:
-        found = _executables.compile_hlo(Path(path).read_text(encoding="utf-8"), devices[:num_partitions])
+        found = executables.compile_hlo(Path(path).read_text(encoding="utf-8"), devices[:num_partitions])
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"compile_hlo_module: {path}: {str(error).splitlines()[0]}") from error
     needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes

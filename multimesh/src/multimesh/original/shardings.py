@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh import tasks as here
 from multimesh.errors import UsageError
-from multimesh.jitted import Jitted, jit
+from multimesh.frontend.jitted import Jitted, jit
+from multimesh.marking import tasks as here
 from multimesh.original.meshes import MultiMesh
 
 

@@ -12,19 +12,21 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from multimesh import _compat, ir, verifying
-from multimesh.contexts import Options
-from multimesh.marks import LoopMark
-from multimesh.passes.arrange import arrange, cut
-from multimesh.passes.autoshard import derive
-from multimesh.passes.follow import Homes
-from multimesh.passes.inline import inline
-from multimesh.passes.loops import fuse, separate
-from multimesh.passes.place import has_tasks, place, task_meshes
-from multimesh.passes.planning import build
-from multimesh.passes.propagate import fix_layouts
-from multimesh.passes.reductions import delay_reductions
-from multimesh.passes.slices import slices_outside
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.marking.contexts import Options
+from multimesh.marking.marks import LoopMark
+from multimesh.passes import verifying
+from multimesh.passes.cutting.arrange import arrange, cut
+from multimesh.passes.laying_out.autoshard import derive
+from multimesh.passes.laying_out.planning import build
+from multimesh.passes.laying_out.propagate import fix_layouts
+from multimesh.passes.laying_out.reductions import delay_reductions
+from multimesh.passes.placing.follow import Homes
+from multimesh.passes.placing.place import has_tasks, place, task_meshes
+from multimesh.passes.reading.inline import inline
+from multimesh.passes.reading.loops import fuse, separate
+from multimesh.passes.reading.slices import slices_outside
 from multimesh.schedules import Schedule
 
 

@@ -6,10 +6,10 @@ and microbatch; ``placement(submeshes)`` says on which submesh each stage runs. 
 
 from __future__ import annotations
 
-from multimesh.checks import refuse
-from multimesh.costs import StageCosts
+from multimesh.core.checks import refuse
 from multimesh.errors import UsageError
 from multimesh.schedules.auto import Auto, Candidate, Choice
+from multimesh.schedules.costs import StageCosts
 from multimesh.schedules.custom import Custom, custom, load
 from multimesh.schedules.gpipe import GPipe, LoopedBFS
 from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, KimiK2, OneFOneB

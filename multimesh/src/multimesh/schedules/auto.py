@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from multimesh import checks
-from multimesh.costs import UNIT_COSTS, StageCosts, cost
+from multimesh.core import checks
+from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
+from multimesh.schedules.costs import UNIT_COSTS, StageCosts, cost
 from multimesh.schedules.published import PUBLISHED
 from multimesh.schedules.search import Found, Problem, search
 from multimesh.schedules.table import Schedule, Table
-from multimesh.units import amount, columns
 
 FOUND = "found"
 """Name of the table that a search made."""

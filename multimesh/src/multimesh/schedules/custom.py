@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from multimesh import checks
+from multimesh.core import checks
 from multimesh.errors import UsageError
 from multimesh.schedules.table import Cell, Schedule, Table
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from multimesh import checks
-from multimesh.costs import CLOSE, cost
+from multimesh.core import checks
+from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
-from multimesh.units import amount, columns
+from multimesh.schedules.costs import CLOSE, cost
 
 
 @dataclass(frozen=True)

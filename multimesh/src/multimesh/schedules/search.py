@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from multimesh.costs import CLOSE, StageCosts
+from multimesh.schedules.costs import CLOSE, StageCosts
 from multimesh.schedules.scheduler import run
 from multimesh.schedules.table import Cell, Table
 

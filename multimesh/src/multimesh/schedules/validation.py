@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from multimesh.checks import many, refuse
+from multimesh.core.checks import many, refuse
 from multimesh.errors import UsageError
 from multimesh.schedules.scheduler import run
 from multimesh.schedules.table import Cell, Table

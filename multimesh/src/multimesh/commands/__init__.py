@@ -1,0 +1,1 @@
+"""What ``multimesh`` and ``multimesh-demo`` run."""

@@ -1,0 +1,203 @@
+"""Idle time of schedules: simulated, beside what their papers state. Nothing here imports JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multimesh import schedules
+from multimesh.core.text import columns
+from multimesh.plan.forecast import simulate, sizes
+from multimesh.schedules.costs import CLOSE, UNIT_COSTS, checked, cost
+from multimesh.timelines.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a pipeline: ``submeshes`` p, ``chunks`` v stages on each, ``microbatches`` m."""
+
+    submeshes: int
+    chunks: int
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """Idle time of a submesh according to a paper.
+
+    Attributes
+    ----------
+    idle, formula
+        Of every submesh in one step; with ``in_a_row`` of the busiest where steps follow each other, so that the next
+        one begins on a submesh as soon as this one has ended there.
+    unless
+        The reason why it need not hold, or empty.
+    in_a_row
+        See ``idle``.
+    bound
+        Whether it is the most.
+    """
+
+    idle: float
+    formula: str
+    unless: str = ""
+    in_a_row: bool = False
+    bound: bool = False
+
+
+def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS) -> Published | None:
+    """Idle time that is published for a schedule with free transfers; None where nothing is.
+
+    ``costs`` are those of a whole submesh, in all its ``v`` stages together.
+
+    GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019) and eager 1F1B: ``(p - 1) (tF + tB + tW)``. Interleaved
+    (Narayanan et al. 2021), and with one forward more Kimi K2: that divided by ``v``, where ``p`` divides ``m``; looped
+    BFS (Lamy-Poirier 2022): the same, for at least ``p`` microbatches. ZB-H1 (Qi et al. 2023): ``(p - 1) (tF + tB -
+    tW)``. It holds for at least ``p`` microbatches and ``tW <= tF``; the paper assumes equal times. Longer weight
+    gradients do not fit into the gaps that they fill. The same divided by ``v`` for the interleaved form.
+
+    The papers of ZB-H2 (``(p - 1) (tF + tB - 2 tW)``) and ZB-V (none) look at steps in a row, and at equal times; the
+    first holds for ``2 tW <= tF + tB``. That of DualPipe, ``(p - 1) (tF&B + tB - 3 tW)`` in times of a stage and of a
+    whole backward, takes a forward and the backward beside it as one. In our tables each hands on its result at once.
+    """
+    p, v, m = shape.submeshes, shape.chunks, shape.microbatches
+    full = (p - 1) * (costs["F"] + costs["B"] + costs["W"])
+    over, uneven = "/v" if v > 1 else "", "p does not divide m" if m % p and v > 1 else ""
+    forward, backward, weights = costs["F"], costs["B"], costs["W"]
+    if schedule in ("gpipe", "fill-drain", "looped-bfs"):
+        return Published(full / v, f"(p-1)(tF+tB+tW){over}", "m < p" if m < p and v > 1 else "")
+    if schedule in ("1f1b", "eager-1f1b", "interleaved", "kimi-k2"):
+        return Published(full / v, f"(p-1)(tF+tB+tW){over}", uneven)
+    if schedule in ("zb-h1", "interleaved-zb"):
+        unless = "m < p" if m < p else uneven or ("tW > tF" if weights > forward else "")
+        return Published((p - 1) * (forward + backward - weights) / v, f"(p-1)(tF+tB-tW){over}", unless)
+    if schedule == "zb-h2":
+        unless = "m < 2p-1" if m < 2 * p - 1 else "2 tW > tF+tB" if 2 * weights > forward + backward else ""
+        return Published((p - 1) * (forward + backward - 2 * weights), "(p-1)(tF+tB-2tW)", unless, in_a_row=True)
+    if schedule in ("zb-v", "dualpipe-v"):
+        unless = "m < 2p" if m < 2 * p else ""
+        if schedule == "zb-v":
+            unless = unless or ("" if forward == backward == weights else "tF, tB and tW differ")
+            return Published(0.0, "0", unless, in_a_row=True)
+        most = (p - 1) * (forward + 2 * backward - weights) / v
+        return Published(most, "(p-1)(tF+2tB-tW)/v at most", unless, bound=True)
+    return None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A simulated schedule and what is published for it, or what ``auto`` chose from."""
+
+    schedule: str
+    shape: Shape
+    timeline: Timeline
+    published: Published | None
+    choice: schedules.Choice | None = None
+
+    @property
+    def idle(self) -> float:
+        """Longest idle time of a submesh."""
+        return max(self.timeline.idle)
+
+    @property
+    def in_a_row(self) -> float:
+        """Longest idle time of a submesh where steps follow each other, and nothing waits for all submeshes between."""
+        return self.timeline.period - max(self.timeline.busy)
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Most microbatches alive on each submesh; that in one of ``v`` stages counts ``1 / v``."""
+        return tuple(peak / self.shape.chunks for peak in self.timeline.peaks)
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether submeshes are idle for the published time; None where nothing is published for this shape."""
+        known = self.published
+        if known is None or known.unless:
+            return None
+        slack = CLOSE * self.timeline.makespan
+        found = (self.in_a_row,) if known.in_a_row else self.timeline.idle
+        return all((0 if known.bound else known.idle) - slack <= idle <= known.idle + slack for idle in found)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the table says, as data."""
+        line, known = self.timeline, self.published
+        return {
+            "schedule": self.schedule,
+            "submeshes": self.shape.submeshes,
+            "stages_per_submesh": self.shape.chunks,
+            "microbatches": self.shape.microbatches,
+            "makespan": line.makespan,
+            "busy": list(line.busy),
+            "idle": list(line.idle),
+            "idle_in_a_row": self.in_a_row,
+            "bubble": line.bubble,
+            "peak_activations": list(self.peaks),
+            "formula": known and known.formula,
+            "idle_by_formula": known and known.idle,
+            "formula_fails_as": known and (known.unless or None),
+            "agrees": self.agrees,
+            "choice": self.choice and self.choice.to_json(),
+        }
+
+
+def forecast(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, transfer: float = 0.0) -> Result:
+    """Simulate a schedule; ``costs`` are those of a whole submesh, of which each of its stages takes an equal share."""
+    whole = checked(costs)
+    share = {phase: time / shape.chunks for phase, time in whole.items()}
+    schedule = schedules.get(name)
+    choice = None
+    if isinstance(schedule, schedules.Auto):
+        costs_each = schedules.StageCosts.alike(share, shape.submeshes * shape.chunks, transfer)
+        schedule = replace(schedule, costs=costs_each)
+        choice = schedule.choose(shape.submeshes, shape.chunks, shape.microbatches)
+    table = schedule.table(shape.submeshes, shape.chunks, shape.microbatches, backward=True)
+    title = sizes(name, shape.submeshes, shape.chunks, shape.microbatches)
+    timeline = simulate(table, share, transfer=cost(transfer, "a transfer"), title=title)
+    known = published(name, shape, whole)
+    if known is not None and transfer:
+        known = replace(known, unless="transfers take time")
+    return Result(name, shape, timeline, known, choice)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Text: simulated idle time of each schedule beside the published."""
+    heads = ("schedule", "makespan", "idle", "in a row", "published", "", "bubble", "peak activations")
+    rows = [_row(result) for result in results]
+    lines = columns([(head, [row[i] for row in rows]) for i, head in enumerate(heads)], left=(0, 5))
+    notes = [
+        f"{result.schedule}: the formula need not hold, as {result.published.unless}"
+        for result in results
+        if result.published is not None and result.published.unless
+    ]
+    choices = [f"\n{result.choice}" for result in results if result.choice is not None]
+    return "\n".join([*(line.rstrip() for line in lines), *([""] if notes else []), *notes, *choices])
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    known, chunks = result.published, result.shape.chunks
+    return (
+        result.schedule + (f", v={chunks}" if chunks > 1 else ""),
+        f"{result.timeline.makespan:.4g}",
+        f"{result.idle:.4g}",
+        f"{result.in_a_row:.4g}",
+        "-" if known is None else f"{known.idle:.4g}",
+        "" if known is None else known.formula,
+        f"{100 * result.timeline.bubble:.1f} %",
+        " ".join(f"{peak:g}" for peak in result.peaks),
+    )
+
+
+def compared(name: str | None, submeshes: int, chunks: int | None, microbatches: int) -> list[tuple[str, Shape]]:
+    """Schedules to compare: the one named, or all.
+
+    ``chunks`` are those of the schedule that is named, else of those that are meant for several and take any number.
+    """
+    if name is not None:
+        return [(name, Shape(submeshes, chunks or schedules.get(name).usual, microbatches))]
+    found = []
+    for schedule in (schedules.get(n) for n in schedules.names() if schedules.get(n).name == n):
+        wanted = chunks if schedule.usual > 1 and schedule.chunks is None else None
+        found.append((schedule.name, Shape(submeshes, wanted or schedule.usual, microbatches)))
+    return found

@@ -1,0 +1,275 @@
+"""``python -m multimesh demo``: a small transformer as a pipeline, beside the same function on one device."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import multimesh as mm
+from multimesh.errors import DisagreementError, MissingPartError
+from multimesh.observe.profile import Profile
+
+STAGES, DATA, MODEL = 2, 2, 2  # devices: pipeline stages x data x tensor parallelism
+LAYERS, WIDTH, HEADS, HIDDEN, VOCAB, SEQUENCE = 2, 32, 4, 128, 64, 16  # layers of a stage
+ROWS = 4  # sequences of a microbatch
+RATE = 0.2  # of SGD
+_COLUMNS = ("step", "submeshes", "one device", "difference")
+TOLERANCE = 1e-5  # relative difference of two losses
+
+Params = dict[str, Any]
+
+
+class LossesDifferError(DisagreementError):
+    """The pipeline's loss is not that of the same function on one device; ``found`` is what `run` would return."""
+
+    def __init__(self, message: str, found: dict[str, Any]):
+        super().__init__(message)
+        self.found = found
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: a schedule by name, the number of steps, and of microbatches a step."""
+
+    schedule: str = "1f1b"
+    steps: int = 8
+    microbatches: int = 4
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each submesh; they share its layers."""
+        return mm.schedules.get(self.schedule).usual
+
+    def homes(self, submeshes: tuple[Mesh, ...]) -> tuple[Mesh, ...]:
+        """Submesh of each stage."""
+        placement = mm.schedules.get(self.schedule).placement(STAGES)
+        return tuple(submeshes[placement[s % len(placement)]] for s in range(STAGES * self.chunks))
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """Loss of one step on the submeshes and on one device."""
+
+    step: int
+    loss: float
+    reference: float
+
+    @property
+    def difference(self) -> float:
+        """Relative to the reference; NaN where a loss is."""
+        return abs(self.loss - self.reference) / abs(self.reference)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is rounding."""
+        return self.difference <= TOLERANCE
+
+
+def meshes() -> tuple[Mesh, ...]:
+    """One submesh a stage, of ``DATA x MODEL`` devices."""
+    count = STAGES * DATA * MODEL
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that is not there
+        raise MissingPartError(f"JAX found no devices: {str(error) or 'no backend'}; look at JAX_PLATFORMS") from error
+    if len(devices) < count:
+        raise MissingPartError(
+            f"the demo needs {count} devices and JAX found {len(devices)} ({devices[0].platform}); "
+            "drop --devices real to use virtual CPU devices"
+        )
+    grid = np.array(devices[:count]).reshape(STAGES, DATA, MODEL)
+    return tuple(Mesh(part, ("data", "model")) for part in grid)
+
+
+def init(chunks: int = 1) -> Params:
+    """Parameters as numpy arrays: the embedding and a list of layers for each stage, ``chunks`` of them a submesh."""
+    draw = np.random.default_rng(0).normal
+
+    def matrix(*shape: int) -> np.ndarray:
+        return (draw(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    def layer() -> Params:
+        return {
+            "qkv": matrix(WIDTH, HEADS, 3 * WIDTH // HEADS),
+            "out": matrix(WIDTH, WIDTH).reshape(HEADS, WIDTH // HEADS, WIDTH),
+            "up": matrix(WIDTH, HIDDEN),
+            "down": matrix(HIDDEN, WIDTH),
+        }
+
+    embedding = 0.1 * draw(size=(VOCAB, WIDTH)).astype(np.float32)
+    return {
+        "embedding": embedding,
+        "stages": [[layer() for _ in range(LAYERS // chunks)] for _ in range(STAGES * chunks)],
+    }
+
+
+def place(params: Params, homes: tuple[Mesh, ...]) -> Params:
+    """Put parameters where they are used, on the submesh of their stage: heads and hidden units over ``model``."""
+    specs = {
+        "qkv": PartitionSpec(None, "model"),
+        "out": PartitionSpec("model"),
+        "up": PartitionSpec(None, "model"),
+        "down": PartitionSpec("model"),
+    }
+    stages = [
+        [{k: jax.device_put(w, NamedSharding(mesh, specs[k])) for k, w in layer.items()} for layer in layers]
+        for mesh, layers in zip(homes, params["stages"], strict=True)
+    ]
+    home = NamedSharding(homes[0], PartitionSpec())  # the last stage, which reads it too, is sent a copy if elsewhere
+    return {"embedding": jax.device_put(params["embedding"], home), "stages": stages}
+
+
+def batch(step: int, rows: int) -> np.ndarray:
+    """Sequences of ``SEQUENCE + 1`` tokens that count upwards by 1, 2 or 3 from anywhere: something to learn."""
+    draw = np.random.default_rng((1, step)).integers
+    start, stride = draw(VOCAB, size=(rows, 1)), draw(1, 4, size=(rows, 1))
+    return ((start + stride * np.arange(SEQUENCE + 1)) % VOCAB).astype(np.int32)
+
+
+def divided(tokens: np.ndarray, submeshes: tuple[Mesh, ...]) -> Any:
+    """Put a batch on the first stage, its rows over ``data``; the last stage gets the labels divided alike."""
+    return jax.device_put(tokens, NamedSharding(submeshes[0], PartitionSpec("data")))
+
+
+def block(w: Params, x: Any) -> Any:
+    """Causal self-attention, then a two-layer perceptron. ``x``: (rows, SEQUENCE, WIDTH)."""
+    x = mm.with_sharding_constraint(x, PartitionSpec("rows"))
+    q, k, v = jnp.split(jnp.einsum("btd,dhe->bhte", _normalised(x), w["qkv"]), 3, -1)
+    scores = jnp.einsum("bhqe,bhke->bhqk", q, k) / np.sqrt(q.shape[-1])
+    past = jnp.tril(jnp.ones((SEQUENCE, SEQUENCE), bool))
+    weights = jax.nn.softmax(jnp.where(past, scores, -1e30), -1)
+    x = x + jnp.einsum("bhqk,bhke,hed->bqd", weights, v, w["out"])
+    x = x + jax.nn.gelu(_normalised(x) @ w["up"]) @ w["down"]
+    return mm.with_sharding_constraint(x, PartitionSpec("rows"))
+
+
+def _normalised(x: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, Any], tuple[Params, Any]]:
+    """``(params, tokens) -> (new params, loss)``; runs under `multimesh.jit` and under ``jax.jit``."""
+    homes = options.homes(submeshes)
+    axes = {"rows": "data"}  # the constraint's name for rows, and the axis of a submesh that divides them
+
+    def hidden(layers: list[Params], x: Any) -> Any:
+        return functools.reduce(lambda x, w: block(w, x), layers, x)
+
+    def embed(embedding: Any, layers: list[Params], tokens: Any) -> Any:
+        return hidden(layers, embedding[tokens])
+
+    def head(embedding: Any, layers: list[Params], x: Any, labels: Any) -> Any:
+        logits = jax.nn.log_softmax(_normalised(hidden(layers, x)) @ embedding.T)
+        return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
+
+    def loss(params: Params, tokens: Any) -> Any:
+        first, *middle, last = params["stages"]
+        x = mm.task(embed, mesh=homes[0], logical_axes=axes)(params["embedding"], first, tokens[:, :-1])
+        for s, layers in enumerate(middle, 1):
+            x = mm.task(hidden, f"hidden{s}", mesh=homes[s], logical_axes=axes)(layers, x)
+        return mm.task(head, mesh=homes[-1], logical_axes=axes)(params["embedding"], last, x, tokens[:, 1:])
+
+    def step(params: Params, tokens: Any) -> tuple[Params, Any]:
+        summed = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=ROWS, schedule=options.schedule)
+        total, gradients = summed(params, tokens)
+        rate = RATE / options.microbatches
+        return jax.tree.map(lambda w, g: w - rate * g, params, gradients), total / options.microbatches
+
+    return step
+
+
+def train(options: Job, submeshes: tuple[Mesh, ...]) -> Iterator[StepLosses]:
+    """Train twice from the same start: on the submeshes and on one device."""
+    pipelined, plain = _jitted(options, submeshes), jax.jit(make_step(options, submeshes))
+    params, reference = place(init(options.chunks), options.homes(submeshes)), init(options.chunks)
+    for number in range(1, options.steps + 1):
+        tokens = batch(number, ROWS * options.microbatches)
+        params, loss = pipelined(params, divided(tokens, submeshes))
+        reference, expected = plain(reference, tokens)
+        yield StepLosses(number, float(loss), float(expected))
+
+
+def plan(options: Job, submeshes: tuple[Mesh, ...]) -> mm.Plan:
+    """What `train` runs on the submeshes in each step."""
+    return _jitted(options, submeshes).plan(*_first(options, submeshes))
+
+
+def profile(options: Job) -> Profile:
+    """Measure a step of `train`."""
+    submeshes = meshes()
+    return _jitted(options, submeshes).profile(*_first(options, submeshes))
+
+
+@functools.cache
+def _jitted(options: Job, submeshes: tuple[Mesh, ...]) -> Any:
+    return mm.jit(make_step(options, submeshes), donate_argnums=0)
+
+
+def _first(options: Job, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
+    """Arguments of the first step."""
+    tokens = batch(1, ROWS * options.microbatches)
+    return place(init(options.chunks), options.homes(submeshes)), divided(tokens, submeshes)
+
+
+def run(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
+    """Train, print unless ``quiet``, and return the same as data for JSON.
+
+    Raises
+    ------
+    LossesDifferError
+        After printing, when a step's losses differ by more than rounding.
+    MissingPartError
+        When there are fewer than 8 devices.
+    """
+    submeshes = meshes()
+    shown = plan(options, submeshes) if show_plan else None
+    if not quiet:
+        print(_headline(options), flush=True)
+        if shown is not None:
+            print(f"\n{shown}\n", flush=True)
+    steps = []
+    if not quiet:
+        print("compiling ...\n\n" + "  ".join(_COLUMNS), flush=True)
+    for step in train(options, submeshes):
+        steps.append(step)
+        if not quiet:
+            cells = (str(step.step), f"{step.loss:.6f}", f"{step.reference:.6f}", f"{step.difference:.1e}")
+            print("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, _COLUMNS, strict=True)), flush=True)
+    found = _summary(options, steps, shown)
+    wrong = [s for s in steps if not s.agrees]
+    if wrong:
+        raise LossesDifferError(
+            f"step {wrong[0].step}: the losses {wrong[0].loss!r} and {wrong[0].reference!r} differ by "
+            f"{wrong[0].difference:.1e}, which is more than {TOLERANCE:g}",
+            found,
+        )
+    if not quiet:
+        print(f"\nok: {len(steps)} steps agree to {TOLERANCE:g}; loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}")
+    return found
+
+
+def _headline(options: Job) -> str:
+    return (
+        f"transformer, {STAGES * LAYERS} layers, tied embedding; {STAGES * DATA * MODEL} {jax.devices()[0].platform} "
+        f"devices: pp {STAGES} dp {DATA} tp {MODEL}\n{options.schedule}, {options.microbatches} microbatches of {ROWS} "
+        f"sequences"
+    )
+
+
+def _summary(options: Job, steps: list[StepLosses], shown: mm.Plan | None) -> dict[str, Any]:
+    rows = [{k: _finite(v) for k, v in (*asdict(s).items(), ("difference", s.difference))} for s in steps]
+    agrees = all(s.agrees for s in steps)
+    found = {**asdict(options), "steps": rows, "tolerance": TOLERANCE, "agrees": agrees}
+    return found if shown is None else {**found, "plan": json.loads(shown.to_json())}
+
+
+def _finite(number: float) -> float | None:
+    return number if np.isfinite(number) else None  # JSON has no NaN

@@ -1,0 +1,124 @@
+"""Everything of JAX that is not its documented interface, in one place (supported: jax 0.10 and later).
+
+The rest of the package uses public JAX only, or what this one gives. What lies under ``jax._src`` is for speed and for
+what launched the processes; all but where processes meet has a public fallback with the same results. Fallbacks take
+over with a JAX that was not tried or has moved the part, and with any when ``MULTIMESH_PUBLIC_JAX=1`` is set.
+docs/jax-internals.md lists them. A JAX is asked for what it has, never for its version.
+"""
+
+from multimesh.core._compat import versions
+from multimesh.core._compat.versions import SUPPORTED, moved, tried_version
+
+with tried_version():
+    from multimesh.core._compat.fast import DeviceList, copy_shards, explicit_transfers, forget_pruned, trace_context
+    from multimesh.core._compat.jaxprs import (
+        PRIMITIVES,
+        Literal,
+        add_p,
+        call_primitive,
+        captured,
+        copy_p,
+        dce,
+        device_put_p,
+        hoisted,
+        jaxpr_as_fun,
+        jit_p,
+        optimization_barrier_p,
+        part,
+        remat_p,
+        scan_counts,
+        scan_params,
+        sharding_constraint_p,
+        subjaxprs,
+    )
+    from multimesh.core._compat.lines import (
+        REMATTED,
+        caller_line,
+        error_line,
+        invalid_value,
+        named,
+        scopes,
+        traced_as,
+        user_line,
+    )
+    from multimesh.core._compat.mesh_contexts import abstract_mesh_context, auto, devices_free, leave_mesh, without_mesh
+    from multimesh.core._compat.processes import (
+        backends_started,
+        device_put_address,
+        key_value_store,
+        launcher,
+        own_address,
+    )
+    from multimesh.core._compat.traces import bind, eager, staged
+    from multimesh.core._compat.values import (
+        abstractify,
+        copy,
+        is_tracer,
+        memory_kind,
+        nbytes,
+        primal,
+        shape_of,
+        stacked,
+        typed_as,
+    )
+
+versions.tell()
+
+__all__ = [
+    "PRIMITIVES",
+    "REMATTED",
+    "SUPPORTED",
+    "DeviceList",
+    "Literal",
+    "abstract_mesh_context",
+    "abstractify",
+    "add_p",
+    "auto",
+    "backends_started",
+    "bind",
+    "call_primitive",
+    "caller_line",
+    "captured",
+    "copy",
+    "copy_p",
+    "copy_shards",
+    "dce",
+    "device_put_address",
+    "device_put_p",
+    "devices_free",
+    "eager",
+    "error_line",
+    "explicit_transfers",
+    "forget_pruned",
+    "hoisted",
+    "invalid_value",
+    "is_tracer",
+    "jaxpr_as_fun",
+    "jit_p",
+    "key_value_store",
+    "launcher",
+    "leave_mesh",
+    "memory_kind",
+    "moved",
+    "named",
+    "nbytes",
+    "optimization_barrier_p",
+    "own_address",
+    "part",
+    "primal",
+    "remat_p",
+    "scan_counts",
+    "scan_params",
+    "scopes",
+    "shape_of",
+    "sharding_constraint_p",
+    "stacked",
+    "staged",
+    "subjaxprs",
+    "trace_context",
+    "traced_as",
+    "tried_version",
+    "typed_as",
+    "user_line",
+    "without_mesh",
+]

@@ -1,0 +1,170 @@
+"""Traced functions: their primitives, parts of them, and primitives of our own that call one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.core import primitives
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from multimesh.core._compat.values import is_tracer, shape_of
+
+Literal = core.Literal
+
+jit_p = primitives.jit_p
+
+remat_p = primitives.remat_p
+
+sharding_constraint_p = primitives.sharding_constraint_p
+
+add_p = primitives.add_p
+
+device_put_p = primitives.device_put_p
+
+copy_p = primitives.copy_p
+
+
+def _primitive_of(fn: Callable[..., Any], size: int) -> Any:
+    """The primitive of a function of one that JAX does not name in public."""
+    return jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((size,), np.float32)).jaxpr.eqns[0].primitive
+
+
+optimization_barrier_p = _primitive_of(jax.lax.optimization_barrier, 1)
+
+PRIMITIVES: Mapping[str, Any] = {  # by name; an extension may give another primitive one of these names
+    p.name: p
+    for p in (
+        *vars(primitives).values(),
+        optimization_barrier_p,
+        _primitive_of(lambda x: jax.lax.split(x, (1, 1)), 2),
+    )
+    if isinstance(p, core.Primitive)
+}
+
+
+def jaxpr_as_fun(closed: Any) -> Callable[..., Any]:
+    """A traced function as a function of flat arrays."""
+    fun: Callable[..., Any] = core.jaxpr_as_fun(closed)
+    return fun
+
+
+def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Jaxprs among the parameters of an equation."""
+    for value in params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, core.Jaxpr | core.ClosedJaxpr):
+                yield getattr(each, "jaxpr", each)
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries a scan has, which come first among its operands."""
+    if "ft_in" in params:  # trees; before jax 0.12, numbers
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: int) -> dict[str, Any]:
+    """Parameters of a scan that differs from another in its body and what goes into it."""
+    rows, results = len(body.in_avals) - num_consts - num_carry, len(body.out_avals) - num_carry
+    return params | _scan_groups(num_consts, num_carry, rows, results) | {"jaxpr": body}
+
+
+@functools.cache
+def _scan_groups(num_consts: int, num_carry: int, rows: int, results: int) -> dict[str, Any]:
+    """What a scan says of how many constants, carries, rows and results it has: as JAX says it of a small one."""
+
+    def scan(consts: list[Any], carry: list[Any], xs: list[Any]) -> Any:
+        def body(carry: list[Any], row: list[Any]) -> Any:
+            total = sum([*consts, *carry, *row], jnp.float32(1))  # each is read, none is handed on
+            return [total + i for i in range(num_carry)], [total - i for i in range(1, results + 1)]
+
+        return jax.lax.scan(body, carry, xs, length=2)
+
+    one, two = np.float32(0), np.zeros(2, np.float32)
+    (eqn,) = jax.make_jaxpr(scan)([one] * num_consts, [one] * num_carry, [two] * rows).eqns
+    return {name: eqn.params[name] for name in ("num_consts", "num_carry", "ft_in", "ft_out") if name in eqn.params}
+
+
+def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...], list[bool]]:
+    """Branches of a conditional cut down to some results, and which operands any of them still reads."""
+    reads = [partial_eval.dce_jaxpr(b.jaxpr, list(used))[1] for b in branches]
+    union = [any(flags) for flags in zip(*reads, strict=True)]
+    cut = [partial_eval.dce_jaxpr(b.jaxpr, list(used), instantiate=union)[0] for b in branches]
+    return tuple(core.ClosedJaxpr(j, b.consts) for j, b in zip(cut, branches, strict=True)), union
+
+
+def captured(closed: Any) -> dict[int, Any]:
+    """Results of a traced function that it does not compute but hold: position to value."""
+    held = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    found = enumerate(closed.jaxpr.outvars)
+    return {i: v.val if isinstance(v, Literal) else held[v] for i, v in found if isinstance(v, Literal) or v in held}
+
+
+def part(closed: Any, positions: Sequence[int]) -> Callable[[], list[Any]]:
+    """Function that computes some of the results of a traced function without arguments, and only what they need."""
+    wanted = [i in set(positions) for i in range(len(closed.jaxpr.outvars))]
+    cut, used, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, wanted)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(cut, [c for c, keep in zip(closed.consts, used, strict=True) if keep]))
+
+
+def hoisted(closed: Any) -> tuple[Any, list[Any]]:
+    """A traced function that takes the tracers it captured as its first arguments, and these."""
+    tracers = [c for c in closed.consts if is_tracer(c)]
+    if not tracers:
+        return closed, []
+
+    def fn(given: Sequence[Any], *args: Any) -> Any:
+        left = iter(given)
+        consts = [next(left) if is_tracer(c) else c for c in closed.consts]
+        return jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, consts))(*args)
+
+    shapes = [shape_of(jax.typeof(c)) for c in tracers]
+    return jax.make_jaxpr(fn)(shapes, *map(shape_of, closed.in_avals)), tracers
+
+
+def call_primitive(
+    name: str,
+    *,
+    run: Callable[..., Sequence[Any]],
+    inlined: Callable[..., Sequence[Any]],
+    jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
+    transpose: Callable[..., Sequence[Any]],
+    batch: Callable[..., Sequence[Any]],
+) -> Any:
+    """A primitive that calls the traced function in its parameter ``jaxpr``.
+
+    ``run`` is what it does on arrays, ``inlined`` inside a program. Rules get None for a tangent that is zero, for an
+    argument to transpose, and for an argument without rows, and give None for what has no tangent or cotangent.
+    """
+    prim = core.Primitive(name)
+    prim.multiple_results = True
+    prim.def_impl(run)
+    prim.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
+    mlir.register_lowering(prim, mlir.lower_fun(inlined, multiple_results=True))
+
+    def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        given = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
+        results, pushed = jvp(primals, given, **params)
+        zeros = [ad.Zero(aval.to_tangent_aval()) for aval in params["jaxpr"].out_avals]
+        return results, [z if t is None else t for t, z in zip(pushed, zeros, strict=True)]
+
+    def transpose_rule(cotangents: Sequence[Any], *args: Any, **params: Any) -> Any:
+        known = [None if ad.is_undefined_primal(x) else x for x in args]
+        return transpose([ad.instantiate_zeros(c) for c in cotangents], known, **params)
+
+    def batch_rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        results = batch(size, args, dims, **params)
+        return results, [0] * len(results)
+
+    ad.primitive_jvps[prim] = jvp_rule
+    ad.primitive_transposes[prim] = transpose_rule
+    batching.primitive_batchers[prim] = batch_rule
+    return prim

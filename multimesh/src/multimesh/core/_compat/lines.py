@@ -1,0 +1,110 @@
+"""Lines of the user: of equations, of callers, and of errors; and the scopes around an equation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+from multimesh import errors
+from multimesh.errors import UsageError
+
+_OWN_FILES = os.path.dirname(errors.__file__) + os.sep
+_JAX_FILES = os.path.dirname(jax.__file__) + os.sep
+_NOT_USERS = (_OWN_FILES, _JAX_FILES, contextlib.__file__)
+_ALL = 1000  # frames
+_FRAME = re.compile(r"(.+?:\d+)(?::\d+)? \(")  # file:line:column (function), where there is a column
+
+REMATTED = "rematted_computation"
+"""Scope of what a backward pass computes again under ``jax.checkpoint``."""
+
+
+def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
+    """Named scopes around an equation, outermost first, and whether a transposition (backward pass) made it."""
+    stack = eqn.source_info.name_stack.stack
+    names = tuple(s.name for s in stack if type(s).__name__ == "Scope")
+    backward = any(type(s).__name__ == "Transform" and s.name == "transpose" for s in stack)
+    return names, backward
+
+
+def user_line(source_info: Any) -> str:
+    """``file:line`` of the user's code that made an equation, or an empty string.
+
+    JAX leaves out its own frames and those that libraries (Flax) registered as theirs.
+    """
+    if source_info is None or source_info.traceback is None:
+        return ""
+    frames = source_info_util.summarize(source_info, _ALL).splitlines()  # the innermost is the last
+    places = (found[1] for found in map(_FRAME.match, reversed(frames)) if found)
+    return next((place for place in places if not place.startswith(_NOT_USERS)), "")
+
+
+def caller_line() -> str:
+    """``file:line`` of the innermost caller that is neither this package nor JAX."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def error_line(error: BaseException) -> str:
+    """``file:line`` of the innermost of the user's frames that an exception went through."""
+    frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS)]
+    return own[-1] if own else caller_line()
+
+
+def invalid_value(error: Exception) -> str | None:
+    """What ``jax_debug_nans`` or ``jax_debug_infs`` found in results of a program, "nan" or "inf"; else None."""
+    return getattr(error, "ty", None) if type(error).__name__ == "InternalFloatingPointError" else None
+
+
+_CONCRETE = (
+    *(jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError),
+    *(jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError),
+)
+
+
+@contextlib.contextmanager
+def traced_as(what: Callable[[], str]) -> Iterator[None]:
+    """Name the user's function and line, not what wraps it, where JAX can't trace it.
+
+    Raises
+    ------
+    UsageError
+        Where a result is no array, or Python code asks for the value of an array that has none yet.
+    """
+    try:
+        yield
+    except TypeError as error:
+        _, _, said = str(error).partition(" traced for jit returned ")
+        if said:
+            raise UsageError(
+                f"{error_line(error)}: {what()} must return a pytree of arrays; it returned {said}"
+            ) from None
+        if not isinstance(error, _CONCRETE) and "concrete value" not in str(error):
+            raise
+        raise _not_concrete(what(), error) from error
+    except _CONCRETE as error:
+        raise _not_concrete(what(), error) from error
+
+
+def _not_concrete(what: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{error_line(error)}: {what} is traced, and an array has no value in Python then; use jnp.where or "
+        "jax.lax.cond in the place of `if`, or give it as a static Python value (static_argnums of multimesh.jit). "
+        f"JAX says: {str(error).strip().splitlines()[0]}"
+    )
+
+
+def named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Give ``fn`` the name that ``jax.jit`` records in jaxprs, HLO modules and profiles."""
+    fn.__name__ = fn.__qualname__ = name
+    return fn

@@ -1,0 +1,113 @@
+"""Where an array is: its mesh and its `PartitionSpec`, as given or as the array tells, and checked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from multimesh.core import _compat
+from multimesh.errors import UsageError
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+Axes: TypeAlias = tuple[str, ...]
+
+
+def as_array(x: Any) -> jax.Array:
+    """``x`` itself, or a NumPy array as JAX's."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def axes_of(entry: Any) -> Axes:
+    """The mesh axes of one entry of a spec: of ``None``, a name or a tuple of names."""
+    if entry is None or entry is P.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def entry(axes: Axes) -> Any:
+    """The opposite of `axes_of`."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def size(mesh: AnyMesh, axes: Axes) -> int:
+    """Number of devices along some axes."""
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+def sharding_of(x: Any) -> NamedSharding | None:
+    """What is known of an array's sharding: all of a concrete array, the Explicit axes of a traced one."""
+    x = _compat.primal(x)
+    found = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(found, NamedSharding) or found.mesh.empty:
+        return None
+    traced = isinstance(x, jax.core.Tracer)
+    return None if traced and not any(axes_of(e) for e in found.spec) else found
+
+
+def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMesh, tuple[Axes, ...]]:
+    """Mesh of ``x``, and the mesh axes of each of its dimensions: those given, or else those that it carries.
+
+    Raises
+    ------
+    UsageError
+        If nothing is given or found, or what is given does not fit the array.
+    """
+    known = sharding_of(x)
+    if spec is None and known is not None and (mesh is None or set(mesh.axis_names) >= _names(known.spec)):
+        spec = known.spec
+    if mesh is None:
+        ambient = jax.sharding.get_abstract_mesh()
+        mesh = known.mesh if known is not None else None if ambient.empty else ambient
+    if mesh is None or spec is None or not any(axes_of(e) for e in spec):
+        raise UsageError(
+            f"{what}: found no sharding of the array of shape {x.shape}. Shard it with jax.device_put(x, "
+            "NamedSharding(mesh, spec)), or pass mesh= and spec=; under jax.jit an array only carries its Explicit axes"
+        )
+    if not isinstance(spec, P):
+        raise UsageError(f"{what}: spec must be a PartitionSpec, got {spec!r}")
+    if len(spec) > x.ndim:
+        raise UsageError(f"{what}: {spec} has {len(spec)} entries, and the array only {x.ndim} dimensions")
+    entries = [axes_of(e) for e in spec] + [()] * (x.ndim - len(spec))
+    flat = [a for axes in entries for a in axes]
+    for a in flat:
+        if a not in mesh.axis_names:
+            raise UsageError(
+                f"{what}: {spec} names the axis {a!r}; the mesh has {', '.join(map(repr, mesh.axis_names))}"
+            )
+        if flat.count(a) > 1:
+            raise UsageError(f"{what}: {spec} names the axis {a!r} twice; an axis can shard one dimension only")
+    if isinstance(mesh, Mesh) and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+        others = x.sharding.device_set - set(mesh.devices.flat)
+        if others:
+            raise UsageError(
+                f"{what}: the array is on {len(others)} devices that the mesh lacks (such as {min(others, key=str)}); "
+                "pass the array's own mesh, or move it first: jax.device_put(x, NamedSharding(mesh, spec))"
+            )
+    return mesh, tuple(entries)
+
+
+def _names(spec: P) -> set[str]:
+    return {a for e in spec for a in axes_of(e)}
+
+
+def lay_out(x: Any, mesh: AnyMesh, *axes: Axes) -> Any:
+    """``x`` with its leading dimensions sharded over these axes, and its gradient too."""
+    sharding = NamedSharding(mesh, P(*map(entry, axes)))
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(x, sharding)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+def check_dtype(what: str, *arrays: Any) -> None:
+    """Refuse dtypes other than float32, float64, complex64 and complex128."""
+    for x in arrays:
+        if jnp.dtype(x.dtype) not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
+            raise UsageError(
+                f"{what}: works in float32, float64, complex64 or complex128, got {x.dtype}; convert it with .astype"
+            )

@@ -1,0 +1,170 @@
+"""Submeshes: which devices a task runs on, and how logical axes map to their axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from multimesh.core import checks
+from multimesh.errors import UsageError
+
+AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "str | tuple[str, ...] | None"]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A named place for computation: a submesh and the meaning of logical axes on it."""
+
+    name: str
+    mesh: Mesh
+    logical_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Placement({self.name!r}, {describe(self.mesh)})"
+
+
+def describe(mesh: Mesh) -> str:
+    """Short text of a mesh: its axes with sizes and its device ids."""
+    axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    ids = [device.id for device in mesh.devices.flat]
+    span = (
+        f"{ids[0]}..{ids[-1]}" if len(ids) > 2 and ids == list(range(ids[0], ids[-1] + 1)) else ",".join(map(str, ids))
+    )
+    return f"[{axes} | devices {span}]"
+
+
+def make_task(
+    name: str,
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: AxisMap | None = None,
+) -> Placement:
+    """Check the arguments of ``task`` and ``register_task`` and build the task they mean."""
+    checks.text(f"task {name!r}: name=", name)
+    if (mesh is None) == (devices is None):
+        raise UsageError(f"task {name!r}: give either mesh= or devices= (with device_axes=), not both or neither")
+    if mesh is None:
+        mesh = _mesh_of(name, devices, device_axes)
+    elif device_axes is not None:
+        raise UsageError(f"task {name!r}: device_axes= names the axes of devices=; a mesh has its own names")
+    elif not isinstance(mesh, Mesh):
+        raise UsageError(f"task {name!r}: mesh= must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    elif AxisType.Manual in mesh.axis_types:
+        manual = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
+        raise UsageError(
+            f"task {name!r}: axis {manual[0]!r} of mesh= is Manual, which axes are only inside jax.shard_map; give a "
+            "mesh of Auto or Explicit axes, and call jax.shard_map inside the task"
+        )
+    elif logical_axes is None:
+        logical_axes = {}
+    return Placement(
+        name, mesh, _axis_items(name, mesh, logical_axes, named=device_axes is not None or devices is None)
+    )
+
+
+def _mesh_of(name: str, devices: Any, device_axes: Sequence[str] | None) -> Mesh:
+    try:
+        grid = np.asarray(devices, dtype=object)
+    except ValueError as error:
+        raise UsageError(f"task {name!r}: devices= must be an array of jax devices: {error}") from None
+    if grid.size == 0 or not all(isinstance(d, jax.Device) for d in grid.flat):
+        raise UsageError(f"task {name!r}: devices= must be a non-empty array of jax devices")
+    if len(set(grid.flat)) != grid.size:
+        raise UsageError(f"task {name!r}: devices= names a device twice")
+    if device_axes is None:
+        device_axes = [f"axis{i}" for i in range(grid.ndim)]
+    device_axes = checks.names(f"task {name!r}: device_axes=", device_axes)
+    if len(device_axes) != grid.ndim:
+        raise UsageError(
+            f"task {name!r}: devices= has {grid.ndim} dimensions but device_axes={tuple(device_axes)} names "
+            f"{len(device_axes)}; name each dimension once"
+        )
+    if len(set(device_axes)) != len(device_axes):
+        raise UsageError(f"task {name!r}: device_axes={tuple(device_axes)} names an axis twice")
+    return Mesh(grid, tuple(device_axes))
+
+
+def _axis_items(
+    name: str, mesh: Mesh, logical_axes: AxisMap | None, *, named: bool
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    if logical_axes is None:
+        return ()
+    pairs = checks.pairs(f"task {name!r}: logical_axes=", logical_axes)
+    if not pairs:
+        return ()
+    if not named:
+        raise UsageError(f"task {name!r}: logical_axes= needs mesh= or device_axes=, so that there are axes to map to")
+    items = []
+    here = f"task {name!r}: logical_axes=: a logical axis"
+    given = {checks.text(here, logical): axes for logical, axes in pairs}
+    if len(given) < len(pairs):
+        raise UsageError(f"task {name!r}: logical_axes= names an axis twice; map it to a tuple of axes instead")
+    for logical, axes in given.items():
+        listed = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        physical = checks.names(f"task {name!r}: what logical_axes= maps {logical!r} to", listed)
+        unknown = [axis for axis in physical if axis not in mesh.axis_names]
+        if unknown:
+            raise UsageError(
+                f"task {name!r}: logical axis {logical!r} maps to {unknown[0]!r}, but the submesh has axes "
+                f"{mesh.axis_names}"
+            )
+        items.append((logical, physical))
+    return tuple(sorted(items))
+
+
+def translate(spec: PartitionSpec, task: Placement) -> PartitionSpec:
+    """Replace the logical names of a spec by the axes of the task's submesh.
+
+    A name that is no logical axis of the task must be an axis of its submesh.
+
+    Raises
+    ------
+    UsageError
+        For a name that is neither.
+    """
+    table = dict(task.logical_axes)
+
+    def axes_of(name: str) -> tuple[str, ...]:
+        checks.text(f"task {task.name!r}: {spec}: an axis", name)
+        if name in table:
+            return table[name]
+        if name in task.mesh.axis_names:
+            return (name,)
+        raise UsageError(
+            f"task {task.name!r}: {spec} names {name!r}, which is neither one of its logical axes {tuple(table)} nor "
+            f"an axis of its submesh {task.mesh.axis_names}; add it to logical_axes="
+        )
+
+    entries: list[Any] = []
+    for entry in spec:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            entries.append(entry)
+            continue
+        names = entry if isinstance(entry, tuple) else (entry,)
+        physical = tuple(axis for name in names for axis in axes_of(name))
+        entries.append(None if not physical else physical[0] if len(physical) == 1 else physical)
+    return PartitionSpec(*entries)
+
+
+def carry_over(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Sharding on ``mesh`` of an array that had ``spec`` elsewhere: the same axes where the submesh has them.
+
+    A dimension whose axes are missing on ``mesh`` or do not divide it is replicated there.
+    """
+    entries: list[Any] = []
+    for size, entry in zip(shape, tuple(spec) + (None,) * len(shape), strict=False):
+        free = entry is None or entry is PartitionSpec.UNCONSTRAINED
+        names = () if free else (entry,) if isinstance(entry, str) else tuple(entry)
+        ways = math.prod(mesh.shape.get(axis, 0) for axis in names)
+        entries.append(entry if names and ways and size % ways == 0 else None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return NamedSharding(mesh, PartitionSpec(*entries))

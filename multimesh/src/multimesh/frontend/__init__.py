@@ -1,0 +1,1 @@
+"""`jit` and what it makes: arguments, signatures, caches, stages, transformations."""

@@ -1,0 +1,326 @@
+"""Arguments and results of a jitted function: parameters, flat leaves, layouts given, which result replaces what."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import SequenceKey
+
+from multimesh.core import _compat, checks
+from multimesh.core.specs import axes_of
+from multimesh.core.submesh import describe
+from multimesh.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a trace depends on: tree, types, layouts, static arguments, and the context it is made in."""
+
+    tree: Any
+    avals: tuple[Any, ...]
+    specs: tuple[PartitionSpec | None, ...]  # None: to be derived
+    static: tuple[Any, ...]
+    context: Any
+    home: Mesh | None = None  # where a function without tasks is planned, when it is not plain jit
+
+
+class Given(NamedTuple):
+    """The arguments of a call: positional ones, then keyword ones in the order of their names."""
+
+    values: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+    static: tuple[int, ...] = ()  # which of the values
+    donated: tuple[int, ...] = ()
+
+    @property
+    def dynamic(self) -> list[Any]:
+        """Values that are not static."""
+        if not self.static:
+            return list(self.values)
+        return [value for i, value in enumerate(self.values) if i not in self.static]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Names and static values with their types, hashable."""
+        key = (self.names, *((type(self.values[i]), self.values[i]) for i in self.static))
+        if self.static:
+            try:
+                hash(key)
+            except TypeError:
+                raise UsageError("static_argnums, static_argnames: static arguments must be hashable") from None
+        return key
+
+    def caller(self, fn: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+        """``fn`` as a function of the dynamic values; it holds on to the static ones only."""
+        count, names = len(self.values), self.names
+        fixed = {i: self.values[i] for i in self.static}
+
+        def call(dynamic: Sequence[Any]) -> Any:
+            left = iter(dynamic)
+            full = [fixed[i] if i in fixed else next(left) for i in range(count)]
+            return fn(*full[: count - len(names)], **dict(zip(names, full[count - len(names) :], strict=True)))
+
+        return call
+
+    def trees(self) -> tuple[Any, Any]:
+        """Positional and keyword arguments that are not static, as JAX's ``in_tree`` has them."""
+        first = len(self.values) - len(self.names)
+        positional = tuple(v for i, v in enumerate(self.values[:first]) if i not in self.static)
+        named = enumerate(zip(self.names, self.values[first:], strict=True), first)
+        return positional, {name: value for i, (name, value) in named if i not in self.static}
+
+    def donated_leaves(self, tree: Any) -> frozenset[int]:
+        """Leaves of the dynamic values, whose tree this is, that are donated."""
+        numbers = (i for i in range(len(self.values)) if i not in self.static)
+        donated: list[int] = []
+        start = 0
+        for number, child in zip(numbers, tree.children(), strict=True):
+            if number in self.donated:
+                donated += range(start, start + child.num_leaves)
+            start += child.num_leaves
+        return frozenset(donated)
+
+
+class Parameters:
+    """The parameters of a function, and which of them are static or donated: by number, by name, or by either."""
+
+    def __init__(self, fn: Callable[..., Any], static: tuple[Any, Any] = ((), ()), donate: tuple[Any, Any] = ((), ())):
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._signature: inspect.Signature | None = None
+        with contextlib.suppress(TypeError, ValueError):
+            self._signature = inspect.signature(fn)
+        self._static = self._both(*static, "static")
+        self._donate = self._both(*donate, "donate")
+        both = self._static[0] & self._donate[0] or self._static[1] & self._donate[1]
+        if both:
+            raise UsageError(f"jit: argument {min(both)!r} of {self._name} can't be static and donated; drop one")
+        self.key = (self._static, self._donate)
+
+    def _both(self, nums: Any, names: Any, what: str) -> tuple[frozenset[int], frozenset[str]]:
+        """Numbers and names of the same parameters, as far as a call may use either."""
+        kinds = self._signature.parameters if self._signature is not None else {}
+        places = [n for n, p in kinds.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        any_number = self._signature is None or any(p.kind == p.VAR_POSITIONAL for p in kinds.values())
+        any_name = self._signature is None or any(p.kind == p.VAR_KEYWORD for p in kinds.values())
+        numbers = set(_argnums(nums, None if any_number else len(places), f"{what}_argnums"))
+        given = {names} if isinstance(names, str) or not isinstance(names, Iterable) else set(names)
+        if any(not isinstance(name, str) for name in given):
+            raise UsageError(f"{what}_argnames: must be a str or strs, got {names!r}")
+        known = {n for n, p in kinds.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        if given - known and not any_name:
+            raise UsageError(
+                f"{what}_argnames: {self._name} has no parameter {min(given - known)!r}; it has {[*known]}"
+            )
+        by_name = given | {places[i] for i in numbers if i < len(places) and places[i] in known}
+        return frozenset(numbers | {places.index(n) for n in given if n in places}), frozenset(by_name)
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
+        """The arguments of a call; keyword arguments become positional where the function takes them so."""
+        names: tuple[str, ...] = ()
+        if kwargs:
+            if self._signature is not None:
+                try:
+                    bound = self._signature.bind(*args, **kwargs)
+                except TypeError as error:
+                    raise UsageError(f"{self._name}: {error}") from None
+                args, kwargs = bound.args, bound.kwargs
+            names = tuple(sorted(kwargs))
+            args = (*args, *(kwargs[name] for name in names))
+        return Given(args, names, self._among(self._static, args, names), self._among(self._donate, args, names))
+
+    def names(self, given: Given) -> list[str]:
+        """Names of the arguments of a call that are not static, as far as the function tells them."""
+        kinds = self._signature.parameters.values() if self._signature is not None else ()
+        places = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        first = len(given.values) - len(given.names)
+        names = [*places[:first], *(f"argument {i}" for i in range(len(places), first)), *given.names]
+        return [name for i, name in enumerate(names) if i not in given.static]
+
+    def _among(self, chosen: tuple[frozenset[int], frozenset[str]], values: Sequence[Any], names: Sequence[str]) -> Any:
+        numbers, by_name = chosen
+        if not numbers and not by_name:
+            return ()
+        first = len(values) - len(names)
+        return tuple(i for i in range(len(values)) if (i in numbers if i < first else names[i - first] in by_name))
+
+
+def _argnums(given: int | Sequence[int], count: int | None, what: str) -> tuple[int, ...]:
+    listed = () if given is None else given if isinstance(given, Iterable) else (given,)
+    numbers = tuple(checks.whole(what, n) for n in checks.many(what, listed, "an int or ints"))
+    if count is None and any(n < 0 for n in numbers):
+        raise UsageError(f"{what}: count from the front; the function takes any number of positional arguments")
+    if count is not None:
+        for n in numbers:
+            if not -count <= n < count:
+                raise UsageError(f"{what}: {n} is out of range for a function of {count} positional arguments")
+        numbers = tuple(n % count for n in numbers)
+    return numbers
+
+
+def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
+    """Names of the argument leaves as in the source of a function: ``params['w'][0]``."""
+    names = []
+    for argument, *path in _paths(tree):
+        known = argument.idx < len(parameters)
+        name = parameters[argument.idx] if known else f"argument {argument.idx}"
+        names.append(name + jax.tree_util.keystr(tuple(path)))
+    return tuple(names)
+
+
+def _paths(tree: Any) -> list[tuple[Any, ...]]:
+    return [path for path, _ in jax.tree.flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]]
+
+
+def abstract(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
+    """Shape, dtype and weak type of a leaf."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False))
+    try:
+        struct = _compat.abstractify(leaf)
+    except TypeError:
+        raise UsageError(
+            f"multimesh.jit: an argument of type {type(leaf).__name__} is no array; name it in static_argnums or "
+            "static_argnames"
+        ) from None
+    return tuple(struct.shape), struct.dtype, bool(struct.weak_type)
+
+
+def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
+    """Spec of an array or of anything with a ``sharding``; where it has none: replicated, or None."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return stripped(sharding.spec)
+    return None if or_none else PartitionSpec()
+
+
+def stripped(spec: PartitionSpec) -> PartitionSpec:
+    """The spec without trailing entries that say nothing."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
+    """Partition spec per leaf of a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
+    return [s.spec if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
+
+
+def check_fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:
+    """Refuse a layout that an array can't have on a submesh, as ``jax.jit`` does; axes of other submeshes say nothing.
+
+    Raises
+    ------
+    UsageError
+        Where the spec has more entries than the array has dimensions, or its axes do not divide one of them.
+    """
+    if len(spec) > len(shape):
+        raise UsageError(
+            f"{what} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them"
+        )
+    for dim, (size, axes) in enumerate(zip(shape, map(axes_of, spec), strict=False)):
+        ways = math.prod(mesh.shape.get(axis, 1) for axis in axes)
+        if size % ways:
+            raise UsageError(
+                f"{what} has {size} rows in dimension {dim}, and {spec} divides them among {ways} devices of "
+                f"{describe(mesh)}; give a multiple of {ways} rows, or None for this dimension"
+            )
+
+
+def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:
+    """Leaves of such a prefix for which it names a kind of memory, and that kind."""
+    given = enumerate(_spread(shardings, tree, what))
+    return {i: s.memory_kind for i, s in given if isinstance(s, NamedSharding) and s.memory_kind is not None}
+
+
+def is_sharding(x: Any) -> bool:
+    """Whether it is a leaf of a prefix of layouts."""
+    return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
+
+
+def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | PartitionSpec | None]:
+    """The entry of each leaf of a pytree prefix."""
+    if isinstance(shardings, list) and tree.num_leaves:
+        shardings = tuple(shardings)
+    dummy = jax.tree.unflatten(tree, range(tree.num_leaves))
+    if isinstance(dummy, list) and isinstance(shardings, tuple):
+        dummy = tuple(dummy)
+    try:
+        spread = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), shardings, dummy, is_leaf=is_sharding)
+    except ValueError as error:
+        raise UsageError(f"{what}: not a pytree prefix of the arguments: {error}") from None
+    leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
+    for leaf in leaves:
+        if not (leaf is None or isinstance(leaf, NamedSharding | PartitionSpec)):
+            raise UsageError(f"{what}: use NamedSharding, PartitionSpec or None, not {type(leaf).__name__}")
+    return leaves
+
+
+def replaced(
+    signature: Signature, out_tree: Any, outs: Sequence[Any], donated: frozenset[int], parameters: Sequence[str]
+) -> dict[int, int]:
+    """Result leaf to the argument leaf that it replaces: subtrees of results with an argument's structure and types.
+
+    The largest first, each argument is replaced once: by the result of its name, else in order. Further results of a
+    kind take the layout of the first (gradients beside new parameters). A single array replaces only a donated one:
+    many an activation has the shape of the input.
+    """
+    given = [(shape, dtype) for shape, dtype, _ in signature.avals]
+    made = [(tuple(o.shape), o.dtype) for o in outs]
+    arguments: dict[Any, list[_Subtree]] = {}
+    for part in _subtrees(signature.tree, given, parameters):
+        if part.depth and (len(part.leaves) > 1 or (part.depth == 1 and part.leaves[0] in donated)):
+            arguments.setdefault(part.kind, []).append(part)
+    results = [part for part in _subtrees(out_tree, made) if part.kind in arguments]
+    named = {(result.kind, result.name) for result in results if result.name}
+    alike: dict[int, int] = {}
+    used: set[int] = set()
+    for result in sorted(results, key=lambda part: -len(part.leaves)):
+        if not alike.keys().isdisjoint(result.leaves):
+            continue
+        free = [a for a in arguments[result.kind] if used.isdisjoint(a.leaves)]
+        of_name = (a for a in free if result.name and a.name == result.name)
+        in_order = (a for a in free if (a.kind, a.name) not in named)
+        argument = next(itertools.chain(of_name, in_order), None)
+        if argument is not None:
+            used.update(argument.leaves)
+        alike.update(zip(result.leaves, (argument or arguments[result.kind][0]).leaves, strict=True))
+    return alike
+
+
+@dataclass(frozen=True)
+class _Subtree:
+    """Part of a pytree: what it is made of, which leaves it has, how deep it is, and its key or argument's name."""
+
+    kind: tuple[Any, tuple[Any, ...]]
+    leaves: range
+    depth: int
+    name: str
+
+
+def _subtrees(tree: Any, types: Sequence[Any], parameters: Sequence[str] = ()) -> Iterator[_Subtree]:
+    """Every subtree that has leaves, the outer before the inner."""
+    paths = _paths(tree)
+
+    def visit(part: Any, start: int, depth: int) -> Iterator[_Subtree]:
+        leaves = range(start, start + part.num_leaves)
+        if not leaves:
+            return
+        key = paths[start][depth - 1] if depth else None
+        name = str(getattr(key, "key", getattr(key, "name", "")))
+        if depth == 1 and isinstance(key, SequenceKey) and key.idx < len(parameters):
+            name = parameters[key.idx]
+        yield _Subtree((part, tuple(types[start : leaves.stop])), leaves, depth, name)
+        for child in part.children():
+            yield from visit(child, start, depth + 1)
+            start += child.num_leaves
+
+    return visit(tree, 0, 0)

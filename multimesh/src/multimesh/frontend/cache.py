@@ -1,0 +1,107 @@
+"""What the calls of a function leave for the next: traces and programs by signature, and the arguments of the last."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multimesh.frontend.arguments import Signature, stripped
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Recent:
+    """The arguments of the last call: when the next ones are alike, their signature need not be made again."""
+
+    tree: Any
+    static: tuple[Any, ...]
+    context: Any
+    traits: tuple[Any, ...]
+    compiled: Any
+
+    def fits(self, leaves: Sequence[Any], tree: Any, static: tuple[Any, ...], context: Any) -> bool:
+        """Whether a call has the same types, layouts and static arguments, by identity of what JAX shares."""
+        if tree != self.tree or static != self.static or context != self.context:
+            return False
+        for leaf, (kind, sharding, shape, dtype, weak) in zip(leaves, self.traits, strict=True):
+            if type(leaf) is not kind or leaf.shape != shape or leaf.dtype != dtype:
+                return False
+            if sharding is not None and (leaf.sharding is not sharding or getattr(leaf, "weak_type", False) != weak):
+                return False
+        return True
+
+
+def traits(leaf: Any) -> tuple[Any, ...]:
+    """What `Recent` compares; a leaf that is neither a JAX nor a NumPy array never fits."""
+    if isinstance(leaf, jax.Array):
+        return type(leaf), leaf.sharding, leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+    return (np.ndarray if type(leaf) is np.ndarray else None, None, np.shape(leaf), getattr(leaf, "dtype", None), False)
+
+
+@dataclass(eq=False)
+class Cache:
+    """Of one function, jitted in one way: ``compiled`` and ``traced`` by signature. It never refers to the function."""
+
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    traced: dict[Any, Any] = field(default_factory=dict)
+    recent: Recent | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self.lock:
+            self.compiled.clear()
+            self.traced.clear()
+            self.recent = None
+
+
+_kept: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def kept(fn: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
+    """What was made for ``key`` of a function, as long as that lives; made anew where either can't be a key.
+
+    What is made must not refer to the function, or neither is ever freed: see `weak`.
+    """
+    try:
+        with _lock:
+            mine = _kept.setdefault(fn, {})
+            if key not in mine:
+                mine[key] = make()
+            found: T = mine[key]
+            return found
+    except TypeError:
+        return make()
+
+
+def weak(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` for as long as somebody else refers to it."""
+    try:
+        reference = weakref.ref(fn)
+    except TypeError:
+        return fn
+    return lambda *args, **kwargs: reference()(*args, **kwargs)  # type: ignore[misc]
+
+
+def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None:
+    """What was compiled for a like signature: the arguments now have the layouts that were derived for them then."""
+    for other, compiled in known.items():
+        lowered = getattr(compiled, "lowered", None)
+        if lowered is not None and replace(other, specs=signature.specs) == signature:
+            shardings = lowered.input_shardings
+            if all(map(_agree, signature.specs, other.specs, shardings)):
+                return compiled
+    return None
+
+
+def _agree(now: PartitionSpec | None, then: PartitionSpec | None, sharding: NamedSharding | None) -> bool:
+    return now == then or (then is None and sharding is not None and now == stripped(sharding.spec))

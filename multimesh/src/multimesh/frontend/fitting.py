@@ -1,0 +1,142 @@
+"""What ``schedule="auto"`` may take: a table whose whole plan fits, by the forecast of its memory.
+
+`multimesh.schedules.Auto` bounds activations. What else a submesh holds, and what waits to be sent, the plan shows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from multimesh import distributed
+from multimesh.core.text import amount
+from multimesh.errors import UsageError
+from multimesh.marking.tracing import uncollected
+from multimesh.observe.memory import MemoryForecast, forecast
+from multimesh.passes import pipeline
+from multimesh.passes.pipeline import Pass, Traced
+from multimesh.plan.plan import Plan
+from multimesh.schedules import Auto, Choice, Schedule, get
+from multimesh.schedules.auto import FOUND
+
+_SEARCHES = 3  # for a table in less memory, after one whose plan did not fit
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A function with its schedules, and by name what the passes made of it."""
+
+    traced: Traced
+    passes: Mapping[str, Pass]
+
+    @property
+    def plan(self) -> Plan:
+        """The finished plan."""
+        plan: Plan = self.passes["layouts"].made
+        return plan
+
+    @property
+    def choice(self) -> Choice:
+        """What ``auto`` chose from."""
+        return self.plan.choices[0]
+
+    def needs(self) -> tuple[MemoryForecast, ...]:
+        """Bytes on a device of each submesh."""
+        with uncollected():
+            return forecast(self.plan)
+
+    def over(self, limit: float) -> float:
+        """By how many bytes the submesh that needs most is beyond a limit; at most 0 if all fits."""
+        return max(need.total for need in self.needs()) - limit
+
+    def room(self, limit: float) -> tuple[float, ...]:
+        """What activations may take on each submesh: what a device has beside all else that the step needs there.
+
+        The forecast has the bytes on a device, the choice those of whole arrays.
+        """
+        pairs = zip(self.needs(), self.choice.taken.peaks, strict=True)
+        return tuple(
+            max(0.0, limit - need.total + need.values) * (peak / need.values if need.values else 1.0)
+            for need, peak in pairs
+        )
+
+
+def fitted(made: Made) -> Made:
+    """Take a table for a loop with ``schedule="auto"`` only if the forecast of its plan is within a device's memory.
+
+    Where that is not known, within what 1F1B needs on the submesh where it needs most. After a table that does not fit,
+    one is searched in less memory; then published ones are tried, the shortest first. If none fits, a warning says so,
+    and the one that needs least is taken. Of several such loops each keeps to the bound of its activations.
+    """
+    loops = pipeline.loops(made.passes["reductions"].made)
+    autos = [(n, loop.mark.schedule) for n, loop in enumerate(loops) if isinstance(loop.mark.schedule, Auto)]
+    if len(autos) != 1 or len(made.plan.choices) != 1:
+        return made
+    ((number, auto),) = autos
+    program = made.passes["reductions"]
+
+    def again(schedule: Schedule) -> Made | None:
+        traced = replace(made.traced, schedules={number: schedule})
+        try:
+            done = pipeline.ordered(traced, program.made, program.homes)
+            return Made(traced, {**made.passes, **{each.name: each for each in done}})
+        except UsageError:
+            return None  # no table is within its bounds
+
+    device = auto.device if auto.device is not None else _memory_of(made.plan)
+    if device is None and auto.memory is not None:
+        return made
+    limit = device if device is not None else _usual(made, again)
+    auto = replace(auto, device=limit)  # which also holds for costs that are measured later
+    tries = [made]
+    if auto.memory is None:
+        tries = [again(replace(auto, memory=made.room(limit))) or made]
+    best = _first(tries, auto, limit, again)
+    if best.over(limit) > 0:
+        needs, has = (amount(size, "bytes") for size in (limit + best.over(limit), limit))
+        warnings.warn(
+            f"{loops[number].mark.where}: schedule auto: by the forecast no table fits into {has} on each device; took "
+            f"{best.choice.taken.name}, which needs {needs}; use smaller microbatches, jax.checkpoint or more devices",
+            stacklevel=2,
+        )
+    return best
+
+
+def _first(tries: list[Made], auto: Auto, limit: float, again: Callable[[Schedule], Made | None]) -> Made:
+    """The first that fits, or else the one that needs least."""
+    most = max(max(c.peaks) for c in tries[0].choice.candidates)
+    for _ in range(_SEARCHES):
+        last = tries[-1]
+        if last.over(limit) <= 0:
+            return last
+        less = tuple(map(min, last.choice.limits, last.room(limit)))
+        found = again(replace(auto, memory=less))
+        if found is None:
+            break
+        tries.append(found)
+    without = [FOUND]
+    while tries[-1].over(limit) > 0:
+        without += [tries[-1].choice.taken.name] * (tries[-1].choice.taken.name not in without)
+        found = again(replace(auto, memory=most, without=tuple(without)))
+        if found is None:
+            return min(tries, key=lambda made: made.over(limit))
+        tries.append(found)
+    return tries[-1]
+
+
+def _usual(made: Made, again: Callable[[Schedule], Made | None]) -> float:
+    """Bytes on the device that needs most under 1F1B; without that the published table of fewest activations."""
+    published = {c.name: c for c in made.choice.candidates if c.name != FOUND}
+    name = "1f1b" if "1f1b" in published else min(published.values(), key=lambda c: max(c.peaks)).name
+    usual = made if made.choice.taken.name == name else again(get(name)) or made
+    return max(need.total for need in usual.needs())
+
+
+def _memory_of(plan: Plan) -> float | None:
+    """Bytes of the smallest device, where they say; None of several processes, which must all choose the same."""
+    if distributed.several():
+        return None
+    devices = [device for mesh in plan.submeshes for device in mesh.devices.flat]
+    known = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    return float(min(known)) or None

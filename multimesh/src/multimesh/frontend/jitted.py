@@ -1,0 +1,418 @@
+"""``multimesh.jit``: trace once, partition, compile, run."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multimesh import ir
+from multimesh.core import _compat, checks
+from multimesh.core.specs import axes_of
+from multimesh.core.submesh import describe
+from multimesh.core.text import amount
+from multimesh.errors import MultiMeshError, UsageError
+from multimesh.frontend.arguments import (
+    Given,
+    Parameters,
+    Signature,
+    abstract,
+    check_fits,
+    is_sharding,
+    leaf_names,
+    memory_kinds,
+    per_leaf,
+    replaced,
+    spec_of,
+    stripped,
+)
+from multimesh.frontend.cache import Cache, Recent, kept, matching, traits, weak
+from multimesh.frontend.fitting import Made, fitted
+from multimesh.frontend.lowered import Compiled, Lowered, Plain, TracedFunction, not_exported
+from multimesh.frontend.transforms import Call
+from multimesh.marking import contexts, marks
+from multimesh.marking.contexts import Options
+from multimesh.marking.tracing import partitioning, recorded, uncollected
+from multimesh.passes import pipeline
+from multimesh.passes.pipeline import Traced
+from multimesh.passes.placing.owners import held
+from multimesh.passes.placing.place import has_tasks
+from multimesh.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from multimesh.observe.profile import Profile
+
+
+class _Context(NamedTuple):
+    """What a trace depends on beside the arguments."""
+
+    options: Options
+    registrations: tuple[marks.Registration, ...]
+    jax: Any
+
+
+def _home(leaves: Iterable[Any]) -> Mesh | None:
+    """The mesh of arguments, for a function without tasks; one device where they have none or several."""
+    meshes = {s.mesh for s in (getattr(leaf, "sharding", None) for leaf in leaves) if isinstance(s, NamedSharding)}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+class _CapturesError(MultiMeshError):
+    """Arguments are arrays, but the function reads a value of a ``jax.grad`` or ``jax.vmap`` around the call."""
+
+
+class Jitted:
+    """The result of `jit`; see there."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        parameters: Parameters | None = None,
+        in_shardings: Any = None,
+        out_shardings: Any = None,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        autoshard: bool = False,
+    ):
+        self._fn = fn
+        self._autoshard = autoshard
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._parameters = parameters or Parameters(fn)
+        self._in_shardings, self._out_shardings = in_shardings, out_shardings
+        self._devices = tuple(devices) if devices is not None else None
+        layouts = jax.tree.flatten((in_shardings, out_shardings), is_leaf=is_sharding)
+        key = (self._parameters.key, tuple(layouts[0]), layouts[1], self._devices, autoshard)
+        self._cache = kept(fn, key, Cache)
+        functools.update_wrapper(self, fn, updated=())
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """The bound method, where the function is one of a class."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run; traces and compiles when the types, layouts or static arguments are new."""
+        if jax.config.jax_disable_jit:
+            args, kwargs = jax.tree.map(self._on_one_device, (args, kwargs))
+            return self._fn(*args, **kwargs)
+        given = self._parameters.given(args, kwargs)
+        leaves, tree = jax.tree.flatten(given.dynamic)
+        if not _compat.eager() or any(map(_compat.is_tracer, leaves)):
+            return self._fn(*args, **kwargs) if recorded() else self._transformed(given, leaves, tree)
+        recent, key, context = self._cache.recent, given.key, self._context()
+        if recent is not None and recent.fits(leaves, tree, key, context):
+            return recent.compiled.run_flat(leaves)
+        try:
+            compiled = self._compiled(given, self._signature(leaves, tree, given))
+        except _CapturesError:
+            return self._transformed(given, leaves, tree)
+        self._cache.recent = Recent(tree, key, context, tuple(map(traits, leaves)), compiled)
+        return compiled.run_flat(leaves)
+
+    def _on_one_device(self, x: Any) -> Any:
+        """An argument where the function runs operation by operation, none of which runs on several submeshes."""
+        if not isinstance(x, jax.Array) or _compat.is_tracer(x):
+            return x
+        return jax.device_put(x, (self._devices or jax.devices())[0])
+
+    def _transformed(self, given: Given, leaves: Sequence[Any], tree: Any) -> Any:
+        """A call under ``jax.grad``, ``jax.vmap`` and the like: a primitive that runs as a plan."""
+        call, captured, out_tree = self._traced(given, leaves, tree)
+        arrays = [x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x) for x in (*captured, *leaves)]
+        return jax.tree.unflatten(out_tree, call(*arrays))
+
+    def _traced(self, given: Given, leaves: Sequence[Any], tree: Any) -> tuple[Call, list[Any], Any]:
+        """The traced function, the values of an enclosing transformation that it captures, and its result's tree."""
+        signature = replace(self._signature(leaves, tree, given), specs=())
+        if signature in self._cache.traced:
+            found: tuple[Call, list[Any], Any] = self._cache.traced[signature]
+            return found
+        flat, structs = self._flat(given, signature)
+        with _compat.devices_free(), _compat.traced_as(lambda: self._name):
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+            closed, captured = _compat.hoisted(closed)
+        alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
+        made = Call(closed, alike), captured, jax.tree.structure(shapes)
+        if not captured:
+            self._cache.traced[signature] = made
+        return made
+
+    def _compiled(self, given: Given, signature: Signature) -> Compiled | Plain:
+        known = self._cache.compiled
+        if signature in known:
+            found: Compiled | Plain = known[signature]
+            return found
+        with self._cache.lock:
+            compiled = known.get(signature)
+            if compiled is None and signature.context.options.autoshard:
+                compiled = matching(signature, known)
+            if compiled is None:
+                with uncollected():
+                    lowered = self._lower(given, signature)
+                compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
+            known[signature] = compiled
+            return compiled
+
+    def _context(self) -> _Context:
+        options = contexts.current()
+        if self._autoshard:
+            options = contexts.autosharded(options)
+        return _Context(options, marks.registrations(), _compat.trace_context())
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
+        given = self._parameters.given(args, kwargs)
+        with uncollected():
+            lowered = self._lower(given, self._signature_of(given))
+        if isinstance(lowered, Plain):
+            raise self._without_tasks()
+        return lowered
+
+    def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
+        """Trace for these arguments; ``lower()`` of the result partitions."""
+        given = self._parameters.given(args, kwargs)
+        call, _, out_tree = self._traced(given, *jax.tree.flatten(given.dynamic))
+
+        def lower(**options: Any) -> Lowered:
+            if options:  # of jax.export
+                raise not_exported(self._name)
+            return self.lower(*args, **kwargs)
+
+        return TracedFunction(self._name, call.closed, jax.tree.structure(given.trees()), out_tree, lower)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The result with a ``jax.ShapeDtypeStruct`` for each array; nothing is partitioned, compiled or run."""
+        return self.trace(*args, **kwargs).out_info
+
+    def clear_cache(self) -> None:
+        """Forget what calls have traced and compiled, as ``clear_cache`` of ``jax.jit`` does."""
+        self._cache.clear()
+
+    def _without_tasks(self) -> MultiMeshError:
+        if contexts.ignoring():
+            return MultiMeshError(f"{self._name}: tasks are ignored under ignore_transforms; leave it for a plan")
+        return MultiMeshError(f"{self._name}: nothing in this function is a task; wrap parts of it in multimesh.task")
+
+    @property
+    def compiled(self) -> tuple[Compiled | Plain, ...]:
+        """What calls have compiled so far, one for each signature."""
+        return tuple(self._cache.compiled.values())
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments; nothing is compiled or run."""
+        return self.lower(*args, **kwargs).plan
+
+    def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
+        """`Compiled.profile` for these arguments; compiles unless a call already did."""
+        positional, named = self._parameters.given(args, kwargs).trees()
+        return self._planned(*args, **kwargs).profile(*positional, repeats=repeats, **named)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Compiled | Plain:
+        """Compile for these arguments (arrays or ``jax.ShapeDtypeStruct``), so that a call need not."""
+        given = self._parameters.given(args, kwargs)
+        return self._compiled(given, self._signature_of(given))
+
+    def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
+        """`Compiled.memory_analysis` for these arguments; compiles unless a call already did."""
+        return self._planned(*args, **kwargs).memory_analysis()
+
+    def cost_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, float], ...]:
+        """`Compiled.cost_analysis` for these arguments; compiles unless a call already did."""
+        return self._planned(*args, **kwargs).cost_analysis()
+
+    def _planned(self, *args: Any, **kwargs: Any) -> Compiled:
+        """What `prepare` compiles, of a function with tasks."""
+        compiled = self.prepare(*args, **kwargs)
+        if isinstance(compiled, Plain):
+            raise self._without_tasks()
+        return compiled
+
+    def _signature_of(self, given: Given) -> Signature:
+        leaves, tree = jax.tree.flatten(given.dynamic)
+        return self._signature(leaves, tree, given)
+
+    def _signature(self, leaves: Sequence[Any], tree: Any, given: Given) -> Signature:
+        avals = tuple(map(abstract, leaves))
+        context = self._context()
+        specs = [spec_of(leaf, or_none=context.options.autoshard) for leaf in leaves]
+        if self._in_shardings is not None:
+            if given.names:
+                raise UsageError(f"{self._name}: in_shardings can't say where {given.names[0]}= is; drop one of them")
+            layouts = per_leaf(self._in_shardings, tree, "in_shardings")
+            specs = [spec if g is None else stripped(g) for spec, g in zip(specs, layouts, strict=True)]
+        home = None if context.options.enable_fast_path else _home(leaves)
+        return Signature(tree, avals, tuple(specs), given.key, context, home)
+
+    def _flat(self, given: Given, signature: Signature) -> tuple[Callable[..., Any], list[Any]]:
+        """The function of flat leaves, and their types."""
+        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals]
+        call = given.caller(weak(self._fn))
+
+        def flat(*leaves: Any) -> Any:
+            with partitioning():
+                return call(jax.tree.unflatten(signature.tree, leaves))
+
+        return flat, structs
+
+    def _lower(self, given: Given, signature: Signature) -> Lowered | Plain:
+        flat, structs = self._flat(given, signature)
+        donated = given.donated_leaves(signature.tree)
+        options: Options = signature.context.options
+        devices = self._devices or tuple(jax.devices())
+        if options.ignore_transforms:
+            return Plain(jax.jit(flat, donate_argnums=tuple(donated)), devices[0])
+        with _compat.devices_free(), _compat.traced_as(lambda: self._name):
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+        if any(map(_compat.is_tracer, closed.consts)):
+            raise _CapturesError(f"{self._name}: captures a value of an enclosing transformation")
+        out_tree = jax.tree.structure(shapes)
+        parameters = self._parameters.names(given)
+        alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated, parameters)
+        home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
+        out_specs = self._result_specs(out_tree)
+        traced = Traced(closed, devices, options, home, signature.specs, donated, alike, out_specs)
+        stages = pipeline.run(traced)
+        if not has_tasks(next(stages).made) and options.enable_fast_path:
+            return self._plain(jax.jit(flat, donate_argnums=tuple(donated)))
+        fit = fitted(Made(traced, {stage.name: stage for stage in stages}))
+        traced, plan = fit.traced, fit.plan
+        self._check_devices(fit.passes["reductions"].made)
+        names = leaf_names(signature.tree, parameters)
+        self._tell_held(fit.passes["place"].made, names)
+        asked = per_leaf(self._in_shardings, signature.tree, "in_shardings") if self._in_shardings is not None else ()
+        self._check_layouts(plan, names, asked, out_specs)
+        return Lowered(
+            plan,
+            traced,
+            out_tree,
+            jax.tree.structure(given.trees()),
+            names,
+            {} if self._out_shardings is None else memory_kinds(self._out_shardings, out_tree, "out_shardings"),
+            self._name,
+        )
+
+    def _tell_held(self, program: ir.Program, names: Sequence[str]) -> None:
+        """Warn of arguments that lie on a submesh only because something outside of tasks reads them there."""
+        for found in held(program):
+            size = amount(program.inputs[found.argument].nbytes, "bytes")
+            warnings.warn(
+                f"{_compat.user_line(found.op.source)}: {names[found.argument]} ({size}) lies on {len(found.meshes)} "
+                f"submeshes: outside of tasks, {found.op.prim.name} reads it on {describe(found.meshes[-1])} too; make "
+                "that part of a task on the submesh that it belongs to",
+                stacklevel=2,
+            )
+
+    def _check_layouts(
+        self, plan: Plan, names: Sequence[str], given: Sequence[PartitionSpec | None], out: Mapping[int, PartitionSpec]
+    ) -> None:
+        """Refuse a given layout that no submesh has the axes for, or that an array can't have there."""
+        known = {axis for mesh in plan.submeshes for axis in mesh.axis_names}
+        for spec in filter(None, (*given, *out.values())):
+            missing = {axis for entry in spec for axis in axes_of(entry)} - known
+            if missing:
+                raise UsageError(
+                    f"{self._name}: in_shardings or out_shardings name axis {min(missing)!r}, which no "
+                    f"submesh has; axes are {sorted(known)}"
+                )
+        asked = [(f"in_shardings: {names[n]}", given[n], slot) for n, slot in plan.inputs if n < len(given)]
+        made = {n: slot for n, (kind, slot) in enumerate(plan.outputs) if kind == "slot"}
+        asked += [(f"out_shardings: result {n}", out[n], made[n]) for n in out if n in made]
+        for what, spec, slot in asked:
+            if spec is not None:
+                check_fits(f"{self._name}: {what}", plan.slots[slot].shape, spec, plan.layouts[slot].mesh)
+
+    def _plain(self, jitted: Any) -> Plain:
+        if self._in_shardings is not None or self._out_shardings is not None:
+            raise MultiMeshError(
+                f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no submesh; "
+                "use jax.jit"
+            )
+        return Plain(jitted)
+
+    def _check_devices(self, program: ir.Program) -> None:
+        if self._devices is None:
+            return
+        known = set(self._devices)
+        for item in program.items:
+            for op in item.ops if isinstance(item, ir.Loop) else (item,):
+                if op.task is not None and not known.issuperset(op.task.mesh.devices.flat):
+                    raise UsageError(
+                        f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that are not among "
+                        "jit(devices=...)"
+                    )
+
+    def _result_specs(self, out_tree: Any) -> dict[int, PartitionSpec]:
+        if self._out_shardings is None:
+            return {}
+        given = per_leaf(self._out_shardings, out_tree, "out_shardings")
+        return {i: spec for i, spec in enumerate(given) if spec is not None}
+
+
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Any:
+    """Compile a function whose tasks run on different submeshes.
+
+    The function is traced once per signature (types, layouts, static arguments), cut into one program per submesh and
+    dataflow level, and run; data moves between submeshes by itself. Results stay on the submesh that made them.
+
+    Parameters
+    ----------
+    fn
+        The function; without it ``jit`` is a decorator with options.
+    donate_argnums, donate_argnames
+        Arguments whose buffers the call may reuse, by number or name; they can't be used after it.
+    static_argnums, static_argnames
+        Arguments that are Python values, hashed into the signature, by number or name. An argument that is named by
+        one is chosen however the call passes it.
+    in_shardings, out_shardings
+        Pytree prefixes of ``NamedSharding``, ``PartitionSpec`` or None: the layout of arguments and results on their
+        submesh. By default arguments keep theirs, and new parameters take that of the old. A result goes to the kind of
+        memory that its ``NamedSharding`` names.
+    devices
+        The devices that tasks may use and that `register_task` callbacks count; by default all.
+
+    Returns
+    -------
+    Jitted
+        Called like ``fn``, also as a method. It has what ``jax.jit`` has (``lower(*args).compile()``, ``trace(*args)``,
+        ``eval_shape(*args)``, ``clear_cache()``), ``plan(*args)``, ``profile(*args)``, ``memory_analysis(*args)`` and
+        ``cost_analysis(*args)``. What it compiles belongs to ``fn``: the next ``jit`` of it finds that. Under
+        ``jax.grad``, ``jax.vmap``, ``jax.jvp`` and ``jax.linearize`` it runs as plans too; inside what ``jax.jit`` or
+        ``lax.scan`` traces it is ``fn`` itself.
+
+    Raises
+    ------
+    MultiMeshError
+        When the function can't be partitioned; names the user's line.
+    """
+    options = {"in_shardings": in_shardings, "out_shardings": out_shardings, "devices": devices}
+    static, donate = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
+
+    def jitted(fn: Callable[..., Any]) -> Jitted:
+        if not callable(fn):
+            raise UsageError(f"jit: expected a callable, got {type(fn).__name__}")
+        wanted = "a sequence of jax devices"
+        if devices is not None and not all(
+            isinstance(d, jax.Device) for d in checks.many("jit: devices", devices, wanted)
+        ):
+            raise checks.refuse("jit: devices", wanted, devices)
+        return Jitted(fn, Parameters(fn, static, donate), **options)
+
+    return jitted if fn is None else jitted(fn)

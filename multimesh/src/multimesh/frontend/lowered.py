@@ -1,0 +1,279 @@
+"""What `multimesh.jit` makes of a function: lowered, then compiled, as ``jax.stages`` has it; or one plain program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multimesh import distributed
+from multimesh.core import _compat, checks
+from multimesh.errors import UsageError
+from multimesh.frontend.arguments import abstract, stripped
+from multimesh.marking.tracing import uncollected
+from multimesh.observe.memory import MemoryForecast, forecast
+from multimesh.observe.profile import Profile, profile
+from multimesh.passes import pipeline
+from multimesh.passes.pipeline import Pass, Traced
+from multimesh.plan import fingerprint
+from multimesh.plan.plan import Plan
+from multimesh.runtime.compiling import CompiledPlan, compile_plan
+from multimesh.runtime.project import processes
+from multimesh.runtime.runner import PartRunner, Runner
+
+
+def not_exported(name: str) -> UsageError:
+    """What there is in the place of an export, which is one program."""
+    return UsageError(
+        f"{name}: jax.export writes one program, and this function is several, which send each other arrays; export "
+        "its parts under jax.jit, or let jax.config.jax_compilation_cache_dir keep what is compiled"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class TracedFunction:
+    """A traced function, before it is partitioned: ``jaxpr`` and the trees of ``(args, kwargs)`` and of the result."""
+
+    fun_name: str
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+    lower: Callable[..., Lowered]
+
+    @property
+    def out_info(self) -> Any:
+        """The result with a ``jax.ShapeDtypeStruct`` for each array."""
+        return jax.tree.unflatten(self.out_tree, map(_compat.shape_of, self.jaxpr.out_avals))
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A partitioned function, before compilation; ``names`` are those of the argument leaves in messages."""
+
+    plan: Plan
+    traced: Traced
+    out_tree: Any
+    in_tree: Any = None
+    names: tuple[str, ...] = ()
+    out_kinds: Mapping[int, str] = dataclasses.field(default_factory=dict)  # result leaf to a kind of memory
+    name: str = ""
+
+    @property
+    def input_shardings(self) -> tuple[NamedSharding | None, ...]:
+        """Submesh and layout of each argument leaf; None for one that no operation reads.
+
+        Of several submeshes that read it: the one that makes the result which replaces it, else the first.
+        """
+        plan = self.plan
+        made_on = {
+            plan.like[slot]: plan.slots[slot].submesh
+            for kind, slot in plan.outputs
+            if kind == "slot" and slot in plan.like
+        }
+        homes: dict[int, int] = {}
+        for arg, slot in plan.inputs:
+            if arg not in homes or plan.slots[slot].submesh == made_on.get((arg,)):
+                homes[arg] = slot
+        return tuple(plan.layouts[homes[arg]] if arg in homes else None for arg in range(len(self.traced.specs)))
+
+    def passes(self) -> tuple[Pass, ...]:
+        """Run the passes again: what each made, with its ``name``, in order; ``str`` of one is its dump.
+
+        Returns
+        -------
+        tuple[Pass, ...]
+            Programs, then parts of them, at last the plan.
+        """
+        return tuple(pipeline.run(self.traced))
+
+    def memory_forecast(self) -> tuple[MemoryForecast, ...]:
+        """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
+
+        They are read off the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as far
+        as XLA decides as expected. See `MemoryForecast`.
+
+        Returns
+        -------
+        tuple[MemoryForecast, ...]
+            One a submesh, in the order of ``plan.submeshes``, with ``arguments``, ``sums``, ``values``, ``workspace``
+            and their ``total``.
+        """
+        with uncollected():
+            return forecast(self.plan)
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
+        """Compile every program, several at a time. Options go to XLA as they are."""
+        with _compat.without_mesh():
+            if not distributed.several():
+                return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))
+            spans = len(frozenset().union(*processes(self.plan))) > 1
+            number = distributed.agree_on_plan(self.name, fingerprint.lines(self.plan)) if spans else None
+            compiled = compile_plan(self.plan, compiler_options)
+            return Compiled(self, PartRunner(compiled, self.names, self.name, number))
+
+    def export(self, *_: Any, **__: Any) -> Any:
+        """Not of a plan: raises `UsageError`."""
+        raise not_exported(self.name)
+
+    def as_text(self) -> str:
+        """The plan, then the operations of each program."""
+        kernels = self.plan.kernels
+        parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
+        return "\n\n".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled function: call it with arguments of the types that it was lowered for."""
+
+    lowered: Lowered
+    runner: Runner
+
+    @property
+    def compiled_plan(self) -> CompiledPlan:
+        """Programs and layouts."""
+        return self.runner.compiled
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs."""
+        return self.runner.compiled.plan
+
+    @property
+    def in_tree(self) -> Any:
+        """Tree of ``(args, kwargs)``, without the static ones; keyword arguments are those that are keyword-only."""
+        return self.lowered.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """Tree of the result."""
+        return self.lowered.out_tree
+
+    @property
+    def input_shardings(self) -> Any:
+        """Submesh and layout of each argument, as ``(args, kwargs)``; None for one that no operation reads."""
+        return jax.tree.unflatten(self.in_tree, self.lowered.input_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """Submesh and layout of each result; None for an argument or a constant that no operation made."""
+        layouts, moved = self.compiled_plan.layouts, self._moved
+        made = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
+        return jax.tree.unflatten(self.out_tree, made)
+
+    @functools.cached_property
+    def _moved(self) -> dict[int, NamedSharding]:
+        """Results that do not lie where ``out_shardings`` wants them when all programs have run."""
+        moved = {}
+        for position in {*self.lowered.traced.out_specs, *self.lowered.out_kinds}:
+            kind, slot = self.plan.outputs[position]
+            spec, memory = self.lowered.traced.out_specs.get(position), self.lowered.out_kinds.get(position)
+            layout = self.compiled_plan.layouts[slot] if kind == "slot" else None
+            want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], stripped(spec or PartitionSpec()))
+            want = want if memory is None else want.with_memory_kind(memory)
+            if layout is None or want != NamedSharding(
+                layout.mesh, stripped(layout.spec), memory_kind=layout.memory_kind
+            ):
+                moved[position] = want
+        return moved
+
+    def as_text(self) -> str:
+        """The plan, then the optimized code of each program."""
+        programs = zip(self.plan.kernels, self.compiled_plan.programs, strict=True)
+        texts = (f"program {k.name}:\n{p.as_text() if p else 'of other processes'}" for k, p in programs)
+        return "\n\n".join([str(self.plan), *texts])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run; the arguments without the static ones."""
+        return self.run_flat(self._leaves(args, kwargs))
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self.lowered.in_tree:
+            raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
+        for name, aval, leaf in zip(self.lowered.names, self.lowered.traced.closed.in_avals, leaves, strict=True):
+            shape, dtype, _ = abstract(leaf)
+            if (shape, dtype) != (aval.shape, aval.dtype):
+                raise UsageError(
+                    f"compiled for {name} of type {aval.dtype}{[*aval.shape]}, called with {dtype}{[*shape]}; compile "
+                    "for this type too, or call the function that multimesh.jit returned"
+                )
+        return leaves
+
+    def run_flat(self, leaves: Sequence[Any]) -> Any:
+        """Run on the flat list of (non-static) argument leaves."""
+        with _compat.without_mesh(concrete_only=True):
+            return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves, self._moved))
+
+    def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
+        """Measure a call: run every program and transfer by itself, ``repeats`` times after a first time.
+
+        Takes the arguments of a call, which stay valid: donated ones are copied. Peak memory is that of a call and one
+        more copy of the arguments. Of several processes all call it: each measures its programs and what it receives
+        while the others measure theirs, and all get one result, on the clock of process 0.
+
+        Returns
+        -------
+        Profile
+            Prints as a table of measured against forecast; has both as timelines, and the ``costs``.
+        """
+        repeats = checks.whole("profile: repeats", repeats, 1)
+        leaves = self._leaves(args, kwargs)
+        with _compat.without_mesh(concrete_only=True):
+            return profile(self.runner, leaves, repeats)
+
+    def memory_analysis(self) -> tuple[dict[str, int], ...]:
+        """Bytes per submesh, of whole arrays.
+
+        ``arguments``, ``results``, ``intermediates`` alive at the peak, ``scratch`` of the largest program that this
+        process compiled.
+        """
+        plan = self.plan
+        peaks = plan.peak_bytes()
+        given = {slot for _, slot in plan.inputs}
+        results = {value for kind, value in plan.outputs if kind == "slot"}
+        scratch = [0] * len(plan.submeshes)
+        for kernel, program in zip(plan.kernels, self.compiled_plan.programs, strict=True):
+            stats = program.memory_analysis() if program is not None else None
+            if stats is not None:
+                size = stats.temp_size_in_bytes * plan.submeshes[kernel.submesh].size
+                scratch[kernel.submesh] = max(scratch[kernel.submesh], size)
+        return tuple(
+            {
+                "arguments": sum(plan.slots[s].nbytes for s in given if plan.slots[s].submesh == i),
+                "results": sum(plan.slots[s].nbytes for s in results if plan.slots[s].submesh == i),
+                "intermediates": peaks[i],
+                "scratch": scratch[i],
+            }
+            for i in range(len(plan.submeshes))
+        )
+
+    def cost_analysis(self) -> tuple[dict[str, float], ...]:
+        """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them."""
+        plan = self.plan
+        totals = [{"flops": 0.0, "bytes accessed": 0.0} for _ in plan.submeshes]
+        costs = [program.cost_analysis() or {} if program else {} for program in self.compiled_plan.programs]
+        for step in plan.instructions:
+            if step.kind == "RUN" and step.kernel is not None:
+                for key in totals[step.submesh]:
+                    totals[step.submesh][key] += float(costs[step.kernel].get(key, 0.0))
+        return tuple(totals)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """A function without tasks: one program, as under ``jax.jit``; where tasks are ignored, on ``gather``."""
+
+    jitted: Any
+    gather: jax.Device | None = None
+
+    def run_flat(self, leaves: Sequence[Any]) -> Any:
+        """Run on the flat list of (non-static) argument leaves."""
+        if self.gather is not None and len({frozenset(x.devices()) for x in leaves if isinstance(x, jax.Array)}) > 1:
+            leaves = jax.device_put(list(leaves), self.gather)
+        return self.jitted(*leaves)

@@ -1,0 +1,189 @@
+"""``parallelize``: a function with logical constraints, and what makes its arguments, laid out as its plan derives."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from multimesh.core import _compat
+from multimesh.distributed import several
+from multimesh.errors import MultiMeshError, UsageError
+from multimesh.frontend.jitted import Jitted
+from multimesh.frontend.lowered import Compiled
+from multimesh.marking import contexts
+from multimesh.runtime import exchange
+from multimesh.runtime.transport import here
+
+Make = Callable[[], Any]
+
+
+def parallelize(
+    fn: Callable[..., Any],
+    *,
+    init_params: Make,
+    get_input_batch: Make | None = None,
+    initial_batch: Any = None,
+    devices: Any = None,
+) -> tuple[Jitted, Make] | tuple[Jitted, Make, Make]:
+    """Compile ``fn(params, batch)`` and lay out parameters and batch as its plan and its constraints derive.
+
+    Every parameter is made on the submesh of the task that reads it, in the layout that the sharding constraints there
+    give it (see `autoshard`): no device ever holds more than its part, unless that is the whole.
+
+    Parameters
+    ----------
+    fn
+        Function of parameters and a batch, with tasks; its constraints name logical axes.
+    init_params
+        Function without arguments that returns the parameters, not laid out. What JAX computes in it is compiled once
+        for each submesh, with the parameters of that submesh only.
+    get_input_batch
+        Likewise for the batch. A batch of NumPy arrays is asked for anew with every call and sent to where it is read.
+    initial_batch
+        Instead: a batch, or a pytree of ``jax.ShapeDtypeStruct``. Leaves with a ``NamedSharding`` keep it.
+    devices
+        The devices that tasks may use, in any nesting; by default all.
+
+    Returns
+    -------
+    fn, init_params, get_input_batch
+        ``fn`` as a `jit` under ``autoshard``, already compiled, and functions without arguments that return what lies
+        where ``fn`` reads it. With ``initial_batch`` the first two only. Under `ignore_transforms` the functions given.
+
+    Raises
+    ------
+    UsageError
+        When arguments do not fit together.
+    MultiMeshError
+        When nothing in ``fn`` is a task, or it can't be partitioned.
+
+    Examples
+    --------
+    >>> step, init, get_batch = mm.parallelize(step, init_params=init, get_input_batch=load)  # doctest: +SKIP
+    >>> params = init()
+    >>> loss = step(params, get_batch())
+    """
+    for name, given in (("the first argument", fn), ("init_params", init_params), ("get_input_batch", get_input_batch)):
+        if given is not None and not callable(given):
+            raise UsageError(f"parallelize: {name} must be callable, got {type(given).__name__}")
+    if (get_input_batch is None) == (initial_batch is None):
+        raise UsageError("parallelize: give either get_input_batch= or initial_batch=, not both or neither")
+    jitted = Jitted(fn, devices=_flat(devices), autoshard=True)
+    if contexts.ignoring():
+        return (jitted, init_params) if get_input_batch is None else (jitted, init_params, get_input_batch)
+    params = _Maker(init_params, "init_params")
+    batch = _Maker(get_input_batch, "get_input_batch", fresh=True) if get_input_batch is not None else None
+    shapes = params.shapes, initial_batch if batch is None else batch.shapes
+    _check_arity(fn)
+    compiled = jitted.prepare(*shapes)
+    if not isinstance(compiled, Compiled):
+        raise MultiMeshError(
+            f"parallelize: nothing in {_name(fn)} is a task, so there are no submeshes to lay its arguments out on; "
+            "wrap parts of it in multimesh.task"
+        )
+    where = compiled.lowered.input_shardings
+    elsewhere = NamedSharding(compiled.plan.submeshes[0], jax.sharding.PartitionSpec())
+    placed = [sharding or elsewhere for sharding in where]
+    count = len(jax.tree.leaves(params.shapes))
+    make_params = functools.partial(params.made, tuple(placed[:count]))
+    if batch is None:
+        return jitted, make_params
+    return jitted, make_params, functools.partial(batch.made, tuple(placed[count:]))
+
+
+class _Maker:
+    """A function without arguments, traced once; ``shapes`` is the tree of what it returns.
+
+    Results that it does not compute with JAX but holds (NumPy arrays) are sent; if they are all it has, or if it must
+    give ``fresh`` ones, it is called each time.
+    """
+
+    def __init__(self, fn: Make, name: str, *, fresh: bool = False):
+        self._fn, self._name = fn, name
+        try:
+            inspect.signature(fn).bind()
+        except TypeError as error:
+            raise UsageError(f"parallelize: {name} must be a function without arguments: {error}") from None
+        except ValueError:
+            pass  # a builtin that does not tell
+        try:
+            closed, self.shapes = jax.make_jaxpr(fn, return_shape=True)()
+        except TypeError as error:
+            if "valid JAX type" not in str(error):
+                raise
+            raise UsageError(f"parallelize: {name} must return a pytree of arrays: {error}") from None
+        held = _compat.captured(closed)
+        self._closed = None if len(held) == len(closed.out_avals) or (fresh and held) else closed
+
+    def made(self, shardings: tuple[NamedSharding, ...]) -> Any:
+        """Call it: every leaf with its sharding."""
+        tree = jax.tree.structure(self.shapes)
+        if self._closed is None:
+            given, layouts = self._called(), jax.tree.unflatten(tree, shardings)
+            return jax.tree.map(exchange.place, given, layouts) if several() else jax.device_put(given, layouts)
+        leaves: list[Any] = [None] * tree.num_leaves
+        for i, (shape, sharding) in enumerate(zip(jax.tree.leaves(self.shapes), shardings, strict=True)):
+            if not here(sharding.device_set):
+                leaves[i] = exchange.absent(shape, sharding)
+        for i, held in _compat.captured(self._closed).items():
+            leaves[i] = exchange.place(held, shardings[i])
+        for program, positions in self._programs(shardings):
+            for i, leaf in zip(positions, program(), strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(tree, leaves)
+
+    @functools.cache  # noqa: B019 - lives as long as the functions that `parallelize` returns
+    def _programs(self, shardings: tuple[NamedSharding, ...]) -> tuple[tuple[Any, tuple[int, ...]], ...]:
+        return tuple(programs(self._closed, shardings))
+
+    def _called(self) -> Any:
+        given = self._fn()
+        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), given)
+        if jax.tree.structure(given) != jax.tree.structure(self.shapes) or _types(found) != _types(self.shapes):
+            raise UsageError(f"parallelize: {self._name} now returns other shapes or types than at first")
+        return given
+
+
+def programs(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """For each submesh of this process a compiled program that makes its results in their layouts; their positions."""
+    held = _compat.captured(closed)
+    groups: dict[Any, list[int]] = collections.defaultdict(list)
+    for i, sharding in enumerate(shardings):
+        if i not in held and here(sharding.device_set):
+            groups[sharding.mesh].append(i)
+    for positions in groups.values():
+        program = jax.jit(_compat.part(closed, positions), out_shardings=[shardings[i] for i in positions])
+        yield program.lower().compile(), tuple(positions)
+
+
+def _types(tree: Any) -> list[Any]:
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def _flat(devices: Any) -> Sequence[jax.Device] | None:
+    if devices is None:
+        return None
+    flat = list(np.asarray(devices, dtype=object).flat)
+    if not flat or not all(isinstance(d, jax.Device) for d in flat):
+        raise UsageError("parallelize: devices= must be jax devices, in any nesting")
+    return flat
+
+
+def _check_arity(fn: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(fn).bind(None, None)
+    except TypeError as error:
+        raise UsageError(f"parallelize: {_name(fn)} must take parameters and a batch: {error}") from None
+    except ValueError:
+        return
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

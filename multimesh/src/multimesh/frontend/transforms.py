@@ -1,0 +1,147 @@
+"""`multimesh.jit` under JAX's transformations: ``jax.grad(mm.jit(f))``, ``jax.vmap``, ``jax.jvp``, ``jax.linearize``.
+
+The arguments of such a function lie on several submeshes, so that JAX can't run what it makes of it operation by
+operation. Instead the call is one primitive. Each of its transformations (the forward pass with its residuals, the
+tangent of these, the transpose, the batched function) is traced once and runs as a plan of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from multimesh.core import _compat
+from multimesh.marking.tracing import partitioning
+
+
+class Call:
+    """A traced function of flat arrays; binds the primitive when called, runs as ``jit`` of it makes it."""
+
+    def __init__(self, closed: Any, jit: Callable[[Callable[..., Any]], Callable[..., Any]]):
+        self.closed = closed
+        self.function = _compat.jaxpr_as_fun(closed)
+        self._jit = jit
+        self._made: dict[Hashable, Any] = {}  # transformations, so that each is traced and compiled once
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Run, or be transformed."""
+        return call_p.bind(*args, jaxpr=self.closed, call=self)
+
+    def run(self, *args: Any) -> Sequence[Any]:
+        """Run on arrays."""
+        results: Sequence[Any] = self._once("run", lambda: self._jit(self.function))(*args)
+        return results
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _traced(self, fn: Callable[..., Any], *shapes: Any) -> Call:
+        with partitioning(), _compat.devices_free():
+            return Call(jax.make_jaxpr(fn)(*shapes), self._jit)
+
+    @property
+    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return [_compat.shape_of(aval) for aval in self.closed.in_avals]
+
+    def linearized(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
+        """The function with its residuals, their tangent function, and which results have tangents.
+
+        ``moving`` says which arguments have tangents. The first returns results, then residuals; the second takes
+        residuals, then tangents.
+        """
+        return self._once(("linearized", moving), lambda: self._linearized(moving))
+
+    def _linearized(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
+        pushes: list[Callable[..., Sequence[Any]]] = []
+
+        def forward(*primals: Any) -> list[Any]:
+            def of(*given: Any) -> Sequence[Any]:
+                return self.function(*_merged(moving, given, itertools.compress(primals, map(_not, moving))))
+
+            results, push = jax.linearize(of, *itertools.compress(primals, moving))
+            pushed = jax.make_jaxpr(lambda *given: list(itertools.compress(push(*given), moved)))(*tangents)
+            pushed, residuals = _compat.hoisted(pushed)
+            pushes.append(_compat.jaxpr_as_fun(pushed))
+            return [*results, *residuals]
+
+        moved = [bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in self.closed.out_avals]
+        tangents = list(itertools.compress(self._shapes, moving))
+        made = self._traced(forward, *self._shapes)
+        residuals = [_compat.shape_of(aval) for aval in made.closed.out_avals[len(moved) :]]
+        return made, self._traced(pushes[0], *residuals, *tangents), moved
+
+    def transposed(self, linear: tuple[bool, ...]) -> Call:
+        """From the arguments that are not ``linear`` and the cotangents of the results, those of the linear ones."""
+
+        def pull(given: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+            def of(*moving: Any) -> Sequence[Any]:
+                return self.function(*_merged(linear, moving, given))
+
+            transposed: Sequence[Any] = jax.linear_transpose(of, *wanted)(list(cotangents))
+            return transposed
+
+        wanted = list(itertools.compress(self._shapes, linear))
+        given = list(itertools.compress(self._shapes, map(_not, linear)))
+        results = [_compat.shape_of(aval) for aval in self.closed.out_avals]
+        made: Call = self._once(("transposed", linear), lambda: self._traced(pull, given, results))
+        return made
+
+    def batched(self, size: int, dims: tuple[int | None, ...]) -> Call:
+        """Over ``size`` rows along ``dims`` of the arguments; the first dimension of each result."""
+
+        def rows(shape: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
+            if dim is None:
+                return shape
+            sizes = (*shape.shape[:dim], size, *shape.shape[dim:])
+            return jax.ShapeDtypeStruct(sizes, shape.dtype, weak_type=shape.weak_type)
+
+        fn = jax.vmap(self.function, in_axes=dims, axis_size=size)
+        shapes = [rows(shape, dim) for shape, dim in zip(self._shapes, dims, strict=True)]
+        made: Call = self._once(("batched", size, dims), lambda: self._traced(fn, *shapes))
+        return made
+
+
+def _not(flag: bool) -> bool:
+    return not flag
+
+
+def _merged(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:
+    """One of ``chosen`` where the flag is set, else one of ``others``."""
+    left, right = iter(chosen), iter(others)
+    return [next(left) if flag else next(right) for flag in flags]
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, call: Call
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    forward, push, moved = call.linearized(tuple(t is not None for t in tangents))
+    made = forward(*primals)
+    results, residuals = made[: len(moved)], made[len(moved) :]
+    pushed = iter(push(*residuals, *(t for t in tangents if t is not None)) if any(moved) else ())
+    return results, [next(pushed) if flag else None for flag in moved]
+
+
+def _transpose(cotangents: Sequence[Any], args: Sequence[Any], *, jaxpr: Any, call: Call) -> Sequence[Any]:
+    linear = tuple(arg is None for arg in args)
+    pulled = iter(call.transposed(linear)(*(arg for arg in args if arg is not None), *cotangents))
+    return [next(pulled) if flag else None for flag in linear]
+
+
+def _batch(size: int, args: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any, call: Call) -> Sequence[Any]:
+    return call.batched(size, tuple(dims))(*args)
+
+
+call_p = _compat.call_primitive(
+    "multimesh_call",
+    run=lambda *args, jaxpr, call: call.run(*args),
+    inlined=lambda *args, jaxpr, call: call.function(*args),
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+)

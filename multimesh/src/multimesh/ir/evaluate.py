@@ -1,0 +1,56 @@
+"""Operations to calls of JAX: how programs are traced for a submesh."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.core.submesh import carry_over, describe, translate
+
+
+def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any], mesh: Mesh) -> None:
+    """Evaluate operations in order on ``mesh``; ``env`` holds the values and receives the results."""
+    for op in ops:
+        args = [env[i] if isinstance(i, ir.Value) else i.val for i in op.ins]
+        results = _constrained(op, args) if op.prim is _compat.sharding_constraint_p else None
+        if results is None:
+            results = _compat.bind(op.prim, op.params, op.ctx, args, mesh)
+        env.update(zip(op.outs, results, strict=True))
+
+
+def _axes(spec: PartitionSpec) -> list[str]:
+    entries = [(e,) if isinstance(e, str) else e for e in spec if e is not PartitionSpec.UNCONSTRAINED]
+    return [axis for entry in entries if entry is not None for axis in entry]
+
+
+def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
+    """A sharding constraint on the submesh where the operation landed; None for what has no axes to translate."""
+    if op.params.get("identity"):
+        return args
+    (x,) = args
+    if op.mesh is None:
+        return args
+    mesh = _compat.auto(op.mesh)
+    if "logical" in op.params:
+        spec = op.params["logical"]
+        if op.task is None or len(spec) > x.ndim or op.params["rank"] != x.ndim:
+            return args  # batched by vmap: the layout of the new dimension is the compiler's choice
+        return [lax.with_sharding_constraint(x, NamedSharding(mesh, translate(spec, op.task)))]
+    sharding = op.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return None
+    lost = [axis for axis in _axes(sharding.spec) if axis not in mesh.axis_names]
+    if lost:
+        warnings.warn(
+            f"{_compat.user_line(op.source)}: a sharding constraint names axis {lost[0]!r}, which submesh "
+            f"{describe(mesh)} does not have, so that its dimension is replicated there; name an axis of the submesh, "
+            "or a logical axis with multimesh.with_sharding_constraint",
+            stacklevel=2,
+        )
+    return [lax.with_sharding_constraint(x, carry_over(sharding.spec, x.shape, mesh))]

@@ -1,0 +1,404 @@
+"""What the passes may assume of an operation: one registry, keyed by the primitive.
+
+A primitive that is not here has no property, so the passes leave it as it is. All but those with effects are pure
+(``is_pure``): equal operands give equal results, so that they may be repeated elsewhere.
+
+Three properties say how arithmetic may be reordered.
+
+*Sums.* Integers wrap, so that a sum of them is the same in every order. A sum of floats is the same in every order up
+to rounding, where no partial sum overflows: in dtypes with the range of float32 that is as good as always. Half floats
+(float16, float8) overflow easily: their sums keep their order. ``reorders`` tells them apart.
+
+*Linear operations* ``f(a + b) == f(a) + f(b)``, with all other operands fixed, under the same conditions. So a sum may
+be taken after ``f`` instead of before it. A division is linear in its dividend over inexact dtypes only
+(``3 // 2 + 3 // 2 != 6 // 2``), a conversion only from an inexact dtype to one that holds all its values: integers wrap
+or are cut off elsewhere in another dtype, and a float that narrows rounds or overflows a part that the sum would not.
+
+*Cheap operations* cost less than the memory traffic of their result. Repeated in another program, the last bit of a
+float may differ: compilers contract, and leave out conversions between. *Exact operations*, which choose, move or
+compare what there is, repeat as they were.
+
+And links: which dimensions of operands and results are the same dimension, or what a layout of one says about the
+other. Layouts never change a result, so an operation without a rule links nothing that it need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from multimesh import ir
+from multimesh.core import _compat
+
+Dim = tuple[ir.Value, int]
+Group = tuple[Dim, ...]  # dimensions that go together
+_Groups = Iterator[Sequence[tuple[ir.Atom, int]]]
+_Rule = Callable[[ir.Op], Any]
+_SUMMABLE = frozenset(
+    (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("bfloat16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """What is known of a primitive.
+
+    Attributes
+    ----------
+    links
+        Rule for the groups of dimensions that go together.
+    cheap
+        Whether to repeat it costs less than to keep or send its result.
+    linear
+        Rule for the positions of the operands in each of which it is linear, before dtypes are looked at.
+    sums
+        Rule for the groups of operands' dimensions that it sums over, each a dimension of every operand that has it.
+    adds
+        Whether it adds its two operands.
+    exact
+        Whether its result can't differ by rounding from one program to another.
+    compares
+        Whether it is true or false of two operands, so that a last bit decides.
+    buffer
+        Where the compiler keeps its result: ``fused`` into the only operation that reads it, an array of its ``own``,
+        its ``operand``, or made ``again`` wherever it is read.
+    spreads
+        Whether its result may be larger than what it is made from, and is then better made where it is read.
+    control
+        Whether it runs programs of its own: a loop or a condition.
+    """
+
+    links: _Rule | None = None
+    cheap: bool = False
+    linear: _Rule | None = None
+    sums: _Rule | None = None
+    adds: bool = False
+    exact: bool = False
+    compares: bool = False
+    buffer: str = "fused"
+    spreads: bool = False
+    control: bool = False
+
+
+def reorders(dtype: Any) -> bool:
+    """Whether a sum over this dtype is the same in every order: exactly, or up to rounding of its largest addends."""
+    return getattr(dtype, "name", "") in _SUMMABLE
+
+
+def is_pure(eqn: Any) -> bool:
+    """Whether an equation and all inside it may be repeated: no effects, and no random numbers but those of a key."""
+    if eqn.effects or eqn.primitive is _DRAWS:
+        return False
+    return all(is_pure(inner) for jaxpr in _compat.subjaxprs(eqn.params) for inner in jaxpr.eqns)
+
+
+def known(op: ir.Op) -> Primitive:
+    """What the registry has of an operation's primitive."""
+    return _REGISTRY.get(op.prim, _UNKNOWN)
+
+
+def elementwise(op: ir.Op) -> bool:
+    """Whether each element of a result is made from the elements at that place, and scalars."""
+    return known(op).links is _same_shape and op.prim not in _ACROSS
+
+
+def links(op: ir.Op) -> Iterator[Group]:
+    """Groups of dimensions that an operation keeps together."""
+    rule = known(op).links
+    yield from _of_values(rule(op) if rule is not None else ())
+
+
+def linear_in(op: ir.Op) -> tuple[int, ...]:
+    """Positions of the operands in each of which an operation is linear, so that it may come before their sum."""
+    rule = known(op).linear
+    if rule is None or op.effects or not all(reorders(o.aval.dtype) for o in op.outs):
+        return ()
+    return tuple(i for i in rule(op) if reorders(op.ins[i].aval.dtype))
+
+
+def sums_over(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[Group]:
+    """Dimensions that a reduction sums over: each as that of every operand which has it, one operand once."""
+    rule = known(op).sums
+    if rule is None or op.effects or not all(reorders(o.aval.dtype) for o in op.outs):
+        return
+    if op.prim is _SCATTER_ADD and not is_zero(op.ins[0], maker):
+        return  # what it adds to would be in every part of the sum
+    for group in rule(op):
+        kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
+        if len({v for v, _ in kept}) == len(group):
+            yield kept
+
+
+def is_zero(atom: ir.Atom, maker: Mapping[ir.Value, ir.Op]) -> bool:
+    """Whether a value is zeros, made from a literal."""
+    while isinstance(atom, ir.Value):
+        op = maker.get(atom)
+        if op is None or op.prim not in _KEEP_ZERO:
+            return False
+        atom = op.ins[0]
+    return bool(np.all(np.asarray(atom.val) == 0))
+
+
+def _of_values(groups: Any) -> Iterator[Group]:
+    for group in groups:
+        kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
+        if len(kept) > 1:
+            yield kept
+
+
+def _same_shape(op: ir.Op) -> _Groups:
+    """Elementwise; several results (a barrier) each go with their own operand."""
+    if len(op.outs) > 1:
+        for given, out in zip(op.ins, op.outs, strict=False):
+            yield from ([(given, d), (out, d)] for d in range(len(ir.shape(out))))
+        return
+    (out,) = op.outs
+    alike = [i for i in op.ins if len(ir.shape(i)) == len(ir.shape(out))]
+    for d, size in enumerate(ir.shape(out)):
+        yield [(out, d), *((i, d) for i in alike if ir.shape(i)[d] == size)]
+
+
+def _broadcast(op: ir.Op) -> _Groups:
+    x, out = op.ins[0], op.outs[0]
+    for d, at in enumerate(op.params["broadcast_dimensions"]):
+        if ir.shape(x)[d] == ir.shape(out)[at]:
+            yield [(x, d), (out, at)]
+
+
+def _transpose(op: ir.Op) -> _Groups:
+    yield from ([(op.ins[0], d), (op.outs[0], at)] for at, d in enumerate(op.params["permutation"]))
+
+
+def _reshape(op: ir.Op) -> _Groups:
+    """Dimensions that stay; of those that are split or merged the outermost, along which shards stay contiguous."""
+    x, out = op.ins[0], op.outs[0]
+    old, new = ir.shape(x), ir.shape(out)
+    i = j = 0
+    while i < len(old) and j < len(new):
+        i_end, j_end, left, right = i + 1, j + 1, old[i], new[j]
+        while left != right and (i_end < len(old) or j_end < len(new)):
+            if left < right and i_end < len(old):
+                left, i_end = left * old[i_end], i_end + 1
+            elif j_end < len(new):
+                right, j_end = right * new[j_end], j_end + 1
+            else:
+                return
+        yield [(x, next((d for d in range(i, i_end) if old[d] > 1), i)), (out, _outermost(new, j, j_end))]
+        i, j = i_end, j_end
+
+
+def _outermost(shape: Sequence[int], start: int, end: int) -> int:
+    return next((d for d in range(start, end) if shape[d] > 1), start)
+
+
+def _squeeze(op: ir.Op) -> _Groups:
+    x, gone = op.ins[0], {d % len(ir.shape(op.ins[0])) for d in op.params["dimensions"]}
+    kept = (d for d in range(len(ir.shape(x))) if d not in gone)
+    yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(kept))
+
+
+def _reduce(op: ir.Op) -> _Groups:
+    gone = set(op.params["axes"])
+    for x in op.ins:
+        kept = (d for d in range(len(ir.shape(x))) if d not in gone)
+        yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(kept))
+
+
+def _dot(op: ir.Op) -> _Groups:
+    """Batch dimensions, those that are summed over, and those of one operand."""
+    (left_sum, right_sum), (left_batch, right_batch) = op.params["dimension_numbers"]
+    left, right, out = op.ins[0], op.ins[1], op.outs[0]
+    yield from ([(left, a), (right, b)] for a, b in zip(left_sum, right_sum, strict=True))
+    at = 0
+    for a, b in zip(left_batch, right_batch, strict=True):
+        yield [(left, a), (right, b), (out, at)]
+        at += 1
+    for x, used in ((left, {*left_sum, *left_batch}), (right, {*right_sum, *right_batch})):
+        for d in range(len(ir.shape(x))):
+            if d not in used:
+                yield [(x, d), (out, at)]
+                at += 1
+
+
+def _gather(op: ir.Op) -> _Groups:
+    """Dimensions that are taken whole (the width of an embedding), and those of the indices (its tokens)."""
+    numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
+    x, indices, out = op.ins[0], op.ins[1], op.outs[0]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    whole = [d for d in range(len(ir.shape(x))) if d not in gone]
+    for d, at in zip(whole, numbers.offset_dims, strict=True):
+        if sizes[d] == ir.shape(x)[d]:
+            yield [(x, d), (out, at)]
+    for d, at in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        yield [(x, d), (indices, at)]
+    rest = [at for at in range(len(ir.shape(out))) if at not in numbers.offset_dims]
+    yield from ([(indices, d), (out, at)] for d, at in enumerate(rest))
+
+
+def _same_index(op: ir.Op) -> _Groups:
+    """Slices, padding, concatenation: dimensions of one size at one place."""
+    for x in op.ins:
+        for out in op.outs:
+            if len(ir.shape(x)) == len(ir.shape(out)):
+                yield from ([(x, d), (out, d)] for d, n in enumerate(ir.shape(out)) if ir.shape(x)[d] == n)
+
+
+def _scatter(op: ir.Op) -> _Groups:
+    """The operand's dimensions; those of the updates that hold whole dimensions of it, and those of the indices."""
+    numbers = op.params["dimension_numbers"]
+    x, indices, updates = op.ins
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = dict(zip((d for d in range(len(ir.shape(x))) if d not in gone), numbers.update_window_dims, strict=True))
+    for d, size in enumerate(ir.shape(x)):
+        whole = d in window and ir.shape(updates)[window[d]] == size
+        yield [(x, d), (op.outs[0], d), *([(updates, window[d])] if whole else [])]
+    rest = [at for at in range(len(ir.shape(updates))) if at not in numbers.update_window_dims]
+    yield from ([(indices, d), (updates, at)] for d, at in enumerate(rest))
+
+
+def _convolution(op: ir.Op) -> _Groups:
+    """Rows, features, and places that stay as many."""
+    numbers = op.params["dimension_numbers"]
+    x, kernel, out = op.ins[0], op.ins[1], op.outs[0]
+    (rows, features, *places), (outputs, inputs, *_) = numbers.lhs_spec, numbers.rhs_spec
+    out_rows, out_features, *out_places = numbers.out_spec
+    if op.params["batch_group_count"] == 1:
+        yield [(x, rows), (out, out_rows)]
+    if op.params["feature_group_count"] == 1:
+        yield [(x, features), (kernel, inputs)]
+        yield [(kernel, outputs), (out, out_features)]
+    for d, at in zip(places, out_places, strict=True):
+        if ir.shape(x)[d] == ir.shape(out)[at]:
+            yield [(x, d), (out, at)]
+
+
+def _product_sums(op: ir.Op) -> _Groups:
+    (left, right), _ = op.params["dimension_numbers"]
+    yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(left, right, strict=True))
+
+
+def _reduce_sums(op: ir.Op) -> _Groups:
+    yield from ([(op.ins[0], a)] for a in op.params["axes"])
+
+
+def _scatter_sums(op: ir.Op) -> _Groups:
+    _, indices, updates = op.ins
+    numbers = op.params["dimension_numbers"]
+    scattered = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
+    for d, at in enumerate(scattered):
+        if d not in numbers.scatter_indices_batching_dims:
+            yield [(indices, d), (updates, at)]
+
+
+def _first(op: ir.Op) -> tuple[int, ...]:
+    return (0,)
+
+
+def _either(op: ir.Op) -> tuple[int, ...]:
+    return (0, 1)
+
+
+def _dividend(op: ir.Op) -> tuple[int, ...]:
+    return (0,) if jnp.issubdtype(op.outs[0].aval.dtype, jnp.inexact) else ()
+
+
+def _converted(op: ir.Op) -> tuple[int, ...]:
+    """A conversion to an inexact dtype that has all values of the other, which is inexact too."""
+    old, new = op.ins[0].aval.dtype, op.outs[0].aval.dtype
+    return (0,) if jnp.issubdtype(old, jnp.inexact) and np.can_cast(old, new, "safe") else ()
+
+
+def _table() -> Iterator[tuple[str, Primitive]]:
+    for name in (
+        *("sub", "square", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log2", "log1p"),
+        *("pow", "logistic", "tanh", "erf", "sin", "cos", "one_minus_square", "polynomial"),
+    ):
+        yield name, Primitive(_same_shape, cheap=True)
+    for name in (
+        *("max", "min", "abs", "sign", "real", "imag", "conj", "complex", "and", "or", "xor", "not", "select_n"),
+        *("is_finite", "rev"),
+    ):
+        yield name, Primitive(_same_shape, cheap=True, exact=True)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        yield name, Primitive(_same_shape, cheap=True, exact=True, compares=True)
+    for name in (  # of what costs more, or is no element's own
+        *("optimization_barrier", "reduce_precision", "clamp", "rem", "round", "floor", "ceil", "atan2", "tan"),
+        *("erf_inv", "sinh", "cosh", "cumsum", "cumlogsumexp", "cummax", "cumprod"),
+    ):
+        yield name, Primitive(_same_shape)
+    yield from (
+        ("add", Primitive(_same_shape, cheap=True, adds=True)),
+        ("add_any", Primitive(_same_shape, cheap=True, adds=True)),
+        ("neg", Primitive(_same_shape, cheap=True, linear=_first, exact=True)),
+        ("mul", Primitive(_same_shape, cheap=True, linear=_either)),
+        ("div", Primitive(_same_shape, cheap=True, linear=_dividend)),
+        ("convert_element_type", Primitive(_same_shape, cheap=True, linear=_converted, exact=True)),
+        ("copy", Primitive(_same_shape, cheap=True, linear=_first, exact=True)),
+        ("iota", Primitive(cheap=True, exact=True)),
+        ("broadcast_in_dim", Primitive(_broadcast, cheap=True, exact=True)),
+        ("reshape", Primitive(_reshape, cheap=True, linear=_first, exact=True)),
+        ("transpose", Primitive(_transpose, cheap=True, linear=_first, exact=True)),
+        ("squeeze", Primitive(_squeeze, cheap=True, linear=_first, exact=True)),
+        ("slice", Primitive(_same_index, cheap=True, exact=True)),
+        ("split", Primitive(_same_index, cheap=True, exact=True)),
+        ("gather", Primitive(_gather)),
+        ("dot_general", Primitive(_dot, sums=_product_sums)),
+        ("reduce_sum", Primitive(_reduce, linear=_first, sums=_reduce_sums)),
+        ("scatter", Primitive(_scatter)),
+        ("scatter-add", Primitive(_scatter, sums=_scatter_sums)),
+        ("conv_general_dilated", Primitive(_convolution)),
+    )
+    for name in ("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"):
+        yield name, Primitive(_reduce)
+    for name in ("dynamic_slice", "dynamic_update_slice", "pad", "concatenate"):
+        yield name, Primitive(_same_index)
+
+
+_BUFFERS = {
+    "own": (
+        *("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cumsum", "top_k"),
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "dynamic_update_slice"),
+        *("concatenate", "pad", "random_bits", "scan", "while", "cond", "transpose"),
+    ),
+    "operand": ("sharding_constraint", "name", "optimization_barrier", "reshape", "squeeze", "copy"),
+    "again": (*("broadcast_in_dim", "iota", "convert_element_type", "eq", "lt", "le", "gt", "ge", "and", "or", "not"),),
+}
+_SPREADS = frozenset(
+    (
+        *("broadcast_in_dim", "pad", "dynamic_update_slice", "scatter", "scatter-add", "iota", "reshape", "transpose"),
+        *("squeeze", "convert_element_type", "copy", "neg", "add", "add_any", "sub", "mul", "div", "select_n", "max"),
+        *("min", "and", "or", "not", "eq", "ne", "lt", "le", "gt", "ge", "rev", "sign"),
+    )
+)
+
+
+def _registry() -> Iterator[tuple[Any, Primitive]]:
+    rules = dict(_table())
+    buffers = {name: buffer for buffer, names in _BUFFERS.items() for name in names}
+    for name in {**rules, **buffers}:
+        if name in _compat.PRIMITIVES:
+            facts = rules.get(name, _UNKNOWN)
+            control = name in ("scan", "while", "cond")
+            yield (
+                _compat.PRIMITIVES[name],
+                replace(facts, buffer=buffers.get(name, "fused"), spreads=name in _SPREADS, control=control),
+            )
+
+
+_UNKNOWN = Primitive()
+_REGISTRY = dict(_registry())
+_DRAWS = _compat.PRIMITIVES.get("rng_uniform")
+_SCATTER_ADD = _compat.PRIMITIVES["scatter-add"]
+_KEEP_ZERO = frozenset(_compat.PRIMITIVES[name] for name in ("broadcast_in_dim", "convert_element_type", "copy"))
+_ACROSS = frozenset(
+    _compat.PRIMITIVES[name]
+    for name in ("optimization_barrier", "rev", "cumsum", "cumlogsumexp", "cummax", "cumprod")
+    if name in _compat.PRIMITIVES
+)

@@ -1,0 +1,190 @@
+"""The intermediate representation: frozen operations over single-assignment values.
+
+A `Program` is what every pass takes and returns. Its items are `Op` (one primitive) and `Loop` (a microbatch loop
+with a body of its own). ``str(program)`` is a readable dump, used by the tests and the documentation of the passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from jax.sharding import Mesh
+
+from multimesh.core import _compat
+from multimesh.core.submesh import Placement
+from multimesh.marking.marks import LoopMark
+
+_numbers = itertools.count()
+
+
+class Value:
+    """A single-assignment value; compared by identity."""
+
+    __slots__ = ("aval", "number")
+
+    def __init__(self, aval: Any):
+        self.aval = aval
+        self.number = next(_numbers)
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole (unsharded) array in bytes."""
+        return _compat.nbytes(self.aval)
+
+
+Atom = Value | Any  # a Value, or a jaxpr Literal
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One primitive, applied. ``mesh`` is None until the operation is placed; ``after`` orders without moving data."""
+
+    prim: Any
+    params: dict[str, Any]
+    ins: tuple[Atom, ...]
+    outs: tuple[Value, ...]
+    task: Placement | None = None
+    mesh: Mesh | None = None
+    backward: bool = False
+    ctx: Any = None
+    source: Any = None
+    after: tuple[Value, ...] = ()
+    effects: bool = False
+
+    @property
+    def reads(self) -> Iterator[Value]:
+        """Values among the inputs."""
+        return (i for i in self.ins if isinstance(i, Value))
+
+    def __str__(self) -> str:
+        where = f" @{self.task.name}" if self.task else f" @{self.mesh.devices.flat[0]}" if self.mesh else ""
+        outs = ", ".join(f"{v}:{_short(v.aval)}" for v in self.outs)
+        ins = " ".join(str(i) if isinstance(i, Value) else str(i.val) for i in self.ins)
+        return f"{outs} = {self.prim.name} {ins}{where}{' [backward]' if self.backward else ''}"
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """A result of a loop: ``init`` plus the sum over microbatches of the body's ``leaf``.
+
+    With ``over``, both have a leading dimension more, a term for each device along these axes of the submesh.
+    """
+
+    out: Value
+    init: Atom | None
+    leaf: Atom
+    over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """What one iteration of a loop leaves to the next: ``init`` goes into the first, ``out`` is the last ``leaf``.
+
+    Like a sum's, ``init`` may be a literal. It is None where no iteration reads the state.
+    """
+
+    out: Value
+    init: Any
+    leaf: Atom
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A microbatch loop, of iterations that are independent but for ``carries``, by the body value that reads each.
+
+    ``consts`` and ``slices`` map body values to values outside (a slice is row ``k`` of the outer value in iteration
+    ``k``); ``linked`` maps body values to the body value of an earlier loop, iteration by iteration; ``stacks`` maps
+    outer values to the body values that they stack.
+    """
+
+    mark: LoopMark
+    uid: str
+    ops: tuple[Op, ...]
+    consts: dict[Value, Atom]
+    slices: dict[Value, Value]
+    sums: tuple[Sum, ...]
+    stacks: dict[Value, Atom]
+    linked: dict[Value, Value] = field(default_factory=dict)
+    carries: dict[Value, Carry] = field(default_factory=dict)
+    backward: bool = False
+    source: Any = None
+
+    @property
+    def reads(self) -> Iterator[Value]:
+        """Values outside that the loop reads."""
+        outer = itertools.chain(self.consts.values(), self.slices.values(), (s.init for s in self.sums))
+        outer = itertools.chain(outer, (c.init for c in self.carries.values()))
+        return (v for v in outer if isinstance(v, Value))
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        """Values outside that the loop makes."""
+        return (*(s.out for s in self.sums), *self.stacks, *(c.out for c in self.carries.values()))
+
+    @property
+    def leaves(self) -> tuple[Atom, ...]:
+        """Body values that leave an iteration: summed, stacked, or carried to the next."""
+        return (*(s.leaf for s in self.sums), *self.stacks.values(), *(c.leaf for c in self.carries.values()))
+
+    def __str__(self) -> str:
+        head = f"{', '.join(map(str, self.outs))} = loop x{self.mark.count} {self.mark.schedule}"
+        given = [f"{inner} <- {outer}" for inner, outer in self.consts.items() if isinstance(outer, Value)]
+        cut = [f"{inner} <- {outer}[k]" for inner, outer in self.slices.items()]
+        sums = [f"{s.out} += {s.leaf}" for s in self.sums] + [f"{o} = stack {i}" for o, i in self.stacks.items()]
+        kept = [f"{inner} <- {c.init}, then {c.leaf}; {c.out} the last" for inner, c in self.carries.items()]
+        lines = [*given, *cut, *map(str, self.ops), *sums, *kept]
+        return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+Item = Op | Loop
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A whole traced function: inputs, captured constants, items in topological order, outputs."""
+
+    inputs: tuple[Value, ...]
+    consts: dict[Value, Any]
+    items: tuple[Item, ...]
+    outputs: tuple[Atom, ...]
+
+    def __str__(self) -> str:
+        lines = [f"inputs {' '.join(f'{v}:{_short(v.aval)}' for v in self.inputs)}", *map(str, self.items)]
+        return "\n".join([*lines, f"outputs {' '.join(map(str, self.outputs))}"])
+
+
+def _short(aval: Any) -> str:
+    return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
+
+
+def shape(atom: Atom) -> tuple[int, ...]:
+    """Shape of a value or literal; () for what has none, such as a token."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def values(atoms: Iterable[Atom]) -> Iterator[Value]:
+    """Values among atoms (the rest are literals)."""
+    return (a for a in atoms if isinstance(a, Value))
+
+
+AnyItem = TypeVar("AnyItem", Op, Item)
+
+
+def live(items: Iterable[AnyItem], wanted: Iterable[Atom]) -> list[AnyItem]:
+    """Items that the wanted values need, and those with effects, in order."""
+    needed = set(values(wanted))
+    kept: list[AnyItem] = []
+    for item in reversed(list(items)):
+        effects = item.effects if isinstance(item, Op) else any(op.effects for op in item.ops)
+        if effects or any(o in needed for o in item.outs):
+            kept.append(item)
+            needed.update(item.reads)
+            needed.update(item.after if isinstance(item, Op) else ())
+    kept.reverse()
+    return kept

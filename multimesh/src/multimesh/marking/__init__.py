@@ -1,0 +1,1 @@
+"""What users put around their code: tasks, microbatches, contexts, registered scopes."""

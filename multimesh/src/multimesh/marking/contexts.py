@@ -1,0 +1,179 @@
+"""Compiler contexts: what `multimesh.jit` may do with a function, for the calls inside a ``with`` block.
+
+The options in force are those of the thread (and asyncio task) that calls. They are part of the signature of `jit`: a
+function that was compiled under others is traced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from multimesh.errors import UsageError
+from multimesh.marking.tracing import partitioned_trace
+
+Manager = contextlib.AbstractContextManager[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options with their defaults; see the function of each name."""
+
+    autoshard: bool = False
+    enable_task_fusion: bool = True
+    only_fuse_loop_tasks: bool = False
+    enable_recomputation: bool = True
+    enable_fast_path: bool = True
+    ignore_transforms: bool = False
+    transport: str | None = None
+
+    @property
+    def fuse_loops(self) -> bool:
+        """Whether tasks of a submesh become one program inside microbatch loops."""
+        return self.enable_task_fusion
+
+    @property
+    def fuse_segments(self) -> bool:
+        """Whether tasks of a submesh become one program outside microbatch loops."""
+        return self.enable_task_fusion and not self.only_fuse_loop_tasks
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(Options))
+_DEFAULTS = Options()
+_options: contextvars.ContextVar[Options] = contextvars.ContextVar("multimesh_options", default=_DEFAULTS)
+_traces = jax.make_user_context(False)  # keeps traces with marks apart from those without in JAX's own caches
+
+
+def current() -> Options:
+    """Options in force."""
+    return _options.get()
+
+
+@functools.cache
+def autosharded(options: Options) -> Options:
+    """The options with ``autoshard``, made once, since every call asks for them."""
+    return dataclasses.replace(options, autoshard=True)
+
+
+def ignoring() -> bool:
+    """Whether tasks, microbatches and constraints are the identity at this point of the program."""
+    return _options.get().ignore_transforms
+
+
+TRANSPORTS = ("pull", "device_put", "ppermute")
+
+
+def context(**options: bool | str | None) -> Manager:
+    """Set several options for the calls inside a ``with`` block (or inside a function that it decorates).
+
+    Parameters
+    ----------
+    options
+        ``autoshard``, ``enable_task_fusion``, ``only_fuse_loop_tasks``, ``enable_recomputation``,
+        ``enable_fast_path``, ``ignore_transforms``: True, False, or None, which leaves an option as it is. Each is
+        explained at the function of its name.
+    transport
+        How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``; where there are CPUs the
+        default), ``"device_put"`` (NCCL; the default elsewhere) or ``"ppermute"``, with which sender and receiver wait
+        for each other.
+
+    Raises
+    ------
+    UsageError
+        At once for an unknown option or another type. On entry inside a function that `jit` is tracing, for all but
+        ``ignore_transforms``: the plan is made after the trace, under the options of the call.
+
+    Examples
+    --------
+    >>> with mm.context(enable_task_fusion=False, enable_recomputation=False):  # doctest: +SKIP
+    ...     step(params, batch)
+    """
+    changes: dict[str, bool | str] = {}
+    for name, value in options.items():
+        if name not in _NAMES:
+            raise UsageError(f"context: unknown option {name!r}; options are {', '.join(_NAMES)}")
+        if value is None:
+            continue
+        if name == "transport":
+            if value not in TRANSPORTS:
+                raise UsageError(f"transport: give one of {', '.join(TRANSPORTS)} or None (as it is), not {value!r}")
+        elif not isinstance(value, bool):
+            raise UsageError(f"{name}: give True, False or None (as it is), not {value!r}")
+        changes[name] = value
+    return _opened(changes)
+
+
+@contextlib.contextmanager
+def _opened(changes: dict[str, Any]) -> Iterator[None]:
+    late = [name for name in changes if name != "ignore_transforms"]
+    if late and partitioned_trace():
+        raise UsageError(f"{late[0]}: opened inside a function that multimesh.jit traces; open it around the call")
+    options = dataclasses.replace(_options.get(), **changes)
+    token = _options.set(options)
+    try:
+        with _traces(options.ignore_transforms):
+            yield
+    finally:
+        _options.reset(token)
+
+
+def autoshard(enable: bool | None = True) -> Manager:
+    """Derive the layout of arguments that have none from the sharding constraints in the function (default: off).
+
+    An argument has a layout when it is an array with a ``NamedSharding``, or when ``in_shardings`` gives one. Any other
+    (NumPy arrays, arrays on one device) is replicated over the submeshes that read it; with ``autoshard`` each of its
+    dimensions takes the axes of the nearest constraint that reaches it through the operations between: a weight that is
+    constrained, or whose product with an activation is.
+    """
+    return context(autoshard=enable)
+
+
+def enable_task_fusion(enable: bool | None = True) -> Manager:
+    """Make one program of the tasks that a submesh runs one after the other (default: on).
+
+    Off, every task is a program of its own (calls of one task that follow each other stay one), and so are forward and
+    backward of the last stage. Fewer programs cost less time to dispatch, and values between them need no array.
+    """
+    return context(enable_task_fusion=enable)
+
+
+def only_fuse_loop_tasks(enable: bool | None = True) -> Manager:
+    """Restrict task fusion to microbatch loops (default: off)."""
+    return context(only_fuse_loop_tasks=enable)
+
+
+def enable_recomputation(enable: bool | None = True) -> Manager:
+    """Compute cheap forward values again where the backward pass of a loop reads them (default: on).
+
+    Cheap are elementwise operations and changes of shape. They are repeated where that takes fewer bytes than keeping
+    their results until then, or than sending them from another submesh. Off, every value that the backward pass reads
+    is kept or sent. This is apart from ``jax.checkpoint``, which says what of a function to compute again, whatever it
+    costs.
+    """
+    return context(enable_recomputation=enable)
+
+
+def enable_fast_path(enable: bool | None = True) -> Manager:
+    """Run a function without tasks as plain ``jax.jit`` (default: on).
+
+    Off, it is planned like any other, on one submesh: the mesh of its arguments, else one device. It then has a plan,
+    and its microbatch loop runs by its schedule.
+    """
+    return context(enable_fast_path=enable)
+
+
+def ignore_transforms(ignore: bool | None = True) -> Manager:
+    """Make ``task``, registered scopes, ``microbatch`` and ``with_sharding_constraint`` the identity (default: off).
+
+    For debugging: `jit` is then plain ``jax.jit``, on one device where the arguments lie on several submeshes, and
+    ``in_shardings`` and ``out_shardings`` say nothing. ``microbatch(fn)`` calls ``fn`` once with all rows: its result
+    is the sum over microbatches only if ``fn`` sums over rows; of a mean it is that sum divided by their number. Also
+    works around a part of a function that is traced.
+    """
+    return context(ignore_transforms=ignore)

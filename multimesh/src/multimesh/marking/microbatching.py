@@ -1,0 +1,293 @@
+"""``microbatch``: a loop over microbatches of one argument, the loop that a pipeline schedule reorders."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multimesh import schedules
+from multimesh.core import _compat, checks
+from multimesh.core.submesh import carry_over
+from multimesh.errors import UsageError
+from multimesh.frontend.cache import kept, weak
+from multimesh.marking import contexts, marks
+from multimesh.marking.tasks import marked_call
+from multimesh.marking.tracing import partitioned_trace, recorded
+
+
+def microbatch(
+    fn: Callable[..., Any],
+    *,
+    dim: int = 0,
+    size: int | None,
+    argnum: int = 0,
+    schedule: str | schedules.Schedule = "1f1b",
+    interleave: int = 1,
+    num_stages: int | None = None,
+    custom_schedule: schedules.Custom | Iterable[Iterable[str | tuple[int, str]]] | None = None,
+    stack: Any = None,
+    reduce: Any = "sum",
+    index: str | None = None,
+    carry: int | None = None,
+) -> Callable[..., Any]:
+    """Call ``fn`` once per microbatch of one argument and sum, average or stack the results.
+
+    Parameters
+    ----------
+    fn
+        Function of the whole argument list; it sees ``size`` rows of argument ``argnum`` at a time.
+    dim
+        The dimension of every leaf of that argument that holds the rows.
+    size
+        Rows of a microbatch. There are ``m = rows // size`` of them; microbatch ``i`` takes rows ``i, i + m, i + 2 m,
+        ...``, so that rows that are sharded over data-parallel devices stay where they are. None for an argument that
+        is cut already: ``dim`` then numbers its microbatches, and ``fn`` sees the leaves without it.
+    argnum
+        Which positional argument is cut; any pytree of arrays with the same number of rows.
+    schedule
+        Order in which `multimesh.jit` runs the stages of the loop: a name of `multimesh.schedules` or a schedule
+        object.
+    interleave
+        The number of stages that the loop must have on each submesh; 1 leaves it to where the tasks are.
+    num_stages
+        The number of stages that the loop must have; both are checked when it is partitioned.
+    custom_schedule
+        The order as a table of your own instead: rows as `multimesh.schedules.custom` takes them, or what
+        `multimesh.schedules.load` read. Checked against the loop before anything is compiled.
+    stack
+        Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m``.
+    reduce
+        ``"sum"``, ``"mean"`` or a pytree prefix of the result with these, for leaves that are not stacked.
+    index
+        Name of a keyword argument of ``fn`` that gets the number of the microbatch, an int32 scalar.
+    carry
+        Which positional argument is a state that each microbatch leaves to the next (batch-norm statistics, the history
+        of a scale). ``fn`` then returns ``(state, result)``, the state with the tree and types that it was given. It
+        stays on the submesh that updates it. Take gradients inside of the loop, or stop them at the state.
+
+    Returns
+    -------
+    Callable
+        With the signature of ``fn``; with ``carry`` it returns ``(last state, results)``.
+
+    Raises
+    ------
+    UsageError
+        When rows do not divide by ``size``, leaves differ in rows, a result can't be reduced, a state changes its type,
+        or a custom table is none. When it is partitioned, for a schedule that runs a microbatch before the state is
+        there.
+
+    Examples
+    --------
+    >>> def step(params, batch, stats):  # doctest: +SKIP
+    ...     (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch, stats)
+    ...     return stats, (loss, grads)
+    >>> mm.microbatch(step, size=4, argnum=1, carry=2, reduce="mean")(params, batch, stats)
+    """
+    checks.function("microbatch: the first argument", fn)
+    size = None if size is None else checks.whole("microbatch: size", size, 1)
+    carry = None if carry is None else checks.whole("microbatch: carry", carry)
+    interleave = checks.whole("microbatch: interleave", interleave, 1)
+    dim, argnum = checks.whole("microbatch: dim", dim), checks.whole("microbatch: argnum", argnum)
+    num_stages = None if num_stages is None else checks.whole("microbatch: num_stages", num_stages, 1)
+    if carry is not None and carry == argnum:
+        raise UsageError(f"microbatch: argument {argnum} can't be cut (argnum=) and carried (carry=)")
+    plan = _schedule(schedule, custom_schedule)
+    wanted = (stack, reduce)
+
+    @functools.wraps(fn)
+    def looped(*args: Any, **kwargs: Any) -> Any:
+        for name, number in (("argnum", argnum), ("carry", carry)):
+            if number is not None and not -len(args) <= number < len(args):
+                raise UsageError(f"microbatch: {name}={number}, but the call has {len(args)} positional arguments")
+        if contexts.ignoring():
+            if any(jax.tree.leaves(stack)) or size is None:
+                raise UsageError("microbatch: stack= and size=None need the loop; leave ignore_transforms")
+            return fn(*args, **kwargs, **({index: np.int32(0)} if index else {}))
+        if partitioned_trace():
+            args = jax.tree.map(_compat.leave_mesh, args)
+        rows = _rows(args[argnum], dim, argnum)
+        if size is not None and rows % size:
+            raise UsageError(
+                f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch"
+            )
+        count = rows if size is None else rows // size
+        mark = marks.LoopMark(count, plan, num_stages, interleave, _compat.caller_line(), carry is not None)
+        alone = not recorded() and isinstance(fn, types.FunctionType)
+        called = weak(fn) if alone else fn
+
+        def loop(*args: Any, **kwargs: Any) -> Any:
+            cut = functools.partial(_split, dim=dim, size=size, count=count)
+            numbers = jnp.arange(count, dtype=np.int32) if index else None
+            slices = jax.tree.map(cut, args[argnum]), numbers
+
+            def call(piece: Any, state: Any) -> Any:
+                full = list(args)
+                rows, number = piece
+                full[argnum] = rows if size is None else jax.tree.map(lambda x: jnp.moveaxis(x, 0, dim), rows)
+                if carry is not None:
+                    full[carry] = state
+                result = called(*full, **kwargs, **({index: number} if index else {}))
+                return result if carry is not None else (None, result)
+
+            state = None if carry is None else args[carry]
+            last, results = _scan(jax.jit(_compat.named(call, marks.BODY)), slices, count, state, *wanted)
+            return results if carry is None else (last, results)
+
+        if not alone:
+            return marked_call(marks.loop_name(mark), loop, args, kwargs)
+        leaves, tree = jax.tree.flatten(wanted)
+        key = dim, size, argnum, count, index, carry, tuple(leaves), tree
+        return marked_call("loop", loop, args, kwargs, lambda more, make: kept(fn, (*key, more), make))
+
+    if index is not None:
+        _hide(looped, index)
+    return looped
+
+
+def _hide(looped: Any, index: str) -> None:
+    """Take the parameter that gets the microbatch's number out of the signature."""
+    with contextlib.suppress(TypeError, ValueError):
+        signature = inspect.signature(looped)
+        kinds = {p.name: p.kind for p in signature.parameters.values()}
+        if kinds.get(index) in (None, inspect.Parameter.POSITIONAL_ONLY) and inspect.Parameter.VAR_KEYWORD not in (
+            kinds.values()
+        ):
+            raise UsageError(f"microbatch: index={index!r}, but the function takes no keyword argument of that name")
+        looped.__signature__ = signature.replace(
+            parameters=[p for p in signature.parameters.values() if p.name != index]
+        )
+
+
+def _schedule(schedule: str | schedules.Schedule, custom: Any) -> schedules.Schedule:
+    if custom is None:
+        return schedules.get(schedule)
+    if schedule not in ("1f1b", "custom"):  # the default, or what it is
+        raise UsageError(f"microbatch: schedule={str(schedule)!r} and custom_schedule= are two orders; drop one")
+    return custom if isinstance(custom, schedules.Custom) else schedules.custom(custom)
+
+
+def _rows(arg: Any, dim: int, argnum: int) -> int:
+    leaves = jax.tree.leaves(arg)
+    if not leaves:
+        raise UsageError(f"microbatch: argument {argnum} has no arrays to cut")
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if any(not -len(shape) <= dim < len(shape) for shape in shapes):
+        raise UsageError(f"microbatch: dim={dim} is out of range for a leaf of argument {argnum}; shapes {shapes[:4]}")
+    rows = {shape[dim] for shape in shapes}
+    if len(rows) > 1:
+        raise UsageError(f"microbatch: leaves of argument {argnum} differ in rows along dim={dim}: {sorted(rows)}")
+    return rows.pop()
+
+
+def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:
+    """``[..., rows, ...]`` to ``[count, size, ...]``: microbatch ``i`` holds rows ``i, i + count, ...``."""
+    x = jnp.moveaxis(jnp.asarray(x), dim, 0)
+    if size is None:
+        return x
+    shape = (size, count, *x.shape[1:])
+    return jnp.swapaxes(lax.reshape(x, shape, out_sharding=_split_layout(x, shape)), 0, 1)
+
+
+def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
+    """Layout of split rows where the axes of ``x`` are Explicit: that of the rows, if a microbatch divides by it."""
+    layout = jax.typeof(x).sharding
+    if not any(layout.spec):
+        return None
+    rows, *others = layout.spec
+    return carry_over(PartitionSpec(rows, None, *others), shape, layout.mesh)
+
+
+def _scan(call: Callable[..., Any], slices: Any, count: int, state: Any, stack: Any, reduce: Any) -> tuple[Any, Any]:
+    """Last state and reduced results of ``call(piece, state) -> (state, result)`` over ``count`` slices."""
+    state = jax.tree.map(_strong, state)
+    if jax.config.jax_disable_jit:  # a print or breakpoint in ``fn`` is then met with values, and once a microbatch
+        results = []
+        for i in range(count):
+            state, result = _checked(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
+            results.append(jax.tree.map(jnp.asarray, result))
+        tree, ways = _ways(results[0], stack, reduce)
+        rows = zip(*map(jax.tree.leaves, results), strict=True)
+        made = [
+            jnp.stack(r) if way == "stack" else functools.reduce(jnp.add, r) for r, way in zip(rows, ways, strict=True)
+        ]
+    else:
+        piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
+        shapes = _checked(jax.eval_shape(call, piece, state), state)[1]
+        tree, ways = _ways(shapes, stack, reduce)
+
+        def body(carried: Any, piece: Any) -> tuple[Any, list[Any]]:
+            sums, state = carried
+            state, result = call(piece, state)
+            outs = list(zip(jax.tree.leaves(result), ways, strict=True))
+            summed = [jnp.add(c, o) for c, o in zip(sums, (o for o, way in outs if way != "stack"), strict=True)]
+            return (summed, jax.tree.map(_strong, state)), [o for o, way in outs if way == "stack"]
+
+        zeros = [_zeros(leaf) for leaf, way in zip(jax.tree.leaves(shapes), ways, strict=True) if way != "stack"]
+        (sums, state), stacks = lax.scan(body, (zeros, state), slices)
+        sums_left, stacks_left = iter(sums), iter(stacks)
+        made = [next(stacks_left if way == "stack" else sums_left) for way in ways]
+    return state, jax.tree.unflatten(
+        tree, [x / count if way == "mean" else x for x, way in zip(made, ways, strict=True)]
+    )
+
+
+def _ways(result: Any, stack: Any, reduce: Any) -> tuple[Any, list[str]]:
+    """Tree of a result, and for each leaf ``"sum"``, ``"mean"`` or ``"stack"``."""
+    leaves, tree = jax.tree.flatten(result)
+    stacked, given = _prefix(stack or False, result, "stack"), _prefix(reduce, result, "reduce")
+    ways = []
+    for leaf, keep, way in zip(leaves, stacked, given, strict=True):
+        if way not in ("sum", "mean"):
+            raise UsageError(f'microbatch: reduce= takes "sum" and "mean", not {way!r}')
+        if not keep and not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
+            known = "averaged" if way == "mean" else "summed"
+            raise UsageError(f"microbatch: a result of dtype {leaf.dtype} can't be {known}; mark it True in stack=")
+        ways.append("stack" if keep else way)
+    return tree, ways
+
+
+def _checked(made: Any, given: Any) -> tuple[Any, Any]:
+    """What the function returned, once its state is of the type of the one it was ``given``."""
+
+    def kinds(state: Any) -> Any:
+        return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x))}", state)
+
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise UsageError("microbatch: with carry= the function returns (state, result)")
+    if jax.tree.structure(given) != jax.tree.structure(made[0]) or kinds(given) != kinds(made[0]):
+        raise UsageError(
+            f"microbatch: the state (carry=) goes in as {kinds(given)} and comes out as {kinds(made[0])}; "
+            "return it with the tree, shapes and dtypes that it was given"
+        )
+    return made
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A sum to start from; with the layout in its type where axes are Explicit."""
+    layout = like.sharding if isinstance(like.sharding, NamedSharding) and any(like.sharding.spec) else None
+    return jnp.zeros(like.shape, like.dtype, out_sharding=layout)
+
+
+def _strong(x: Any) -> jax.Array:
+    """An array that keeps its dtype, so that a state has one type throughout."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
+
+
+def _prefix(given: Any, shapes: Any, what: str) -> list[Any]:
+    try:
+        full = jax.tree.map(lambda mark, part: jax.tree.map(lambda _: mark, part), given, shapes)
+    except ValueError as error:
+        raise UsageError(f"microbatch: {what}= must be a pytree prefix of the result: {error}") from None
+    return jax.tree.leaves(full)

@@ -1,0 +1,189 @@
+"""``task``: a function, a module or a block of code that runs on a submesh."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from multimesh.core import _compat, checks
+from multimesh.core.submesh import AxisMap, Placement, make_task, translate
+from multimesh.errors import UsageError
+from multimesh.marking import contexts, marks
+from multimesh.marking.flax_modules import subclass, with_call
+from multimesh.marking.tracing import current_task, inside, partitioned_trace, recorded
+
+
+def task(
+    fn: Callable[..., Any] | None = None,
+    name: str | None = None,
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: AxisMap | None = None,
+) -> Any:
+    """Run ``fn`` on a submesh of the enclosing `multimesh.jit`; elsewhere it is ``fn`` itself in meaning.
+
+    Parameters
+    ----------
+    fn
+        A function, a callable object, a Flax module (linen or NNX), or a class: then its instances' ``__call__`` is the
+        task. Without it the result is a context manager for a block of traced code:
+        ``with mm.task(mesh=m0, name="stage0"): ...``
+    name
+        Shown in plans and profiles; by default the function's own name.
+    mesh
+        The submesh. Bare ``PartitionSpec`` constraints inside the task refer to its axes, which are Auto there;
+        results lie on the mesh as given, also one with Explicit axes.
+    devices, device_axes
+        Instead of ``mesh``: an array of devices, whose shape is the submesh's, and a name for each of its dimensions.
+    logical_axes
+        Logical axis name to the submesh's axis, axes or None (a mapping or pairs), for
+        `multimesh.with_sharding_constraint`.
+
+    Raises
+    ------
+    UsageError
+        At once, when arguments do not fit together.
+
+    Examples
+    --------
+    >>> stage0 = mm.task(lambda w, x: jnp.tanh(x @ w), "stage0", mesh=mesh0)  # doctest: +SKIP
+    """
+    if fn is not None and (isinstance(fn, Mesh) or not callable(fn)):
+        raise UsageError(f"task: the first argument must be callable, got {type(fn).__name__}; pass a mesh as mesh=")
+    if name is not None:
+        checks.text("task: name=", name)
+    label = name or getattr(fn, "__name__", None) or (type(fn).__name__ if fn is not None else "task")
+    placed = make_task(label, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
+    if fn is None:
+        return _scope(placed)
+    if isinstance(fn, type):
+        if not any("__call__" in vars(cls) for cls in fn.__mro__):
+            raise UsageError(f"task {label!r}: instances of {fn.__name__} can't be called; give it a __call__")
+        return subclass(fn, lambda call: _scoped(call, placed))
+    module = with_call(fn, lambda call: _scoped(call, placed))
+    return _marked(fn, placed) if module is None else module
+
+
+@contextlib.contextmanager
+def _scope(placed: Placement) -> Iterator[None]:
+    if contexts.ignoring():
+        yield
+        return
+    with jax.named_scope(marks.TASKS.name(placed)), inside(placed):
+        yield
+
+
+def _scoped(call: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with _scope(placed):
+            return call(*args, **kwargs)
+
+    return scoped
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def marked_call(
+    name: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep: Callable[[Hashable, Callable[[], Any]], Any] | None = None,
+) -> Any:
+    """Call ``fn`` in an inner jit of this name; what is no array (flags, names, sizes) stays a Python value.
+
+    ``keep(key, make)`` returns the jit of an earlier call with the same Python values, or else ``make()``.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    where = tuple(i for i, leaf in enumerate(leaves) if _is_array(leaf))
+    fixed = [None if i in where else leaf for i, leaf in enumerate(leaves)]
+
+    def body(*arrays: Any) -> Any:
+        full = list(fixed)
+        for i, array in zip(where, arrays, strict=True):
+            full[i] = array
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
+        return fn(*inner_args, **inner_kwargs)
+
+    def make() -> Any:
+        return jax.jit(_compat.named(body, name))
+
+    jitted = make() if keep is None else keep((tree, where, *((type(x), x) for x in fixed)), make)
+    label = _label(name)
+    with _compat.traced_as(lambda: label), _outside(label):
+        return jitted(*(leaves[i] for i in where))
+
+
+@contextlib.contextmanager
+def _outside(label: str) -> Iterator[None]:
+    """Tell what to do where a task or loop runs outside `multimesh.jit` on arrays of several submeshes."""
+    try:
+        yield
+    except ValueError as error:
+        if partitioned_trace() or "incompatible devices" not in str(error):
+            raise
+        raise UsageError(
+            f"{_compat.error_line(error)}: {label} outside multimesh.jit has arguments on several submeshes; jit the "
+            f"whole function, as multimesh.jit(jax.grad(f)) or jax.grad(multimesh.jit(f)). JAX says: {error}"
+        ) from error
+
+
+def _label(name: str) -> str:
+    """What a marked call is to the user."""
+    placed = marks.TASKS.find(name)
+    return f"task {placed.name!r}" if placed is not None else "microbatch"
+
+
+def _marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with inside(placed):
+            return fn(*args, **kwargs)
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        if contexts.ignoring():
+            return fn(*args, **kwargs)
+        if not recorded():
+            with _outside(f"task {placed.name!r}"):
+                return fn(*args, **kwargs)
+        if not partitioned_trace():
+            return marked_call(marks.TASKS.name(placed), run, args, kwargs)
+        args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
+        return jax.tree.map(_compat.leave_mesh, marked_call(marks.TASKS.name(placed), run, args, kwargs))
+
+    with contextlib.suppress(AttributeError, TypeError):
+        functools.update_wrapper(marked, fn)
+    return marked
+
+
+def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
+    """Constrain the layout of ``x`` (an array or a pytree of them) by logical axes.
+
+    Inside a task the names are translated to its submesh's axes by its ``logical_axes``. Outside one the task that
+    consumes the value resolves them; for outputs the task that produces it. Outside `multimesh.jit` it is the
+    identity.
+    """
+    if not isinstance(spec, PartitionSpec):
+        raise UsageError(f"with_sharding_constraint: give a jax.sharding.PartitionSpec, got {type(spec).__name__}")
+
+    def constrain(leaf: Any) -> Any:
+        if len(spec) > np.ndim(leaf):
+            raise UsageError(
+                f"with_sharding_constraint: {spec} has {len(spec)} entries for an array of shape {np.shape(leaf)}"
+            )
+        task = current_task()
+        if task is not None:
+            return jax.lax.with_sharding_constraint(leaf, translate(spec, task))
+        return jax.jit(_compat.named(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
+
+    return x if contexts.ignoring() or not recorded() else jax.tree.map(constrain, x)

@@ -1,0 +1,101 @@
+"""Whether the code that runs now is being traced by `multimesh.jit`, and inside which task."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import re
+from collections.abc import Iterator
+
+import jax
+
+from multimesh.core import _compat
+from multimesh.core.submesh import Placement
+from multimesh.errors import UsageError
+
+_tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_tracing", default=False)
+_task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multimesh_task", default=None)
+
+
+def partitioned_trace() -> bool:
+    """True inside a trace whose tasks will be placed on their submeshes."""
+    return _tracing.get()
+
+
+def recorded() -> bool:
+    """True where operations become part of a program, of `multimesh.jit` or another, instead of being run."""
+    return partitioned_trace() or _compat.staged()
+
+
+def current_task() -> Placement | None:
+    """The innermost task around the code that is traced."""
+    return _task.get()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause Python's garbage collector, which walks a growing trace again and again, and finds next to nothing."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def inside(task: Placement) -> Iterator[None]:
+    """Trace code of a task: bare partition specs name the axes of its submesh. Outside such a trace it does nothing.
+
+    All axes are Auto inside, whatever they are in the mesh that the user gave.
+
+    Raises
+    ------
+    UsageError
+        For code that needs them Explicit.
+    """
+    if not partitioned_trace():
+        yield
+        return
+    token = _task.set(task)
+    try:
+        with _compat.abstract_mesh_context(task.mesh):
+            yield
+    except ValueError as error:
+        remedy = _explicit_remedy(str(error), task)
+        if remedy is None:
+            raise
+        raise UsageError(
+            f"{_compat.error_line(error)}: inside task {task.name!r} all axes of its submesh are Auto; {remedy}. "
+            f"JAX says: {error}"
+        ) from error
+    finally:
+        _task.reset(token)
+
+
+def _explicit_remedy(message: str, task: Placement) -> str | None:
+    """What to do about what JAX says of code for Explicit axes where they are Auto; None for any other error."""
+    if "context mesh" in message and "shard_map" in message:
+        return "drop mesh= of jax.shard_map, which takes the submesh from its context"
+    if "context mesh" in message:
+        return "pass arrays as arguments, since one that a function captures keeps Explicit axes in its type"
+    if re.search(r"type Auto|Auto axes", message) and task.mesh != _compat.auto(task.mesh):
+        return (
+            "use with_sharding_constraint(x, P(...)) in place of out_sharding= and jax.sharding.reshard, or wrap the "
+            "code in jax.sharding.explicit_axes(fn, in_sharding=...)"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def partitioning() -> Iterator[None]:
+    """Mark the enclosed trace as one that will be partitioned; by its inner jits, also under ``jax.disable_jit``."""
+    token = _tracing.set(True)
+    try:
+        with jax.disable_jit(False):
+            yield
+    finally:
+        _tracing.reset(token)

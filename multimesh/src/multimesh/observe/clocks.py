@@ -1,0 +1,55 @@
+"""Clocks of several processes: what each measures, told in the time of process 0."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import jax
+
+from multimesh import distributed
+from multimesh.core import _compat
+
+ROUNDS = 40  # questions to process 0
+_BEST = 10  # of them, those with the fastest answers count
+
+
+def now() -> float:
+    """Seconds on the clock of this process."""
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Seconds to add to `now` to have the time of process 0, and by how much they may be wrong."""
+
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+def offset(name: str) -> Offset:
+    """Compare clocks; all processes call it, with a name that is used once.
+
+    A process asks process 0 for its time through JAX's key-value store, and takes it to have been read in the middle
+    between question and answer. That is wrong by at most half of what the answer took.
+    """
+    store, patience = _compat.key_value_store(), int(1000 * distributed.WAIT)
+    me, key = jax.process_index(), f"multimesh/clock/{name}"
+    distributed.barrier(f"clock/{name}")
+    found = [(0.0, 0.0)]
+    if me == 0:
+        for asking in (f"{key}/{rank}/{i}" for rank in range(1, jax.process_count()) for i in range(ROUNDS)):
+            store.blocking_key_value_get(f"{asking}/asked", patience)
+            store.key_value_set(f"{asking}/time", repr(now()))
+    else:
+        found = []
+        for asking in (f"{key}/{me}/{i}" for i in range(ROUNDS)):
+            start = now()
+            store.key_value_set(f"{asking}/asked", "")
+            theirs = float(store.blocking_key_value_get(f"{asking}/time", patience))
+            end = now()
+            found.append((end - start, theirs - (start + end) / 2))
+    best = sorted(found)[:_BEST]
+    distributed.forget(f"clock/{name}")
+    return Offset(statistics.median(ahead for _, ahead in best), best[-1][0] / 2)

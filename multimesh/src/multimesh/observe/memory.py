@@ -1,0 +1,155 @@
+"""The memory that a plan will need on the devices of each submesh, from shapes and layouts alone."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.ir.primitives import known as facts
+from multimesh.passes.laying_out.propagate import Inner, Known, kernel_axes, ways
+from multimesh.plan.plan import Instruction, Plan
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes on each device of a submesh.
+
+    Attributes
+    ----------
+    arguments
+        Held all the time: arguments of the call and captured arrays, copies for other submeshes among them.
+    sums, values, workspace
+        At the moment of the call when most is alive: sums over microbatches, such as gradients; other arrays that are
+        kept or sent between programs; what the running program makes for itself.
+    """
+
+    arguments: int
+    sums: int
+    values: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of the call."""
+        return sum(astuple(self))
+
+
+def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
+    """Return what each submesh needs."""
+    kernels, bodies = kernel_axes(plan)
+    sizes = [
+        slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
+        for slot, layout in zip(plan.slots, plan.layouts, strict=True)
+    ]
+    runs = {step.kernel: step for step in reversed(plan.instructions)}  # the first of each kernel
+    work = {number: _workspace(plan, runs[number], known, bodies) for number, known in kernels.items()}
+    static = {slot for _, slot in (*plan.inputs, *plan.constants)}
+    held = [0] * len(plan.submeshes)
+    for slot in static:
+        held[plan.slots[slot].submesh] += sizes[slot]
+    return tuple(MemoryForecast(a, *peak) for a, peak in zip(held, _peaks(plan, sizes, work, static), strict=True))
+
+
+def _peaks(
+    plan: Plan, sizes: Sequence[int], work: Mapping[int, int], static: set[int]
+) -> Iterable[tuple[int, int, int]]:
+    """Sums, values and workspace on each submesh when the three together are largest."""
+    runs = [step for step in plan.instructions if step.kernel is not None]
+    sums = {slot for step in runs for slot in step.ins[: len(plan.kernels[step.kernel or 0].sums)]}
+    args = {slot: arg for arg, slot in plan.inputs}
+    live: list[dict[int, int]] = [{} for _ in plan.submeshes]
+    total = [[0, 0] for _ in plan.submeshes]  # of others, of sums
+    peak = [(0, 0, 0)] * len(plan.submeshes)
+    for step in plan.instructions:
+        mine, alive = live[step.submesh], total[step.submesh]
+        if step.kind == "FREE":
+            for slot in step.ins:
+                alive[slot in sums] -= mine.pop(slot, 0)
+        elif step.kind in ("RUN", "RECV"):
+            reused = _reused(plan, step, args)
+            for slot in (slot for slot in step.outs if slot not in static):
+                size = 0 if slot in reused else sizes[slot]
+                alive[slot in sums] += size - mine.get(slot, 0)
+                mine[slot] = size
+            running = 0 if step.kernel is None else work.get(step.kernel, 0)
+            peak[step.submesh] = max(peak[step.submesh], (alive[True], alive[False], running), key=sum)
+    return peak
+
+
+def _reused(plan: Plan, step: Instruction, args: Mapping[int, int]) -> set[int]:
+    """Results that take over the buffer of a donated argument."""
+    if step.kernel is None:
+        return set()
+    donated = {args[step.ins[i]] for i in plan.donations.get(step.kernel, ()) if step.ins[i] in args}
+    return {slot for slot in step.outs if plan.like.get(slot, (None,))[0] in donated}
+
+
+def _workspace(plan: Plan, run: Instruction, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
+    """Bytes of the arrays that a program makes for itself, at the moment when most of them are alive."""
+    kernel = plan.kernels[run.kernel or 0]
+    mesh = plan.submeshes[kernel.submesh]
+    # Sums that it reduces over devices; those that wait for the end of the loop it only adds. A microbatch's term is
+    # there as a product (in the peak), as it is laid out and reduced, and as it is added.
+    reduced = [v for v, slot in zip(kernel.sums, run.outs, strict=False) if slot not in plan.over]
+    outside = {*kernel.ins, *kernel.rows, *kernel.outs}
+    wanted = (*kernel.outs, *kernel.sums)
+    return 2 * sum(_size(v, known, mesh) for v in reduced) + _peak(kernel.ops, known, bodies, outside, wanted, mesh)
+
+
+def _peak(
+    ops: Sequence[ir.Op],
+    known: Known,
+    bodies: Mapping[ir.Op, Inner],
+    outside: set[ir.Value],
+    wanted: Iterable[ir.Atom],
+    mesh: Mesh,
+) -> int:
+    """Most bytes of results alive at once; a result that is fused away keeps alive what it is made of."""
+    same: dict[ir.Value, ir.Value] = {}
+    for op in ops:
+        if facts(op).buffer == "operand":
+            same |= {o: same.get(i, i) for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value)}
+    users = collections.Counter(same.get(v, v) for op in ops if facts(op).buffer != "operand" for v in set(op.reads))
+    outside = outside | {same.get(v, v) for v in outside}
+    made_of: dict[ir.Value, tuple[ir.Value, ...]] = {}
+
+    def arrays(atoms: Iterable[ir.Atom]) -> Iterator[ir.Value]:
+        for v in ir.values(atoms):
+            origin = same.get(v, v)
+            yield from made_of.get(origin, (origin,))
+
+    last: dict[ir.Value, int] = {}
+    own: list[list[ir.Value]] = []
+    for n, op in enumerate(ops):
+        through = tuple(dict.fromkeys(arrays(op.ins)))
+        last |= dict.fromkeys(through, n)
+        buffer = facts(op).buffer
+        mine = [v for v in op.outs if buffer == "own" or v in outside or (buffer == "fused" and users[v] > 1)]
+        made_of |= {v: (v,) if v in mine else through for v in op.outs}
+        own.append(mine)
+    last |= dict.fromkeys(arrays(wanted), len(ops))
+    ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
+    alive = peak = 0
+    for n, op in enumerate(ops):
+        for v in (v for v in own[n] if v not in outside and last.get(v, -1) > n):
+            size = _size(v, known, mesh)
+            alive += size
+            ending[last[v]] += size
+        peak = max(peak, alive + _inside(op, known, bodies, mesh))
+        alive -= ending[n]
+    return peak
+
+
+def _inside(op: ir.Op, known: Known, bodies: Mapping[ir.Op, Inner], mesh: Mesh) -> int:
+    """What one iteration of a scan, or a nested program, makes for itself."""
+    nested = bodies.get(op)
+    return 0 if nested is None else _peak(nested.ops, known, bodies, set(nested.inputs), nested.outputs, mesh)
+
+
+def _size(value: ir.Value, known: Known, mesh: Mesh) -> int:
+    return value.nbytes // ways(known.get(value, ()), mesh)

@@ -1,0 +1,163 @@
+"""What a call of a plan costs: its measured run, and what follows from it."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from multimesh import distributed
+from multimesh.core.text import amount, columns
+from multimesh.errors import UsageError
+from multimesh.observe.measure import Alone, Run, Together
+from multimesh.plan.forecast import assembled, forecast, timed
+from multimesh.plan.plan import Plan
+from multimesh.runtime import exchange
+from multimesh.runtime.project import processes
+from multimesh.runtime.runner import Runner
+from multimesh.schedules import Auto
+from multimesh.schedules.costs import Costs, stage_costs_of
+from multimesh.timelines.timeline import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What a call costs, measured; prints as a table of measured against forecast.
+
+    Attributes
+    ----------
+    measured
+        Timeline of the fastest profiled run. In each process one program ran at a time: of a single process, idle time
+        says nothing about overlap. Times of several are those of the clock of process 0.
+    forecast
+        The same programs at their median costs, on submeshes that run at the same time.
+    costs
+        Median seconds of each program and transfer; for `multimesh.Plan.forecast`.
+    call
+        Median seconds of an ordinary call, in which only its results are waited for.
+    platform
+        Of the devices.
+    serial
+        Whether the programs of an ordinary call run one after another here, whatever the schedule.
+    processes
+        How many processes have devices of the plan.
+    clocks
+        Seconds by which times of two processes may be wrong against each other.
+    plan
+        What ran.
+    """
+
+    measured: Timeline
+    forecast: Timeline
+    costs: Costs
+    call: float
+    platform: str
+    serial: bool
+    processes: int = 1
+    clocks: float = 0.0
+    plan: Plan | None = field(default=None, repr=False)
+
+    @property
+    def schedule(self) -> Auto:
+        """The schedule ``auto`` of the step that was profiled, with its stages' measured costs.
+
+        Give it to `multimesh.microbatch` as ``schedule=``: the step that `multimesh.jit` then makes has the table that
+        is best for them. All processes have the same costs, and so choose the same table.
+
+        Raises
+        ------
+        UsageError
+            When the step has no loop with the schedule ``auto``, or several.
+        """
+        choices = self.plan.choices if self.plan is not None else ()
+        if self.plan is None or len(choices) != 1 or len(self.plan.schedules) != 1:
+            raise UsageError(
+                f"profile.schedule: the profiled step has {len(choices)} loops with schedule='auto'; profile a step "
+                "with one, and no other microbatch loop"
+            )
+        measured = stage_costs_of(self.plan, self.costs, choices[0].costs)
+        return replace(choices[0].schedule, costs=measured)
+
+    def __str__(self) -> str:
+        both = (self.measured, self.forecast)
+        found: list[tuple[str, list[str]]] = [("submesh", [str(row) for row in range(len(self.measured.rows))])]
+        for cells in (
+            [[amount(busy, "s") for busy in line.busy] for line in both],
+            [[f"{100 * share:.1f} %" for share in line.bubbles] for line in both],
+            [[amount(peak, "bytes") for peak in line.peaks] for line in both],
+        ):
+            found += zip(("measured", "forecast"), cells, strict=True)
+        head, *rows = columns(found)
+        above = ""
+        for place, name in zip(re.finditer("measured", head), ("busy", "bubble", "peak live"), strict=True):
+            above = f"{above:<{place.start()}}{name}"
+        return "\n".join([self.measured.title, "", above, head, *rows, "", *self.totals()])
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as data; times in seconds."""
+        return {
+            name: {
+                "makespan": line.makespan,
+                "busy": line.busy,
+                "idle": line.idle,
+                "bubble": line.bubble,
+                "peak_bytes": line.peaks,
+            }
+            for name, line in (("measured", self.measured), ("forecast", self.forecast))
+        } | {"call": self.call, "platform": self.platform, "serial": self.serial}
+
+    def totals(self) -> list[str]:
+        """Makespan of the measured run, of the forecast and of an ordinary call, and what they mean."""
+        alone = "one program at a time, each waited for"
+        lines = [
+            f"measured  {amount(self.measured.makespan, 's'):>8}  {alone}{', in each process' * (self.processes > 1)}",
+            f"forecast  {amount(self.forecast.makespan, 's'):>8}  submeshes and transfers at the same time",
+            f"a call    {amount(self.call, 's'):>8}  as it runs without profiling",
+        ]
+        if self.serial:
+            lines.append("XLA runs the multi-device CPU programs of a process one after another: they do not overlap.")
+        return lines
+
+
+def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
+    """Run a compiled plan; see `multimesh.frontend.lowered.Compiled.profile`."""
+    plan, several = runner.compiled.plan, distributed.several()
+    with exchange.turn:
+        measure = Together(runner) if several else Alone(runner)
+        runs = [measure.run(args) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
+        calls = [measure.call(args) for _ in range(repeats + 1)][1:]
+    costs = _medians(plan, runs)
+    fastest = min(runs, key=lambda run: run.end)
+    owners = processes(plan)
+    count, involved = len({d for mesh in plan.submeshes for d in mesh.devices.flat}), len(frozenset().union(*owners))
+    platform = plan.submeshes[0].devices.flat[0].platform
+    where = f"{count} {platform} devices" + (f" of {involved} processes" if several else "")
+    note = f"measured on {where}, {measure.note}"
+    if several:
+        note += f"; clocks agree within {amount(fastest.error, 's')}"
+    shared = not several or any(a & b for a, b in itertools.combinations(owners, 2))
+    serial = platform == "cpu" and any(mesh.size > 1 for mesh in plan.submeshes) and shared
+    measured = assembled(plan, fastest.times, note, "s")
+    alike, call = forecast(plan, costs), statistics.median(calls)
+    return Profile(measured, alike, costs, call, platform, serial, involved, fastest.error, plan)
+
+
+def _medians(plan: Plan, runs: Sequence[Run]) -> Costs:
+    programs: dict[int, list[float]] = collections.defaultdict(list)
+    transfers: dict[tuple[int, int, int], list[float]] = collections.defaultdict(list)
+    for number, step, transfer in timed(plan):
+        lengths = [run.lasts[number] for run in runs]
+        if transfer is not None:
+            transfers[transfer.source, transfer.target, plan.bytes_of(transfer)] += lengths
+        else:
+            programs[step.kernel or 0] += lengths
+    return Costs(
+        tuple(statistics.median(programs.get(k, [0.0])) for k in range(len(plan.kernels))),
+        {key: statistics.median(lengths) for key, lengths in transfers.items()},
+        unit="s",
+        note=f"costs measured: medians of {len(runs)} runs",
+    )

@@ -1,0 +1,1 @@
+"""From a placed program to fragments in the order of their schedule."""

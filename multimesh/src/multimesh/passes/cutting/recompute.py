@@ -1,0 +1,212 @@
+"""Recompute instead of keeping or sending: elementwise operations are repeated where their inputs are at hand.
+
+A forward fragment hands its backward fragment every intermediate value that the derivative reads. Many follow from
+others by arithmetic that costs less than an array that is held (or sent) and handed to a program: what XLA's own
+fusion does inside one program, done here between programs (`keep_less`) and between submeshes (`send_less`).
+
+No arithmetic is reordered: the same operation reads the same values once more, whatever they are (NaN and infinities
+too). Those that may be repeated are the cheap ones of `primitives`, which are pure. As with `jax.checkpoint`, two
+programs may round a chain of them differently by a last bit. Where a bit decides, as in the gradient of a maximum,
+which asks what equals it, what is compared is what was there before: comparisons of two computed floats are not
+repeated, and what they read is repeated only by operations that do not round.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.ir.primitives import known
+from multimesh.passes.cutting.fragment import Fragment, with_interfaces
+
+_DEPTH = 24  # operations between a repeated value and what it is computed from
+
+_Position = tuple[int, ...]
+_Maker = dict[ir.Value, tuple[_Position, ir.Op]]
+
+
+def send_less(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:
+    """Repeat forward operations on a submesh that reads their results, where that sends fewer bytes.
+
+    For the backward pass, all that the forward pass does not send anyway; for the forward pass only operations outside
+    of tasks, as a task runs where it was placed. Forward values that the forward pass sends are at hand on both sides.
+    """
+    return _send_less(_send_less(ops, backward=False), backward=True)
+
+
+def _send_less(ops: Sequence[ir.Op], *, backward: bool) -> tuple[ir.Op, ...]:
+    maker: _Maker = {o: ((i,), op) for i, op in enumerate(ops) for o in op.outs}
+    copies: dict[int, list[ir.Op]] = collections.defaultdict(list)
+    done = list(ops)
+
+    def allowed(op: ir.Op) -> bool:
+        return not op.backward and (backward or op.task is None)
+
+    for mesh in dict.fromkeys(op.mesh for op in ops):
+        mine = [i for i, op in enumerate(ops) if op.mesh == mesh]
+        readers = [i for i in mine if ops[i].backward == backward]
+        forward = {v for i in mine if not ops[i].backward for v in ops[i].reads}
+        made = {o for i in mine for o in ops[i].outs}
+        at_hand = made | forward if backward else made
+        crossing = dict.fromkeys(
+            v for i in readers for v in ops[i].reads if v in maker and v not in at_hand and allowed(maker[v][1])
+        )
+        if not crossing:
+            continue
+        own_inputs = {v for i in mine for v in ops[i].reads if v not in maker}
+        firm = _firm([ops[i] for i in readers], maker)
+        local = _Localiser(maker, own_inputs, {*crossing, *made, *forward}, firm, allowed)
+        rename = local.run(crossing)
+        for (position, *_), copy in local.copies:
+            copies[position].append(replace(copy, mesh=mesh, backward=backward))
+        for i in readers if backward else mine:
+            done[i] = _renamed(done[i], rename)
+    return tuple(op for i, given in enumerate(done) for op in (given, *copies[i]))
+
+
+def keep_less(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fragment, ...]:
+    """Repeat operations in the fragments that read their results, where that takes fewer bytes across.
+
+    Only those of the same submesh: forward, a task runs where it was placed.
+    """
+    maker: _Maker = {o: ((part.level, i), op) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
+    inputs: dict[Mesh, set[ir.Value]] = collections.defaultdict(set)  # of the loop, that a submesh reads anyway
+    for part in fragments:
+        inputs[part.mesh].update(v for v in part.ins if v not in maker)
+    return with_interfaces([_localised(part, maker, inputs[part.mesh]) for part in fragments], results)
+
+
+def _localised(part: Fragment, maker: _Maker, own_inputs: set[ir.Value]) -> Fragment:
+    firm = _firm(part.ops, maker)
+    local = _Localiser(maker, own_inputs, set(part.ins), firm, lambda op: op.mesh == part.mesh)
+    rename = local.run(v for v in part.ins if v in maker)
+    if not rename:
+        return part
+    return replace(part, ops=(*(op for _, op in local.copies), *(_renamed(op, rename) for op in part.ops)))
+
+
+def _firm(ops: Sequence[ir.Op], maker: _Maker) -> set[ir.Value]:
+    """Values that operations compare with others, or what they compare is made of: a last bit of them decides."""
+    firm: set[ir.Value] = set()
+    for op in reversed(ops):
+        if _decides(op, maker) or any(o in firm for o in op.outs):
+            firm.update(op.reads)
+    stack = list(firm)
+    while stack:
+        found = maker.get(stack.pop())
+        if found is not None and not _rounds(found[1]):
+            more = set(found[1].reads) - firm
+            firm |= more
+            stack += more
+    return firm
+
+
+def _decides(op: ir.Op, maker: _Maker) -> bool:
+    """Whether an operation compares two floats of which neither is a constant."""
+    return known(op).compares and not any(_is_constant(i, maker) for i in op.ins) and _inexact(op.ins[0])
+
+
+def _rounds(op: ir.Op) -> bool:
+    return not known(op).exact and any(map(_inexact, op.outs))
+
+
+def _inexact(atom: ir.Atom) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _is_constant(atom: ir.Atom, maker: _Maker) -> bool:
+    while isinstance(atom, ir.Value):
+        if atom not in maker or len(maker[atom][1].ins) != 1:
+            return False
+        (atom,) = maker[atom][1].ins
+    return True
+
+
+class _Localiser:
+    """Decides what is repeated: latest values first, so that what they are computed from is still to be decided."""
+
+    def __init__(
+        self,
+        maker: _Maker,
+        own_inputs: set[ir.Value],
+        at_hand: set[ir.Value],
+        firm: set[ir.Value],
+        allowed: Callable[[ir.Op], bool],
+    ):
+        self.copies: list[tuple[_Position, ir.Op]] = []
+        self._maker, self._own_inputs, self._at_hand, self._allowed = maker, own_inputs, at_hand, allowed
+        self._firm = firm
+        self._repeated: dict[int, ir.Op] = {}
+        self._made: set[ir.Value] = set()
+
+    def run(self, crossing: Iterable[ir.Value]) -> dict[ir.Value, ir.Value]:
+        """New names of the values that are made here again; ``copies`` then holds what makes them, in order."""
+        for value in sorted(crossing, key=lambda v: self._maker[v][0], reverse=True):
+            op = self._op(value)
+            siblings = [o for o in op.outs if o in self._at_hand]
+            if value not in self._at_hand or not self._may_repeat(op):
+                continue
+            self._at_hand.difference_update(siblings)
+            costs: dict[ir.Value, int] = {}
+            saved = sum(v.nbytes for v in siblings)
+            cost = sum(self._cost(v, costs, _DEPTH) for v in dict.fromkeys(op.reads))
+            if cost < saved or (cost == saved and len(siblings) > 1):  # equal bytes: one array rather than several
+                self._repeat(op, costs)
+            else:
+                self._at_hand.update(siblings)
+        return self._copied()
+
+    def _op(self, value: ir.Value) -> ir.Op:
+        return self._maker[value][1]
+
+    def _may_repeat(self, op: ir.Op) -> bool:
+        if not known(op).cheap or op.effects or not self._allowed(op) or _decides(op, self._maker):
+            return False
+        return self._firm.isdisjoint(op.outs) or not _rounds(op)
+
+    def _here(self, value: ir.Value) -> bool:
+        """Whether a value costs nothing: already read, or an input of the loop that this submesh has anyway."""
+        return value in self._at_hand or (value not in self._maker and value in self._own_inputs)
+
+    def _cost(self, value: ir.Value, costs: dict[ir.Value, int], depth: int) -> int:
+        """Fewest bytes that must cross so that ``value`` can be had here."""
+        if value not in costs:
+            if self._here(value):
+                costs[value] = 0
+            elif value not in self._maker or not depth or not self._may_repeat(self._op(value)):
+                costs[value] = value.nbytes
+            else:
+                inputs = sum(self._cost(v, costs, depth - 1) for v in dict.fromkeys(self._op(value).reads))
+                costs[value] = min(inputs, value.nbytes)
+        return costs[value]
+
+    def _repeat(self, op: ir.Op, costs: dict[ir.Value, int]) -> None:
+        self._repeated[id(op)] = op
+        self._made.update(op.outs)
+        for v in op.reads:
+            if self._here(v) or v in self._made:
+                continue
+            if v in self._maker and self._may_repeat(self._op(v)) and self._inputs_cost(v, costs) < v.nbytes:
+                self._repeat(self._op(v), costs)
+            else:
+                self._at_hand.add(v)
+
+    def _inputs_cost(self, value: ir.Value, costs: dict[ir.Value, int]) -> int:
+        return sum(costs.get(v, v.nbytes) for v in dict.fromkeys(self._op(value).reads))
+
+    def _copied(self) -> dict[ir.Value, ir.Value]:
+        rename: dict[ir.Value, ir.Value] = {}
+        for op in sorted(self._repeated.values(), key=lambda op: self._maker[op.outs[0]][0]):
+            outs = tuple(ir.Value(o.aval) for o in op.outs)
+            self.copies.append((self._maker[op.outs[0]][0], replace(_renamed(op, rename), outs=outs)))
+            rename.update(zip(op.outs, outs, strict=True))
+        return rename
+
+
+def _renamed(op: ir.Op, rename: dict[ir.Value, ir.Value]) -> ir.Op:
+    return replace(op, ins=tuple(rename.get(i, i) if isinstance(i, ir.Value) else i for i in op.ins))

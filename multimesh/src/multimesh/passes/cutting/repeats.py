@@ -1,0 +1,108 @@
+"""What `jax.checkpoint` repeats, cut at the borders between submeshes.
+
+A checkpoint around several stages repeats the forward of all of them, one after the other: the backward pass would
+first go forward through the pipeline, and need as many stages again. But each stage was sent its input by the forward
+pass. Where it repeats its own part it reads that input, not what the stage before it repeats: so a checkpoint around a
+pipeline keeps what stages send each other, as one checkpoint for each stage does.
+
+Nothing is rounded otherwise: the value that is read was made by the same operation from the same operands.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.plan.fingerprint import text
+
+
+def cut_repeats(program: ir.Program, loop: ir.Loop) -> tuple[ir.Op, ...]:
+    """Operations of a loop of a placed program, of which no repeated one reads what another submesh repeats."""
+    first = _Twins(program, loop).first
+    if not first:
+        return loop.ops
+    made_on = {o: op.mesh for op in loop.ops for o in op.outs}
+    at_hand: dict[Mesh | None, set[ir.Value]] = collections.defaultdict(set)  # what the forward pass reads, by submesh
+    for op in loop.ops:
+        if not op.backward:
+            at_hand[op.mesh].update(op.reads)
+
+    def read(atom: ir.Atom, mesh: Mesh | None) -> ir.Atom:
+        original = first.get(atom) if isinstance(atom, ir.Value) else None
+        return original if original in at_hand[mesh] and made_on[atom] != mesh else atom
+
+    return tuple(
+        replace(op, ins=tuple(read(atom, op.mesh) for atom in op.ins)) if op.backward else op for op in loop.ops
+    )
+
+
+class _Twins:
+    """Finds the values that the backward pass of a loop makes again: ``first`` has those of the forward pass.
+
+    What is the same in every iteration may be made outside of the loop, once for each submesh, as JAX moves it there.
+    """
+
+    def __init__(self, program: ir.Program, loop: ir.Loop):
+        self.first: dict[ir.Value, ir.Value] = {}
+        self._same: dict[ir.Value, ir.Value] = {}  # a value to the first that equals it
+        self._fixed: set[Hashable] = set()  # first values that are the same in every iteration
+        self._known: dict[Hashable, list[ir.Op]] = collections.defaultdict(list)
+        repeats = {op.prim for op in loop.ops if op.backward} & {op.prim for op in loop.ops if not op.backward}
+        if not repeats:
+            return
+        self._fixed.update((*program.inputs, *program.consts))
+        for item in program.items:
+            if item is loop:
+                break
+            self._fixed.update(item.outs)
+            if isinstance(item, ir.Op) and not item.effects:
+                self._note(item, fixed=True)
+        for inner, outer in loop.consts.items():
+            if isinstance(outer, ir.Value):
+                self._same[inner] = self._same.get(outer, outer)
+        rows: dict[ir.Value, ir.Value] = {}
+        for inner, outer in (*loop.slices.items(), *loop.linked.items()):
+            self._same[inner] = rows.setdefault(self._same.get(outer, outer), inner)
+        for op in loop.ops:
+            self._in_loop(op)
+
+    def _in_loop(self, op: ir.Op) -> None:
+        if op.prim is _compat.optimization_barrier_p:
+            tied = ((o, i) for o, i in zip(op.outs, op.ins, strict=True) if isinstance(i, ir.Value))
+            self._same.update((o, self._same.get(i, i)) for o, i in tied)
+        elif not op.effects:
+            fixed = self._fixed.issuperset(self._same.get(v, v) for v in op.reads)
+            twin = self._note(op, fixed=fixed)
+            if twin is not None and not fixed and op.backward and not twin.backward:
+                self.first.update(zip(op.outs, twin.outs, strict=False))
+
+    def _note(self, op: ir.Op, *, fixed: bool) -> ir.Op | None:
+        """The first operation that equals one, which may have more results; None where this is the first."""
+        names = [self._same.get(i, i) if isinstance(i, ir.Value) else (str(i.aval), str(i.val)) for i in op.ins]
+        known = self._known[op.prim, None if fixed else op.mesh, *names]
+        twin = next((other for other in known if _equal(other, op)), None)
+        if twin is None:
+            known.append(op)
+            self._fixed.update(op.outs if fixed else ())
+        else:
+            self._same.update((o, self._same.get(t, t)) for o, t in zip(op.outs, twin.outs, strict=False))
+        return twin
+
+
+def _equal(first: ir.Op, second: ir.Op) -> bool:
+    """Whether two operations on the same operands make the same; a second scan may make more, for its backward."""
+    if len(first.outs) == len(second.outs) and text(first.params) == text(second.params):
+        return True
+    if first.prim.name != "scan" or len(first.outs) > len(second.outs):
+        return False
+    scans = []
+    for op in (first, second):
+        used = [n < len(first.outs) for n in range(len(op.outs))]
+        (body,), reads = _compat.dce([op.params["jaxpr"]], used)
+        scans.append((reads, text(_compat.scan_params(op.params, body, *_compat.scan_counts(op.params)))))
+    return scans[0] == scans[1] and all(scans[0][0])

@@ -1,0 +1,152 @@
+"""From fragments of a loop to the stages of a pipeline: at most one forward and one backward fragment each.
+
+The schedule says on which submesh a stage is. A forward fragment gets the first stage of its submesh that is not before
+the stages it reads from, a backward fragment likewise from the last stage down. Where a submesh has several stages one
+after another, as at the turn of a V, they share its tasks equally. Fragments of one stage and phase become one program.
+What a stage reads then always comes from an earlier stage (later, in the backward), which is what the tables of
+schedules assume; so any valid table can be run, whatever the loop looks like. A stage that a loop does not have, as the
+forward of a linear last stage, has no fragment.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.core.submesh import Placement
+from multimesh.passes.cutting.fragment import Fragment, with_interfaces
+from multimesh.schedules import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Stages of a loop: ``chunks`` on each of ``submeshes``; their fragments in the order of the data."""
+
+    submeshes: tuple[Mesh, ...]
+    chunks: int
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages that have a fragment."""
+        return len({part.stage for part in self.fragments})
+
+    @property
+    def complete(self) -> bool:
+        """Whether every stage has a fragment."""
+        return self.stages == len(self.submeshes) * self.chunks
+
+
+def stages(
+    fragments: Sequence[Fragment], results: set[ir.Value], schedule: Schedule, order: Sequence[Mesh] = ()
+) -> Pipeline:
+    """Number the stages of a loop and make one fragment of each stage and phase.
+
+    Submeshes come in the given ``order``, then those without a task as they are met.
+    """
+    forward = [f for f in fragments if f.phase == "F"]
+    backward = [f for f in fragments if f.phase == "B"]
+    met = dict.fromkeys(f.mesh for f in (*forward, *reversed(backward)))
+    submeshes = tuple(dict.fromkeys((*(mesh for mesh in order if mesh in met), *met)))
+    route = [submeshes[rank] for rank in schedule.placement(len(submeshes))]
+    ahead, behind = _along(forward, route), _along(backward, route[::-1])
+    total = (max([0, *ahead, *behind]) // max(1, len(route)) + 1) * len(route)
+    groups: dict[tuple[str, int], Sequence[ir.Op]] = {}
+    for start, size in _turns(route, total):
+        end = total - start - size  # of the backward pass: its position from behind
+        ops, back = ahead.get(start, []), behind.get(end, [])
+        tasks = dict.fromkeys(op.task for op in (*ops, *reversed(back)) if op.task is not None)
+        share = {task: n * size // len(tasks) for n, task in enumerate(tasks)}
+        groups |= {("F", start + n): part for n, part in _shared(ops, share).items()}
+        share = {task: size - 1 - n for task, n in share.items()}
+        groups |= {("B", start + size - 1 - n): part for n, part in _shared(back, share).items()}
+
+    def level(phase: str, stage: int) -> int:
+        return stage if phase == "F" else 2 * total - 1 - stage
+
+    ordered = sorted(groups.items(), key=lambda item: level(*item[0]))
+    made = [
+        Fragment(route[stage % len(route)], phase, level(phase, stage), tuple(ops), stage=stage)
+        for (phase, stage), ops in ordered
+    ]
+    return Pipeline(submeshes, total // max(1, len(submeshes)), with_interfaces(made, results))
+
+
+def in_order(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:
+    """Submeshes of the tasks of a loop, as a microbatch comes to them; those without a forward last.
+
+    What a task makes of weights alone does not count before the microbatch that is read with it.
+    """
+    found: dict[ir.Value, tuple[int, Mesh | None]] = {}
+    levels: list[int] = []
+    for op in ops:
+        before = [found[v] for v in op.reads if v in found]
+        mesh = op.task.mesh if op.task is not None else None
+        levels.append(max((at + (mesh not in (None, other) and other is not None) for at, other in before), default=0))
+        last = max(before, key=lambda each: each[0], default=(0, None))[1]
+        found.update((o, (levels[-1], mesh or last)) for o in op.outs)
+    first: dict[Mesh, tuple[bool, int, int]] = {}
+    read_at: dict[ir.Value, int] = {}  # the level of the first forward reader on its own submesh; 0 for others
+    for n, (op, level) in reversed([*enumerate(zip(ops, levels, strict=True))]):
+        if not op.backward:
+            level = level or min((read_at[o] for o in op.outs if o in read_at), default=0)
+            own = {v for v in op.reads if op.task is not None and found.get(v, (0, None))[1] == op.task.mesh}
+            read_at.update((v, min(read_at.get(v, level), level) if v in own else 0) for v in op.reads)
+        if op.task is None:
+            continue
+        mesh = op.task.mesh
+        key = (op.backward, -level, -n) if op.backward else (False, level, n)
+        first[mesh] = min(first.get(mesh, key), key)
+    return tuple(sorted(first, key=lambda mesh: first[mesh]))
+
+
+def position(route: Sequence[object], mesh: object, first: int) -> int:
+    """First position of a submesh that is not before ``first``, on a way that begins again at its end."""
+    return next(at for at in range(first, first + len(route)) if route[at % len(route)] == mesh)
+
+
+def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[ir.Op]]:
+    """Operations of fragments by position on the way of a microbatch: the first that is not before what they read."""
+    maker = {o: part for part in parts for o in part.made}
+    found: dict[int, int] = {}
+    groups: dict[int, list[ir.Op]] = collections.defaultdict(list)
+    for part in parts:
+        before = {id(maker[v]) for v in (*part.ins, *part.after) if v in maker} - {id(part)}
+        at = found[id(part)] = position(route, part.mesh, max((found[b] for b in before), default=0))
+        groups[at] += part.ops
+    return groups
+
+
+def _turns(route: Sequence[Mesh], total: int) -> list[tuple[int, int]]:
+    """First stage and number of those that are on one submesh one after another."""
+    starts = [s for s in range(total) if s % len(route) == 0 or route[s % len(route)] != route[s % len(route) - 1]]
+    return [(start, end - start) for start, end in itertools.pairwise([*starts, total])]
+
+
+def _shared(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[int, list[ir.Op]]:
+    """Operations by number of the stage, of several on one submesh; ``share`` has that of each task.
+
+    None is before what it reads. Unmarked operations go with what they read, or else with their first reader.
+    """
+    number: dict[ir.Value, int] = {}
+    chosen: list[int | None] = []
+    for op in ops:
+        before = [number[v] for v in (*op.reads, *op.after) if v in number]
+        own = [] if op.task is None else [share[op.task]]
+        at = max([*before, *own], default=None)
+        chosen.append(at)
+        if at is not None:
+            number.update(dict.fromkeys(op.outs, at))
+    first: dict[ir.Value, int] = {}
+    groups: dict[int, list[ir.Op]] = collections.defaultdict(list)
+    for op, at in zip(reversed(ops), reversed(chosen), strict=True):
+        at = min((first[o] for o in op.outs if o in first), default=0) if at is None else at
+        for v in (*op.reads, *op.after):
+            first[v] = min(first.get(v, at), at)
+        groups[at].insert(0, op)
+    return groups

@@ -1,0 +1,111 @@
+"""The opposite of task fusion: fragments cut into one program per task.
+
+Fragments are what the tasks of a submesh make at one level, and the schedule orders fragments. Cutting them after that
+leaves the order as it is: the pieces of a fragment run one after the other in its place, each operation in one of them
+and after what it reads. No arithmetic is reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from multimesh import ir
+from multimesh.core.submesh import Placement
+from multimesh.passes.cutting.fragment import Fragment
+from multimesh.passes.cutting.order import LoopOrder, Stage
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the operations of a piece have in common; unmarked ones join any task."""
+
+    task: Placement | None
+    backward: bool
+
+    def takes(self, task: Placement | None, backward: bool) -> bool:
+        return self.backward == backward and (task is None or task == self.task)
+
+
+def unfused(fragments: Sequence[Fragment]) -> tuple[Fragment, ...]:
+    """Straight code: one fragment per task."""
+    return tuple(piece for part in fragments for piece in pieces(part))
+
+
+def unfused_order(order: LoopOrder) -> LoopOrder:
+    """A loop: one stage entry per task; forward and backward of a stage that were joined come apart as well."""
+    turns = {(s.number, s.phase) for s in order.stages}
+    cut: list[list[Stage]] = []
+    for stage in order.stages:
+        joined = stage.phase == "B" and (stage.number, "F") not in turns
+        cut.append([replace(stage, fragment=f, phase=_phase(f, stage, joined)) for f in pieces(stage.fragment, joined)])
+    first = [sum(map(len, cut[:i])) for i in range(len(cut))]
+    cells = tuple((first[index] + k, m) for index, m in order.cells for k in range(len(cut[index])))
+    sizes = [len(cut[index]) for index, _ in order.cells]
+    fronts = order.fronts and tuple(f for f, size in zip(order.fronts, sizes, strict=True) for _ in range(size))
+    return replace(order, stages=tuple(s for parts in cut for s in parts), cells=cells, fronts=fronts)
+
+
+def _phase(piece: Fragment, stage: Stage, joined: bool) -> str:
+    return "F" if joined and not _backward(piece.ops) else stage.phase
+
+
+def _backward(ops: Sequence[ir.Op]) -> bool:
+    return any(op.backward for op in ops)
+
+
+def pieces(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
+    """Cut a fragment; ``joined`` also between forward and backward operations.
+
+    A piece only reads from earlier ones. Unmarked operations go with what they read, or else with their first reader;
+    so do forward operations that the backward pass repeats.
+    """
+    kinds: list[_Kind] = []
+    piece_of: dict[ir.Value, int] = {}
+    turned: set[ir.Value] = set()
+    chosen: list[int | None] = []
+    for op in part.ops:
+        before = [piece_of[v] for v in (*op.reads, *op.after) if v in piece_of]
+        back = joined and (op.backward or any(v in turned for v in op.reads))
+        if back:
+            turned.update(op.outs)
+        repeated = part.phase == "B" and not joined and not op.backward
+        if (op.task is None or repeated) and not before:
+            chosen.append(None)
+            continue
+        at = max(before, default=0)
+        while at < len(kinds) and not kinds[at].takes(op.task, back):
+            at += 1
+        if at == len(kinds):
+            kinds.append(_Kind(op.task, back))
+        piece_of.update(dict.fromkeys(op.outs, at))
+        chosen.append(at)
+    if len(kinds) < 2:
+        return (part,)
+    return _assembled(part, _with_first_reader(part.ops, chosen, len(kinds) - 1), len(kinds))
+
+
+def _with_first_reader(ops: Sequence[ir.Op], chosen: Sequence[int | None], last: int) -> list[int]:
+    """Pieces of all operations: those without one yet go with their first reader, or into the last piece."""
+    first: dict[ir.Value, int] = {}
+    done = [0] * len(ops)
+    for i in reversed(range(len(ops))):
+        op, at = ops[i], chosen[i]
+        done[i] = min((first[o] for o in op.outs if o in first), default=last) if at is None else at
+        for v in (*op.reads, *op.after):
+            first[v] = min(first.get(v, last), done[i])
+    return done
+
+
+def _assembled(part: Fragment, piece: Sequence[int], count: int) -> tuple[Fragment, ...]:
+    given = set(part.outs)
+    groups = [tuple(op for op, at in zip(part.ops, piece, strict=True) if at == k) for k in range(count)]
+    made = [{o for op in ops for o in op.outs} for ops in groups]
+    read = [{v for op in ops for v in op.reads} for ops in groups]
+    done = []
+    for k, ops in enumerate(groups):
+        elsewhere = given.union(*(read[j] for j in range(count) if j != k))
+        ins = dict.fromkeys(v for op in ops for v in op.reads if v not in made[k])
+        outs = dict.fromkeys(o for op in ops for o in op.outs if o in elsewhere)
+        done.append(replace(part, ops=ops, ins=tuple(ins), outs=tuple(outs)))
+    return tuple(done)

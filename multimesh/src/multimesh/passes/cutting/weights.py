@@ -1,0 +1,133 @@
+"""Split a backward fragment in two: B makes what other fragments wait for, W the rest, which is weight gradients.
+
+Ancestors of the values that other fragments need are B. A scan over layers makes both: its body is split in the same
+way, into a scan that carries the cotangents and a second one, in W, that makes the weight gradients. What the second
+reads of the first is stacked. What needs no cotangent, as the forward that `jax.checkpoint` repeats, W computes again.
+
+No arithmetic is reordered: every operation reads the values that it read before, and those that are repeated have no
+effects. A barrier only orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.passes.cutting.fragment import Fragment, with_interfaces
+from multimesh.passes.cutting.scans import split_scan
+
+
+def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: set[ir.Value]) -> tuple[Fragment, ...]:
+    """Split the backward fragments of ``stages``; all of one that nothing waits for, as the first, is W.
+
+    Parameters
+    ----------
+    fragments
+        Of a loop, in the order of the data.
+    stages
+        Those whose schedule runs B and W apart.
+    results
+        Values that are read outside of the loop: sums and stacks.
+    """
+    wanted = set(stages)
+    last = max((part.level for part in fragments), default=0)
+    split: list[Fragment] = []
+    for part in fragments:
+        if part.phase != "B" or part.stage not in wanted:
+            split.append(part)
+            continue
+        others = [f for f in fragments if f is not part]
+        elsewhere = {v for f in others for v in (*f.ins, *f.after)}
+        received = {v for f in others if f.phase == "B" for v in f.outs}
+        cotangents = {v for v in part.ins if v in received or v.aval.size == 1}
+        tied = _repeated_forward(part.ops, cotangents)
+        here, later = _split(part.ops, elsewhere & part.made, cotangents, tied)
+        if here:
+            split.append(replace(part, ops=here))
+        if later:
+            split.append(replace(part, ops=later, phase="W", level=last + 1 + part.level))
+    return with_interfaces(sorted(split, key=lambda part: part.level), results)
+
+
+def _tainted(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> set[ir.Value]:
+    """Values that depend on any of ``sources``; a barrier only orders."""
+    found = set(sources)
+    for op in ops:
+        if op.prim is _compat.optimization_barrier_p:
+            found.update(o for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value) and i in found)
+        elif any(v in found for v in op.reads):
+            found.update(op.outs)
+    return found
+
+
+def _repeated_forward(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir.Value]:
+    """What `jax.checkpoint` computes again: it hangs on a barrier that ties its inputs to a cotangent."""
+    tainted = _tainted(ops, cotangents)
+    made = {o for op in ops for o in op.outs}
+    found: set[ir.Value] = set()
+    for op in ops:
+        if op.prim is _compat.optimization_barrier_p:
+            free = [isinstance(i, ir.Value) and i not in tainted and (i in found or i not in made) for i in op.ins]
+            if not all(free):
+                found.update(o for o, f in zip(op.outs, free, strict=True) if f)
+        elif any(v in found for v in op.reads) and all(v in found or v not in made for v in op.reads):
+            found.update(o for o in op.outs if o not in tainted)
+    return found
+
+
+def _split(
+    ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value], repeatable: set[ir.Value]
+) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
+    """Operations that ``needed`` needs, and the others with copies of the ``repeatable`` ones that they read."""
+    needed = set(needed)
+    tainted = _tainted(ops, cotangents)
+    here: list[ir.Op] = []
+    later: list[ir.Op] = []
+    for op in reversed(ops):
+        if not op.effects and not any(o in needed for o in op.outs):
+            later.append(op)
+            continue
+        parts = split_scan(op, needed, tainted, _split_body) if op.prim.name == "scan" and not op.effects else None
+        if parts is not None:
+            op = parts[0]
+            later.append(parts[1])
+        here.append(op)
+        needed.update((*op.reads, *op.after))
+    here.reverse()
+    later.reverse()
+    return tuple(here), _with_copies(here, later, repeatable)
+
+
+def _split_body(
+    ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value]
+) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
+    """Of a scan: its carries are the cotangents, and what depends on none may be repeated for each row."""
+    tainted = _tainted(ops, cotangents)
+    return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - tainted)
+
+
+def _with_copies(here: Sequence[ir.Op], later: Sequence[ir.Op], repeatable: set[ir.Value]) -> tuple[ir.Op, ...]:
+    """``later``, after copies of what it reads of ``here`` and may repeat."""
+    wanted = {v for op in later for v in op.reads if v in repeatable}
+    copied: list[ir.Op] = []
+    for op in reversed(here):
+        if any(o in wanted for o in op.outs):
+            copied.append(op)
+            wanted.update(v for v in op.reads if v in repeatable)
+    rename: dict[ir.Value, ir.Atom] = {}
+    copies: list[ir.Op] = []
+    for op in reversed(copied):
+        op = _renamed(op, rename)
+        if op.prim is _compat.optimization_barrier_p:  # a program of its own needs no tie to its cotangents
+            rename.update((o, i) for o, i in zip(op.outs, op.ins, strict=True) if o in repeatable)
+        else:
+            outs = tuple(ir.Value(o.aval) for o in op.outs)
+            copies.append(replace(op, outs=outs))
+            rename.update(zip(op.outs, outs, strict=True))
+    return (*copies, *(_renamed(op, rename) for op in later))
+
+
+def _renamed(op: ir.Op, rename: dict[ir.Value, ir.Atom]) -> ir.Op:
+    return replace(op, ins=tuple(rename.get(i, i) if isinstance(i, ir.Value) else i for i in op.ins))

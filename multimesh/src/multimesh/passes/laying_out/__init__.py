@@ -1,0 +1,1 @@
+"""From fragments to a plan whose every slot has a layout."""

@@ -1,0 +1,410 @@
+"""The last pass: a placed program to a `Plan` of kernels, slots and instructions."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.passes.cutting.arrange import OrderedLoop, Segment
+from multimesh.passes.cutting.fragment import Fragment
+from multimesh.passes.placing.place import Homes, task_meshes
+from multimesh.plan.plan import Instruction, Kernel, Plan, Slot, Transfer
+
+_Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
+
+
+def build(
+    program: ir.Program,
+    homes: Homes,
+    parts: Sequence[Segment | OrderedLoop],
+    donated: frozenset[int] = frozenset(),
+    alike: Mapping[int, int] | None = None,
+) -> Plan:
+    """Plan of an arranged program.
+
+    Parameters
+    ----------
+    program, homes
+        From `place`.
+    parts
+        From `arrange`.
+    donated
+        Argument leaves whose buffers may be reused.
+    alike
+        Result leaf to the argument leaf that it replaces.
+    """
+    builder = _Builder(program, homes, parts)
+    for part in parts:
+        if isinstance(part, Segment):
+            builder.segment(part)
+        else:
+            builder.loop(part)
+    return builder.finish(donated, alike or {})
+
+
+@dataclass
+class _Builder:
+    """Accumulates slots, kernels and instructions in global order."""
+
+    program: ir.Program
+    homes: Homes
+    parts: Sequence[Segment | OrderedLoop]
+    meshes: list[Mesh] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    steps: list[Instruction] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    inputs: dict[tuple[int, int], None] = field(default_factory=dict)
+    constants: list[tuple[Any, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._index: dict[Any, int] = {}
+        self._number: dict[Mesh, int] = {}
+        self._arg = {v: i for i, v in enumerate(self.program.inputs)}
+        self._accumulators: list[int] = []
+        self._states: dict[int, int] = {}  # slot to that of the first microbatch
+        self._over: dict[int, tuple[str, ...]] = {}
+        for mesh in task_meshes(self.program):
+            self._submesh(mesh)
+        self._readers: dict[ir.Value, dict[int, None]] = collections.defaultdict(dict)
+        for part in self.parts:
+            self._note_readers(part)
+
+    def _note_readers(self, part: Segment | OrderedLoop) -> None:
+        if isinstance(part, Segment):
+            for f in part.fragments:
+                for v in f.ins:
+                    self._readers[v][self._submesh(f.mesh)] = None
+            return
+        loop = part.loop
+        for stage in part.order.stages:
+            for v in stage.fragment.ins:
+                if v in loop.carries:
+                    for outer in (loop.carries[v].init, loop.carries[v].leaf):
+                        self._readers[outer][self._submesh(stage.fragment.mesh)] = None
+                    continue
+                outer = loop.consts.get(v, loop.slices.get(v, loop.linked.get(v, v)))
+                self._readers[outer][self._submesh(stage.fragment.mesh)] = None
+
+    def _submesh(self, mesh: Mesh) -> int:
+        if mesh not in self._number:
+            self._number[mesh] = len(self.meshes)
+            self.meshes.append(mesh)
+        return self._number[mesh]
+
+    def _slot(self, value: ir.Value, submesh: int, microbatch: int | None = None) -> int:
+        """Slot of a value on a submesh: an argument, a constant or something made there or received."""
+        key = (value, submesh, microbatch)
+        if key not in self._index:
+            self._index[key] = self._new_slot(value.aval, submesh)
+            if value in self._arg:
+                self.inputs[self._arg[value], self._index[key]] = None
+            elif value in self.program.consts:
+                self.constants.append((self.program.consts[value], self._index[key]))
+        return self._index[key]
+
+    def _new_slot(self, aval: Any, submesh: int) -> int:
+        self.slots.append(Slot(submesh, tuple(aval.shape), aval.dtype, _compat.nbytes(aval)))
+        return len(self.slots) - 1
+
+    def _number_slot(self, number: int, submesh: int) -> int:
+        """Slot of a microbatch number, a constant on its submesh."""
+        key = (number, submesh)
+        if key not in self._index:
+            array = np.int32(number)
+            self._index[key] = self._new_slot(array, submesh)
+            self.constants.append((array, self._index[key]))
+        return self._index[key]
+
+    def _kernel(self, kernel: Kernel) -> int:
+        self.kernels.append(kernel)
+        return len(self.kernels) - 1
+
+    def _send(self, values: Iterable[ir.Value], submesh: int, task: str) -> None:
+        """Send what a kernel made to every other submesh that reads it."""
+        self._transfer((v, (submesh, other, task, None)) for v in values for other in self._others(v, submesh))
+
+    def _others(self, value: ir.Value, submesh: int) -> list[int]:
+        """Submeshes that read a value which this one makes."""
+        return [other for other in self._readers[value] if other != submesh]
+
+    def _transfer(self, sent: Iterable[tuple[ir.Value, _Route]]) -> None:
+        """One SEND and one RECV for each route."""
+        routes: dict[_Route, list[ir.Value]] = collections.defaultdict(list)
+        for v, route in sent:
+            routes[route].append(v)
+        for (submesh, other, task, microbatch), values in routes.items():
+            ins = tuple(self._slot(v, submesh, microbatch) for v in values)
+            outs = tuple(self._slot(v, other, microbatch) for v in values)
+            common: dict[str, Any] = {"task": task, "microbatch": microbatch, "transfer": len(self.transfers)}
+            self.transfers.append(Transfer(len(self.transfers), submesh, other, ins, outs))
+            self.steps.append(Instruction("SEND", submesh, ins=ins, peer=other, **common))
+            self.steps.append(Instruction("RECV", other, outs=outs, peer=submesh, **common))
+
+    def segment(self, part: Segment) -> None:
+        """Run each fragment once."""
+        for f in part.fragments:
+            submesh = self._submesh(f.mesh)
+            name = f.task or "unmarked"
+            kernel = self._kernel(Kernel(name, submesh, f.ops, ins=f.ins, outs=f.outs))
+            ins = tuple(self._slot(v, submesh) for v in f.ins)
+            outs = tuple(self._slot(v, submesh) for v in f.outs)
+            self.steps.append(Instruction("RUN", submesh, name, kernel=kernel, ins=ins, outs=outs))
+            self._send(f.outs, submesh, name)
+
+    def loop(self, part: OrderedLoop) -> None:
+        """Zero accumulators, every cell of the schedule, then stacks."""
+        sums: dict[int, list[ir.Sum]] = collections.defaultdict(list)
+        for s in part.loop.sums:
+            sums[self._submesh(self.homes[s.out])].append(s)
+        for submesh, mine in sorted(sums.items()):
+            kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
+            outs = tuple(self._slot(s.out, submesh) for s in mine)
+            self._accumulators += outs
+            self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
+            self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
+        kernels = [self._stage_kernel(part.loop, stage.fragment, stage) for stage in part.order.stages]
+        waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
+        for n, (index, microbatch) in enumerate(part.order.cells):
+            self._transfer(waiting.pop(n, ()))
+            task = self._cell(part, index, microbatch, *kernels[index])
+            _, made, _ = kernels[index]
+            for v in made.outs:
+                for other in self._others(v, made.submesh):
+                    due = part.order.issue(n, v, self.meshes[other])
+                    waiting[due].append((v, (made.submesh, other, task, microbatch)))
+        self._transfer(waiting.pop(len(part.order.cells), ()))
+        for out, inner in part.loop.stacks.items():
+            submesh = self._submesh(self.homes[out])
+            rows = tuple(self._slot(inner, submesh, k) for k in range(part.loop.mark.count))
+            kernel = self._kernel(Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack"))
+            outs = (self._slot(out, submesh),)
+            self.steps.append(Instruction("RUN", submesh, "stack", kernel=kernel, ins=rows, outs=outs))
+        for c in part.loop.carries.values():
+            home = self._submesh(self.homes[c.out])
+            self._index[c.out, home, None] = self._slot(c.leaf, home, part.loop.mark.count - 1)
+        for out in part.loop.outs:
+            self._send([out], self._submesh(self.homes[out]), "sum")
+
+    def _stage_kernel(self, loop: ir.Loop, f: Fragment, stage: Any) -> tuple[int, Kernel, tuple[ir.Sum, ...]]:
+        made = f.made
+        mine = tuple(s for s in loop.sums if s.leaf in made)
+        rows = tuple(v for v in f.ins if v in loop.slices)
+        kernel = Kernel(
+            f"{stage.phase}{stage.number}.{f.task or 'unmarked'}",
+            self._submesh(f.mesh),
+            f.ops,
+            sums=tuple(s.leaf for s in mine),
+            rows=rows,
+            ins=tuple(v for v in f.ins if v not in loop.slices),
+            outs=tuple(v for v in f.outs if self._is_read(v, loop)),
+        )
+        return self._kernel(kernel), kernel, mine
+
+    def _is_read(self, value: ir.Value, loop: ir.Loop) -> bool:
+        """Whether a value leaves its kernel otherwise than through an accumulator."""
+        return bool(self._readers[value]) or value in loop.leaves[len(loop.sums) :]
+
+    def _cell(
+        self, part: OrderedLoop, index: int, microbatch: int, number: int, kernel: Kernel, mine: tuple[ir.Sum, ...]
+    ) -> str:
+        loop, stage, submesh = part.loop, part.order.stages[index], kernel.submesh
+        sums = tuple(self._slot(s.out, submesh) for s in mine)
+        ins = list(sums)
+        if kernel.rows:
+            ins.append(self._number_slot(microbatch, submesh))
+            ins += [self._slot(loop.slices[v], submesh) for v in kernel.rows]
+        for v in kernel.ins:
+            if v in loop.consts:
+                ins.append(self._slot(loop.consts[v], submesh))
+            elif v in loop.carries:
+                ins.append(self._state(loop.carries[v], submesh, microbatch))
+            elif v in self.program.consts:
+                ins.append(self._slot(v, submesh))
+            else:
+                ins.append(self._slot(loop.linked.get(v, v), submesh, microbatch))
+        outs = (*sums, *(self._slot(v, submesh, microbatch) for v in kernel.outs))
+        task = stage.fragment.task
+        self.steps.append(
+            Instruction("RUN", submesh, task, microbatch, stage.phase, stage.number, number, tuple(ins), outs)
+        )
+        return task
+
+    def _state(self, carry: ir.Carry, submesh: int, microbatch: int) -> int:
+        """Slot of the state that a microbatch reads; all states of a loop have one layout."""
+        first = self._slot(carry.init, submesh)
+        read = first if microbatch == 0 else self._slot(carry.leaf, submesh, microbatch - 1)
+        self._states.update(dict.fromkeys((first, read, self._slot(carry.leaf, submesh, microbatch)), first))
+        return read
+
+    def finish(self, donated: frozenset[int], alike: Mapping[int, int]) -> Plan:
+        """Results, layouts, donations and frees."""
+        outputs, passed = self._outputs()
+        like = self._layouts(outputs, alike) | passed
+        kept = {value for kind, value in outputs if kind == "slot"}
+        last = self._last_use()
+        loops = [part for part in self.parts if isinstance(part, OrderedLoop)]
+        plan = Plan(
+            tuple(self.meshes),
+            tuple(self.kernels),
+            tuple(self.slots),
+            tuple(self.steps),
+            tuple(self.transfers),
+            tuple(self.inputs),
+            tuple(self.constants),
+            outputs,
+            like=like,
+            over=self._over,
+            schedules=tuple(part.loop.mark.schedule.name for part in loops),
+            choices=tuple(part.order.choice for part in loops if part.order.choice is not None),
+        )
+        donations = _donations(plan, last, kept, donated)
+        held = kept | {slot for _, slot in self.constants}
+        return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, held)))
+
+    def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
+        """Where each result is, and the argument that a slot has the layout of because it is passed through.
+
+        As under `jax.jit` every result has a buffer of its own: one that is an argument, or is there twice, is copied.
+        """
+        staged = dict(reversed(self.inputs))  # the first of each
+        outputs = [self._output(o, staged) for o in self.program.outputs]
+        arg_of = {slot: arg for arg, slot in self.inputs}
+        taken: set[int] = set()
+        copied: dict[int, list[int]] = collections.defaultdict(list)
+        for position, (kind, slot) in enumerate(outputs):
+            if kind == "slot" and (slot in arg_of or slot in taken):
+                copied[self.slots[slot].submesh].append(position)
+            elif kind == "slot":
+                taken.add(slot)
+        passed: dict[int, tuple[int, ...]] = {}
+        for submesh, positions in copied.items():
+            ops = tuple(
+                ir.Op(_compat.copy_p, {}, (value,), (ir.Value(value.aval),), mesh=self.meshes[submesh])
+                for value in (self.program.outputs[p] for p in positions)
+            )
+            values = tuple(dict.fromkeys(v for op in ops for v in op.reads))
+            made = tuple(op.outs[0] for op in ops)
+            ins, outs = (tuple(self._slot(v, submesh) for v in group) for group in (values, made))
+            kernel = self._kernel(Kernel("results", submesh, ops, ins=values, outs=made))
+            self.steps.append(Instruction("RUN", submesh, "results", kernel=kernel, ins=ins, outs=outs))
+            for position, slot in zip(positions, outs, strict=True):
+                source = outputs[position][1]
+                outputs[position] = "slot", slot
+                if source in arg_of:
+                    passed[slot] = (arg_of[source],)
+        return tuple(outputs), passed
+
+    def _output(self, atom: ir.Atom, staged: Mapping[int, int]) -> tuple[str, Any]:
+        if not isinstance(atom, ir.Value):
+            return "literal", atom.val
+        if atom in self._arg:
+            arg = self._arg[atom]
+            return ("slot", staged[arg]) if arg in staged else ("arg", arg)
+        if atom in self.program.consts:
+            return "literal", self.program.consts[atom]
+        return "slot", self._slot(atom, self._submesh(self.homes[atom]))
+
+    def _last_use(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for n, step in enumerate(self.steps):
+            for slot in (*step.ins, *step.outs):
+                last[slot] = n
+        return last
+
+    def _layouts(self, outputs: Sequence[tuple[str, Any]], alike: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        """Layout of results and accumulators: that of the argument which each replaces or is combined with."""
+        producer = {o: i for i in self.program.items if isinstance(i, ir.Op) for o in i.outs}
+        label: dict[ir.Value, int] = {}
+
+        def settled(v: ir.Value) -> bool:
+            op = producer.get(v)  # what is constrained has a layout of its own
+            return v in label or v in self._arg or (op is not None and op.prim is _compat.sharding_constraint_p)
+
+        terms = {s.out for i in self.program.items if isinstance(i, ir.Loop) for s in i.sums if s.over}
+        for position, arg in alike.items():  # all results first: a new moment is also a part of the new parameter
+            label.update({v: arg for v in ir.values([self.program.outputs[position]]) if not settled(v)})
+        for result, arg in tuple(label.items()):
+            stack = [result]
+            while stack:
+                v = stack.pop()
+                label[v] = arg
+                reads = producer[v].reads if v in producer else ()
+                stack += [r for r in reads if (r in terms or r.aval.shape == v.aval.shape) and not settled(r)]
+        like: dict[int, tuple[int, ...]] = {}
+        for key, slot in self._index.items():
+            if len(key) == 3 and key[2] is None and key[0] in label:
+                like[slot] = (label[key[0]],)
+        same: dict[Any, list[int]] = collections.defaultdict(list)
+        for arg, slot in self.inputs:
+            given = self.slots[slot]
+            same[given.submesh, given.shape, given.dtype].append(arg)
+        for slot in self._accumulators:
+            mine = self.slots[slot]
+            shape = mine.shape[1:] if slot in self._over else mine.shape
+            if slot not in like and (found := same[mine.submesh, shape, mine.dtype]):
+                like[slot] = tuple(found)
+        arg_of = {slot: arg for arg, slot in self.inputs}
+        like.update({slot: (arg_of[first],) if first in arg_of else () for slot, first in self._states.items()})
+        return like
+
+
+def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Accumulators always; elsewhere donated arguments at their last use, where a result replaces them."""
+    donated = donated - _aliased(plan)
+    arg_of = {slot: arg for arg, slot in plan.inputs}
+    held = kept | {slot for _, slot in plan.constants}
+    donations: dict[int, tuple[int, ...]] = {}
+    for n, step in enumerate(plan.instructions):
+        if step.kind != "RUN" or step.kernel is None:
+            continue
+        kernel = plan.kernels[step.kernel]
+        if kernel.sums:
+            donations[step.kernel] = tuple(range(len(kernel.sums)))
+        elif kernel.make == "ops" and step.phase is None:
+            free = [
+                i
+                for i, slot in enumerate(step.ins)
+                if last[slot] == n and slot not in held and (slot not in arg_of or arg_of[slot] in donated)
+            ]
+            donations[step.kernel] = _matched(plan, step, free, arg_of)
+    return donations
+
+
+def _aliased(plan: Plan) -> set[int]:
+    """Arguments held on submeshes that share devices: their slots may be one buffer."""
+    on: dict[int, list[set[Any]]] = collections.defaultdict(list)
+    for arg, slot in plan.inputs:
+        on[arg].append(set(plan.submeshes[plan.slots[slot].submesh].devices.flat))
+    return {arg for arg, sets in on.items() if sum(map(len, sets)) > len(set().union(*sets))}
+
+
+def _matched(plan: Plan, step: Instruction, free: Sequence[int], arg_of: dict[int, int]) -> tuple[int, ...]:
+    """Positions among ``free`` whose buffers can hold one result each, the argument that a result replaces first."""
+    chosen: list[int] = []
+    open_results = list(step.outs)
+    for i in free:
+        arg = arg_of.get(step.ins[i])
+        same = next((o for o in open_results if arg is not None and plan.like.get(o) == (arg,)), None)
+        if same is not None:
+            open_results.remove(same)
+            chosen.append(i)
+    return tuple(sorted(chosen))
+
+
+def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[Instruction]:
+    ends: dict[int, list[int]] = collections.defaultdict(list)
+    for slot, n in last.items():
+        if slot not in held:
+            ends[n].append(slot)
+    for n, step in enumerate(plan.instructions):
+        yield step
+        if ends[n]:
+            yield Instruction("FREE", step.submesh, ins=tuple(ends[n]))

@@ -1,0 +1,1 @@
+"""The submesh of every operation."""

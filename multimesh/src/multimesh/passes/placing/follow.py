@@ -1,0 +1,288 @@
+"""The rule of placement: an operation outside of tasks runs where most of the bytes that it reads belong.
+
+So what belongs to a stage is computed there (the square of a weight, the clipping of its gradient, its moments), and
+scalars travel. Three things follow values differently:
+
+* What floats (depends on arguments only) and is read by tasks is computed where they are; see `owners`.
+* What is at least twice as large as what it is made from (a broadcast scalar, a padded slice) is made where it is read.
+* In a loop, what tasks wait for never turns back against the pipeline: that would be one more stage. Gradients on their
+  way to a sum do, they go home.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.ir.primitives import known
+from multimesh.passes.cutting.stages import position
+from multimesh.passes.placing.conditionals import split
+from multimesh.passes.placing.owners import Owners, is_small, leading_to_tasks
+from multimesh.passes.placing.settle import Node, settle
+
+Homes = dict[ir.Value, Mesh]
+Roots = dict[ir.Value, Mesh]  # what a value is computed from, where it runs wherever it is read; else itself
+
+
+@dataclass
+class State:
+    """What following a program and its loops finds out.
+
+    Attributes
+    ----------
+    owners, homes
+        Whose floating values are; the submesh of every other value.
+    pulls
+        Results that replace an argument, and what is computed elementwise on the way to them, to that argument's owner.
+    roots
+        What every value that is made counts as.
+    mixed
+        First results of operations over large values of several submeshes, which a rewrite may cut.
+    lost
+        Results that went to the default submesh, because nothing says whose they are.
+    """
+
+    owners: Owners
+    homes: Homes
+    pulls: Mapping[ir.Value, Mesh]
+    roots: dict[ir.Value, Roots] = field(default_factory=dict)
+    mixed: list[ir.Value] = field(default_factory=list)
+    lost: list[ir.Value] = field(default_factory=list)
+
+    def roots_of(self, values: Iterable[ir.Value]) -> Roots:
+        """What values are computed from, each with its submesh; nothing for what may be anywhere."""
+        found: Roots = {}
+        for v in values:
+            if v in self.homes:
+                found[v] = self.homes[v]
+            elif v in self.roots:
+                found |= self.roots[v]
+            else:
+                outer = self.owners.outside(v)
+                if outer in self.homes:
+                    found[v] = self.homes[outer]
+                elif outer in self.roots and outer is not v:
+                    found |= self.roots[outer]
+                elif (owner := self.owners.of(v)) is not None:
+                    found[v] = owner
+        return found
+
+    def largest(self, values: Iterable[ir.Value]) -> Mesh | None:
+        """Submesh that most of what values are computed from belongs to."""
+        load: dict[Mesh, int] = collections.defaultdict(int)
+        for v, mesh in self.roots_of(values).items():
+            load[mesh] += v.nbytes
+        return max(load, key=lambda mesh: (load[mesh], -self.owners.order.get(mesh, 0)), default=None)
+
+
+class Follower:
+    """Walks operations in order and gives each a submesh: its task's, or that of most that it reads."""
+
+    def __init__(self, state: State, route: Sequence[Mesh] = ()):
+        """``route`` has the submesh of each stage of the loop whose body this is; nothing outside of loops."""
+        self.items: list[ir.Item] = []
+        self.anchored: dict[int, Mesh] = {}
+        self._state, self._owners, self._homes = state, state.owners, state.homes
+        self._route = tuple(route)
+        self._way = self._route or tuple(self._owners.order)
+        self._movable: set[int] = set()
+        self._leading: set[ir.Value] = set()
+        self._position: dict[ir.Value, int] = {}
+        self._turned: set[ir.Value] = set()
+        self.renamed: dict[ir.Value, ir.Atom] = {}
+        self._read_on: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
+
+    def run(self, items: Sequence[ir.Op]) -> Follower:
+        """Place operations."""
+        self._leading = leading_to_tasks(items) if self._route else set()
+        self.expect(items)
+        for op in items:
+            self.follow(op)
+        return self
+
+    def expect(self, items: Iterable[ir.Item]) -> None:
+        """Note which tasks read what, before the walk."""
+        for item in items:
+            if isinstance(item, ir.Op) and item.task is not None:
+                for v in item.reads:
+                    self._read_on[v].add(item.task.mesh)
+
+    def follow(self, op: ir.Op) -> None:
+        """Place one operation."""
+        op = replace(op, ins=tuple(self.renamed.get(i, i) if isinstance(i, ir.Value) else i for i in op.ins))
+        if op.backward or any(v in self._turned for v in op.reads):
+            self._turned.update(op.outs)
+        if op.task is not None:
+            self._anchor(op, op.task.mesh)
+        elif op.prim is _compat.optimization_barrier_p and op.backward:
+            self._split_barrier(op)
+        else:
+            self._unmarked(op)
+
+    def output(self, atom: ir.Atom) -> ir.Atom:
+        """What a result is called after barriers were split."""
+        return self.renamed.get(atom, atom) if isinstance(atom, ir.Value) else atom
+
+    def settle(self, awaited: Iterable[ir.Value] = (), pulled: Mapping[ir.Value, Mesh] = MappingProxyType({})) -> None:
+        """Move what saves a stage or a transfer elsewhere; some values are ``pulled`` to a submesh when all is done."""
+        numbers: list[int] = []
+        nodes: list[Node] = []
+        for i, item in enumerate(self.items):
+            if isinstance(item, ir.Op):
+                made = [self._node(i, item)] if i in self.anchored else []
+            else:
+                made = list(self._parts(item))
+            nodes += made
+            numbers += [i] * len(made)
+        nodes += [Node({v: mesh}, (), mesh) for v, mesh in pulled.items()]
+        moved = settle(nodes, self._route, awaited)
+        for n, mesh in moved.items():
+            self.anchored[numbers[n]] = mesh
+            self._homes.update(dict.fromkeys(nodes[n].outs, mesh))
+        for roots in self._state.roots.values() if moved else ():
+            roots.update((v, self._homes[v]) for v in roots if v in self._homes)
+
+    def _node(self, i: int, op: ir.Op) -> Node:
+        reads = self._state.roots_of(op.reads)
+        movable = i in self._movable
+        staged = op.task is not None or movable or not self._owners.floating.issuperset(op.reads)
+        return Node(reads, op.outs, self.anchored[i], movable, staged, op.backward, op.after)
+
+    def _parts(self, loop: ir.Loop) -> Iterator[Node]:
+        """What a placed loop reads and makes on each submesh."""
+        reads: dict[Mesh, Roots] = collections.defaultdict(dict)
+        for op in loop.ops:
+            for v in map(self._owners.outside, op.reads):
+                if op.mesh is not None:
+                    reads[op.mesh] |= self._state.roots_of([v])
+        made: dict[Mesh, list[ir.Value]] = collections.defaultdict(list)
+        for o in loop.outs:
+            made[self._homes[o]].append(o)
+        for mesh in dict.fromkeys((*reads, *made)):
+            yield Node(reads[mesh], made[mesh], mesh)
+
+    def _unmarked(self, op: ir.Op) -> None:
+        floats = not op.effects and self._owners.floating.issuperset(op.reads)
+        roots = self._state.roots_of(op.reads)
+        if op.prim.name == "concatenate" and _is_mixed(roots):
+            self._state.mixed.append(op.outs[0])
+        if floats and any(map(self._owners.is_read, op.outs)):
+            home = self._owners.sliced_at_home(op)
+            if home is not None:
+                self._anchor(op, home)
+            else:
+                self._float(op, {o: mesh for o in op.outs if (mesh := self._owners.of(o)) is not None})
+        elif (floats and (all(map(is_small, roots)) or _keeps(op, roots))) or self._spreads(op, roots, floats):
+            self._float(op, roots)
+        elif not roots:
+            if op.effects:  # once, whoever reads it
+                self._anchor(op, next(iter(self._owners.order)))
+            else:
+                self._float(op, {})
+        elif op.prim.name == "cond" and not op.effects and len(set(roots.values())) > 1:
+            self._conditional(op, roots)
+        else:
+            self._movable.add(len(self.items))
+            self._anchor(op, self._home(op, roots))
+
+    def _conditional(self, op: ir.Op, roots: Roots) -> None:
+        """One for each submesh of its results; those that read several submeshes are for a rewrite."""
+
+        def home(reads: Iterable[ir.Value], out: ir.Value) -> Mesh:
+            mine = self._state.roots_of(reads)
+            if _is_mixed(mine) and op.outs[0] not in self._state.mixed:
+                self._state.mixed.append(op.outs[0])
+            return self._home(replace(op, outs=(out,)), mine or roots)  # its own size and pull, not those of all
+
+        for part, mesh in split(op, home):
+            self._movable.add(len(self.items))
+            self._anchor(part, mesh)
+
+    def _spreads(self, op: ir.Op, roots: Roots, floats: bool) -> bool:
+        """Whether sending what a result is made from takes at most half of what sending the result takes."""
+        if op.effects or known(op).control or not (floats or known(op).spreads):
+            return False
+        return 0 < 2 * sum(v.nbytes for v in roots) <= sum(o.nbytes for o in op.outs)
+
+    def _home(self, op: ir.Op, roots: Roots) -> Mesh:
+        """Submesh of most bytes; then of the result that it leads to, furthest along the pipeline, first."""
+        load: dict[Mesh, int] = collections.defaultdict(int)
+        furthest: dict[Mesh, int] = collections.defaultdict(int)
+        for v, mesh in self._without_turns(op, roots).items():
+            load[mesh] += v.nbytes
+            furthest[mesh] = max(furthest[mesh], self._at(op, v))
+        pull = next((self._state.pulls[o] for o in op.outs if o in self._state.pulls), None)
+        if pull is not None and len(op.outs) == 1 and max(load.values()) < op.outs[0].nbytes:
+            return pull  # no submesh has as much of it as it makes: gradients of a stack's slices, added
+        return max(load, key=lambda mesh: (load[mesh], mesh == pull, furthest[mesh], -self._owners.order.get(mesh, 0)))
+
+    def _without_turns(self, op: ir.Op, roots: Roots) -> Roots:
+        """In a loop, the roots that an operation may follow."""
+        made = {v: mesh for v, mesh in roots.items() if v in self._position}
+        heavy = any(not is_small(v) for v in roots if v not in made) and all(map(is_small, made))
+        if not self._route or not made or heavy or (self._is_back(op) and self._leading.isdisjoint(op.outs)):
+            return roots
+        base, count = self._base(op, made), len(set(self._route))
+        return {v: m for v, m in made.items() if self._next(op, m, base) // count == base // count} or roots
+
+    def _is_back(self, op: ir.Op) -> bool:
+        return any(o in self._turned for o in op.outs)
+
+    def _at(self, op: ir.Op, value: ir.Value) -> int:
+        """Position of an operand in the pipeline; a forward value is at hand when the backward pass begins."""
+        return self._position.get(value, 0) if (value in self._turned) == self._is_back(op) else 0
+
+    def _base(self, op: ir.Op, values: Iterable[ir.Value]) -> int:
+        return max((self._at(op, v) for v in values), default=0)
+
+    def _next(self, op: ir.Op, mesh: Mesh, base: int) -> int:
+        """First position of a submesh that is not before ``base``."""
+        if mesh not in self._way:
+            return base
+        return position(self._way[::-1] if self._is_back(op) else self._way, mesh, base)
+
+    def _float(self, op: ir.Op, roots: Roots) -> None:
+        self.items.append(op)
+        self._state.roots.update((o, roots) for o in op.outs)
+
+    def _anchor(self, op: ir.Op, mesh: Mesh) -> None:
+        self.anchored[len(self.items)] = mesh
+        self.items.append(op)
+        position = self._next(op, mesh, self._base(op, self._state.roots_of(op.reads)))
+        for o in op.outs:
+            self._homes[o] = mesh
+            self._position[o] = position
+
+    def _split_barrier(self, op: ir.Op) -> None:
+        """One barrier per submesh: where the tied value is read, if that is one submesh, else where it is made.
+
+        Inputs that are nowhere yet pass through, those of other submeshes only order.
+        """
+        groups: dict[Mesh, list[tuple[ir.Value, ir.Value]]] = collections.defaultdict(list)
+        for given, tied in zip(op.ins, op.outs, strict=True):
+            if isinstance(given, ir.Value) and given in self._homes:
+                read_on = self._read_on[tied]
+                groups[next(iter(read_on)) if len(read_on) == 1 else self._homes[given]].append((given, tied))
+            else:
+                self.renamed[tied] = given
+        known = [v for v in op.reads if v in self._homes]
+        for mesh, pairs in groups.items():
+            ins, outs = zip(*pairs, strict=True)
+            others = tuple(v for v in known if self._homes[v] != mesh)
+            self._movable.add(len(self.items))
+            self._anchor(replace(op, ins=tuple(ins), outs=tuple(outs), after=others), mesh)
+
+
+def _is_mixed(roots: Roots) -> bool:
+    return len({mesh for v, mesh in roots.items() if not is_small(v)}) > 1
+
+
+def _keeps(op: ir.Op, roots: Roots) -> bool:
+    """Whether a result is as large as what it is made from (the square of a weight): its reader says where it goes."""
+    return not known(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)

@@ -1,0 +1,337 @@
+"""Values of several submeshes that one operation joins, done piece by piece where the pieces are.
+
+``ravel_pytree`` concatenates the gradients of all stages, what follows clips or updates the flat vector, and slices of
+it are the tree again. Nothing of that needs the vector to exist. The algebra, for ``c = concatenate(a, b)``:
+
+* elementwise ``f(c, s) = concatenate(f(a, s), f(b, s))`` for scalars ``s``, exactly; likewise for operands that are cut
+  as ``c`` is, and for those that are made from scalars (noise), which are sliced;
+* ``c[i:j]`` along the dimension of the pieces is slices of ``a`` and ``b``, exactly;
+* ``sum(c) = sum(a) + sum(b)``, and so ``max``, ``min``, ``prod``, ``and``, ``or``, and a product that contracts the
+  dimension: exact but for the order of floating-point additions and multiplications (`primitives.reorders`);
+* the sum over microbatches of ``c`` is the concatenation of the sums, exactly.
+
+Any other reader gets the concatenation, after all that went before it was done in pieces. A ``lax.cond`` whose results
+depend on several submeshes each (a clipped update that is skipped if not finite) becomes both branches and a choice
+between their results; for each operation inside, placement then decides.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from jax.extend.core import primitives
+
+from multimesh import ir
+from multimesh.ir.primitives import elementwise, reorders
+from multimesh.passes.placing.conditionals import selected
+from multimesh.passes.placing.owners import is_small
+from multimesh.passes.reading.loops import rename_loop, rename_op
+
+_COMBINES = {
+    "reduce_sum": primitives.add_p,
+    "reduce_max": primitives.max_p,
+    "reduce_min": primitives.min_p,
+    "reduce_prod": primitives.mul_p,
+    "reduce_and": primitives.and_p,
+    "reduce_or": primitives.or_p,
+}
+_SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general"))
+
+
+class _Pieces(NamedTuple):
+    """A value as the concatenation of others along a dimension."""
+
+    dim: int
+    parts: tuple[ir.Value, ...]
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where each part starts, and where the last one ends."""
+        return (0, *itertools.accumulate(part.aval.shape[self.dim] for part in self.parts))
+
+
+def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Program, set[ir.Value]]:
+    """Do what follows some operations piece by piece.
+
+    Parameters
+    ----------
+    program
+        Before placement.
+    mixed
+        First results of unmarked ``concatenate`` and ``cond`` operations over values of several submeshes.
+
+    Returns
+    -------
+    Program, set
+        The given one where nothing gains by it; and first results of operations that need not be tried again.
+    """
+    readers: dict[ir.Value, list[ir.Op | None]] = collections.defaultdict(list)  # None: a sum over microbatches
+    alias: dict[ir.Value, list[ir.Value]] = collections.defaultdict(list)
+    conds: set[ir.Value] = set()
+    for item in program.items:
+        for op in item.ops if isinstance(item, ir.Loop) else (item,):
+            for v in op.reads:
+                readers[v].append(op)
+            if op.prim.name == "cond":
+                conds.update(op.outs[:1])
+        if isinstance(item, ir.Loop):
+            for inner, outer in item.consts.items():
+                if isinstance(outer, ir.Value):
+                    alias[outer].append(inner)
+            for s in item.sums:
+                for v in ir.values([s.leaf]):
+                    readers[v].append(None)
+    chosen = {v for v in mixed if v in conds or _gains(v, readers, alias)}
+    if not chosen:
+        return program, set(mixed)
+    cutter = _Cutter(chosen)
+    rows = {v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()}
+    items: list[ir.Item] = []
+    for item in program.items:
+        if isinstance(item, ir.Loop):
+            items += cutter.loop(item, rows)
+        else:
+            items += cutter.op(item)
+    outputs = []
+    for atom in program.outputs:
+        ops, (whole,) = cutter.whole([atom])
+        items += ops
+        outputs.append(whole)
+    return replace(program, items=tuple(ir.live(items, outputs)), outputs=tuple(outputs)), {*mixed, *cutter.joined}
+
+
+def _gains(value: ir.Value, readers: dict[ir.Value, list[ir.Op | None]], alias: dict[ir.Value, list[ir.Value]]) -> bool:
+    """Whether elementwise operations lead from a value to one that takes pieces of it, or makes it smaller."""
+    seen = {value}
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        found = list(alias[v])
+        for op in readers[v]:
+            if op is None or (op.task is None and op.prim.name in {"slice", "split", "dot_general", *_COMBINES}):
+                return True
+            if op.task is None and elementwise(op):
+                found += op.outs
+        stack += [o for o in found if o not in seen]
+        seen.update(found)
+    return False
+
+
+class _Cutter:
+    """Rewrites operations in order; knows which values are pieces, and what others are called now."""
+
+    def __init__(self, chosen: set[ir.Value]):
+        self.joined: set[ir.Value] = set()
+        self._chosen = chosen
+        self._of_scalars: set[ir.Value] = set()  # may be made anywhere
+        self._pieces: dict[ir.Value, _Pieces] = {}
+        self._rename: dict[ir.Value, ir.Atom] = {}
+
+    def op(self, op: ir.Op) -> Iterator[ir.Op]:
+        """What an operation becomes."""
+        new = rename_op(op, self._rename)
+        if new.task is None and all(is_small(v) or v in self._of_scalars for v in new.reads):
+            self._of_scalars.update(new.outs)
+        if op.prim.name == "cond" and op.outs and op.outs[0] in self._chosen:
+            joins, ins = self.whole(new.ins)
+            yield from joins
+            new = replace(new, ins=tuple(ins))
+            inside = selected(new)
+            if inside is None:
+                self.joined.add(new.outs[0])
+                yield new
+            for inner in inside or ():
+                yield from self.op(inner)
+        elif op.prim.name == "concatenate" and op.outs[0] in self._chosen and len(list(new.reads)) == len(new.ins):
+            dim = new.params["dimension"]
+            parts = (part for v in new.reads for part in self._parts(v, dim))  # of concatenations, their pieces
+            self._pieces[new.outs[0]] = _Pieces(dim, tuple(part for part in parts if part.aval.shape[dim]))
+        elif not any(v in self._pieces for v in new.reads):
+            yield new
+        else:
+            done = self._piecewise(new) if new.task is None and not new.effects else None
+            if done is None:
+                ops, ins = self.whole(new.ins)
+                yield from ops
+                done = [replace(new, ins=tuple(ins))]
+            yield from done
+
+    def _parts(self, value: ir.Value, dim: int) -> tuple[ir.Value, ...]:
+        pieces = self._pieces.get(value)
+        return pieces.parts if pieces is not None and pieces.dim == dim else (value,)
+
+    def whole(self, atoms: Iterable[ir.Atom]) -> tuple[list[ir.Op], list[ir.Atom]]:
+        """Operations that join what is in pieces, and the joined values."""
+        ops: list[ir.Op] = []
+        result: list[ir.Atom] = []
+        for atom in atoms:
+            atom = self._seen(atom)
+            if isinstance(atom, ir.Value) and atom in self._pieces:
+                pieces = self._pieces.pop(atom)
+                ops.append(ir.Op(primitives.concatenate_p, {"dimension": pieces.dim}, pieces.parts, (atom,)))
+                self.joined.add(atom)
+            result.append(atom)
+        return ops, result
+
+    def _seen(self, atom: ir.Atom) -> ir.Atom:
+        while isinstance(atom, ir.Value) and atom in self._rename:
+            atom = self._rename[atom]
+        return atom
+
+    def loop(self, loop: ir.Loop, rows: set[ir.Value]) -> Iterator[ir.Item]:
+        """What a loop becomes: it reads pieces, and sums pieces."""
+        loop = rename_loop(loop, self._rename)
+        before, _ = self.whole([*loop.slices.values(), *ir.values(c.init for c in loop.carries.values())])
+        yield from before
+        consts: dict[ir.Value, ir.Atom] = {}
+        for inner, outer in loop.consts.items():
+            if isinstance(outer, ir.Value) and outer in self._pieces:
+                dim, parts = self._pieces[outer]
+                own = tuple(ir.Value(part.aval) for part in parts)
+                consts.update(zip(own, parts, strict=True))
+                self._pieces[inner] = _Pieces(dim, own)
+            else:
+                consts[inner] = outer
+        ops = [new for op in loop.ops for new in self.op(op)]
+        given = [o for op in loop.ops for o in op.outs if o in rows]
+        left = [*loop.stacks.values(), *(c.leaf for c in loop.carries.values())]
+        joined, wholes = self.whole([*left, *given])
+        ops += joined
+        stacks = dict(zip(loop.stacks, wholes, strict=False))
+        last = zip(loop.carries.items(), wholes[len(stacks) :], strict=False)
+        carries = {inner: replace(c, leaf=leaf) for (inner, c), leaf in last}
+        sums: list[ir.Sum] = []
+        for s in loop.sums:
+            leaf = self._seen(s.leaf)
+            if isinstance(leaf, ir.Value) and leaf in self._pieces:
+                dim, parts = self._pieces[leaf]
+                totals = tuple(ir.Value(part.aval) for part in parts)
+                sums += [ir.Sum(total, None, part) for total, part in zip(totals, parts, strict=True)]
+                self._pieces[s.out] = _Pieces(dim, totals)
+            else:
+                sums.append(replace(s, leaf=leaf))
+        kept = ir.live(ops, [*(s.leaf for s in sums), *wholes])
+        linked = {inner: self._seen(outer) for inner, outer in loop.linked.items()}
+        made = replace(loop, ops=tuple(kept), consts=consts, sums=tuple(sums), stacks=stacks)
+        yield replace(made, carries=carries, linked=linked)
+
+    def _piecewise(self, op: ir.Op) -> list[ir.Op] | None:
+        """An operation that reads pieces, done for each; None where it needs them joined."""
+        if elementwise(op):
+            return self._pointwise(op)
+        first = op.ins[0]
+        pieces = self._pieces.get(first) if isinstance(first, ir.Value) else None
+        if pieces is None:
+            return None
+        if op.prim.name == "slice" and not any(stride != 1 for stride in op.params["strides"] or ()):
+            ops: list[ir.Op] = []
+            starts, limits = op.params["start_indices"], op.params["limit_indices"]
+            return ops if self._slice(op, pieces, starts, limits, op.outs[0], ops) else None
+        if op.prim.name == "split" and op.params["axis"] == pieces.dim:
+            return self._split(op, pieces)
+        if op.prim.name in _SUMS and not reorders(op.outs[0].aval.dtype):
+            return None
+        if op.prim.name in _COMBINES and pieces.dim in op.params["axes"]:
+            return self._combined(op, [(part,) for part in pieces.parts], _COMBINES[op.prim.name])
+        if op.prim.name == "dot_general":
+            (left, right), _ = op.params["dimension_numbers"]
+            other = self._pieces.get(op.ins[1])
+            same = other is not None and other.cuts == pieces.cuts
+            if other is not None and same and (pieces.dim, other.dim) in zip(left, right, strict=True):
+                return self._combined(op, list(zip(pieces.parts, other.parts, strict=True)), primitives.add_p)
+        return None
+
+    def _pointwise(self, op: ir.Op) -> list[ir.Op] | None:
+        given = {v: self._pieces[v] for v in op.reads if v in self._pieces}
+        dim, parts = next(iter(given.values()))
+        cuts = next(iter(given.values())).cuts
+        shape = op.outs[0].aval.shape
+        if any((p.dim, p.cuts) != (dim, cuts) for p in given.values()):
+            return None
+        rest = [v for v in op.reads if v not in given and v.aval.shape != ()]
+        if any(v.aval.shape != shape or v not in self._of_scalars for v in rest):
+            return None
+        ops: list[ir.Op] = []
+        results = []
+        for n, part in enumerate(parts):
+            ins = []
+            for atom in op.ins:
+                if isinstance(atom, ir.Value) and atom in given:
+                    atom = given[atom].parts[n]
+                elif isinstance(atom, ir.Value) and atom in rest:
+                    atom = _cut(op, atom, dim, cuts[n], cuts[n + 1], ops)
+                ins.append(atom)
+            results.append(ir.Value(op.outs[0].aval.update(shape=part.aval.shape)))
+            ops.append(replace(op, ins=tuple(ins), outs=(results[-1],)))
+        self._pieces[op.outs[0]] = _Pieces(dim, tuple(results))
+        return ops
+
+    def _slice(
+        self,
+        op: ir.Op,
+        pieces: _Pieces,
+        starts: Sequence[int],
+        limits: Sequence[int],
+        out: ir.Value,
+        ops: list[ir.Op],
+    ) -> bool:
+        """Name a slice after the parts that it takes; appends what cuts them. False where it takes nothing."""
+        dim = pieces.dim
+        found: list[ir.Value] = []
+        for part, begin, end in zip(pieces.parts, pieces.cuts, pieces.cuts[1:], strict=False):
+            low, high = max(starts[dim], begin), min(limits[dim], end)
+            if low >= high:
+                continue
+            lows, highs = list(starts), list(limits)
+            lows[dim], highs[dim] = low - begin, high - begin
+            found.append(_sliced(op, part, lows, highs, ops))
+        if len(found) == 1:
+            self._rename[out] = found[0]
+        elif found:
+            self._pieces[out] = _Pieces(dim, tuple(found))
+        return bool(found)
+
+    def _split(self, op: ir.Op, pieces: _Pieces) -> list[ir.Op] | None:
+        shape = op.ins[0].aval.shape
+        ops: list[ir.Op] = []
+        ends = list(itertools.accumulate(op.params["sizes"]))
+        if 0 in op.params["sizes"]:
+            return None
+        for out, size, end in zip(op.outs, op.params["sizes"], ends, strict=True):
+            starts, limits = [0] * len(shape), list(shape)
+            starts[pieces.dim], limits[pieces.dim] = end - size, end
+            self._slice(op, pieces, starts, limits, out, ops)
+        return ops
+
+    def _combined(self, op: ir.Op, operands: Sequence[tuple[ir.Value, ...]], combine: object) -> list[ir.Op]:
+        """A reduction of each part, and what makes one result of them."""
+        out = op.outs[0]
+        partial = [ir.Value(out.aval) for _ in operands] if len(operands) > 1 else [out]
+        ops = [replace(op, ins=ins, outs=(part,)) for ins, part in zip(operands, partial, strict=True)]
+        total = partial[0]
+        for n, part in enumerate(partial[1:], 2):
+            result = out if n == len(partial) else ir.Value(out.aval)
+            ops.append(replace(op, prim=combine, params={}, ins=(total, part), outs=(result,), ctx=None))
+            total = result
+        return ops
+
+
+def _cut(op: ir.Op, value: ir.Value, dim: int, begin: int, end: int, ops: list[ir.Op]) -> ir.Value:
+    lows, highs = [0] * value.aval.ndim, list(value.aval.shape)
+    lows[dim], highs[dim] = begin, end
+    return _sliced(op, value, lows, highs, ops)
+
+
+def _sliced(op: ir.Op, value: ir.Value, lows: Sequence[int], highs: Sequence[int], ops: list[ir.Op]) -> ir.Value:
+    """A slice of a value, made beside ``op``; the value itself where that is all of it."""
+    shape = tuple(high - low for low, high in zip(lows, highs, strict=True))
+    if shape == value.aval.shape:
+        return value
+    result = ir.Value(value.aval.update(shape=shape))
+    params = {"start_indices": tuple(lows), "limit_indices": tuple(highs), "strides": None}
+    ops.append(replace(op, prim=primitives.slice_p, params=params, ins=(value,), outs=(result,), ctx=None))
+    return result

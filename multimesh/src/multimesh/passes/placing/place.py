@@ -1,0 +1,348 @@
+"""Placement: every operation gets a submesh.
+
+Marked operations are where their task is. Unmarked ones run where most of what they read belongs; `follow` has the
+rule. What depends on inputs only is cloned to each submesh whose tasks read it, so that nothing is sent that can be
+computed on the spot. A result that replaces an argument ends where that belongs.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.core.submesh import Placement
+from multimesh.errors import MultiMeshError
+from multimesh.passes.cutting.stages import in_order
+from multimesh.passes.placing.follow import Follower, Homes, State
+from multimesh.passes.placing.owners import Owners, all_ops, is_small
+from multimesh.passes.placing.pieces import in_pieces
+from multimesh.passes.reading.loops import rename_loop
+
+Moved = dict[ir.Value, ir.Value]
+
+
+def place(
+    program: ir.Program, default: Mesh | None = None, alike: Mapping[int, int] | None = None
+) -> tuple[ir.Program, Homes]:
+    """Place a program.
+
+    Parameters
+    ----------
+    program
+        With loops in final form.
+    default
+        The submesh of outputs that depend on inputs only; by default the first task's. Of everything where nothing is a
+        task.
+    alike
+        Result leaf to the argument leaf that it replaces: it ends where that argument belongs.
+
+    Returns
+    -------
+    Program, dict
+        All operations placed, and the submesh of every value that an operation or loop makes.
+
+    Raises
+    ------
+    MultiMeshError
+        When nothing in the program is a task and there is no ``default``.
+    """
+    program = replace(program, items=tuple(_resolve_constraints(program)))
+    order = task_meshes(program) or ((default,) if default is not None else ())
+    if not order:
+        raise MultiMeshError("nothing in this function is a task; wrap parts of it in multimesh.task(..., mesh=...)")
+    homes: Homes = {}
+    tried: set[ir.Value] = set()
+    while True:
+        placed, state = _placed(program, order, default or order[0], alike or {}, homes)
+        mixed = [v for v in state.mixed if v not in tried]
+        if mixed:
+            program, done = in_pieces(program, mixed)
+            tried |= done
+        elif not homes and _has_homeless(placed, state):
+            homes = state.homes  # once more, now that the readers of all arguments are known
+        else:
+            return placed, state.homes
+
+
+def _placed(
+    program: ir.Program, order: Sequence[Mesh], default: Mesh, alike: Mapping[int, int], known: Homes
+) -> tuple[ir.Program, State]:
+    owners = Owners(program, order, known)
+    replaced = {
+        i: mesh for i, arg in alike.items() if (mesh := owners.of(given := program.inputs[arg])) and not is_small(given)
+    }
+    state = State(owners, {}, _pulls(program, replaced))
+    rows = {v for i in program.items if isinstance(i, ir.Loop) for v in i.linked.values()}
+    moved: Moved = {}
+    walked = Follower(state)
+    walked.expect(program.items)
+    for item in program.items:
+        if isinstance(item, ir.Op):
+            walked.follow(item)
+        else:
+            loop = rename_loop(item, walked.renamed)
+            walked.items.append(_place_loop(loop, state, default, rows, moved))
+    results = [walked.output(o) for o in program.outputs]
+    wanted = {v: mesh for i, mesh in replaced.items() for v in ir.values([results[i]])}
+    walked.settle(pulled=wanted)
+    items, outputs = _clone_floating(walked, state, tuple(results), wanted, default)
+    homes = state.homes
+    finals = list(outputs)
+    for i, mesh in replaced.items():
+        v = finals[i]
+        if isinstance(v, ir.Value) and homes.get(v, mesh) != mesh:  # computed elsewhere, it still ends at home
+            finals[i] = ir.Value(v.aval)
+            homes[finals[i]] = mesh
+            items.append(ir.Op(_compat.copy_p, {}, (v,), (finals[i],), mesh=mesh))
+    return replace(program, items=tuple(items), outputs=tuple(finals)), state
+
+
+def _pulls(program: ir.Program, replaced: Mapping[int, Mesh]) -> Homes:
+    """Results that end on a submesh, and what is computed on the way to them with their shape, to that submesh."""
+    producer = {o: i for i in program.items if isinstance(i, ir.Op) and i.task is None for o in i.outs}
+    pulls: Homes = {}
+    for i, mesh in replaced.items():
+        stack = list(ir.values([program.outputs[i]]))
+        while stack:
+            v = stack.pop()
+            if v in producer and v not in pulls:
+                pulls[v] = mesh
+                stack += [r for r in producer[v].reads if r.aval.shape == v.aval.shape]
+    return pulls
+
+
+def _has_homeless(placed: ir.Program, state: State) -> bool:
+    """Whether something large went anywhere because nothing says whose it is."""
+    on: dict[ir.Value, set[Mesh]] = {v: set() for v in placed.inputs if v not in state.owners.data and not is_small(v)}
+    for op in all_ops(placed):
+        for v in map(state.owners.outside, op.reads):
+            if op.mesh is not None and v in on:
+                on[v].add(op.mesh)
+    held = any(len(meshes) > 1 and state.owners.of(v) is None for v, meshes in on.items())
+    return held or bool(state.lost)
+
+
+def has_tasks(program: ir.Program) -> bool:
+    """Whether anything in the program is marked."""
+    return any(op.task is not None for op in all_ops(program))
+
+
+def task_meshes(program: ir.Program) -> tuple[Mesh, ...]:
+    """Submeshes of the tasks of a program, in the order of their first forward use."""
+    ops = sorted(all_ops(program), key=lambda op: op.backward)
+    return tuple(dict.fromkeys(op.task.mesh for op in ops if op.task is not None))
+
+
+def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
+    """Logical constraints outside tasks become one constraint per consuming task (else the producing task's)."""
+
+    def resolve(ops: Sequence[ir.Item]) -> list[ir.Item]:
+        if not any(isinstance(i, ir.Op) and "logical" in i.params and i.task is None for i in ops):
+            return list(ops)
+        producer = {o: i for i in ops if isinstance(i, ir.Op) for o in i.outs}
+        rename: dict[tuple[ir.Value, Placement | None], ir.Value] = {}
+        out: list[ir.Item] = []
+        readers: dict[ir.Value, dict[Placement, None]] = collections.defaultdict(dict)
+        for item in ops:
+            if isinstance(item, ir.Op) and item.task is not None:
+                for v in item.reads:
+                    readers[v][item.task] = None
+        for item in ops:
+            if not isinstance(item, ir.Op):
+                out.append(item)
+                continue
+            item = replace(item, ins=tuple(_seen_by(i, item.task, rename) for i in item.ins))
+            if "logical" not in item.params or item.task is not None:
+                out.append(item)
+                continue
+            made_by = producer.get(item.ins[0]) if isinstance(item.ins[0], ir.Value) else None
+            tasks = list(readers[item.outs[0]]) or ([made_by.task] if made_by is not None and made_by.task else [])
+            if not tasks and not item.backward:
+                raise MultiMeshError(
+                    f"{_compat.user_line(item.source)}: with_sharding_constraint({item.params['logical']}) outside a "
+                    "task, and no task beside it reads or makes the value; constrain it inside a task"
+                )
+            if not readers[item.outs[0]]:
+                params = item.params if tasks else {"identity": True}
+                out.append(replace(item, task=tasks[0] if tasks else None, params=params))
+                continue
+            for task in tasks:
+                made = ir.Value(item.outs[0].aval)
+                out.append(replace(item, task=task, outs=(made,)))
+                rename[item.outs[0], task] = made
+            out.append(replace(item, params={"identity": True}))  # for readers outside tasks
+        return out
+
+    items = [replace(i, ops=_only_ops(resolve(i.ops))) if isinstance(i, ir.Loop) else i for i in program.items]
+    return resolve(items)
+
+
+def _only_ops(items: Iterable[ir.Item]) -> tuple[ir.Op, ...]:
+    return tuple(item for item in items if isinstance(item, ir.Op))
+
+
+def _seen_by(
+    atom: ir.Atom, task: Placement | None, rename: dict[tuple[ir.Value, Placement | None], ir.Value]
+) -> ir.Atom:
+    if not isinstance(atom, ir.Value):
+        return atom
+    return rename.get((atom, task), atom)
+
+
+def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value], moved: Moved) -> ir.Loop:
+    """Place a loop's body; ``moved`` follows the ``rows`` that later loops are linked to when they are cloned."""
+    homes = state.homes
+    loop = replace(loop, linked={k: moved.get(v, v) for k, v in loop.linked.items()})
+    homes.update({inner: homes[row] for inner, row in loop.linked.items() if row in homes})
+    order = in_order(loop.ops) or tuple(state.owners.order)
+    walked = Follower(state, [order[rank] for rank in loop.mark.schedule.placement(len(order))]).run(loop.ops)
+    walked.settle(ir.values(map(walked.output, (c.leaf for c in loop.carries.values()))))
+    given = [o for op in loop.ops for o in op.outs if o in rows]
+    wanted = tuple(walked.output(a) for a in (*loop.leaves, *given))
+    states = {walked.output(c.leaf) for c in loop.carries.values()}
+    placed, results = _clone_floating(walked, state, wanted, {}, default, states)
+    sums = tuple(replace(s, leaf=r) for s, r in zip(loop.sums, results, strict=False))
+    stacks = dict(zip(loop.stacks, results[len(sums) :], strict=False))
+    left = results[len(sums) + len(stacks) :]
+    carries = {k: replace(c, leaf=r) for (k, c), r in zip(loop.carries.items(), left, strict=False)}
+    moved.update(zip(given, left[len(carries) :], strict=True))
+    for s in sums:
+        homes[s.out] = _home(s.leaf, homes, default)
+    for o, inner in stacks.items():
+        homes[o] = _home(inner, homes, default)
+    for c in carries.values():
+        homes[c.out] = _home(c.leaf, homes, default)
+    return replace(loop, ops=_only_ops(placed), sums=sums, stacks=stacks, carries=carries)
+
+
+def _home(atom: ir.Atom, homes: Homes, default: Mesh) -> Mesh:
+    return homes.get(atom, default) if isinstance(atom, ir.Value) else default
+
+
+def _clone_floating(
+    walked: Follower,
+    state: State,
+    outputs: tuple[ir.Atom, ...],
+    wanted: Mapping[ir.Value, Mesh],
+    default: Mesh,
+    states: Collection[ir.Atom] = (),
+) -> tuple[list[ir.Item], tuple[ir.Atom, ...]]:
+    """Copy what may run anywhere to every submesh that reads it; of ``outputs``, some are ``wanted`` on a submesh.
+
+    What only outputs read goes where what it is computed from belongs, or to ``default``. Of the copies of outputs
+    among ``states`` the first that is read is the output, so that no iteration waits for it.
+    """
+    items, anchored = walked.items, walked.anchored
+    needed: dict[ir.Value, dict[Mesh, None]] = collections.defaultdict(dict)
+    floating = [i for i, item in enumerate(items) if isinstance(item, ir.Op) and i not in anchored]
+    made_floating = {o for i in floating for o in items[i].outs}
+    needed.update({v: {mesh: None} for v, mesh in wanted.items() if v in made_floating})
+    on: dict[int, dict[Mesh, None]] = {}
+    for i in reversed(range(len(items))):
+        item = items[i]
+        if isinstance(item, ir.Loop):
+            for value, mesh in _loop_needs(item, default):
+                needed[value][mesh] = None
+            continue
+        if i in anchored:
+            on[i] = {anchored[i]: None}
+        else:
+            on[i] = {m: None for o in item.outs for m in needed[o]}
+            if not on[i]:
+                home = state.largest(item.outs)
+                if home is None and not all(map(is_small, item.reads)):
+                    state.lost += item.outs
+                on[i] = {home or default: None}
+        for v in item.reads:
+            needed[v].update(on[i])
+    copy: dict[tuple[ir.Value, Mesh], ir.Value] = {}
+    placed: list[ir.Item] = []
+    for i, item in enumerate(items):
+        if isinstance(item, ir.Loop):
+            placed.append(_read_copies(item, copy, made_floating, default))
+            continue
+        for mesh in reversed(on[i]):  # the walk above met the last reader first
+            ins = tuple(copy.get((v, mesh), v) if isinstance(v, ir.Value) else v for v in item.ins)
+            outs = item.outs
+            if i not in anchored:
+                outs = tuple(ir.Value(o.aval) for o in item.outs)
+                copy.update({(o, mesh): new for o, new in zip(item.outs, outs, strict=True)})
+                state.homes.update(dict.fromkeys(outs, mesh))
+            placed.append(replace(item, mesh=mesh, ins=ins, outs=outs))
+    for carried in states:
+        needed[carried] = dict(reversed(needed[carried].items()))
+    any_copy = {value: made for (value, _), made in reversed(copy.items())}  # the first of each
+    return placed, tuple(_copy_for_output(o, copy, any_copy, needed, wanted) for o in outputs)
+
+
+def _copy_for_output(
+    atom: ir.Atom,
+    copy: dict[tuple[ir.Value, Mesh], ir.Value],
+    any_copy: dict[ir.Value, ir.Value],
+    needed: dict[ir.Value, dict[Mesh, None]],
+    wanted: Mapping[ir.Value, Mesh],
+) -> ir.Atom:
+    if not isinstance(atom, ir.Value):
+        return atom
+    for mesh in (wanted.get(atom), *needed[atom]):
+        if (atom, mesh) in copy:
+            return copy[atom, mesh]
+    return any_copy.get(atom, atom)
+
+
+def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]:
+    """Outer values that a placed loop reads, each with the submesh that reads it."""
+    for op in loop.ops:
+        for v in op.reads:
+            outer = loop.consts.get(v, loop.slices.get(v))
+            if isinstance(outer, ir.Value) and op.mesh is not None:
+                yield outer, op.mesh
+    for c in loop.carries.values():
+        if isinstance(c.init, ir.Value):
+            yield c.init, _made_on(loop)[c.leaf]
+    for atom in (*(s.leaf for s in loop.sums), *loop.stacks.values()):
+        outer = loop.consts.get(atom, loop.slices.get(atom)) if isinstance(atom, ir.Value) else None
+        if isinstance(outer, ir.Value):
+            yield outer, default
+
+
+def _made_on(loop: ir.Loop) -> dict[ir.Value, Mesh]:
+    """Submeshes of the values that a placed loop makes."""
+    return {o: op.mesh for op in loop.ops for o in op.outs if op.mesh is not None}
+
+
+def _read_copies(
+    loop: ir.Loop, copy: dict[tuple[ir.Value, Mesh], ir.Value], floating: set[ir.Value], default: Mesh
+) -> ir.Loop:
+    """Make each submesh's operations read that submesh's copy of an outer value."""
+    consts: dict[ir.Value, ir.Atom] = {}
+    slices: dict[ir.Value, ir.Value] = {}
+    inner_copy: dict[tuple[ir.Value, Mesh], ir.Value] = {}
+
+    def localised(v: ir.Atom, mesh: Mesh) -> ir.Atom:
+        if not isinstance(v, ir.Value):
+            return v
+        for table, new in ((loop.consts, consts), (loop.slices, slices)):
+            if v not in table:
+                continue
+            outer = table[v]
+            if outer not in floating:
+                new[v] = outer
+                return v
+            if (v, mesh) not in inner_copy:
+                inner_copy[v, mesh] = ir.Value(v.aval)
+                new[inner_copy[v, mesh]] = copy[outer, mesh]
+            return inner_copy[v, mesh]
+        return v
+
+    ops = tuple(replace(op, ins=tuple(localised(i, op.mesh) for i in op.ins)) for op in loop.ops if op.mesh is not None)
+    sums = tuple(replace(s, leaf=localised(s.leaf, default)) for s in loop.sums)
+    stacks = {o: localised(i, default) for o, i in loop.stacks.items()}
+    made_on = _made_on(loop)
+    carries = {k: replace(c, init=copy.get((c.init, made_on[c.leaf]), c.init)) for k, c in loop.carries.items()}
+    return replace(loop, ops=ops, consts=consts, slices=slices, sums=sums, stacks=stacks, carries=carries)

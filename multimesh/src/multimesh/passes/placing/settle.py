@@ -1,0 +1,290 @@
+"""Operations outside of tasks go where they add no stage and no transfer that another place would save.
+
+`follow` puts one operation after the other where most of its operands are, and does not see its readers. Here all are
+looked at together. In a loop a *place* is a position on the way of a microbatch: the stages forward, then backward,
+then, for what only results of the loop read, any submesh. In straight code it is a submesh. An operation never has an
+earlier place than what it reads. So there are as many stages as the tasks alone need. Of all such placements the one is
+wanted
+
+* that sends the fewest arrays in a loop, each once to a submesh; then the fewest scalars and keys; then bytes;
+* that sends the fewest bytes in straight code, where whole parameters are at stake; then arrays;
+* that then leaves the most operations where `follow` has put them, so that what ties stays.
+
+An expansion asks for one place which operations should all move there. The cheapest cut of a graph answers exactly
+(Boykov, Veksler and Zabih, "Fast approximate energy minimization via graph cuts", 2001). Expansions are repeated until
+none helps: with two places that is the optimum, with more it is one that no expansion betters.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.passes.cutting.stages import position
+from multimesh.passes.placing.mincut import SINK, SOURCE, Cut
+from multimesh.passes.placing.owners import is_small
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Something on a submesh: an operation, or what anything else reads or makes there.
+
+    Attributes
+    ----------
+    reads
+        Values that it needs there, with the submesh of those that no node makes.
+    movable
+        Whether it may be elsewhere.
+    staged
+        Whether it has a place on the way of a microbatch, as all has that does not depend on inputs only.
+    after
+        Values that must be there before it.
+    """
+
+    reads: Mapping[ir.Value, Mesh]
+    outs: Sequence[ir.Value]
+    mesh: Mesh
+    movable: bool = False
+    staged: bool = True
+    backward: bool = False
+    after: Sequence[ir.Value] = ()
+
+
+def settle(nodes: Sequence[Node], route: Sequence[Mesh] = (), awaited: Iterable[ir.Value] = ()) -> dict[int, Mesh]:
+    """Numbers of the nodes that should move, each with its submesh.
+
+    Parameters
+    ----------
+    nodes
+        In topological order.
+    route
+        In a loop, the submesh of each stage.
+    awaited
+        Values of the loop that the next iteration waits for.
+    """
+    if not any(node.movable for node in nodes) or len({node.mesh for node in nodes}) < 2:
+        return {}
+    if route and any(node.mesh not in route for node in nodes if node.staged and not node.movable):
+        return {}
+    problem = _Problem(nodes, tuple(route), awaited)
+    starts: list[_Places] = list(problem.starts())
+    best: _Places = {}
+    for moving, weight in problem.parts():
+        tried: list[_Places] = [problem.expanded({n: start[n] for n in moving}, weight) for start in starts]
+        costs = [problem.cost(places, weight) for places in tried]
+        best |= tried[costs.index(min(costs))]
+    return {n: problem.meshes[place] for n, place in best.items() if problem.meshes[place] != nodes[n].mesh}
+
+
+_Places = dict[int, int]  # movable node to the number of its place
+
+
+class _Problem:
+    """Which places there are, what may be where, and what it costs."""
+
+    def __init__(self, nodes: Sequence[Node], route: tuple[Mesh, ...], awaited: Iterable[ir.Value]):
+        self._nodes, self._route = nodes, route
+        self._maker = {o: n for n, node in enumerate(nodes) for o in node.outs}
+        self._before = [sorted({self._maker[v] for v in (*x.reads, *x.after) if v in self._maker}) for x in nodes]
+        self._back: list[bool] = []
+        for node, before in zip(nodes, self._before, strict=True):
+            self._back.append(bool(route) and (node.backward or any(self._back[b] for b in before)))
+        self._after: list[list[int]] = [[] for _ in nodes]
+        for n, before in enumerate(self._before):
+            for b in before:
+                self._after[b].append(n)
+        self._moving = [n for n, node in enumerate(nodes) if node.movable]
+        self._fixed = self._earliest(lambda node: not node.movable)
+        ends = [at for at, node in zip(self._fixed, nodes, strict=True) if node.staged and not node.movable]
+        self._stages = (max(ends, default=0) // len(route) + 1) * len(route) if route else 0
+        submeshes = dict.fromkeys((*route, *(node.mesh for node in nodes)))
+        forward = tuple(route[n % len(route)] for n in range(self._stages))
+        self.meshes = (*forward, *reversed(forward), *submeshes)  # of places
+        self._late = {mesh: 2 * self._stages + n for n, mesh in enumerate(submeshes)}
+        self._early = self._leading(awaited)
+        self._readers: dict[ir.Value, list[int]] = collections.defaultdict(list)
+        for n, node in enumerate(nodes):
+            for v in node.reads:
+                self._readers[v].append(n)
+        self._weight = self._weights()
+        self._never = sum(self._weight.values()) * len(submeshes) + len(nodes) + 1
+
+    def _earliest(self, placed: Callable[[Node], bool]) -> list[int]:
+        """First position of each node on the way of its phase, if those that are ``placed`` are where they are."""
+        found: list[int] = []
+        for n, node in enumerate(self._nodes):
+            at = max((found[b] for b in self._before[n] if self._back[b] == self._back[n]), default=0)
+            if self._route and node.staged and placed(node) and node.mesh in self._route:
+                at = position(self._route[::-1] if self._back[n] else self._route, node.mesh, at)
+            found.append(at)
+        return found
+
+    def _leading(self, awaited: Iterable[ir.Value]) -> set[int]:
+        """Nodes that what is fixed, or the next iteration, waits for."""
+        found = {self._maker[v] for v in awaited if v in self._maker}
+        for n in reversed(range(len(self._nodes))):
+            if n in found or not self._nodes[n].movable:
+                found.update(self._before[n])
+        return found
+
+    def _weights(self) -> dict[ir.Value, int]:
+        """What it costs to send a value that something movable makes or reads; in straight code scalars are free."""
+        sent = {
+            v: v.nbytes
+            for v, readers in self._readers.items()
+            if any(self._nodes[n].movable for n in (*readers, *([self._maker[v]] if v in self._maker else ())))
+            and not (is_small(v) and (not self._route or v not in self._maker))
+        }
+        ties, most = len(self._nodes) + 1, len(self._late)
+        if not self._route:
+            return {v: (size * (len(sent) * most + 1) + 1) * ties for v, size in sent.items()}
+        scalar = (sum(sent.values()) * most + 1) * ties
+        array = scalar * (len(sent) * most + 1)
+        return {v: (scalar if is_small(v) else array) + size * ties for v, size in sent.items()}
+
+    def parts(self) -> Iterator[tuple[list[int], dict[ir.Value, int]]]:
+        """Movable nodes that are best looked at together, with what they may send: no value belongs to two parts."""
+        part = {n: [n] for n in self._moving}
+        touched = {v: [n for n in (*self._readers[v], self._maker.get(v)) if n in part] for v in self._weight}
+        linked = [[n, *(b for b in self._before[n] if b in part)] for n in self._moving]
+        for first, *others in (*touched.values(), *linked):
+            for other in others:
+                small, large = sorted((part[first], part[other]), key=len)
+                if small is not large:
+                    large.extend(small)
+                    part.update(dict.fromkeys(small, large))
+        weights: dict[int, dict[ir.Value, int]] = collections.defaultdict(dict)
+        for v, weight in self._weight.items():
+            weights[id(part[touched[v][0]])][v] = weight
+        for moving in {id(each): each for each in part.values()}.values():
+            yield sorted(moving), weights[id(moving)]
+
+    def starts(self) -> Iterator[_Places]:
+        """Where `follow` has put everything, if tasks then have no further stages; where the last operand is."""
+        at = self._earliest(lambda node: True)
+        known = not self._route or all(self._nodes[n].mesh in self._route for n in self._moving)
+        if known and all(a == b for a, b, node in zip(at, self._fixed, self._nodes, strict=True) if not node.movable):
+            chosen = {n: self._place(n, at[n]) for n in self._moving}
+            if None not in chosen.values():
+                yield {n: place for n, place in chosen.items() if place is not None}
+        if self._route:
+            yield {n: self._fixed[n] + self._stages * self._back[n] for n in self._moving}
+
+    def _place(self, n: int, at: int) -> int | None:
+        """Number of the place of a node at this position; None where it may not be that late."""
+        if self._route and at < self._stages:
+            return at + self._stages * self._back[n]
+        return None if self._route and not self._may_be_late(n) else self._late[self._nodes[n].mesh]
+
+    def _may_be_late(self, n: int) -> bool:
+        return not self._route or (self._back[n] and n not in self._early)
+
+    def _allowed(self, n: int, place: int) -> bool:
+        if place >= 2 * self._stages:
+            return self._may_be_late(n)
+        return (place >= self._stages) == self._back[n]
+
+    def _rank(self, n: int, places: _Places) -> int:
+        """How far along the way a node is; all late places are equally far."""
+        if n in places:
+            return min(places[n], 2 * self._stages)
+        return self._fixed[n] + self._stages * self._back[n] if self._nodes[n].staged else -1
+
+    def _mesh(self, n: int, places: _Places) -> Mesh:
+        return self.meshes[places[n]] if n in places else self._nodes[n].mesh
+
+    def _home(self, v: ir.Value, places: _Places) -> Mesh:
+        return self._mesh(self._maker[v], places) if v in self._maker else self._nodes[self._readers[v][0]].reads[v]
+
+    def cost(self, places: _Places, weights: Mapping[ir.Value, int]) -> int:
+        """What a part sends, and how much of it is elsewhere than `follow` has it."""
+        total = sum(self._mesh(n, places) != self._nodes[n].mesh for n in places)
+        for v, weight in weights.items():
+            total += weight * len({self._mesh(n, places) for n in self._readers[v]} - {self._home(v, places)})
+        return total
+
+    def expanded(self, places: _Places, weights: Mapping[ir.Value, int]) -> _Places:
+        """Places of a part that no expansion betters."""
+        cost, idle = self.cost(places, weights), 0
+        near = self._near(places, weights)
+        while cost and idle < len(near):
+            for place in near:
+                tried = self._expansion(places, place, weights)
+                better = self.cost(tried, weights)
+                idle = 0 if better < cost else idle + 1
+                if better < cost:
+                    cost, places = better, tried
+        return places
+
+    def _near(self, places: _Places, weights: Mapping[ir.Value, int]) -> list[int]:
+        """Places on submeshes where the values of a part are made or read: nothing is saved on another."""
+        beside = {n for v in weights for n in (*self._readers[v], self._maker.get(v)) if n is not None} | set(places)
+        meshes = {self._nodes[n].mesh for n in beside} | {self.meshes[place] for place in places.values()}
+        meshes |= {self._nodes[self._readers[v][0]].reads[v] for v in weights if v not in self._maker}
+        return [place for place, mesh in enumerate(self.meshes) if mesh in meshes]
+
+    def _expansion(self, places: _Places, place: int, weights: Mapping[ir.Value, int]) -> _Places:
+        """Move to a place what is cheaper there: the side of `SINK` moves."""
+        cut, there = Cut(), self.meshes[place]
+        for n in places:
+            if places[n] != place:
+                own = self._nodes[n].mesh
+                cut.pay(n, SINK, int(self._mesh(n, places) != own))
+                cut.pay(SOURCE, n, int(there != own) if self._allowed(n, place) else self._never)
+                self._order(cut, n, places, place)
+        for v, weight in weights.items():
+            self._send(cut, v, weight, places, place)
+        moved = cut.sink_side()
+        return {n: place if n in moved else old for n, old in places.items()}
+
+    def _order(self, cut: Cut, n: int, places: _Places, place: int) -> None:
+        """Nothing may be earlier than what it reads."""
+        rank = min(place, 2 * self._stages)
+        for b in self._before[n]:
+            if b not in places or places[b] == place:
+                if self._rank(b, places) > rank:
+                    cut.pay(SOURCE, n, self._never)
+            else:
+                if self._rank(b, places) > rank:
+                    cut.pay(b, n, self._never)
+                if rank > self._rank(n, places):
+                    cut.pay(n, b, self._never)
+        for r in self._after[n]:
+            if (r not in places or places[r] == place) and self._rank(r, places) < rank:
+                cut.pay(SOURCE, n, self._never)
+
+    def _send(self, cut: Cut, v: ir.Value, weight: int, places: _Places, place: int) -> None:
+        """What it costs to send a value: once for each submesh that it is read on and not made on."""
+        there, made = self.meshes[place], self._maker.get(v)
+        moves = {n for n in (*self._readers[v], made) if n in places and places[n] != place}
+        home = self._home(v, places)
+        groups: dict[Mesh, list[int]] = collections.defaultdict(list)
+        for n in self._readers[v]:
+            groups[self._mesh(n, places)].append(n)
+        for mesh, readers in groups.items():
+            if mesh == there or (mesh == home and made not in moves):
+                continue
+            if any(n not in moves for n in readers):  # read there in any case
+                if mesh == home:
+                    cut.pay(SOURCE, made, weight)
+                continue
+            stay = ("stay", v, mesh)
+            for n in readers:
+                cut.pay(n, stay, self._never)
+            cut.pay(stay, made if mesh == home else SINK, weight)
+        if home == there:
+            return
+        source = made if made in moves else SOURCE
+        if any(self._mesh(n, places) == there for n in self._readers[v]):
+            if source is not SOURCE:
+                cut.pay(source, SINK, weight)
+            return
+        come = ("come", v)
+        for n in self._readers[v]:
+            if n in moves:
+                cut.pay(come, n, self._never)
+        cut.pay(source, come, weight)

@@ -1,0 +1,1 @@
+"""From a jaxpr to a `Program`: calls inlined, loops fused and separated, slices moved out."""

@@ -1,0 +1,97 @@
+"""Parts of stacked weights: cut once before a microbatch loop, and their gradients joined once after it.
+
+A slice of a constant of the loop is the same in every iteration. And of a sum of gradients that are padded with zeros
+to the whole stack, ``sum(pad(x)) = pad(sum(x))`` exactly, in every dtype: adding zeros rounds nothing. So no submesh
+holds accumulators of the stack, or is sent a part of it more than once.
+
+Only static slices and splits are moved; a ``dynamic_slice`` stays where it is, whatever its indices. So does a slice
+that is itself a result of the iteration: its operation makes that result on a submesh.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from jax.extend.core import primitives
+
+from multimesh import ir
+from multimesh.ir.primitives import is_zero
+from multimesh.passes.placing.owners import halves
+
+
+def slices_outside(program: ir.Program) -> ir.Program:
+    """Move slices of constants before loops, and zero padding of sums behind them."""
+    rows = {v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()}
+    items: list[ir.Item] = []
+    for item in program.items:
+        items += [item] if isinstance(item, ir.Op) else _moved(item, rows)
+    return replace(program, items=tuple(items))
+
+
+def _moved(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
+    """The loop between what is cut before it and joined after it; later loops read ``rows`` of some iterations."""
+    maker = {o: op for op in loop.ops for o in op.outs}
+    given = [o for o in maker if o in rows]
+    results = {*ir.values(loop.leaves), *given}
+    uses = collections.Counter(v for op in loop.ops for v in (*op.reads, *op.after))
+    uses.update(ir.values((*loop.leaves, *given)))
+    before: list[ir.Op] = []
+    after: list[ir.Op] = []
+    consts = dict(loop.consts)
+    kept: list[ir.Op] = []
+    for op in loop.ops:
+        whole = next(iter(op.reads), None)
+        movable = op.task is None and op.prim.name in ("slice", "split") and results.isdisjoint(op.outs)
+        if movable and whole in loop.consts and halves(op, whole):
+            outs = tuple(ir.Value(o.aval) for o in op.outs)
+            before.append(replace(op, ins=(loop.consts[whole],), outs=outs))
+            consts.update(zip(op.outs, outs, strict=True))
+        else:
+            kept.append(op)
+    sums: list[ir.Sum] = []
+    for s in loop.sums:
+        last = maker.get(s.leaf) if isinstance(s.leaf, ir.Value) and uses[s.leaf] == 1 else None
+        padded = _as_padding(last, maker) if last is not None and last.task is None else None
+        if last is None or padded is None or padded[0] not in maker:
+            sums.append(s)
+            continue
+        part, config = padded
+        total = ir.Value(part.aval)
+        sums.append(replace(s, out=total, leaf=part))
+        zero = last.ins[1] if last.prim.name == "pad" else _zero_of(last, maker)
+        params = {"padding_config": config}
+        after.append(replace(last, prim=primitives.pad_p, params=params, ins=(total, zero), outs=(s.out,), ctx=None))
+    made = replace(loop, ops=tuple(kept), sums=tuple(sums))
+    if after:
+        made = replace(made, ops=tuple(ir.live(kept, [*made.leaves, *given])))
+    used = {v for op in made.ops for v in op.reads}
+    return [*before, replace(made, consts={i: v for i, v in consts.items() if i in used}), *after]
+
+
+_Padding = tuple[tuple[int, int, int], ...]
+
+
+def _as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, _Padding] | None:
+    """What an operation puts between zeros, and how many of them."""
+    if op.prim.name == "pad" and is_zero(op.ins[1], maker) and not isinstance(op.ins[1], ir.Value):
+        part, config = op.ins[0], op.params["padding_config"]
+    elif op.prim.name == "concatenate":
+        parts = [(n, i) for n, i in enumerate(op.ins) if not is_zero(i, maker)]
+        if len(parts) != 1 or len(op.ins) == 1:
+            return None
+        dim, (n, part) = op.params["dimension"], parts[0]
+        low, high = (sum(i.aval.shape[dim] for i in some) for some in (op.ins[:n], op.ins[n + 1 :]))
+        config = tuple((low, high, 0) if d == dim else (0, 0, 0) for d in range(part.aval.ndim))
+    else:
+        return None
+    return (part, config) if isinstance(part, ir.Value) else None
+
+
+def _zero_of(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> ir.Atom:
+    """The literal that the zeros of a concatenation are made of."""
+    atom = next(i for i in op.ins if is_zero(i, maker))
+    while isinstance(atom, ir.Value):
+        atom = maker[atom].ins[0]
+    return atom

@@ -1,0 +1,65 @@
+"""What must hold of a program, its parts and its plan after every pass: one function a rule.
+
+A rule takes what a pass made and yields a `Fault` for each place where that is broken. Nothing here changes anything.
+Set ``MULTIMESH_VERIFY=1`` to run the rules after every pass; otherwise none of them costs anything. A fault is a bug of
+MultiMesh, never of the user: the error names the pass, the value and the user's line, and asks for a report.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.errors import internal_error
+from multimesh.passes.placing.follow import Homes
+from multimesh.passes.verifying import parts, plans, programs
+from multimesh.passes.verifying.faults import Fault
+from multimesh.plan.plan import Plan
+
+VARIABLE = "MULTIMESH_VERIFY"
+
+
+def enabled() -> bool:
+    """Whether the environment asks for the rules."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def verify(name: str, made: Any, homes: Homes | None = None) -> None:
+    """Check what a pass made.
+
+    Parameters
+    ----------
+    name
+        Of the pass.
+    made
+        An `ir.Program`, parts of one, or a `Plan`.
+    homes
+        Submesh of every value that a placed program makes.
+
+    Raises
+    ------
+    MultiMeshError
+        For the first broken rule.
+    """
+    for rule, fault in faults(name, made, homes):
+        line = (
+            fault.source if isinstance(fault.source, str) else _compat.user_line(fault.source) if fault.source else ""
+        )
+        raise internal_error(
+            f"pass {name!r} broke the rule {rule!r}: {fault.what}{f'; it comes from {line}' if line else ''}"
+        )
+
+
+def faults(name: str, made: Any, homes: Homes | None = None) -> Iterator[tuple[str, Fault]]:
+    """Each fault in what a pass made, with the name of the rule."""
+    if isinstance(made, ir.Program):
+        for check in programs.rules_after(name):
+            yield from ((check.__name__, fault) for fault in check(made))
+        if homes is not None:
+            yield from (("one_home", fault) for fault in programs.one_home(made, homes))
+        return
+    for rule in plans.RULES if isinstance(made, Plan) else parts.RULES:
+        yield from ((rule.__name__, fault) for fault in rule(made))

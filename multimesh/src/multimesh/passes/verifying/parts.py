@@ -1,0 +1,198 @@
+"""Rules of a program that is cut into parts: segments and loops of fragments, before and after their order is known."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+
+from multimesh import ir
+from multimesh.core.submesh import describe
+from multimesh.passes.cutting.arrange import CutLoop, OrderedLoop, Segment
+from multimesh.passes.cutting.fragment import Fragment
+from multimesh.passes.cutting.stages import position
+from multimesh.passes.placing.owners import leading_to_tasks
+from multimesh.passes.verifying.faults import Fault, in_order, shown, twice
+
+Part = Segment | CutLoop | OrderedLoop
+Rule = Callable[[Sequence[Part]], Iterator[Fault]]
+
+
+def on_one_submesh(parts: Sequence[Part]) -> Iterator[Fault]:
+    """The operations of a fragment run on its submesh."""
+    for fragment in _all(parts):
+        for op in fragment.ops:
+            if op.mesh != fragment.mesh:
+                yield Fault(f"{op} is in a fragment on {describe(fragment.mesh)}", op.source)
+
+
+def fragments_are_assigned_once(parts: Sequence[Part]) -> Iterator[Fault]:
+    """No value is made by two fragments, or twice in one."""
+    return twice((op.outs, op.source) for fragment in _all(parts) for op in fragment.ops)
+
+
+def operations_are_in_order(parts: Sequence[Part]) -> Iterator[Fault]:
+    """An operation of a fragment comes after those of it that it reads."""
+    for fragment in _all(parts):
+        made = fragment.made
+        given = {v for op in fragment.ops for v in (*op.reads, *op.after) if v not in made}
+        yield from in_order(fragment.ops, given, "in a fragment")
+
+
+def interfaces_are_complete(parts: Sequence[Part]) -> Iterator[Fault]:
+    """A fragment is given what its operations read and do not make, and gives what they make."""
+    for fragment in _all(parts):
+        made = fragment.made
+        reads = {v: op for op in fragment.ops for v in op.reads if v not in made}
+        for v in reads.keys() - set(fragment.ins):
+            yield Fault(f"a fragment of {_who(fragment)} reads {shown(v)}, which it is not given", reads[v].source)
+        for v in set(fragment.outs) - made:
+            yield Fault(f"a fragment of {_who(fragment)} gives {shown(v)}, which it does not make", _source(fragment))
+
+
+def reads_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
+    """What a fragment reads of another is given by that one, and that one does not come later."""
+    maker = {o: fragment for fragment in _all(parts) for o in fragment.made}
+    given = {v for fragment in _all(parts) for v in fragment.outs}
+    known: set[ir.Value] = set()
+    for fragment in _all(parts):
+        for v in fragment.ins:
+            if v in maker and v not in given:
+                yield Fault(f"{_who(fragment)} reads {shown(v)}, which {_who(maker[v])} keeps", _source(fragment))
+            elif v in maker and v not in known:
+                yield Fault(f"{_who(fragment)} reads {shown(v)} before {_who(maker[v])} has made it", _source(fragment))
+        known |= fragment.made
+
+
+def leaves_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
+    """What an iteration sums, stacks or carries is given by one of its fragments."""
+    for part in parts:
+        if not isinstance(part, Segment):
+            given = {v for fragment in _fragments(part) for v in fragment.outs}
+            for leaf in part.loop.leaves:
+                if leaf not in given:
+                    yield Fault(f"no fragment gives {leaf}, a result of an iteration", part.loop.mark.where)
+
+
+def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
+    """A forward stage reads from forward stages before it, a backward stage from backward stages behind it."""
+    for part in parts:
+        if not isinstance(part, CutLoop):
+            continue
+        maker = {o: f for f in part.pipeline.fragments for o in f.made}
+        for f in part.pipeline.fragments:
+            for v in (*f.ins, *f.after):
+                other = maker.get(v, f)
+                if other.phase == f.phase == "F" and (other.stage or 0) > (f.stage or 0):
+                    yield Fault(f"forward stage {f.stage} reads {shown(v)} of stage {other.stage}", _source(f))
+                elif other.phase == f.phase == "B" and (other.stage or 0) < (f.stage or 0):
+                    yield Fault(f"backward stage {f.stage} reads {shown(v)} of stage {other.stage}", _source(f))
+                elif other.phase == "B" and f.phase == "F":
+                    yield Fault(f"forward stage {f.stage} reads {shown(v)} of the backward pass", _source(f))
+
+
+def tasks_decide_the_stages(parts: Sequence[Part]) -> Iterator[Fault]:
+    """What tasks wait for takes a microbatch along the pipeline as often as the tasks alone would: it adds no stage.
+
+    What no task waits for may come back: gradients that are clipped by their norm over all stages go home again.
+    """
+    for part in parts:
+        if not isinstance(part, CutLoop):
+            continue
+        meshes = part.pipeline.submeshes
+        route = [meshes[rank] for rank in part.loop.mark.schedule.placement(len(meshes))]
+        leading = leading_to_tasks(op for f in part.pipeline.fragments for op in f.ops)
+        for phase, way in (("F", route), ("B", route[::-1])):
+            ops = [op for f in part.pipeline.fragments if f.phase == phase for op in f.ops]
+            tasks = {op for op in ops if op.task is not None}
+            needed, _ = _rounds(ops, way, tasks)
+            taken, last = _rounds(ops, way, tasks | {op for op in ops if not leading.isdisjoint(op.outs)})
+            if last is not None and taken > max(needed, 1):
+                yield Fault(
+                    f"{last.prim.name} outside tasks makes {shown(last.outs[0])} so late that a microbatch goes "
+                    f"through the {len(meshes)} submeshes {taken} times, where its tasks do so {needed} times",
+                    last.source,
+                )
+
+
+def _rounds(ops: Sequence[ir.Op], way: Sequence[object], fixed: set[ir.Op]) -> tuple[int, ir.Op | None]:
+    """How often operations go along a way if only ``fixed`` ones are anywhere, and the last unmarked one of those."""
+    at: dict[ir.Value, int] = {}
+    end = -1
+    last = None
+    for op in ops:
+        place = max((at[v] for v in (*op.reads, *op.after) if v in at), default=0)
+        if op in fixed:
+            place = position(way, op.mesh, place)
+            end = max(end, place)
+            last = op if op.task is None else last
+        at.update(dict.fromkeys(op.outs, place))
+    return end // len(way) + 1, last
+
+
+def cells_run_once(parts: Sequence[Part]) -> Iterator[Fault]:
+    """An ordered loop runs each of its fragments once for each microbatch."""
+    for part in parts:
+        if isinstance(part, OrderedLoop):
+            times = collections.Counter(part.order.cells)
+            for n, stage in enumerate(part.order.stages):
+                for k in range(part.loop.mark.count):
+                    if times.pop((n, k), 0) != 1:
+                        yield Fault(f"{stage.phase}{stage.number} does not run once for microbatch {k}")
+            yield from (Fault(f"a cell {cell} of no fragment or microbatch") for cell in times)
+
+
+def cells_run_after_their_inputs(parts: Sequence[Part]) -> Iterator[Fault]:
+    """A cell comes after the cells of the same microbatch that make what it reads."""
+    for part in parts:
+        if not isinstance(part, OrderedLoop):
+            continue
+        stages = part.order.stages
+        maker = {o: n for n, stage in enumerate(stages) for o in stage.fragment.made}
+        done: set[tuple[int, int]] = set()
+        for n, k in part.order.cells:
+            done.add((n, k))
+            for v in (*stages[n].fragment.ins, *stages[n].fragment.after):
+                if v in maker and (maker[v], k) not in done:
+                    early, late = (f"{s.phase}{s.number}" for s in (stages[n], stages[maker[v]]))
+                    yield Fault(
+                        f"{early} of microbatch {k} runs before {late}, which makes {shown(v)}",
+                        _source(stages[n].fragment),
+                    )
+
+
+RULES: tuple[Rule, ...] = (
+    on_one_submesh,
+    fragments_are_assigned_once,
+    operations_are_in_order,
+    interfaces_are_complete,
+    reads_are_given,
+    leaves_are_given,
+    stages_read_earlier_ones,
+    tasks_decide_the_stages,
+    cells_run_once,
+    cells_run_after_their_inputs,
+)
+
+
+def _fragments(part: Part) -> tuple[Fragment, ...]:
+    """Fragments of a part, in the order in which data goes through them."""
+    if isinstance(part, Segment):
+        return part.fragments
+    if isinstance(part, CutLoop):
+        return part.pipeline.fragments
+    first = {cell: n for n, cell in reversed([*enumerate(part.order.cells)])}
+    order = sorted(range(len(part.order.stages)), key=lambda n: first.get((n, 0), 0))
+    return tuple(part.order.stages[n].fragment for n in order)
+
+
+def _all(parts: Sequence[Part]) -> Iterator[Fragment]:
+    return (fragment for part in parts for fragment in _fragments(part))
+
+
+def _who(fragment: Fragment) -> str:
+    stage = "" if fragment.stage is None else f"stage {fragment.phase}{fragment.stage} of "
+    return f"{stage}{fragment.task or 'what is outside tasks'}"
+
+
+def _source(fragment: Fragment) -> object:
+    return next((op.source for op in fragment.ops), None)

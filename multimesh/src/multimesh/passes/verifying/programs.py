@@ -1,0 +1,150 @@
+"""Rules of an `ir.Program`: from the first pass on, once sums have one leaf each, and once everything is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.core.submesh import describe
+from multimesh.passes.placing.follow import Homes
+from multimesh.passes.verifying.faults import Fault, in_order, kind, shown, twice
+
+
+def assigned_once(program: ir.Program) -> Iterator[Fault]:
+    """Every value has one maker: an input, a constant, an operation, a loop, or the edge of a loop's body."""
+
+    def makers() -> Iterator[tuple[tuple[ir.Value, ...], object]]:
+        yield (*program.inputs, *program.consts), None
+        for item in program.items:
+            yield item.outs, item.source
+            if isinstance(item, ir.Loop):
+                yield _arguments(item), item.source
+                yield from ((op.outs, op.source) for op in item.ops)
+
+    return twice(makers())
+
+
+def made_before_read(program: ir.Program) -> Iterator[Fault]:
+    """What an operation, a loop or a result reads was made before, in the same body or outside of all."""
+    known = {*program.inputs, *program.consts}
+    for item in program.items:
+        if isinstance(item, ir.Op):
+            yield from in_order([item], known, "outside of loops")
+        else:
+            for v in item.reads:
+                if v not in known:
+                    yield Fault(f"a loop reads {shown(v)} before anything makes it", item.mark.where)
+            inner = {*_arguments(item), *program.consts}
+            yield from in_order(item.ops, inner, "in a loop")
+        known.update(item.outs)
+    for v in ir.values(program.outputs):
+        if v not in known:
+            yield Fault(f"result {shown(v)} is made by nothing")
+
+
+def leaves_are_made(program: ir.Program) -> Iterator[Fault]:
+    """What an iteration sums, stacks or carries is made by an operation of its own, which gives it a submesh."""
+    for loop in _loops(program):
+        made = {o for op in loop.ops for o in op.outs}
+        for what, leaf in _leaves(loop):
+            if leaf not in made:
+                yield Fault(f"no operation of the iteration makes {leaf}, which it {what}", loop.mark.where)
+
+
+def rows_are_made(program: ir.Program) -> Iterator[Fault]:
+    """A loop that reads the rows of an earlier loop, iteration by iteration, reads what that makes as often."""
+    made: dict[ir.Value, int] = {}
+    for loop in _loops(program):
+        for inner, row in loop.linked.items():
+            if made.get(row) != loop.mark.count:
+                yield Fault(f"{shown(inner)} is row {row} of an earlier loop, which does not make it", loop.mark.where)
+        made |= {o: loop.mark.count for op in loop.ops for o in op.outs}
+
+
+def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
+    """Both sides of the edge of a loop have one shape and dtype; stacks one more dimension, and the weak type too."""
+    for loop in _loops(program):
+        pairs: list[tuple[Any, Any, tuple[int, ...]]] = [
+            *((i, o, ()) for i, o in loop.consts.items()),
+            *((i, o, ()) for i, o in loop.linked.items()),
+        ]
+        pairs += [(s.leaf, s.out, ()) for s in loop.sums if s.leaf is not None]
+        pairs += [(s.init, s.out, ()) for s in loop.sums if s.init is not None and not s.over]
+        for inner, c in loop.carries.items():
+            pairs += [(atom, c.out, ()) for atom in (inner, c.leaf, c.init) if atom is not None]
+        stacks = [(i, o, (loop.mark.count,)) for o, i in loop.stacks.items()]
+        pairs += [*((i, o, (loop.mark.count,)) for i, o in loop.slices.items()), *stacks]
+        for inner, outer, count in pairs:
+            shape, dtype = kind(inner)
+            if kind(outer) != ((*count, *shape), dtype):
+                yield Fault(f"{shown(inner)} inside a loop is {shown(outer)} outside", loop.mark.where)
+        for inner, outer, _ in stacks:
+            if getattr(inner.aval, "weak_type", False) != getattr(outer.aval, "weak_type", False):
+                yield Fault(f"{shown(inner)} and its stack {shown(outer)} differ in weak type", loop.mark.where)
+
+
+def placed(program: ir.Program) -> Iterator[Fault]:
+    """Every operation has a submesh, that of its task where it has one."""
+    for op in _ops(program):
+        if op.mesh is None:
+            yield Fault(f"{op} has no submesh", op.source)
+        elif op.task is not None and op.task.mesh != op.mesh:
+            yield Fault(f"{op} of task {op.task.name!r} is on {describe(op.mesh)}", op.source)
+
+
+def one_home(program: ir.Program, homes: Homes) -> Iterator[Fault]:
+    """A value lives where its operation runs, and what leaves a loop where its leaf is made."""
+    made: dict[ir.Value, Mesh] = {}
+    for op in _ops(program):
+        made.update((o, op.mesh) for o in op.outs if op.mesh is not None)
+    for loop in _loops(program):
+        made |= {s.out: made[s.leaf] for s in loop.sums if s.leaf in made}
+        made |= {out: made[leaf] for out, leaf in loop.stacks.items() if leaf in made}
+        made |= {c.out: made[c.leaf] for c in loop.carries.values() if c.leaf in made}
+    for v, mesh in made.items():
+        if v in homes and homes[v] != mesh:
+            yield Fault(f"{shown(v)} is made on {describe(mesh)}, and said to be on {describe(homes[v])}")
+    for v in ir.values(program.outputs):
+        if v in made and v not in homes:
+            yield Fault(f"result {shown(v)} has no home")
+
+
+Rule = Callable[[ir.Program], Iterator[Fault]]
+_SINCE: dict[str, tuple[Rule, ...]] = {
+    "inline": (assigned_once, made_before_read, rows_are_made, edges_are_of_one_type),
+    "fuse": (),
+    "separate": (leaves_are_made,),
+    "slices": (),
+    "place": (placed,),
+    "reductions": (),
+}
+
+
+def rules_after(name: str) -> tuple[Rule, ...]:
+    """Rules that hold after a pass: its own and those of all passes before it."""
+    upto = list(_SINCE).index(name) + 1
+    return tuple(rule for rules in list(_SINCE.values())[:upto] for rule in rules)
+
+
+def _loops(program: ir.Program) -> Iterator[ir.Loop]:
+    return (item for item in program.items if isinstance(item, ir.Loop))
+
+
+def _ops(program: ir.Program) -> Iterator[ir.Op]:
+    for item in program.items:
+        yield from item.ops if isinstance(item, ir.Loop) else (item,)
+
+
+def _arguments(loop: ir.Loop) -> tuple[ir.Value, ...]:
+    """What the body of a loop is given."""
+    given = (*loop.consts, *loop.slices, *loop.linked)
+    return (*given, *(v for v in loop.carries if v not in given))
+
+
+def _leaves(loop: ir.Loop) -> Iterator[tuple[str, ir.Atom]]:
+    yield from (("sums", s.leaf) for s in loop.sums)
+    yield from (("stacks", leaf) for leaf in loop.stacks.values())
+    yield from (("carries", c.leaf) for c in loop.carries.values())

@@ -1,0 +1,108 @@
+"""Text of a plan that fits a terminal: what each submesh runs, in order."""
+
+from __future__ import annotations
+
+import collections
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from multimesh.core.submesh import describe
+from multimesh.core.text import amount
+
+if TYPE_CHECKING:
+    from multimesh.plan.plan import Instruction, Plan
+
+_NARROWEST = 40
+_ROWS = 24  # submeshes that are shown; of more, the first and the last
+_HELD = 4  # arguments on several submeshes that are shown
+_NAME = 14  # characters of the name of a program outside of loops
+_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one program"}
+
+
+def text(plan: Plan, width: int | None = None) -> str:
+    """Submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal.
+
+    A line that is too long shows its first and last programs, and how many there are between.
+    """
+    width = max(_NARROWEST, width or shutil.get_terminal_size().columns)
+    count, size = plan.traffic()
+    kinds = collections.Counter(step.kind for step in plan.instructions)
+    peaks = plan.peak_bytes()
+    meshes = [
+        _cut(f"submesh {i}: {describe(mesh)}, peak {amount(peaks[i], 'bytes')}", width)
+        for i, mesh in enumerate(plan.submeshes)
+    ]
+    total = f"{len(plan.kernels)} programs, {kinds['RUN']} runs, {count} arrays ({amount(size, 'bytes')}) sent"
+    lines = [*_middle(meshes, "submeshes"), *textwrap.wrap(total, width), *textwrap.wrap(_held(plan), width)]
+    runs: list[list[Instruction]] = [[] for _ in plan.submeshes]
+    for step in plan.instructions:
+        if step.kind == "RUN":
+            runs[step.submesh].append(step)
+    stages = [sorted({step.stage for step in row if step.stage is not None}) for row in runs]
+    several = any(len(found) > 1 for found in stages)
+    legend = _legend(plan, several)
+    if legend:
+        lines += textwrap.wrap(legend, width)
+    moved = not several and any(found not in ([], [i]) for i, found in enumerate(stages))
+    heads = [f"{i}, stage {found[0]}" if moved and found else str(i) for i, found in enumerate(stages)]
+    wide = max(map(len, heads))
+    rows = [
+        f"{head:<{wide}} | {_row([_cell(plan, step, several) for step in row], width - wide - 3)}"
+        for head, row in zip(heads, runs, strict=True)
+    ]
+    chosen = [_cut(line, width) for choice in plan.choices for line in ("", *str(choice).splitlines())]
+    return "\n".join([*lines, *_middle(rows, "submeshes"), *chosen])
+
+
+def _held(plan: Plan) -> str:
+    """Arguments that lie on several submeshes, by their number among the leaves; the largest first."""
+    on: dict[int, list[int]] = collections.defaultdict(list)
+    size: dict[int, int] = {}
+    for leaf, slot in plan.inputs:
+        on[leaf].append(plan.slots[slot].submesh)
+        size[leaf] = plan.slots[slot].nbytes
+    several = sorted((leaf for leaf in on if len(on[leaf]) > 1), key=lambda leaf: -size[leaf])
+    named = [f"{leaf} ({amount(size[leaf], 'bytes')}) on {', '.join(map(str, on[leaf]))}" for leaf in several[:_HELD]]
+    more = [f"{len(several) - _HELD} more"] * (len(several) > _HELD)
+    return f"arguments on several submeshes: {'; '.join([*named, *more])}" if several else ""
+
+
+def _legend(plan: Plan, several: bool) -> str:
+    """What the cells say, for the kinds that there are."""
+    present = {plan.shown(step) for step in plan.instructions if step.kind == "RUN" and step.phase}
+    number = "s.m" if several else "m"
+    named = _KINDS | ({"FB": "both in one program"} if {"F", "B"} <= present else {})
+    kinds = ", ".join(f"{kind}{number} {meaning}" for kind, meaning in named.items() if kind in present)
+    return f"{kinds}, of {'stage s, ' if several else ''}microbatch m" if kinds else ""
+
+
+def _cell(plan: Plan, step: Instruction, several: bool) -> str:
+    if step.phase is None:
+        return _cut(step.task or plan.kernels[step.kernel or 0].name, _NAME)
+    return f"{plan.shown(step)}{f'{step.stage}.' if several else ''}{step.microbatch}"
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 3]}..."
+
+
+def _row(cells: Sequence[str], width: int) -> str:
+    """Cells of a submesh; of too many, as many from both ends as fit."""
+    line = " ".join(cells)
+    if len(line) <= width:
+        return line
+    for kept in range(len(cells) - 1, 0, -1):
+        first, last = cells[: (kept + 1) // 2], cells[len(cells) - kept // 2 :]
+        line = " ".join([*first, f"... {len(cells) - kept} more ...", *last])
+        if len(line) <= width:
+            return line
+    return _cut(f"{len(cells)} programs", width)
+
+
+def _middle(lines: Sequence[str], what: str) -> list[str]:
+    if len(lines) <= _ROWS:
+        return list(lines)
+    half = _ROWS // 2
+    return [*lines[:half], f"... {len(lines) - 2 * half} more {what} ...", *lines[-half:]]

@@ -1,0 +1,1 @@
+"""Many processes: how they meet, agree and end."""

@@ -1,0 +1,224 @@
+"""Kernels to XLA programs, each compiled once, several at a time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from multimesh import ir
+from multimesh.core import _compat, checks
+from multimesh.errors import MultiMeshError
+from multimesh.ir.evaluate import evaluate
+from multimesh.passes.laying_out.transposes import fold_transposes
+from multimesh.plan.plan import Instruction, Kernel, Plan
+from multimesh.runtime import executables
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """A plan with its programs."""
+
+    plan: Plan
+    programs: tuple[Any, ...]  # jax.stages.Compiled, one per kernel; None for those of other processes
+
+    @property
+    def layouts(self) -> tuple[NamedSharding, ...]:
+        """Layout of every slot."""
+        return self.plan.layouts
+
+
+def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
+    """Compile the kernels of a plan that run on devices of this process, several at a time.
+
+    Their inputs and outputs have the layouts that the plan says, so that none waits for another. Kernels of different
+    submeshes that are equal otherwise share one compilation where `_executables.program_text` allows it.
+
+    Parameters
+    ----------
+    plan
+        The plan, with its layouts.
+    options
+        Compiler options for XLA; `with_defaults` says what they are where they are not given.
+    """
+    options = with_defaults(plan, options)
+    first_run: dict[int, Instruction] = {}
+    for step in plan.instructions:
+        if step.kind == "RUN" and step.kernel is not None:
+            first_run.setdefault(step.kernel, step)
+    alike: dict[Any, list[_Program]] = {}  # what determines a program's code to the kernels that have it
+    with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
+        try:
+            running: dict[int, concurrent.futures.Future[Any]] = {}
+            for number, step in first_run.items():
+                mesh = plan.submeshes[step.submesh]
+                if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
+                    continue
+                program = _lower(plan, number, step)
+                group = alike.setdefault(executables.program_text(program.lowered, mesh) or number, [])
+                group.append(program)
+                if len(group) == 1:
+                    running[number] = pool.submit(program.compile, options)
+            for first, *others in alike.values():
+                for program in others:
+                    running[program.number] = pool.submit(program.moved, running[first.number].result(), options)
+            programs = {number: future.result() for number, future in running.items()}
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    _compat.forget_pruned()
+    return CompiledPlan(plan, tuple(programs.get(number) for number in range(len(plan.kernels))))
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A kernel that was lowered for its submesh."""
+
+    number: int
+    mesh: Mesh
+    jitted: Any
+    lowered: Any
+
+    def compile(self, options: Mapping[str, Any]) -> Any:
+        return executables.finished(self.lowered.compile(options), self.lowered, self.mesh, self.jitted)
+
+    def moved(self, compiled: Any, options: Mapping[str, Any]) -> Any:
+        """The program, where an equal one was compiled for another submesh."""
+        return executables.on_other_devices(compiled, self.lowered, self.mesh, options) or self.compile(options)
+
+
+def _lower(plan: Plan, number: int, step: Instruction) -> _Program:
+    kernel = plan.kernels[number]
+    given = [
+        jax.ShapeDtypeStruct(plan.slots[slot].shape, plan.slots[slot].dtype, sharding=_auto(plan.layouts[slot]))
+        for slot in step.ins
+    ]
+    jitted = jax.jit(
+        kernel_function(kernel, plan),
+        out_shardings=[_auto(plan.layouts[slot]) for slot in step.outs],
+        donate_argnums=plan.donations.get(number, ()),
+        keep_unused=True,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        try:
+            return _Program(number, plan.submeshes[kernel.submesh], jitted, jitted.lower(*given))
+        except MultiMeshError:
+            raise
+        except Exception as error:
+            where = (kernel.ops and _compat.user_line(kernel.ops[-1].source)) or kernel.name
+            raise MultiMeshError(f"{where}: {kernel.name!r} can't be lowered for its submesh: {error}") from error
+
+
+def cores() -> int:
+    """Cores that this process may use: its share, where launchers bind no cores to the processes of a node."""
+    every = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    if mine < every:
+        return mine
+    given = (os.environ.get(name, "") for name in _ON_THIS_NODE)
+    return max(1, mine // next((int(n) for n in given if n.isdecimal() and int(n)), 1))
+
+
+# Processes of this job on this node, as Open MPI, MPICH and Slurm (for one node, or with --ntasks-per-node) say it.
+_ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
+
+
+def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Compiler options with what a plan on CPUs gets unless they or ``XLA_FLAGS`` say otherwise.
+
+    LLVM's level 2: level 3 unrolls loops of up to 32 iterations whole, before it looks for dependences between all
+    pairs of their accesses. That is a quarter of the compile time of a plan, and the code is no faster.
+
+    No threads within a device's program where each submesh alone has a device for every core: there is no core left
+    that they could use, and handing them work costs more than it takes.
+
+    On GPUs of several processes each process tunes its programs alone: XLA would wait for what processes that do not
+    compile a program have found.
+    """
+    chosen = {} if options is None else dict(checks.pairs("compile: compiler_options", options))
+    platforms = {d.platform for mesh in plan.submeshes for d in mesh.devices.flat}
+    if platforms != {"cpu"}:
+        alone = {"xla_gpu_shard_autotuning": False} if "gpu" in platforms and jax.process_count() > 1 else {}
+        return alone | chosen
+    defaults: dict[str, Any] = {"xla_backend_optimization_level": 2}
+    if all(mesh.size >= cores() for mesh in plan.submeshes):
+        defaults["xla_cpu_multi_thread_eigen"] = False
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in defaults.items() if name not in flags} | chosen
+
+
+def _auto(layout: NamedSharding) -> NamedSharding:
+    """The same layout on the Auto twin of its mesh, which programs are lowered for."""
+    if layout.mesh == _compat.auto(layout.mesh):
+        return layout
+    return NamedSharding(_compat.auto(layout.mesh), layout.spec, memory_kind=layout.memory_kind)
+
+
+def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Callable[[Any], Any]) -> ir.Op | None:
+    """The first operation of a kernel, run on its own, with an invalid result; None where the arguments are gone."""
+    mesh = plan.submeshes[kernel.submesh]
+    counts = len(kernel.sums), len(kernel.rows)
+    given = args[counts[0] :]
+    if any(x.is_deleted() for x in given):
+        return None
+    env: dict[ir.Value, Any] = {}
+    if kernel.rows:
+        number, *rows = given[: 1 + counts[1]]
+        given = given[1 + counts[1] :]
+        env.update(zip(kernel.rows, (row[int(number)] for row in rows), strict=True))
+    env.update(zip(kernel.ins, given, strict=True))
+    for op in kernel.ops:
+        reads = list(op.reads)
+
+        def alone(*values: Any, op: ir.Op = op, reads: Sequence[ir.Value] = reads) -> list[Any]:
+            inner = dict(zip(reads, values, strict=True))
+            with _compat.abstract_mesh_context(mesh):
+                evaluate((op,), inner, mesh)
+            return [inner[o] for o in op.outs]
+
+        results = jax.jit(alone)(*(env[v] for v in reads))
+        env.update(zip(op.outs, results, strict=True))
+        if any(jnp.issubdtype(x.dtype, jnp.inexact) and bool(invalid(x).any()) for x in results):
+            return op
+    return None
+
+
+def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
+    """Function of flat arrays that a kernel stands for: see `Kernel` for its arguments and results."""
+    mesh = plan.submeshes[kernel.submesh]
+
+    def zeros() -> list[Any]:
+        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outs]
+
+    def stack(*rows: Any) -> list[Any]:
+        return [_compat.typed_as(jnp.stack(rows), kernel.outs[0].aval)]
+
+    def ops(*args: Any) -> list[Any]:
+        left = list(args)
+        sums = [left.pop(0) for _ in kernel.sums]
+        env: dict[ir.Value, Any] = {}
+        if kernel.rows:
+            number = left.pop(0)
+            for v in kernel.rows:
+                env[v] = lax.dynamic_index_in_dim(left.pop(0), number, 0, keepdims=False)
+        env.update(zip(kernel.ins, left, strict=True))
+        evaluate(fold_transposes(kernel.ops, (*kernel.sums, *kernel.outs)), env, mesh)
+        return [
+            *(lax.add(total, env[leaf]) for total, leaf in zip(sums, kernel.sums, strict=True)),
+            *(_compat.typed_as(env[v], v.aval) for v in kernel.outs),
+        ]
+
+    def in_mesh(*args: Any) -> list[Any]:
+        with _compat.abstract_mesh_context(mesh):
+            return {"ops": ops, "zeros": zeros, "stack": stack}[kernel.make](*args)
+
+    return _compat.named(in_mesh, "".join(c if c.isalnum() else "_" for c in kernel.name))

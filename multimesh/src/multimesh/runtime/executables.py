@@ -1,0 +1,229 @@
+"""Below ``jax.jit``: copies of shards, and executables that are loaded for other devices or finished for a mesh.
+
+All of it but `compile_hlo` is for speed, or for results on Explicit meshes, and rests on the private parts that
+`_compat` gives. Without them public functions do the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.backend import get_compile_options
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from multimesh.core import _compat
+from multimesh.errors import MultiMeshError
+
+
+def transfer(
+    sources: Sequence[jax.sharding.Sharding], layouts: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
+) -> Callable[..., Sequence[Any]]:
+    """A function that puts its arguments, arrays of known ``sources`` onto other devices with ``layouts``.
+
+    Where every shard has one counterpart it is the copy that ``jax.device_put`` ends in, without the search for what
+    to do, which takes eight times as long as the copy. Call it inside `explicit_transfers`.
+    """
+    layouts = list(layouts)
+    copy_shards = _compat.copy_shards
+    if copy_shards is not None and all(map(_shard_by_shard, sources, layouts, avals)):
+        try:
+            devices = [layout._internal_device_list.addressable_device_list for layout in layouts]
+            return lambda *arrays: copy_shards(arrays, devices, layouts)
+        except AttributeError as error:
+            _compat.moved(str(error))
+    return lambda *arrays: jax.device_put(list(arrays), layouts)
+
+
+def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding, aval: Any) -> bool:
+    """Whether a transfer is a copy of each shard to one device of a disjoint set in this process."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or source.memory_kind != layout.memory_kind:
+        return False
+    if not (source.is_fully_addressable and layout.is_fully_addressable):
+        return False
+    if not source.device_set.isdisjoint(layout.device_set):
+        return False
+    parts = [list(s.devices_indices_map(aval.shape).values()) for s in (source, layout)]
+    return parts[0] == parts[1]
+
+
+def shares_programs(devices: Iterable[jax.Device]) -> bool:
+    """Whether a program compiled for some of these devices may run on others: the one place that decides it.
+
+    On CPUs it pays: on 4 submeshes 12 compilations instead of 17 take 0.72 of the CPU time; on 2, 8 instead of 9 no
+    less within what repeats (0.9 to 1.2). To cut programs in two besides, so that the layers' optimizer is the same
+    program everywhere, does not pay: that was 12 and 8 compilations too, in the same time, and two runs a step more.
+    Measured by ``benchmarks/sharing.py`` on 2026-11-22, JAX and jaxlib 0.10.2, 2 busy cores: a transformer of 8 layers
+    of width 64, adam, 1f1b.
+
+    Elsewhere code may depend on which devices are neighbours.
+    """
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _else_none(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """None, and one warning, where parts within JAX's objects are not where they were."""
+
+    @functools.wraps(fn)
+    def tried(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except (AttributeError, KeyError, TypeError) as error:
+            _compat.moved(f"{fn.__name__}: {type(error).__name__}: {error}")
+            return None
+
+    return tried
+
+
+@_else_none
+def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
+    """All that determines the code of a program lowered for ``mesh``, except for its name and devices.
+
+    None for a program that can't be shared: see `shares_programs`. Nor is one with versions of JAX that were not tried,
+    as loading a program for the wrong devices ends the process. With a persistent compilation cache each submesh has
+    its own entry there: XLA can't store again what it took from it.
+    """
+    if _compat.DeviceList is None or (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):
+        return None
+    lowering = lowered._lowering
+    arguments = lowering.compile_args
+    own = ("unordered_effects", "ordered_effects", "host_callbacks", "keepalive", "mut", "pgle_profiler")
+    devices = list(mesh.devices.flat)
+    if any(arguments.get(name) for name in own) or lowering.const_args or list(lowering._device_list) != devices:
+        return None
+    if not shares_programs(devices) or any(d.process_index != jax.process_index() for d in devices):
+        return None
+    free = tuple(type(s) for name in ("in_shardings", "out_shardings") for s in arguments[name])
+    text = str(lowered.compiler_ir()).partition(" attributes ")[2]  # the module's name comes before
+    return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types
+
+
+@_else_none
+def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Any:
+    """The program of ``compiled`` as that of ``lowered`` on the devices of ``mesh``; None where that can't be had.
+
+    Both have the same `program_text`, and their submeshes the same axes.
+    """
+    if _compat.DeviceList is None:
+        return None
+    devices = list(mesh.devices.flat)
+    try:
+        unloaded = compiled._executable._unloaded_executable
+        device_list = _compat.DeviceList(tuple(devices))
+        code = unloaded.backend.serialize_executable(unloaded.xla_executable)
+        for_devices = get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.array(devices)[None],
+            env_options_overrides=dict(options),
+            backend=unloaded.backend,
+        )
+        loaded = unloaded.backend.deserialize_executable(code, device_list, for_devices)
+    except jax.errors.JaxRuntimeError:
+        return None
+    if list(loaded.local_devices()) != devices:
+        return None
+
+    def moved(sharding: Any) -> Any:
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        if isinstance(sharding, SingleDeviceSharding):
+            return SingleDeviceSharding(devices[0], memory_kind=sharding.memory_kind)
+        return type(sharding)(device_list, sharding._hlo_sharding, memory_kind=sharding.memory_kind)
+
+    moved_program = dataclasses.replace(
+        unloaded,
+        xla_executable=loaded,
+        device_list=device_list,
+        input_shardings=[moved(s) for s in unloaded.input_shardings],
+        output_shardings=[moved(s) for s in unloaded.output_shardings],
+    )
+    return _loaded(moved_program, lowered)
+
+
+def finished(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]) -> Any:
+    """A program that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself.
+
+    And without JAX's check of the layouts of arguments of less than a byte (int4), which no array passes; ``jitted``,
+    which the program is of, does not make it.
+    """
+    small = [_less_than_byte(x.dtype) for x in jax.tree.leaves(lowered.args_info)]
+    if mesh == _compat.auto(mesh) and not any(small):
+        return compiled
+    return _relaid(compiled, lowered, mesh, small) or _OnMesh(jitted if any(small) else compiled, compiled, mesh)
+
+
+@_else_none
+def _relaid(compiled: Any, lowered: Any, mesh: Mesh, small: Sequence[bool]) -> Any:
+    """The executable itself with its results on ``mesh``, and no layouts of the arguments that are ``small``."""
+    if _compat.DeviceList is None:
+        return None
+    unloaded = compiled._executable._unloaded_executable
+    shardings = _relabelled(unloaded.output_shardings, mesh)
+    layouts = [None if flag else x for flag, x in zip(small, unloaded.xla_in_layouts, strict=True)]
+    return _loaded(dataclasses.replace(unloaded, output_shardings=shardings, xla_in_layouts=layouts), lowered)
+
+
+def _less_than_byte(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(jnp.iinfo(dtype).bits < 8)
+    return jnp.issubdtype(dtype, jnp.floating) and bool(jnp.finfo(dtype).bits < 8)
+
+
+def _relabelled(shardings: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """The same layouts on another mesh of the same devices."""
+    return [
+        NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) if isinstance(s, NamedSharding) else s for s in shardings
+    ]
+
+
+class _OnMesh:
+    """A program whose results are laid out on another mesh of the same devices."""
+
+    def __init__(self, call: Callable[..., Any], compiled: Any, mesh: Mesh):
+        self._call, self._compiled = call, compiled
+        self.output_shardings = _relabelled(compiled.output_shardings, mesh)
+
+    def __call__(self, *args: Any) -> list[Any]:
+        return [
+            jax.make_array_from_single_device_arrays(x.shape, s, [shard.data for shard in x.addressable_shards])
+            for x, s in zip(self._call(*args), self.output_shardings, strict=True)
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
+def _loaded(unloaded: Any, lowered: Any) -> Any:
+    types = lowered.args_info, lowered.out_tree, lowered._no_kwargs, lowered._in_types, lowered._out_types
+    return jax.stages.Compiled(unloaded.load(), [], *types)
+
+
+def compile_hlo(text: str, devices: Sequence[jax.Device]) -> Any:
+    """Compile HLO, one partition a device; return XLA's memory statistics of a device.
+
+    Raises
+    ------
+    MultiMeshError
+        Where this JAX has no door for that.
+    ValueError, RuntimeError
+        Where XLA cannot read or compile it.
+    """
+    if _compat.DeviceList is None:
+        raise MultiMeshError(
+            f"HLO cannot be compiled with jax {jax.__version__} and its public API: use {_compat.SUPPORTED}"
+        )
+    hlo, mlir = importlib.import_module("jaxlib._hlo"), importlib.import_module("jaxlib._jax").mlir
+    module = mlir.hlo_to_stablehlo(hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    order = np.array([[device.id for device in devices]])
+    options = get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=order)
+    # Shardings are in the words of one partitioner or the other.
+    options.executable_build_options.use_shardy_partitioner = "xla.sdy.sharding" in text
+    client = devices[0].client
+    return client.compile_and_load(module, _compat.DeviceList(tuple(devices)), options).get_compiled_memory_stats()

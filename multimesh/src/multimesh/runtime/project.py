@@ -1,0 +1,143 @@
+"""From a plan to what one process does of it.
+
+All processes have the same plan, and each runs the programs of submeshes of which it has a device. Which transfers are
+one call, and its number, is decided on the whole plan: processes that grouped differently would wait for each other for
+ever.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from multimesh.plan.plan import Plan
+from multimesh.runtime.transport import Piece, Way
+
+Owner = Callable[[jax.Device], int]  # the process of a device
+
+
+def owner(device: jax.Device) -> int:
+    """The process that a device is of."""
+    return int(device.process_index)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program to run or arrays to move.
+
+    Attributes
+    ----------
+    number
+        Its place in the whole plan, the same in all processes.
+    submeshes
+        That of the program; of arrays that move, where they are and where they go.
+    kernel
+        Index into ``Plan.kernels``; None for arrays that move.
+    ins, outs
+        Slots read and written.
+    instructions
+        Numbers of its RUN or its SENDs in ``Plan.instructions``.
+    frees
+        Slots that are empty afterwards.
+    """
+
+    number: int
+    submeshes: tuple[int, ...]
+    kernel: int | None
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    instructions: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+
+
+def steps(plan: Plan, by_route: bool = True) -> tuple[Step, ...]:
+    """All that a plan does, in its order.
+
+    Transfers between two programs are one call; ``by_route`` one for each pair of submeshes, in the order of their
+    first transfers.
+    """
+    found: list[Step] = []
+    moves: dict[tuple[int, ...], int] = {}  # since the last program: the pair of submeshes to the place in found
+    for number, step in enumerate(plan.instructions):
+        if step.kind == "RUN":
+            found.append(Step(len(found), (step.submesh,), step.kernel, step.ins, step.outs, (number,)))
+            moves.clear()
+        elif step.kind == "SEND":
+            transfer = plan.transfers[step.transfer or 0]
+            route = (transfer.source, transfer.target) if by_route else ()
+            if route not in moves:
+                moves[route] = len(found)
+                found.append(Step(len(found), (transfer.source, transfer.target), None, (), (), ()))
+            at = found[moves[route]]
+            found[moves[route]] = replace(
+                at,
+                ins=at.ins + transfer.ins,
+                outs=at.outs + transfer.outs,
+                instructions=(*at.instructions, number),
+            )
+        elif step.kind == "FREE":
+            found[-1] = replace(found[-1], frees=found[-1].frees + step.ins)
+    return tuple(found)
+
+
+def processes(plan: Plan, owner: Owner = owner) -> tuple[frozenset[int], ...]:
+    """For each submesh the processes that have a device of it."""
+    return tuple(frozenset(map(owner, mesh.devices.flat)) for mesh in plan.submeshes)
+
+
+def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = False) -> tuple[Step, ...]:
+    """What one process does: programs of its submeshes, and moves to or from them; with ``everyone`` all moves.
+
+    A plan of one process has as few calls as can be; of several, one call is one route.
+    """
+    owners = processes(plan, owner)
+    mine = {submesh for submesh, found in enumerate(owners) if process in found}
+    whole = steps(plan, by_route=len(frozenset().union(*owners)) > 1)
+    found: list[Step] = []
+    for step in whole:
+        frees = tuple(slot for slot in step.frees if plan.slots[slot].submesh in mine)
+        if not mine.isdisjoint(step.submeshes) or (everyone and step.kernel is None):
+            found.append(replace(step, frees=frees))
+        elif frees:  # of what an earlier step of this process read or made
+            found[-1] = replace(found[-1], frees=found[-1].frees + frees)
+    return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """A piece of one of the arrays of a call: a key by identity, which runs look up."""
+
+    array: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Route:
+    """All that goes from one process to another, or stays within one, in one call."""
+
+    source: int
+    target: int
+    parcels: tuple[Parcel, ...]
+
+
+def routes(ways: Sequence[Way], owner: Owner = owner) -> tuple[Route, ...]:
+    """The routes of a call with these arrays, in an order that is the same in all processes."""
+    found: dict[tuple[int, int], list[Parcel]] = collections.defaultdict(list)
+    for array, piece in ((n, piece) for n, way in enumerate(ways) for piece in way.pieces):
+        found[owner(piece.source), owner(piece.target)].append(Parcel(array, piece))
+    return tuple(Route(*ends, tuple(parcels)) for ends, parcels in sorted(found.items()))
+
+
+def by_devices(route: Route) -> list[tuple[jax.Device, jax.Device, tuple[Parcel, ...]]]:
+    """The parcels of a route for each pair of devices."""
+
+    def pair(parcel: Parcel) -> tuple[Any, Any]:
+        return parcel.piece.source.id, parcel.piece.target.id
+
+    groups = (tuple(group) for _, group in itertools.groupby(sorted(route.parcels, key=pair), pair))
+    return [(group[0].piece.source, group[0].piece.target, group) for group in groups]

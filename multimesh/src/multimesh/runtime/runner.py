@@ -1,0 +1,362 @@
+"""Runs a compiled plan: one pass over a flat list of steps, no decisions left to make."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from multimesh import distributed
+from multimesh.core import _compat
+from multimesh.core.submesh import describe
+from multimesh.errors import UsageError
+from multimesh.plan import fingerprint
+from multimesh.plan.plan import Instruction, Plan
+from multimesh.runtime import exchange
+from multimesh.runtime.compiling import CompiledPlan, first_invalid
+from multimesh.runtime.project import Step, owner, processes, project
+from multimesh.runtime.transport import Transport, here
+
+_Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Runner:
+    """Executes a compiled plan in one process.
+
+    All state of a call is local to it: threads may share a runner, and an exception in the middle leaves nothing
+    behind but donated arguments that were already consumed.
+    """
+
+    beside = True  # whether transfers run beside programs
+    _everyone = False  # whether this process takes part in moves between others
+
+    def __init__(self, compiled: CompiledPlan, names: Sequence[str]):
+        self.compiled = compiled
+        self._names = names
+        self._moved: dict[int, int] = {}  # argument to the calls that moved it
+        plan = compiled.plan
+        self._inputs = tuple((arg, slot, compiled.layouts[slot]) for arg, slot in plan.inputs)
+        self._blank: list[Any] = [None] * len(plan.slots)
+        layouts = [compiled.layouts[slot] for _, slot in plan.constants]
+        placed = self._put([_fixed(array) for array, _ in plan.constants], layouts)
+        for (_, slot), array in zip(plan.constants, placed, strict=True):
+            self._blank[slot] = array
+        self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
+        self._transport = Transport()
+        self.parts = project(plan, jax.process_index(), everyone=self._everyone)
+        self.steps = tuple(self._steps())
+        self._donated = _donated(compiled)
+        self._aliases = _aliases(compiled, self._donated)
+
+    @property
+    def constants(self) -> dict[int, Any]:
+        """Slots that hold the same array in every call."""
+        return {slot: array for slot, array in enumerate(self._blank) if array is not None}
+
+    def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
+        """Run on flat arguments; returns flat results, those in ``moved`` with another layout than they were made with.
+
+        Raises
+        ------
+        UsageError
+            Where a donated argument and another one are the same buffer.
+        """
+        env = self.staged(args)
+        if self._aliases:
+            self._check_buffers(env)
+        with _compat.explicit_transfers():
+            for call, ins, outs, frees in self.steps:
+                try:
+                    results = call(*[env[i] for i in ins])
+                except Exception as error:
+                    kind = _compat.invalid_value(error)
+                    if kind is None:
+                        raise
+                    raise self._invalid(call, [env[i] for i in ins], kind) from None
+                for slot, array in zip(outs, results):  # noqa: B905 - the lengths were fixed when the plan was made
+                    env[slot] = array
+                del results
+                for slot in frees:
+                    env[slot] = None
+        results = [
+            env[value] if kind == "slot" else copied(args[value] if kind == "arg" else value)
+            for kind, value in self._outputs
+        ]
+        if self._aliases:
+            _results.update((id(x), x) for x in results)
+        for position, layout in moved.items():
+            results[position] = self._relaid(position, results[position], layout)
+        return results
+
+    def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
+        placed: Sequence[Any] = jax.device_put(list(arrays), list(layouts))
+        return placed
+
+    def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
+        return jax.device_put(result, layout)
+
+    def _steps(self) -> Iterator[_Step]:
+        """(call, inputs, outputs, frees) of programs and transfers in order."""
+        for step in self.parts:
+            call = self._mover(step) if step.kernel is None else self.compiled.programs[step.kernel]
+            yield call, step.ins, step.outs, step.frees
+
+    def _mover(self, step: Step) -> Callable[..., Sequence[Any]]:
+        sources, targets = ([self.compiled.layouts[slot] for slot in slots] for slots in (step.ins, step.outs))
+        return self._transport.mover(sources, targets, [self.compiled.plan.slots[slot] for slot in step.ins])
+
+    def _check_buffers(self, env: Sequence[Any]) -> None:
+        """XLA would refuse a donated buffer that is there twice on one device, and end the process on several.
+
+        Asking an array for its buffer takes as long as a dispatch. Results of runners have a buffer each: where all
+        arrays of a kind are such, only one that is given twice is looked for.
+        """
+        for alike, shards in self._aliases:
+            arrays = [env[slot] for _, slot in alike]
+            own = all(_results.get(id(x)) is x for x in arrays)
+            found: dict[Any, tuple[int, bool]] = {}
+            for (arg, slot), x in zip(alike, arrays, strict=True):
+                donated = slot in self._donated
+                for buffer in [id(x)] if own else _buffers(x, shards):
+                    other, also = found.setdefault(buffer, (arg, donated))
+                    if other == arg or not (donated or also):
+                        continue
+                    raise UsageError(
+                        f"{self._names[other]} and {self._names[arg]} are the same buffer, and one of them is donated; "
+                        "give one of them as a copy: jnp.copy(x)"
+                    )
+
+    def _invalid(self, program: Any, args: Sequence[Any], kind: str) -> FloatingPointError:
+        """What ``jax_debug_nans`` and ``jax_debug_infs`` raise of a program, with the task and the user's line."""
+        kernel = self.compiled.plan.kernels[self.compiled.programs.index(program)]
+        with jax.debug_nans(False), jax.debug_infs(False):
+            op = first_invalid(kernel, self.compiled.plan, args, {"nan": jnp.isnan, "inf": jnp.isinf}[kind])
+        if op is None:
+            return FloatingPointError(
+                f"invalid value ({kind}) encountered in program {kernel.name!r}; for the operation and its line run "
+                "without donate_argnums"
+            )
+        task = f"task {op.task.name!r}" if op.task else f"an operation outside tasks (program {kernel.name!r})"
+        line = _compat.user_line(op.source)
+        return FloatingPointError(f"{line}: {task}: invalid value ({kind}) encountered in {op.prim.name}")
+
+    def staged(self, args: Sequence[Any]) -> list[Any]:
+        """All slots as a call begins: arguments and constants in their places."""
+        env = list(self._blank)
+        moved: list[tuple[int, int, Any]] = []
+        for each in self._inputs:
+            arg, slot, layout = each
+            x = args[arg]
+            sharding = getattr(x, "sharding", None)
+            if sharding is layout or sharding == layout:
+                env[slot] = x
+            else:
+                moved.append(each)
+        if moved:
+            placed = self._transport.put([args[arg] for arg, _, _ in moved], [layout for _, _, layout in moved])
+            for (_, slot, _), array in zip(moved, placed, strict=True):
+                env[slot] = array
+            for arg in dict.fromkeys(arg for arg, _, _ in moved if self._moved.get(arg, 0) < 2):
+                self._note_move(arg, args[arg], [(env[s] is args[arg], at) for a, s, at in self._inputs if a == arg])
+        return env
+
+    def _note_move(self, arg: int, x: Any, uses: Sequence[tuple[bool, Any]]) -> None:
+        """Warn once, at the second call that moves it, of an argument that somebody placed where no task reads it."""
+        placed = isinstance(x, jax.Array) and x.committed
+        if not placed or any(here for here, _ in uses) or self._names[arg].startswith("argument "):
+            return  # without a name it is one of `transforms`, which may lie anywhere
+        self._moved[arg] = self._moved.get(arg, 0) + 1
+        if self._moved[arg] == 2:
+            there = " and ".join(_where(layout) for _, layout in uses)
+            warnings.warn(
+                f"{_compat.caller_line()}: {self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
+                f"and is moved to {there} in every call; place it there once, with jax.device_put",
+                stacklevel=2,
+            )
+
+
+class PartRunner(Runner):
+    """Executes what one of several processes does of a compiled plan.
+
+    Processes compare the plan before it runs, unless all that it touches is of one process: a process may run such a
+    plan alone. Threads that call wait for each other, as all processes must run their plans in one order.
+    """
+
+    def __init__(self, compiled: CompiledPlan, names: Sequence[str], name: str, number: int | None):
+        """``number`` is what the processes agreed to call the plan, and None of a plan of one process."""
+        plan, self._name = compiled.plan, name
+        self._owners = processes(plan)
+        self._exchange: exchange.Exchange | None = None
+        donated = {slot for run in plan.instructions if run.kernel is not None for slot in _donated_by(plan, run)}
+        kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
+        self._lent = frozenset(donated | kept)  # a later program, or one of the next call, may reuse their buffers
+        self._known: dict[Any, Callable[..., Sequence[Any]]] = {}
+        self._sources: dict[tuple[Any, ...], bool] = {}  # where arguments lie: whether another process has part in it
+        if number is not None:
+            self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
+            self._everyone, self.beside = self._exchange.carrier.everyone, self._exchange.carrier.beside
+        super().__init__(compiled, names)
+        for slot in kept:
+            if not here(compiled.layouts[slot].device_set):
+                self._blank[slot] = exchange.absent(plan.slots[slot], compiled.layouts[slot])
+        if number is not None:
+            distributed.barrier(f"plan {number} is compiled")
+
+    @property
+    def _shared(self) -> exchange.Exchange:
+        """The exchange with other processes, which agree on the plan of one process when first they have part in it."""
+        if self._exchange is None:
+            plan = self.compiled.plan
+            number = distributed.agree_on_plan(self._name, fingerprint.lines(plan))
+            self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
+        return self._exchange
+
+    def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
+        """See `Runner`."""
+        with exchange.turn:
+            results = super().__call__(args, moved)
+            distributed.count_step()
+            return results
+
+    def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
+        return [exchange.place(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
+
+    def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
+        return self._moved_to(len(self._inputs) + position, result, layout)
+
+    def _mover(self, step: Step) -> Callable[..., Sequence[Any]]:
+        plan, layouts = self.compiled.plan, self.compiled.layouts
+        if len(frozenset().union(*(self._owners[submesh] for submesh in step.submeshes))) == 1:
+            return super()._mover(step) if here(layouts[step.ins[0]].device_set) else lambda *_: ()
+        sources, targets = ([layouts[slot] for slot in slots] for slots in (step.ins, step.outs))
+        avals, lent = [plan.slots[slot] for slot in step.ins], [slot in self._lent for slot in step.ins]
+        return self._shared.mover(step.number, sources, targets, avals, lent)
+
+    def staged(self, args: Sequence[Any]) -> list[Any]:
+        """See `Runner.staged`."""
+        sources = tuple(x.sharding if _is_placed(x) else None for x in args)
+        if sources not in self._sources:
+            self._sources[sources] = self._compared(sources)
+        if self._sources[sources]:
+            self._shared.begin()
+        env = list(self._blank)
+        given: list[tuple[int, Any, NamedSharding]] = []
+        for number, (arg, slot, layout) in enumerate(self._inputs):
+            if sources[arg] is None and layout.is_fully_addressable:
+                given.append((slot, args[arg], layout))
+            else:
+                env[slot] = self._moved_to(number, args[arg], layout)
+        arrays = jax.device_put([x for _, x, _ in given], [layout for _, _, layout in given])
+        for (slot, _, _), array in zip(given, arrays, strict=True):
+            env[slot] = array
+        for arg in dict.fromkeys(arg for arg, _, layout in self._inputs if sources[arg] not in (None, layout)):
+            if self._moved.get(arg, 0) < 2:
+                self._note_move(arg, args[arg], [(sources[a] == at, at) for a, _, at in self._inputs if a == arg])
+        return env
+
+    def _compared(self, sources: tuple[Any, ...]) -> bool:
+        """Whether several processes have part in a call, which then compare where its arguments lie.
+
+        A process that has them elsewhere would wait for what nobody sends.
+        """
+        owners = frozenset().union(*self._owners, *(map(owner, s.device_set) for s in sources if s is not None))
+        if len(owners) == 1:
+            return False
+        places = (f"{name} {fingerprint.text(s)}" for name, s in zip(self._names, sources, strict=True))
+        number = sum(self._sources.values())
+        distributed.agree_on(f"arguments of plan {self._shared.plan}, {number}", places)
+        return True
+
+    def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
+        """A value of the caller with a layout: all processes have it, or it is moved from where it lies."""
+        source = x.sharding if _is_placed(x) else None
+        if source == layout:
+            return x
+        if source is None:
+            return exchange.place(x, layout)
+        key = (number, source, layout)
+        if key not in self._known:
+            first = len(self.compiled.plan.instructions)  # after the numbers of all steps
+            self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True])
+        (result,) = self._known[key](x)
+        return exchange.absent(x, layout) if result is None else result
+
+
+def _is_placed(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.committed
+
+
+def _where(sharding: jax.sharding.Sharding) -> str:
+    """Short text of a layout: its mesh and spec, or its devices."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return f"{describe(sharding.mesh)} as {sharding.spec}"
+    ids = sorted(device.id for device in sharding.device_set)
+    return f"device{'s' * (len(ids) > 1)} {','.join(map(str, ids))}"
+
+
+def _fixed(array: Any) -> Any:
+    """A captured array as it is now: on CPUs ``jax.device_put`` may keep to NumPy's memory."""
+    return array.copy() if isinstance(array, np.ndarray) else array
+
+
+_copy = jax.jit(lambda x: x)  # every result has a buffer of its own
+
+
+def copied(x: Any) -> Any:
+    """A value with a buffer of its own, unless it has none in this process."""
+    elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
+    return x if elsewhere else _copy(x)
+
+
+def _donated(compiled: CompiledPlan) -> frozenset[int]:
+    """Slots of arguments whose buffers a program may reuse."""
+    plan = compiled.plan
+    given = {slot for _, slot in plan.inputs}
+    runs = (step for step in plan.instructions if step.kernel is not None)
+    return frozenset(given.intersection(slot for step in runs for slot in _donated_by(plan, step)))
+
+
+def _donated_by(plan: Plan, run: Instruction) -> list[int]:
+    """Slots whose buffers a RUN may reuse."""
+    return [run.ins[i] for i in plan.donations.get(run.kernel or 0, ())]
+
+
+_Alike = tuple[tuple[int, int], ...]
+
+
+def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[_Alike, slice], ...]:
+    """Inputs, as (argument, slot), that may be one buffer, one of them donated, and the shards that tell.
+
+    They are of one type, in shards of one shape, on one device. Of arrays on the same devices the first shard tells.
+    """
+    kinds: dict[Any, dict[tuple[jax.Device, ...], list[tuple[int, int]]]] = {}
+    for arg, slot in compiled.plan.inputs:
+        meant, layout = compiled.plan.slots[slot], compiled.layouts[slot]
+        if meant.nbytes and layout.addressable_devices:
+            kind = layout.shard_shape(meant.shape), meant.dtype, layout.memory_kind
+            devices = tuple(layout.devices_indices_map(meant.shape))
+            kinds.setdefault(kind, {}).setdefault(devices, []).append((arg, slot))
+    groups: list[tuple[_Alike, slice]] = []
+    for on in kinds.values():
+        if sum(map(len, on)) == len(frozenset().union(*on)):
+            groups += [(tuple(alike), slice(1)) for alike in on.values()]
+        else:
+            groups.append((tuple(each for alike in on.values() for each in alike), slice(None)))
+    several = (group for group in groups if len({arg for arg, _ in group[0]}) > 1)
+    return tuple(group for group in several if any(slot in donated for _, slot in group[0]))
+
+
+def _buffers(x: jax.Array, shards: slice) -> list[tuple[jax.Device, int]]:
+    """Device and address of some of an array's shards in this process."""
+    return [(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards[shards]]
+
+
+# Results of runners that may come back as arguments, by identity.
+_results: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

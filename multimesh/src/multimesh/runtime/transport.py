@@ -1,0 +1,271 @@
+"""Arrays from the devices of one layout to those of another: shard by shard, never through the host.
+
+Where the shards of both sides fit, each is copied. Elsewhere the sender cuts its shards where those of the receiver
+end, the pieces go from device to device, and the receiver joins them. So each byte of a shard crosses once, and nothing
+waits for the thread that calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from multimesh.core import _compat
+from multimesh.runtime import executables
+
+Call = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A copy: the piece number ``cut`` of the shard of ``source`` becomes number ``join`` of that of ``target``."""
+
+    source: jax.Device
+    cut: int
+    target: jax.Device
+    join: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an array gets from one layout to another.
+
+    ``cuts`` and ``joins`` say for each dimension into how many pieces the sender cuts a shard, and of how many the
+    receiver joins one.
+    """
+
+    cuts: tuple[int, ...]
+    joins: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def way(source: jax.sharding.Sharding, target: jax.sharding.Sharding, shape: tuple[int, ...]) -> Way:
+    """Pieces at every border of either layout. Of several devices that hold one, they take turns.
+
+    A device that has a piece itself needs no other to send it.
+    """
+    before, after = _parts(source, shape), _parts(target, shape)
+    grid = [math.lcm(a, b) for a, b in zip(before, after, strict=True)]
+    cuts = tuple(g // a for g, a in zip(grid, before, strict=True))
+    joins = tuple(g // b for g, b in zip(grid, after, strict=True))
+    holders: dict[tuple[int, ...], list[tuple[jax.Device, int]]] = collections.defaultdict(list)
+    for device, index in source.devices_indices_map(shape).items():
+        for number, at in enumerate(_places(index, shape, grid, cuts)):
+            holders[at].append((device, number))
+    turns: collections.Counter[tuple[int, ...]] = collections.Counter()
+    pieces = []
+    for device, index in target.devices_indices_map(shape).items():
+        for number, at in enumerate(_places(index, shape, grid, joins)):
+            near = [holder for holder in holders[at] if holder[0] == device]
+            holder = near[0] if near else holders[at][turns[at] % len(holders[at])]
+            turns[at] += not near
+            pieces.append(Piece(*holder, device, number))
+    return Way(cuts, joins, tuple(pieces))
+
+
+def _parts(layout: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[int]:
+    return [n // max(1, shard) or 1 for n, shard in zip(shape, layout.shard_shape(shape), strict=True)]
+
+
+def _places(
+    index: Sequence[slice], shape: Sequence[int], grid: Sequence[int], counts: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Places in the grid of the pieces of a shard, the last dimension first."""
+    starts = [(part.start or 0) * g // max(1, n) for part, n, g in zip(index, shape, grid, strict=True)]
+    return list(itertools.product(*(range(a, a + count) for a, count in zip(starts, counts, strict=True))))
+
+
+def here(devices: Iterable[jax.Device]) -> bool:
+    """Whether one of them is of this process."""
+    return any(device.process_index == jax.process_index() for device in devices)
+
+
+class Transport:
+    """Makes the functions that move arrays within a process, and compiles what they need once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Callable[[Any], Any]] = {}
+
+    def mover(
+        self, sources: Sequence[jax.sharding.Sharding], targets: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
+    ) -> Call:
+        """A function that puts its arguments, arrays of known ``sources``, onto other devices with layouts ``targets``.
+
+        Call it inside `_compat.explicit_transfers`.
+        """
+        others = {
+            n: self._resharder(*case)
+            for n, case in enumerate(zip(sources, targets, avals, strict=True))
+            if needs_cutting(*case)
+        }
+        plain = [n for n in range(len(sources)) if n not in others]
+        direct = executables.transfer(
+            [sources[n] for n in plain], [targets[n] for n in plain], [avals[n] for n in plain]
+        )
+        if not others:
+            return direct
+
+        def move(*arrays: Any) -> list[Any]:
+            results: dict[int, Any] = {n: reshard(arrays[n]) for n, reshard in others.items()}
+            if plain:
+                results |= zip(plain, direct(*(arrays[n] for n in plain)), strict=True)
+            return [results[n] for n in range(len(arrays))]
+
+        return move
+
+    def put(self, values: Sequence[Any], targets: Sequence[jax.sharding.Sharding]) -> list[Any]:
+        """Values of the caller, wherever they are, with layouts ``targets``."""
+        pairs = list(zip(values, targets, strict=True))
+        cut = [n for n, (x, t) in enumerate(pairs) if isinstance(x, jax.Array) and needs_cutting(x.sharding, t, x)]
+        rest = [n for n in range(len(pairs)) if n not in cut]
+        found = dict(zip(rest, jax.device_put([values[n] for n in rest], [targets[n] for n in rest]), strict=True))
+        with _compat.explicit_transfers():
+            found |= {n: self._resharder(values[n].sharding, targets[n], values[n])(values[n]) for n in cut}
+        return [found[n] for n in range(len(pairs))]
+
+    def _resharder(self, source: Any, target: Any, aval: Any) -> Callable[[Any], Any]:
+        key = (source, target, tuple(aval.shape), aval.dtype)
+        if key not in self._known:
+            self._known[key] = _resharder(source, target, aval)
+        return self._known[key]
+
+
+def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, aval: Any) -> bool:
+    """Whether ``jax.device_put`` would take an array through the host.
+
+    It copies shards in the order of the devices, and slices what is on one device.
+    """
+    if len(source.device_set) == 1:
+        return False
+    if not isinstance(source, NamedSharding) or not isinstance(target, NamedSharding):
+        return False
+    shape = tuple(aval.shape)
+    return list(source.devices_indices_map(shape).values()) != list(target.devices_indices_map(shape).values())
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What becomes of an array where it leaves and where it arrives, and its `Way` between.
+
+    ``piece`` is the type of a piece; ``layout`` and ``stacked`` are layout and shape of one piece a device. A process
+    makes the programs of a side only where it has a device of that side.
+    """
+
+    way: Way
+    cut: Callable[[Any], Sequence[Any]] | None
+    join: Callable[..., Sequence[Any]] | None
+    piece: jax.ShapeDtypeStruct
+    layout: NamedSharding
+    stacked: tuple[int, ...]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether pieces are buffers of their own."""
+        return self.cut is not None
+
+    def leave(self, x: Any) -> list[dict[jax.Device, Any]]:
+        """Pieces of an array on this process's devices of its source, by their number and device."""
+        return [{s.device: s.data for s in part.addressable_shards} for part in (self.cut(x) if self.cut else (x,))]
+
+    def arrive(self, pieces: Sequence[Any]) -> Any:
+        """The array of the pieces, in the order of the way, that are for devices of this process."""
+        count = math.prod(self.way.joins)
+        arrays = [
+            jax.make_array_from_single_device_arrays(self.stacked, self.layout, pieces[number::count])
+            for number in range(count)
+        ]
+        return self.join(*arrays)[0] if self.join else arrays[0]
+
+
+def ends(source: NamedSharding, target: NamedSharding, aval: Any) -> Ends:
+    """How an array of ``source`` gets to have the layout ``target``."""
+    keys = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    shape = tuple(aval.shape)
+    found = way(source, target, shape)
+    cut, pieces, impl = _cut(source, aval, found.cuts, keys)
+    one = [n // j for n, j in zip(target.shard_shape(shape), found.joins, strict=True)]
+    parts = [n * size for n, size in zip(_parts(target, shape), one, strict=True)]
+    between = NamedSharding(_compat.auto(target.mesh), target.spec, memory_kind=target.memory_kind)
+    count = math.prod(found.joins)
+    rest = pieces[0].shape[len(shape) :]  # of the data of random keys
+    struct = jax.ShapeDtypeStruct((*parts, *rest), pieces[0].dtype, sharding=between)
+    join = _join(target, [struct] * count, found.joins, impl)
+    piece = jax.ShapeDtypeStruct((*one, *rest), struct.dtype)
+    return Ends(found, cut, join, piece, between if impl is not None or count > 1 else target, struct.shape)
+
+
+def _resharder(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[Any], Any]:
+    """A function of an array of ``source`` that gives it with the layout ``target``."""
+    both = ends(source, target, aval)
+    pieces = both.way.pieces
+    places = [SingleDeviceSharding(piece.target, memory_kind=target.memory_kind) for piece in pieces]
+
+    def reshard(x: Any) -> Any:
+        held = both.leave(x)
+        return both.arrive(jax.device_put([held[piece.cut][piece.source] for piece in pieces], places))
+
+    return reshard
+
+
+def _cut(source: NamedSharding, aval: Any, cuts: tuple[int, ...], keys: bool) -> tuple[Any, Sequence[Any], Any]:
+    """Program that cuts every shard, where one is needed, the types of the pieces, and the kind of random keys."""
+    if math.prod(cuts) == 1 and not keys:
+        return None, [aval], None
+    impl: list[Any] = []
+
+    def local(x: Any) -> list[Any]:
+        sizes = [n // c for n, c in zip(x.shape, cuts, strict=False)]
+        starts = itertools.product(*(range(c) for c in cuts))
+        return [x[tuple(slice(a * n, a * n + n) for a, n in zip(at, sizes, strict=True))] for at in starts]
+
+    mesh = _compat.auto(source.mesh)
+
+    def cut(x: Any) -> list[Any]:
+        if keys:
+            impl.append(jax.random.key_impl(x))
+            x = jax.random.key_data(x)
+        return jax.shard_map(local, mesh=mesh, in_specs=source.spec, out_specs=source.spec, check_vma=False)(x)
+
+    layout = NamedSharding(mesh, source.spec, memory_kind=source.memory_kind)
+    program, types = _compiled(cut, [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=layout)], mesh)
+    return program, types, impl[0] if keys else None
+
+
+def _join(target: NamedSharding, pieces: Sequence[Any], joins: tuple[int, ...], impl: Any) -> Any:
+    """Program that joins the pieces of every shard; None where there is one, and no random keys."""
+    if len(pieces) == 1 and impl is None:
+        return None
+    mesh = _compat.auto(target.mesh)
+
+    def local(*parts: Any) -> Any:
+        found = list(parts)
+        for d in reversed(range(len(joins))):
+            found = [jnp.concatenate(found[i : i + joins[d]], d) for i in range(0, len(found), joins[d])]
+        return found[0]
+
+    def join(*parts: Any) -> list[Any]:
+        specs = (target.spec,) * len(parts)
+        x = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=target.spec, check_vma=False)(*parts)
+        return [x if impl is None else jax.random.wrap_key_data(x, impl=impl)]
+
+    layout = NamedSharding(mesh, target.spec, memory_kind=target.memory_kind)
+    return _compiled(join, pieces, target.mesh, [layout])[0]
+
+
+def _compiled(fn: Any, args: Sequence[Any], mesh: Any, layouts: Any = None) -> tuple[Any, Sequence[Any]]:
+    """A program with its results on a mesh, where this process has a device of it, and their types."""
+    jitted = jax.jit(fn, out_shardings=layouts)
+    with _compat.abstract_mesh_context(mesh):
+        types = jax.eval_shape(fn, *args)
+        if not here(mesh.devices.flat):
+            return None, types
+        lowered = jitted.lower(*args)
+    return executables.finished(lowered.compile(), lowered, mesh, jitted), types

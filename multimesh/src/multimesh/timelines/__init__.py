@@ -1,0 +1,1 @@
+"""When what ran, as pictures: SVG, HTML and Perfetto."""

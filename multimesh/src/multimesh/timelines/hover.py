@@ -1,0 +1,62 @@
+"""What pictures say of a program or a transfer when somebody points at it."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from multimesh.core.text import amount
+
+if TYPE_CHECKING:
+    from multimesh.timelines.timeline import Hop, Span, Timeline
+
+_NOISE = 1e-6  # of the whole: a shorter gap is not called waiting
+
+
+def of_programs(timeline: Timeline) -> tuple[str, ...]:
+    """A few lines for each span: what it is, when it ran, what its submesh waited for, what was sent to and from it."""
+    arriving: dict[int, list[Hop]] = collections.defaultdict(list)
+    leaving: dict[int, list[Hop]] = collections.defaultdict(list)
+    for hop in timeline.transfers:
+        if hop.producer is not None:
+            leaving[hop.producer].append(hop)
+        for reader in hop.consumers:
+            arriving[reader].append(hop)
+    free = [0.0] * len(timeline.rows)
+    said = [""] * len(timeline.spans)
+    for number, span in sorted(enumerate(timeline.spans), key=lambda pair: (pair[1].start, pair[1].end)):
+        lines = [str(span) or "program", _when(timeline, span)]
+        waited = span.start - free[span.row]
+        if waited > _NOISE * timeline.makespan:
+            lines.append(f"after waiting {amount(waited, timeline.unit)}{_reason(timeline, arriving[number])}")
+        lines += [f"receives {_load(hop)} from {timeline.rows[hop.source]}" for hop in arriving[number]]
+        lines += [f"sends {_load(hop)} to {timeline.rows[hop.target]}" for hop in leaving[number]]
+        said[number] = "\n".join(dict.fromkeys(lines))
+        free[span.row] = max(free[span.row], span.end)
+    return tuple(said)
+
+
+def of_transfer(timeline: Timeline, hop: Hop) -> str:
+    """Where a transfer comes from, where it goes, when, and how many bytes it moves."""
+    lines = [f"{_load(hop)} from {timeline.rows[hop.source]} to {timeline.rows[hop.target]}", _when(timeline, hop)]
+    if hop.producer is not None:
+        lines.append(f"made by {timeline.spans[hop.producer]}")
+    lines += [f"read by {timeline.spans[reader]}" for reader in hop.consumers]
+    return "\n".join(lines)
+
+
+def _when(timeline: Timeline, thing: Span | Hop) -> str:
+    start, end, lasting = (amount(t, timeline.unit) for t in (thing.start, thing.end, thing.end - thing.start))
+    return f"{start} to {end} ({lasting})"
+
+
+def _load(hop: Hop) -> str:
+    return "arrays" if hop.nbytes is None else amount(hop.nbytes, "bytes")
+
+
+def _reason(timeline: Timeline, arriving: list[Hop]) -> str:
+    """The transfer that came last, by what made it."""
+    last = max(arriving, key=lambda hop: hop.end, default=None)
+    if last is None or last.producer is None:
+        return ""
+    return f" for {timeline.spans[last.producer]} of {timeline.rows[last.source]}"

@@ -1,0 +1,104 @@
+"""A timeline as Chrome-trace JSON, the Trace Event Format, which ``ui.perfetto.dev`` opens.
+
+One process with a thread for each submesh and for each direction of transfers; programs and transfers are complete
+events (``X``), an arrow leads from a program through its transfer to the program that reads it (``s``, ``t``, ``f``),
+and a counter (``C``) shows what is alive on each submesh.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multimesh.timelines.timeline import Hop, Span, Timeline
+
+_PID = 1
+_FIRST = 2  # thread of the first submesh: in Perfetto 0 is the idle thread, and 1 that of the process
+_TICK = 0.125  # microseconds; readers count nanoseconds, and cut off what a sum of other fractions leaves over
+_UNIT = 1000.0  # microseconds that stand for a unit of costs without one
+
+
+def trace(timeline: Timeline) -> str:
+    """JSON of a timeline; times without a unit are shown as milliseconds."""
+    scale = 1e6 if timeline.unit == "s" else _UNIT
+    lanes = sorted({(t.source, t.target) for t in timeline.transfers})
+    tids = {lane: _FIRST + len(timeline.rows) + n for n, lane in enumerate(lanes)}
+    events = [*_names(timeline, lanes), *_programs(timeline, scale), *_transfers(timeline, tids, scale)]
+    events += _counters(timeline, scale)
+    found = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"title": timeline.title, "note": timeline.note, "makespan": timeline.makespan},
+    }
+    return json.dumps(found, separators=(",", ":")) + "\n"
+
+
+def _names(timeline: Timeline, lanes: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", _PID, name=timeline.title)
+    names = [*timeline.rows, *(f"transfers {source} to {target}" for source, target in lanes)]
+    for tid, name in enumerate(names, _FIRST):
+        yield _metadata("thread_name", tid, name=name)
+        yield _metadata("thread_sort_index", tid, sort_index=tid)
+
+
+def _metadata(kind: str, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _PID, "tid": tid, "args": args}
+
+
+def _programs(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+    for span in timeline.spans:
+        if span.duration:
+            known = {"task": span.name, "stage": span.stage, "microbatch": span.microbatch}
+            args = {key: value for key, value in known.items() if value not in (None, "")}
+            yield _event("X", str(span), span.phases or "other", _FIRST + span.row, span.start * scale) | {
+                "dur": _us(span.end * scale) - _us(span.start * scale),
+                "args": args,
+            }
+
+
+def _transfers(timeline: Timeline, tids: dict[tuple[int, int], int], scale: float) -> Iterator[dict[str, Any]]:
+    number = 0
+    for transfer in timeline.transfers:
+        tid = tids[transfer.source, transfer.target]
+        name = f"to submesh {transfer.target}"
+        start, lasting = transfer.start * scale, transfer.end > transfer.start
+        if lasting:
+            args = {} if transfer.nbytes is None else {"bytes": transfer.nbytes}
+            yield (
+                _event("X", name, "transfer", tid, start)
+                | {"dur": _us((transfer.end - transfer.start) * scale)}
+                | {"args": args}
+            )
+        for made, read in _ends(timeline, transfer):
+            number += 1
+            flow = {"id": number}
+            last = max(made.start * scale, _us(made.end * scale) - _TICK)  # an arrow starts inside of its program
+            yield _event("s", name, "flow", _FIRST + made.row, last) | flow
+            if lasting:
+                yield _event("t", name, "flow", tid, start) | flow
+            yield _event("f", name, "flow", _FIRST + read.row, read.start * scale) | flow | {"bp": "e"}
+
+
+def _ends(timeline: Timeline, transfer: Hop) -> list[tuple[Span, Span]]:
+    """Program that made what is sent, and each that reads it; those that take no time are not shown."""
+    if transfer.producer is None or not timeline.spans[transfer.producer].duration:
+        return []
+    readers = (timeline.spans[reader] for reader in transfer.consumers)
+    return [(timeline.spans[transfer.producer], reader) for reader in readers if reader.duration]
+
+
+def _counters(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+    for row, steps in zip(timeline.rows, timeline.live, strict=False):
+        for time, alive in dict(steps).items():  # of several at one time the last
+            event = {"ph": "C", "name": f"live on {row}", "pid": _PID, "tid": _PID, "ts": _us(time * scale)}
+            yield event | {"args": {timeline.live_unit: alive}}
+
+
+def _event(ph: str, name: str, category: str, tid: int, ts: float) -> dict[str, Any]:
+    return {"ph": ph, "name": name, "cat": category, "pid": _PID, "tid": tid, "ts": _us(ts)}
+
+
+def _us(microseconds: float) -> float:
+    return round(microseconds / _TICK) * _TICK

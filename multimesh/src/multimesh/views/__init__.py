@@ -1,1 +1,0 @@
-"""Plans and their timelines for people: text, SVG pictures, and traces. They read data; no data class needs them."""
