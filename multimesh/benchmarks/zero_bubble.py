@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from multimesh.plan.forecast import simulate
 from multimesh.schedules import Auto, StageCosts
+from multimesh.schedules.simulate import simulate
 from multimesh.timelines.timeline import Timeline
 
 from multimesh import schedules

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.runtime import checkpoints, exchange
+from multimesh.processes import arrays
+from multimesh.runtime import checkpoints
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 
@@ -39,7 +40,7 @@ def state(stages: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
         }
         got[f"layer{n}"] = {k: on(mesh, value, spec) for k, (value, spec) in named.items()}
         layout = NamedSharding(mesh, P("data"))
-        got[f"layer{n}"]["key"] = exchange.place(jax.random.split(jax.random.key(n), 8), layout)
+        got[f"layer{n}"]["key"] = arrays.place(jax.random.split(jax.random.key(n), 8), layout)
     return got, want
 
 

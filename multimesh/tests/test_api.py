@@ -2,7 +2,6 @@
 
 import ast
 import collections
-import graphlib
 import importlib
 import re
 import subprocess
@@ -67,51 +66,6 @@ def test_each_public_name_may_be_the_first_that_is_used():
     rooms = {name: f"attribute:multimesh.{name} {name}:multimesh.{name}" for name in mm.__all__}
     rooms = {name: rooms[name] for name in ("distributed", "fft", "linalg", "schedules")}
     assert {name: modules for name, modules in found.items() if modules} == rooms
-
-
-def imported(path, modules, within=True):
-    """Modules of the library that a file imports at its top, or also within functions; not those of types only."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-        or (isinstance(node, ast.FunctionDef) and not within)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.ImportFrom) and node.module:
-            whole = {f"{node.module}.{alias.name}" for alias in node.names}
-            yield from whole & set(modules) or {node.module} & set(modules)
-        elif isinstance(node, ast.Import):
-            yield from {alias.name for alias in node.names} & set(modules)
-
-
-def import_graph(within=True):
-    root = Path(mm.__file__).parent
-    paths = {".".join(p.relative_to(root.parent).with_suffix("").parts): p for p in root.rglob("*.py")}
-    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
-    return {name: set(imported(path, modules, within)) - {name} for name, path in modules.items()}
-
-
-def test_no_module_imports_itself_through_others():
-    graph = import_graph()
-    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names them
-    for name in order:
-        print(f"{name}: {' '.join(sorted(graph[name]))}")
-    assert len(order) == len(graph)
-
-
-@pytest.mark.parametrize("data", ["plan.plan", "ir", "schedules", "passes.laying_out.planning"])
-def test_data_can_be_had_without_its_views(data):
-    graph, found, left = import_graph(within=False), set(), [f"multimesh.{data}"]
-    while left:
-        name = left.pop()
-        found.add(name)
-        left += graph[name] - found
-    assert not [name for name in found if name.startswith("multimesh.timelines")]
 
 
 def test_one_name_has_one_meaning():

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from auto import case, chosen
-from multimesh.plan.forecast import simulate
 from multimesh.schedules import Auto, StageCosts
 from multimesh.schedules.search import Found, Problem, search
+from multimesh.schedules.simulate import simulate
 from pipelines import submeshes
 
 import multimesh as mm

@@ -134,9 +134,9 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 
 
 def test_without_orbax_the_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "multimesh.runtime.checkpoints", None)
+    monkeypatch.setitem(sys.modules, "multimesh.processes.checkpoints", None)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    monkeypatch.delitem(sys.modules, "multimesh.runtime.checkpoints")
+    monkeypatch.delitem(sys.modules, "multimesh.processes.checkpoints")
     with pytest.raises(mm.MultiMeshError, match=r"mm\.distributed\.save needs a package: pip install orbax-checkpoint"):
         mm.distributed.save("ck", 1)
 

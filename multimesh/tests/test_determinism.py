@@ -100,7 +100,7 @@ def test_a_fingerprint_names_what_a_plan_does():
     ids=["set", "mapping", "function", "object", "float", "tuple"],
 )
 def test_text_without_addresses_and_orders(value, want):
-    from multimesh.plan.fingerprint import text
+    from multimesh.core.stable import text
 
     assert text(value) == want
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from multimesh.processes import watcher
+from multimesh.processes import initialize, watcher
 
 import multimesh as mm
-from multimesh import distributed
 
 START = """
 import os, sys, time
@@ -27,13 +26,14 @@ import multimesh as mm
 """
 JOIN = START + "job = mm.distributed.initialize(address, count, rank)\n"
 STEPS = """
+from multimesh.processes.initialize import count_step
 mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
 whole, parts = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("x")))
 x = jax.make_array_from_callback((count,), parts, lambda index: np.ones(1, np.float32))
 total = jax.jit(lambda x: x.sum(), out_shardings=whole)
 for step in range(100000):  # each waits for all
     total(x).block_until_ready()
-    mm.distributed.count_step()
+    count_step()
     if step == 3:
         print("ready", flush=True)
     if step == 5 and rank == count - 1:
@@ -123,7 +123,7 @@ def _named(rank, count=2):
 
 AGREE = """
 import jax.numpy as jnp
-from multimesh import fingerprint
+from multimesh.plan import fingerprint
 assert (job.launcher, job.rank, job.mode) == ("arguments", rank, "one process per device"), job
 mm.distributed.agree_on("words", ["the", "same"])
 
@@ -418,9 +418,9 @@ def test_devices_in_use_are_refused():
 def test_launchers_are_found(monkeypatch, environ, told):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert distributed._complete((None,) * 4, None, 1) == told
+    assert initialize._complete((None,) * 4, None, 1) == told
     explicit = ("n9:1", 8, 7, None)
-    assert distributed._complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
+    assert initialize._complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
 
 
 def test_one_process_gathers_what_it_has():
@@ -431,4 +431,4 @@ def test_one_process_gathers_what_it_has():
 
 def test_processes_may_dump_programs_to_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", '--a=1 --xla_dump_to="/two words/process-1" --b="c d"')
-    assert distributed._facts()["XLA_FLAGS"] == ["--a=1", '--b="c d"']
+    assert initialize._facts()["XLA_FLAGS"] == ["--a=1", '--b="c d"']

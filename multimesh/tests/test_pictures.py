@@ -12,7 +12,8 @@ from multimesh.commands import bubbles
 from multimesh.commands.bubbles import Shape
 from multimesh.schedules.costs import UNIT_COSTS
 from multimesh.timelines import hover, perfetto, svg
-from multimesh.timelines.timeline import Hop, Span, Timeline
+from multimesh.timelines.spans import Hop, Span
+from multimesh.timelines.timeline import Timeline
 
 import multimesh as mm
 

@@ -6,8 +6,8 @@ import pytest
 import zero_bubble
 from multimesh.commands import bubbles
 from multimesh.commands.bubbles import Shape
-from multimesh.plan.forecast import simulate
 from multimesh.schedules import Cell
+from multimesh.schedules.simulate import simulate
 
 import multimesh as mm
 from multimesh import schedules

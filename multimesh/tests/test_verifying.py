@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from multimesh.passes import pipeline, verifying
 from multimesh.passes.cutting.arrange import CutLoop, OrderedLoop
 from multimesh.passes.cutting.fragment import with_interfaces
-from multimesh.plan.plan import Instruction, Slot, Transfer
+from multimesh.plan.instructions import Instruction, Slot, Transfer
 
 import multimesh as mm
 from multimesh import ir

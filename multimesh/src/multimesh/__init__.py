@@ -1,37 +1,82 @@
 """MultiMesh for JAX: parts of one jitted function on different submeshes, on the JAX that everyone has.
 
-The names are those of `multimesh.api`, imported when the first of them is used. Until then JAX is not, so that commands
-can check flags and schedules, and set the variables that JAX reads, before.
+Each public name is listed below with the module that has it, which is imported when the name is first used. Until then
+JAX is not, so that commands can check flags and schedules, and set the variables that JAX reads, before.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from multimesh.errors import MultiMeshError as MultiMeshError
 from multimesh.errors import UsageError as UsageError
 
 if TYPE_CHECKING:
-    from multimesh.api import *  # noqa: F403
-    from multimesh.api import __all__ as __all__
+    from multimesh import distributed as distributed
+    from multimesh import fft as fft
+    from multimesh import linalg as linalg
+    from multimesh import schedules as schedules
+    from multimesh.frontend.jitted import Jitted as Jitted
+    from multimesh.frontend.jitted import jit as jit
+    from multimesh.frontend.layers import sequential as sequential
+    from multimesh.frontend.lowered import Compiled as Compiled
+    from multimesh.frontend.lowered import Lowered as Lowered
+    from multimesh.frontend.parallelize import parallelize as parallelize
+    from multimesh.marking.contexts import autoshard as autoshard
+    from multimesh.marking.contexts import context as context
+    from multimesh.marking.contexts import enable_fast_path as enable_fast_path
+    from multimesh.marking.contexts import enable_recomputation as enable_recomputation
+    from multimesh.marking.contexts import enable_task_fusion as enable_task_fusion
+    from multimesh.marking.contexts import ignore_transforms as ignore_transforms
+    from multimesh.marking.contexts import only_fuse_loop_tasks as only_fuse_loop_tasks
+    from multimesh.marking.flax_modules import scope_nnx as scope_nnx
+    from multimesh.marking.microbatching import microbatch as microbatch
+    from multimesh.marking.registrations import register_task as register_task
+    from multimesh.marking.tasks import task as task
+    from multimesh.marking.tasks import with_sharding_constraint as with_sharding_constraint
+    from multimesh.observe.memory import MemoryForecast as MemoryForecast
+    from multimesh.plan.instructions import Instruction as Instruction
+    from multimesh.plan.plan import Plan as Plan
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "frontend.jitted": ("Jitted", "jit"),
+    "frontend.layers": ("sequential",),
+    "frontend.lowered": ("Compiled", "Lowered"),
+    "frontend.parallelize": ("parallelize",),
+    "marking.contexts": (
+        "autoshard",
+        "context",
+        "enable_fast_path",
+        "enable_recomputation",
+        "enable_task_fusion",
+        "ignore_transforms",
+        "only_fuse_loop_tasks",
+    ),
+    "marking.flax_modules": ("scope_nnx",),
+    "marking.microbatching": ("microbatch",),
+    "marking.registrations": ("register_task",),
+    "marking.tasks": ("task", "with_sharding_constraint"),
+    "observe.memory": ("MemoryForecast",),
+    "plan.instructions": ("Instruction",),
+    "plan.plan": ("Plan",),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+_ROOMS = ("distributed", "fft", "linalg", "schedules")
+
+__all__ = sorted(["MultiMeshError", "UsageError", *_ROOMS, *_MODULE_OF])
+
 
 def __getattr__(name: str) -> Any:
-    if name != "__all__":
-        if name.startswith("__"):
-            raise AttributeError(f"module 'multimesh' has no attribute {name!r}")
-        if importlib.util.find_spec(f"multimesh.{name}") is not None:
-            return importlib.import_module(f"multimesh.{name}")
-    api = importlib.import_module("multimesh.api")
-    globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
-    if name not in globals():
+    if name in _ROOMS:
+        return importlib.import_module(f"multimesh.{name}")
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'multimesh' has no attribute {name!r}")
-    return globals()[name]
+    found = globals()[name] = getattr(importlib.import_module(f"multimesh.{_MODULE_OF[name]}"), name)
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    return sorted({*globals(), *__all__})

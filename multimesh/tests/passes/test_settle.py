@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from multimesh.ir.primitives import is_small
 from multimesh.passes.cutting.fragment import fragment
-from multimesh.passes.cutting.stages import in_order, stages
+from multimesh.passes.cutting.stages import stages
 from multimesh.passes.placing.mincut import SINK, SOURCE, Cut
-from multimesh.passes.placing.owners import is_small
 from multimesh.passes.placing.place import place
+from multimesh.passes.placing.route import in_order
 from programs import loops, ones, separated
 
 import multimesh as mm

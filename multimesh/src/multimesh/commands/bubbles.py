@@ -8,8 +8,8 @@ from typing import Any
 
 from multimesh import schedules
 from multimesh.core.text import columns
-from multimesh.plan.forecast import simulate, sizes
 from multimesh.schedules.costs import CLOSE, UNIT_COSTS, checked, cost
+from multimesh.schedules.simulate import simulate, sizes
 from multimesh.timelines.timeline import Timeline
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from multimesh.core import _compat
+from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -110,4 +112,33 @@ def check_dtype(what: str, *arrays: Any) -> None:
         if jnp.dtype(x.dtype) not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
             raise UsageError(
                 f"{what}: works in float32, float64, complex64 or complex128, got {x.dtype}; convert it with .astype"
+            )
+
+
+def stripped(spec: P) -> P:
+    """The spec without trailing entries that say nothing."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def check_fits(what: str, shape: Sequence[int], spec: P, mesh: Mesh) -> None:
+    """Refuse a layout that an array can't have on a submesh, as ``jax.jit`` does; axes of other submeshes say nothing.
+
+    Raises
+    ------
+    UsageError
+        Where the spec has more entries than the array has dimensions, or its axes do not divide one of them.
+    """
+    if len(spec) > len(shape):
+        raise UsageError(
+            f"{what} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them"
+        )
+    for dim, (size, axes) in enumerate(zip(shape, map(axes_of, spec), strict=False)):
+        ways = math.prod(mesh.shape.get(axis, 1) for axis in axes)
+        if size % ways:
+            raise UsageError(
+                f"{what} has {size} rows in dimension {dim}, and {spec} divides them among {ways} devices of "
+                f"{describe(mesh)}; give a multiple of {ways} rows, or None for this dimension"
             )

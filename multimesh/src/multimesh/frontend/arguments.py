@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,8 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import SequenceKey
 
 from multimesh.core import _compat, checks
-from multimesh.core.specs import axes_of
-from multimesh.core.submesh import describe
+from multimesh.core.specs import stripped
 from multimesh.errors import UsageError
 
 
@@ -201,38 +199,9 @@ def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
     return None if or_none else PartitionSpec()
 
 
-def stripped(spec: PartitionSpec) -> PartitionSpec:
-    """The spec without trailing entries that say nothing."""
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
     """Partition spec per leaf of a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
     return [s.spec if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
-
-
-def check_fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:
-    """Refuse a layout that an array can't have on a submesh, as ``jax.jit`` does; axes of other submeshes say nothing.
-
-    Raises
-    ------
-    UsageError
-        Where the spec has more entries than the array has dimensions, or its axes do not divide one of them.
-    """
-    if len(spec) > len(shape):
-        raise UsageError(
-            f"{what} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them"
-        )
-    for dim, (size, axes) in enumerate(zip(shape, map(axes_of, spec), strict=False)):
-        ways = math.prod(mesh.shape.get(axis, 1) for axis in axes)
-        if size % ways:
-            raise UsageError(
-                f"{what} has {size} rows in dimension {dim}, and {spec} divides them among {ways} devices of "
-                f"{describe(mesh)}; give a multiple of {ways} rows, or None for this dimension"
-            )
 
 
 def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:

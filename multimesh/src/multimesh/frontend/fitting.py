@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from multimesh import distributed
 from multimesh.core.text import amount
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import uncollected
@@ -17,6 +16,7 @@ from multimesh.observe.memory import MemoryForecast, forecast
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Pass, Traced
 from multimesh.plan.plan import Plan
+from multimesh.processes import agree
 from multimesh.schedules import Auto, Choice, Schedule, get
 from multimesh.schedules.auto import FOUND
 
@@ -135,7 +135,7 @@ def _usual(made: Made, again: Callable[[Schedule], Made | None]) -> float:
 
 def _memory_of(plan: Plan) -> float | None:
     """Bytes of the smallest device, where they say; None of several processes, which must all choose the same."""
-    if distributed.several():
+    if agree.several():
         return None
     devices = [device for mesh in plan.submeshes for device in mesh.devices.flat]
     known = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat, checks
-from multimesh.core.specs import axes_of
+from multimesh.core.keeping import kept, weak
+from multimesh.core.specs import axes_of, check_fits, stripped
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.errors import MultiMeshError, UsageError
@@ -25,20 +26,18 @@ from multimesh.frontend.arguments import (
     Parameters,
     Signature,
     abstract,
-    check_fits,
     is_sharding,
     leaf_names,
     memory_kinds,
     per_leaf,
     replaced,
     spec_of,
-    stripped,
 )
-from multimesh.frontend.cache import Cache, Recent, kept, matching, traits, weak
+from multimesh.frontend.cache import Cache, Recent, matching, traits
 from multimesh.frontend.fitting import Made, fitted
 from multimesh.frontend.lowered import Compiled, Lowered, Plain, TracedFunction, not_exported
 from multimesh.frontend.transforms import Call
-from multimesh.marking import contexts, marks
+from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
 from multimesh.marking.tracing import partitioning, recorded, uncollected
 from multimesh.passes import pipeline
@@ -55,7 +54,7 @@ class _Context(NamedTuple):
     """What a trace depends on beside the arguments."""
 
     options: Options
-    registrations: tuple[marks.Registration, ...]
+    registrations: tuple[registrations.Registration, ...]
     jax: Any
 
 
@@ -165,7 +164,7 @@ class Jitted:
         options = contexts.current()
         if self._autoshard:
             options = contexts.autosharded(options)
-        return _Context(options, marks.registrations(), _compat.trace_context())
+        return _Context(options, registrations.in_force(), _compat.trace_context())
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from multimesh.core import _compat, checks
 from multimesh.errors import UsageError
+from multimesh.ir.flops import of_program
 from multimesh.marking.tasks import task
-from multimesh.passes.cutting.estimate import of_program
 from multimesh.schedules import LayerCosts, Partition, partition
 from multimesh.schedules.partitioning import cut
 

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh import distributed
 from multimesh.core import _compat, checks
+from multimesh.core.specs import stripped
 from multimesh.errors import UsageError
-from multimesh.frontend.arguments import abstract, stripped
+from multimesh.frontend.arguments import abstract
 from multimesh.marking.tracing import uncollected
 from multimesh.observe.memory import MemoryForecast, forecast
 from multimesh.observe.profile import Profile, profile
@@ -22,6 +22,7 @@ from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Pass, Traced
 from multimesh.plan import fingerprint
 from multimesh.plan.plan import Plan
+from multimesh.processes import agree
 from multimesh.runtime.compiling import CompiledPlan, compile_plan
 from multimesh.runtime.project import processes
 from multimesh.runtime.runner import PartRunner, Runner
@@ -109,10 +110,10 @@ class Lowered:
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile every program, several at a time. Options go to XLA as they are."""
         with _compat.without_mesh():
-            if not distributed.several():
+            if not agree.several():
                 return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))
             spans = len(frozenset().union(*processes(self.plan))) > 1
-            number = distributed.agree_on_plan(self.name, fingerprint.lines(self.plan)) if spans else None
+            number = agree.agree_on_plan(self.name, fingerprint.lines(self.plan)) if spans else None
             compiled = compile_plan(self.plan, compiler_options)
             return Compiled(self, PartRunner(compiled, self.names, self.name, number))
 

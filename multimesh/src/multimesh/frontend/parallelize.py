@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from multimesh.core import _compat
-from multimesh.distributed import several
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.frontend.jitted import Jitted
 from multimesh.frontend.lowered import Compiled
 from multimesh.marking import contexts
-from multimesh.runtime import exchange
-from multimesh.runtime.transport import here
+from multimesh.processes import arrays
+from multimesh.processes.agree import several
+from multimesh.processes.arrays import here
 
 Make = Callable[[], Any]
 
@@ -127,13 +127,13 @@ class _Maker:
         tree = jax.tree.structure(self.shapes)
         if self._closed is None:
             given, layouts = self._called(), jax.tree.unflatten(tree, shardings)
-            return jax.tree.map(exchange.place, given, layouts) if several() else jax.device_put(given, layouts)
+            return jax.tree.map(arrays.place, given, layouts) if several() else jax.device_put(given, layouts)
         leaves: list[Any] = [None] * tree.num_leaves
         for i, (shape, sharding) in enumerate(zip(jax.tree.leaves(self.shapes), shardings, strict=True)):
             if not here(sharding.device_set):
-                leaves[i] = exchange.absent(shape, sharding)
+                leaves[i] = arrays.absent(shape, sharding)
         for i, held in _compat.captured(self._closed).items():
-            leaves[i] = exchange.place(held, shardings[i])
+            leaves[i] = arrays.place(held, shardings[i])
         for program, positions in self._programs(shardings):
             for i, leaf in zip(positions, program(), strict=True):
                 leaves[i] = leaf

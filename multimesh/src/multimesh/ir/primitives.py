@@ -402,3 +402,18 @@ _ACROSS = frozenset(
     for name in ("optimization_barrier", "rev", "cumsum", "cumlogsumexp", "cummax", "cumprod")
     if name in _compat.PRIMITIVES
 )
+
+
+_KEY = 4  # elements of the largest PRNG key; scalars and keys are copied rather than owned
+
+
+def is_small(value: ir.Value) -> bool:
+    """Whether a value is a scalar or a PRNG key: it goes wherever it is read and attracts nothing."""
+    return value.aval.size <= _KEY
+
+
+def halves(op: ir.Op, given: ir.Value) -> bool:
+    """Whether an operation takes at most half of an operand, as a slice of stacked weights."""
+    return 2 * sum(o.aval.size for o in op.outs) <= given.aval.size or (
+        op.prim.name == "split" and all(2 * o.aval.size <= given.aval.size for o in op.outs)
+    )

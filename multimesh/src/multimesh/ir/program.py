@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from multimesh.core import _compat
 from multimesh.core.submesh import Placement
-from multimesh.marking.marks import LoopMark
 
 _numbers = itertools.count()
 
@@ -92,6 +91,18 @@ class Carry:
     out: Value
     init: Any
     leaf: Atom
+
+
+@dataclass(frozen=True)
+class LoopMark:
+    """What ``microbatch`` was asked for: number of microbatches and schedule, where, and with a state or not."""
+
+    count: int
+    schedule: Any
+    num_stages: int | None = None
+    interleave: int = 1
+    where: str = ""
+    carries: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,3 +199,9 @@ def live(items: Iterable[AnyItem], wanted: Iterable[Atom]) -> list[AnyItem]:
             needed.update(item.after if isinstance(item, Op) else ())
     kept.reverse()
     return kept
+
+
+def all_ops(program: Program) -> Iterator[Op]:
+    """Operations of a program and of the bodies of its loops, in order."""
+    for item in program.items:
+        yield from item.ops if isinstance(item, Loop) else (item,)

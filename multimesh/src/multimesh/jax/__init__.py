@@ -5,7 +5,7 @@ The same names, plus those that only the original has; what the two write in ano
 
 from multimesh import *  # noqa: F403
 from multimesh import __all__ as _here
-from multimesh.original import *  # type: ignore[assignment]  # noqa: F403
+from multimesh.original import *  # noqa: F403
 from multimesh.original import __all__ as _original
 
 __all__ = sorted({*_here, *_original})

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import jax
 
-from multimesh import distributed
 from multimesh.core import _compat
+from multimesh.processes import agree
 
 ROUNDS = 40  # questions to process 0
 _BEST = 10  # of them, those with the fastest answers count
@@ -34,9 +34,9 @@ def offset(name: str) -> Offset:
     A process asks process 0 for its time through JAX's key-value store, and takes it to have been read in the middle
     between question and answer. That is wrong by at most half of what the answer took.
     """
-    store, patience = _compat.key_value_store(), int(1000 * distributed.WAIT)
+    store, patience = _compat.key_value_store(), int(1000 * agree.WAIT)
     me, key = jax.process_index(), f"multimesh/clock/{name}"
-    distributed.barrier(f"clock/{name}")
+    agree.barrier(f"clock/{name}")
     found = [(0.0, 0.0)]
     if me == 0:
         for asking in (f"{key}/{rank}/{i}" for rank in range(1, jax.process_count()) for i in range(ROUNDS)):
@@ -51,5 +51,5 @@ def offset(name: str) -> Offset:
             end = now()
             found.append((end - start, theirs - (start + end) / 2))
     best = sorted(found)[:_BEST]
-    distributed.forget(f"clock/{name}")
+    agree.forget(f"clock/{name}")
     return Offset(statistics.median(ahead for _, ahead in best), best[-1][0] / 2)

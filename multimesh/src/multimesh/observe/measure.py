@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 
-from multimesh import distributed
 from multimesh.core import _compat
 from multimesh.observe import clocks
 from multimesh.plan.forecast import Times, timed
-from multimesh.plan.plan import Plan, Transfer
+from multimesh.plan.instructions import Transfer
+from multimesh.plan.plan import Plan
+from multimesh.processes import agree
 from multimesh.runtime.project import Step, processes, steps
 from multimesh.runtime.runner import Runner, copied
 from multimesh.runtime.transport import Call, Transport
@@ -138,7 +139,7 @@ class Together:
             [[n, *(time + offset.seconds for time in times)] for n, times in found]
             for found in (seen.runs.items(), ((n, [at]) for n, at in seen.sent.items()), seen.got.items())
         ]
-        told = [json.loads(said) for said in distributed.exchanged(name, json.dumps([offset.error, *shifted]).encode())]
+        told = [json.loads(said) for said in agree.exchanged(name, json.dumps([offset.error, *shifted]).encode())]
         every = [
             Seen({n: (a, b) for n, a, b in runs}, dict(sent), {n: (a, b) for n, a, b in got})
             for _, runs, sent, got in told
@@ -206,7 +207,7 @@ class Together:
             arrival.result()
             store.key_value_set(f"multimesh/{name}/{self._me}", "")
         for rank in receivers:
-            store.blocking_key_value_get(f"multimesh/{name}/{rank}", int(1000 * distributed.WAIT))
+            store.blocking_key_value_get(f"multimesh/{name}/{rank}", int(1000 * agree.WAIT))
 
     def call(self, args: Sequence[Any]) -> float:
         """Seconds from the first process's start of an ordinary call to the last one's end."""
@@ -214,7 +215,7 @@ class Together:
         name = f"{self._name}/{next(self._rounds)}"
         ahead = clocks.offset(name).seconds
         own = [time + ahead for time in _called(self._runner, copies)]
-        every = [json.loads(said) for said in distributed.exchanged(name, json.dumps(own).encode())]
+        every = [json.loads(said) for said in agree.exchanged(name, json.dumps(own).encode())]
         return float(max(end for _, end in every) - min(start for start, _ in every))
 
 

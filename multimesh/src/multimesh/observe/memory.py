@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from multimesh import ir
 from multimesh.ir.primitives import known as facts
 from multimesh.passes.laying_out.propagate import Inner, Known, kernel_axes, ways
-from multimesh.plan.plan import Instruction, Plan
+from multimesh.plan.instructions import Instruction
+from multimesh.plan.plan import Plan
 
 
 @dataclass(frozen=True)

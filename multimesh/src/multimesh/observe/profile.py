@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from multimesh import distributed
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.observe.measure import Alone, Run, Together
 from multimesh.plan.forecast import assembled, forecast, timed
+from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
+from multimesh.processes import agree
 from multimesh.runtime import exchange
 from multimesh.runtime.project import processes
 from multimesh.runtime.runner import Runner
 from multimesh.schedules import Auto
-from multimesh.schedules.costs import Costs, stage_costs_of
 from multimesh.timelines.timeline import Timeline
 
 
@@ -125,7 +125,7 @@ class Profile:
 
 def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
     """Run a compiled plan; see `multimesh.frontend.lowered.Compiled.profile`."""
-    plan, several = runner.compiled.plan, distributed.several()
+    plan, several = runner.compiled.plan, agree.several()
     with exchange.turn:
         measure = Together(runner) if several else Alone(runner)
         runs = [measure.run(args) for _ in range(repeats + 1)][1:]  # in the first, caches are filled

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from multimesh.core.submesh import make_task
 from multimesh.errors import UsageError
-from multimesh.marking import marks, microbatching
+from multimesh.marking import microbatching, registrations
 from multimesh.marking import tasks as here
 from multimesh.original.meshes import Entered, Task, TaskMesh, put_in_force, registration
 from multimesh.original.shardings import with_sharding_constraint
@@ -128,7 +128,7 @@ def register_task(
     device_axes: Sequence[str] | None = None,
     logical_axes: Any = None,
     task: Task | None = None,
-) -> marks.Registration:
+) -> registrations.Registration:
     """`multimesh.register_task` with the original's arguments.
 
     Parameters
@@ -211,7 +211,7 @@ def _shaped(regex: str, devices: Any, dims: Sequence[int] | None) -> Any:
 
 def clear_tasks() -> None:
     """End every registration; tasks of a `MultiMesh` in force too, until it is entered again."""
-    for made in marks.registrations():
+    for made in registrations.in_force():
         if not isinstance(made, Entered):
             made.remove()
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from multimesh.core import submesh
 from multimesh.errors import UsageError
-from multimesh.marking import contexts, marks
+from multimesh.marking import contexts, registrations
 
 Pairs = Sequence[tuple[str, str]]
 _NOTHING = re.compile("(?!)")  # matches no scope
@@ -109,7 +109,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Entered(marks.Registration):
+class Entered(registrations.Registration):
     """Matches nothing; tells `multimesh.jit` and `Task` which `MultiMesh` is in force."""
 
     mesh: Mesh | None = None
@@ -117,7 +117,7 @@ class Entered(marks.Registration):
 
 
 def _innermost() -> MultiMesh | None:
-    return next((r.owner for r in marks.registrations() if isinstance(r, Entered)), None)
+    return next((r.owner for r in registrations.in_force() if isinstance(r, Entered)), None)
 
 
 def _global_mesh(name: str) -> MultiMesh:
@@ -158,7 +158,7 @@ class MultiMesh(contextlib.ContextDecorator):
                 raise UsageError(f"MultiMesh: axis_sizes={shape} and axis_names={axis_names} for {grid.size} devices")
             global_mesh = Mesh(grid.reshape(shape), tuple(axis_names))
         self.global_mesh = global_mesh
-        self._registered: list[marks.Registration] = []
+        self._registered: list[registrations.Registration] = []
         self._open: list[tuple[Entered, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -186,14 +186,14 @@ class MultiMesh(contextlib.ContextDecorator):
         made = registration(matcher, callback=callback, task=task)
         self._registered.append(made)
         if self._open:
-            marks.add(made)
+            registrations.add(made)
 
     def __enter__(self) -> MultiMesh:
         options = contexts.autoshard(True)
         options.__enter__()
-        self._open.append((marks.add(Entered(_NOTHING, mesh=self.global_mesh, owner=self)), options))
+        self._open.append((registrations.add(Entered(_NOTHING, mesh=self.global_mesh, owner=self)), options))
         for made in self._registered:
-            marks.add(made)
+            registrations.add(made)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -205,7 +205,7 @@ class MultiMesh(contextlib.ContextDecorator):
 
 
 @dataclass(frozen=True)
-class _Registered(marks.Registration):
+class _Registered(registrations.Registration):
     """A registration whose callback answers as the original's do: with a `Task`, or with a range and a name."""
 
     def _place(self, answer: Any, label: str, devices: tuple[jax.Device, ...]) -> submesh.Placement:
@@ -223,7 +223,7 @@ def registration(
     dims: tuple[int, ...] | None = None,
     device_axes: tuple[str, ...] | None = None,
     logical_axes: Pairs = (),
-) -> marks.Registration:
+) -> registrations.Registration:
     """Registration of a callback, a `Task` or a fixed task, not in force yet; a pattern without a group is one."""
     if fixed is None and (callback is None) == (task is None):
         raise UsageError(f"register_task({matcher!r}): give either callback= or task=, not both or neither")
@@ -243,9 +243,9 @@ class _Always:
         return self.task
 
 
-def put_in_force(made: marks.Registration) -> None:
+def put_in_force(made: registrations.Registration) -> None:
     """Add a registration to the `MultiMesh` in force, so that it ends with it; else for good."""
     owner = _innermost()
     if owner is not None:
         owner._registered.append(made)
-    marks.add(made)
+    registrations.add(made)

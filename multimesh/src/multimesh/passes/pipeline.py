@@ -14,8 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.ir.program import LoopMark
 from multimesh.marking.contexts import Options
-from multimesh.marking.marks import LoopMark
 from multimesh.passes import verifying
 from multimesh.passes.cutting.arrange import arrange, cut
 from multimesh.passes.laying_out.autoshard import derive

@@ -6,13 +6,10 @@ import collections
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
-
-if TYPE_CHECKING:
-    from multimesh.plan.plan import Instruction, Plan
+from multimesh.plan.instructions import Instruction, PlanData
 
 _NARROWEST = 40
 _ROWS = 24  # submeshes that are shown; of more, the first and the last
@@ -21,7 +18,7 @@ _NAME = 14  # characters of the name of a program outside of loops
 _KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one program"}
 
 
-def text(plan: Plan, width: int | None = None) -> str:
+def text(plan: PlanData, width: int | None = None) -> str:
     """Submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal.
 
     A line that is too long shows its first and last programs, and how many there are between.
@@ -56,7 +53,7 @@ def text(plan: Plan, width: int | None = None) -> str:
     return "\n".join([*lines, *_middle(rows, "submeshes"), *chosen])
 
 
-def _held(plan: Plan) -> str:
+def _held(plan: PlanData) -> str:
     """Arguments that lie on several submeshes, by their number among the leaves; the largest first."""
     on: dict[int, list[int]] = collections.defaultdict(list)
     size: dict[int, int] = {}
@@ -69,7 +66,7 @@ def _held(plan: Plan) -> str:
     return f"arguments on several submeshes: {'; '.join([*named, *more])}" if several else ""
 
 
-def _legend(plan: Plan, several: bool) -> str:
+def _legend(plan: PlanData, several: bool) -> str:
     """What the cells say, for the kinds that there are."""
     present = {plan.shown(step) for step in plan.instructions if step.kind == "RUN" and step.phase}
     number = "s.m" if several else "m"
@@ -78,7 +75,7 @@ def _legend(plan: Plan, several: bool) -> str:
     return f"{kinds}, of {'stage s, ' if several else ''}microbatch m" if kinds else ""
 
 
-def _cell(plan: Plan, step: Instruction, several: bool) -> str:
+def _cell(plan: PlanData, step: Instruction, several: bool) -> str:
     if step.phase is None:
         return _cut(step.task or plan.kernels[step.kernel or 0].name, _NAME)
     return f"{plan.shown(step)}{f'{step.stage}.' if several else ''}{step.microbatch}"

@@ -19,7 +19,8 @@ from multimesh.core import _compat, checks
 from multimesh.errors import MultiMeshError
 from multimesh.ir.evaluate import evaluate
 from multimesh.passes.laying_out.transposes import fold_transposes
-from multimesh.plan.plan import Instruction, Kernel, Plan
+from multimesh.plan.instructions import Instruction, Kernel
+from multimesh.plan.plan import Plan
 from multimesh.runtime import executables
 
 

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from multimesh import distributed
 from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
+from multimesh.processes import agree
+from multimesh.processes.arrays import absent, here
 from multimesh.runtime.project import Parcel, Route, by_devices, routes
-from multimesh.runtime.transport import Ends, ends, here
+from multimesh.runtime.transport import Ends, ends
 
 Key = tuple[int, int, int]  # plan, run, call
 Pieces = dict[Parcel, Any]
@@ -75,7 +76,7 @@ class Pull:
     @functools.cache  # noqa: B019 - lives as long as the process
     def _peer(self, process: int) -> Any:
         store = _compat.key_value_store()
-        address = store.blocking_key_value_get(f"multimesh/transfer/{process}", int(1000 * distributed.WAIT))
+        address = store.blocking_key_value_get(f"multimesh/transfer/{process}", int(1000 * agree.WAIT))
         return self._server.connect(address)
 
     def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
@@ -224,25 +225,6 @@ def _with(x: Any, layout: NamedSharding) -> Any:
     if x.sharding == layout:
         return x
     return jax.make_array_from_single_device_arrays(x.shape, layout, [x])
-
-
-def absent(aval: Any, layout: Any) -> Any:
-    """An array of which this process has no shard."""
-    return jax.make_array_from_single_device_arrays(tuple(aval.shape), layout, [], dtype=aval.dtype)
-
-
-def place(x: Any, layout: NamedSharding) -> Any:
-    """A value that every process has, with a layout; no process hears of another."""
-    if not here(layout.device_set):
-        return absent(jax.typeof(x), layout)
-    if layout.is_fully_addressable:
-        return jax.device_put(x, layout)
-    if jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
-        data = place(jax.random.key_data(x), NamedSharding(layout.mesh, layout.spec))
-        wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
-        return jax.jit(wrap, out_shardings=layout)(data)
-    host = np.asarray(x, dtype=jax.typeof(x).dtype)
-    return jax.make_array_from_callback(host.shape, layout, lambda index: host[index], dtype=host.dtype)
 
 
 class Exchange:

@@ -13,16 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from multimesh import distributed
 from multimesh.core import _compat
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
 from multimesh.plan import fingerprint
-from multimesh.plan.plan import Instruction, Plan
+from multimesh.plan.instructions import Instruction
+from multimesh.plan.plan import Plan
+from multimesh.processes import agree
+from multimesh.processes.arrays import absent, here, place
+from multimesh.processes.initialize import count_step
 from multimesh.runtime import exchange
 from multimesh.runtime.compiling import CompiledPlan, first_invalid
 from multimesh.runtime.project import Step, owner, processes, project
-from multimesh.runtime.transport import Transport, here
+from multimesh.runtime.transport import Transport
 
 _Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -205,16 +208,16 @@ class PartRunner(Runner):
         super().__init__(compiled, names)
         for slot in kept:
             if not here(compiled.layouts[slot].device_set):
-                self._blank[slot] = exchange.absent(plan.slots[slot], compiled.layouts[slot])
+                self._blank[slot] = absent(plan.slots[slot], compiled.layouts[slot])
         if number is not None:
-            distributed.barrier(f"plan {number} is compiled")
+            agree.barrier(f"plan {number} is compiled")
 
     @property
     def _shared(self) -> exchange.Exchange:
         """The exchange with other processes, which agree on the plan of one process when first they have part in it."""
         if self._exchange is None:
             plan = self.compiled.plan
-            number = distributed.agree_on_plan(self._name, fingerprint.lines(plan))
+            number = agree.agree_on_plan(self._name, fingerprint.lines(plan))
             self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
         return self._exchange
 
@@ -222,11 +225,11 @@ class PartRunner(Runner):
         """See `Runner`."""
         with exchange.turn:
             results = super().__call__(args, moved)
-            distributed.count_step()
+            count_step()
             return results
 
     def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
-        return [exchange.place(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
+        return [place(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
 
     def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
         return self._moved_to(len(self._inputs) + position, result, layout)
@@ -271,7 +274,7 @@ class PartRunner(Runner):
             return False
         places = (f"{name} {fingerprint.text(s)}" for name, s in zip(self._names, sources, strict=True))
         number = sum(self._sources.values())
-        distributed.agree_on(f"arguments of plan {self._shared.plan}, {number}", places)
+        agree.agree_on(f"arguments of plan {self._shared.plan}, {number}", places)
         return True
 
     def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
@@ -280,13 +283,13 @@ class PartRunner(Runner):
         if source == layout:
             return x
         if source is None:
-            return exchange.place(x, layout)
+            return place(x, layout)
         key = (number, source, layout)
         if key not in self._known:
             first = len(self.compiled.plan.instructions)  # after the numbers of all steps
             self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True])
         (result,) = self._known[key](x)
-        return exchange.absent(x, layout) if result is None else result
+        return absent(x, layout) if result is None else result
 
 
 def _is_placed(x: Any) -> bool:

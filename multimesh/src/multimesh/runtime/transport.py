@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from multimesh.core import _compat
+from multimesh.processes.arrays import here
 from multimesh.runtime import executables
 
 Call = Callable[..., Sequence[Any]]
@@ -81,11 +82,6 @@ def _places(
     """Places in the grid of the pieces of a shard, the last dimension first."""
     starts = [(part.start or 0) * g // max(1, n) for part, n, g in zip(index, shape, grid, strict=True)]
     return list(itertools.product(*(range(a, a + count) for a, count in zip(starts, counts, strict=True))))
-
-
-def here(devices: Iterable[jax.Device]) -> bool:
-    """Whether one of them is of this process."""
-    return any(device.process_index == jax.process_index() for device in devices)
 
 
 class Transport:

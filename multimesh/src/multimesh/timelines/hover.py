@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
 
 from multimesh.core.text import amount
-
-if TYPE_CHECKING:
-    from multimesh.timelines.timeline import Hop, Span, Timeline
+from multimesh.timelines.spans import Hop, Span, Spans
 
 _NOISE = 1e-6  # of the whole: a shorter gap is not called waiting
 
 
-def of_programs(timeline: Timeline) -> tuple[str, ...]:
+def of_programs(timeline: Spans) -> tuple[str, ...]:
     """A few lines for each span: what it is, when it ran, what its submesh waited for, what was sent to and from it."""
     arriving: dict[int, list[Hop]] = collections.defaultdict(list)
     leaving: dict[int, list[Hop]] = collections.defaultdict(list)
@@ -36,7 +33,7 @@ def of_programs(timeline: Timeline) -> tuple[str, ...]:
     return tuple(said)
 
 
-def of_transfer(timeline: Timeline, hop: Hop) -> str:
+def of_transfer(timeline: Spans, hop: Hop) -> str:
     """Where a transfer comes from, where it goes, when, and how many bytes it moves."""
     lines = [f"{_load(hop)} from {timeline.rows[hop.source]} to {timeline.rows[hop.target]}", _when(timeline, hop)]
     if hop.producer is not None:
@@ -45,7 +42,7 @@ def of_transfer(timeline: Timeline, hop: Hop) -> str:
     return "\n".join(lines)
 
 
-def _when(timeline: Timeline, thing: Span | Hop) -> str:
+def _when(timeline: Spans, thing: Span | Hop) -> str:
     start, end, lasting = (amount(t, timeline.unit) for t in (thing.start, thing.end, thing.end - thing.start))
     return f"{start} to {end} ({lasting})"
 
@@ -54,7 +51,7 @@ def _load(hop: Hop) -> str:
     return "arrays" if hop.nbytes is None else amount(hop.nbytes, "bytes")
 
 
-def _reason(timeline: Timeline, arriving: list[Hop]) -> str:
+def _reason(timeline: Spans, arriving: list[Hop]) -> str:
     """The transfer that came last, by what made it."""
     last = max(arriving, key=lambda hop: hop.end, default=None)
     if last is None or last.producer is None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from html import escape
 from importlib import resources
-from typing import TYPE_CHECKING
 
+from multimesh.timelines.spans import Spans
 from multimesh.timelines.svg import draw
 
-if TYPE_CHECKING:
-    from multimesh.timelines.timeline import Timeline
 
-
-def page(timeline: Timeline) -> str:
+def page(timeline: Spans) -> str:
     """HTML of a timeline; see `multimesh.Plan.to_html`."""
     frame = (resources.files("multimesh.timelines") / "page.html").read_text(encoding="utf-8")
     return frame.replace("TITLE", escape(timeline.title), 1).replace("<!-- PICTURE -->", draw(timeline), 1)

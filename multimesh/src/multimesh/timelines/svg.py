@@ -13,13 +13,10 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
 from multimesh.core.text import amount
 from multimesh.timelines import hover
-
-if TYPE_CHECKING:
-    from multimesh.timelines.timeline import Span, Timeline
+from multimesh.timelines.spans import Span, Spans
 
 _COLOURS = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "": "#8a8f98"}
 _MEANING = {
@@ -55,7 +52,7 @@ _STYLE = """\
 }}"""
 
 
-def draw(timeline: Timeline) -> str:
+def draw(timeline: Spans) -> str:
     """SVG of a timeline; see `multimesh.Plan.to_svg`."""
     return "\n".join(_Picture(timeline).lines()) + "\n"
 
@@ -64,7 +61,7 @@ def draw(timeline: Timeline) -> str:
 class _Picture:
     """Geometry and parts of one picture."""
 
-    timeline: Timeline
+    timeline: Spans
 
     @functools.cached_property
     def plot(self) -> float:
@@ -258,7 +255,7 @@ def _swatch(kind: str, x: float, y: float) -> str:
     return f'<rect class="{kind or "O"}" {box.format(14)}/>'
 
 
-def summary(timeline: Timeline) -> str:
+def summary(timeline: Spans) -> str:
     """The picture in words, for those who do not see it."""
     rows = [
         f"{name} computes {amount(busy, timeline.unit)} and is idle for {amount(idle, timeline.unit)} "
@@ -268,7 +265,7 @@ def summary(timeline: Timeline) -> str:
     return f"{timeline.total}. {'; '.join(rows)}."
 
 
-def _scale(timeline: Timeline) -> tuple[float, str]:
+def _scale(timeline: Spans) -> tuple[float, str]:
     if timeline.unit != "s":
         return 1.0, timeline.unit
     _, unit = amount(timeline.makespan, "s").split()

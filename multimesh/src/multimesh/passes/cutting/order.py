@@ -14,7 +14,7 @@ from multimesh import ir, schedules
 from multimesh.core import _compat
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError, internal_error
-from multimesh.marking.marks import LoopMark
+from multimesh.ir.program import LoopMark
 from multimesh.passes.cutting.estimate import estimate
 from multimesh.passes.cutting.fragment import Fragment, join
 from multimesh.passes.cutting.recompute import keep_less

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.plan.fingerprint import text
+from multimesh.core.stable import text
 
 
 def cut_repeats(program: ir.Program, loop: ir.Loop) -> tuple[ir.Op, ...]:

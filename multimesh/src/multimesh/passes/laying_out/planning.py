@@ -15,7 +15,8 @@ from multimesh.core import _compat
 from multimesh.passes.cutting.arrange import OrderedLoop, Segment
 from multimesh.passes.cutting.fragment import Fragment
 from multimesh.passes.placing.place import Homes, task_meshes
-from multimesh.plan.plan import Instruction, Kernel, Plan, Slot, Transfer
+from multimesh.plan.instructions import Instruction, Kernel, Slot, Transfer
+from multimesh.plan.plan import Plan
 
 _Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
 

@@ -24,7 +24,8 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.ir.primitives import links
 from multimesh.passes.laying_out.autoshard import constraint, entries
-from multimesh.plan.plan import Instruction, Kernel, Plan
+from multimesh.plan.instructions import Instruction, Kernel
+from multimesh.plan.plan import Plan
 
 Axes = tuple[tuple[str, ...], ...]
 """For each dimension of an array the axes of the mesh that it is divided over; axes of size one are left out."""

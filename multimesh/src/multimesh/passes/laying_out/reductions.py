@@ -28,13 +28,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.stable import text
 from multimesh.errors import internal_error
 from multimesh.ir.evaluate import evaluate
 from multimesh.ir.primitives import Group, linear_in, sums_over
 from multimesh.passes.laying_out.autoshard import Axes, Layouts, Node
 from multimesh.passes.placing.place import Homes
 from multimesh.passes.reading.inline import flattened
-from multimesh.plan.fingerprint import text
 
 
 @dataclass(frozen=True, eq=False)

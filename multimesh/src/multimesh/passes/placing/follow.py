@@ -20,10 +20,10 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.ir.primitives import known
-from multimesh.passes.cutting.stages import position
+from multimesh.ir.primitives import is_small, known
 from multimesh.passes.placing.conditionals import split
-from multimesh.passes.placing.owners import Owners, is_small, leading_to_tasks
+from multimesh.passes.placing.owners import Owners, leading_to_tasks
+from multimesh.passes.placing.route import position
 from multimesh.passes.placing.settle import Node, settle
 
 Homes = dict[ir.Value, Mesh]

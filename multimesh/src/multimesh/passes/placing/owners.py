@@ -17,20 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from multimesh import ir
-
-_KEY = 4  # elements of the largest PRNG key; scalars and keys are copied rather than owned
-
-
-def is_small(value: ir.Value) -> bool:
-    """Whether a value is a scalar or a PRNG key: it goes wherever it is read and attracts nothing."""
-    return value.aval.size <= _KEY
-
-
-def halves(op: ir.Op, given: ir.Value) -> bool:
-    """Whether an operation takes at most half of an operand, as a slice of stacked weights."""
-    return 2 * sum(o.aval.size for o in op.outs) <= given.aval.size or (
-        op.prim.name == "split" and all(2 * o.aval.size <= given.aval.size for o in op.outs)
-    )
+from multimesh.ir.primitives import halves, is_small
+from multimesh.ir.program import all_ops
 
 
 class Owners:
@@ -118,12 +106,6 @@ _Readers = dict[ir.Value, dict[Mesh, int]]
 
 def _readers() -> _Readers:
     return collections.defaultdict(dict)
-
-
-def all_ops(program: ir.Program) -> Iterator[ir.Op]:
-    """Operations of a program and of the bodies of its loops, in order."""
-    for item in program.items:
-        yield from item.ops if isinstance(item, ir.Loop) else (item,)
 
 
 def leading_to_tasks(ops: Iterable[ir.Op]) -> set[ir.Value]:

@@ -26,9 +26,8 @@ from typing import NamedTuple
 from jax.extend.core import primitives
 
 from multimesh import ir
-from multimesh.ir.primitives import elementwise, reorders
+from multimesh.ir.primitives import elementwise, is_small, reorders
 from multimesh.passes.placing.conditionals import selected
-from multimesh.passes.placing.owners import is_small
 from multimesh.passes.reading.loops import rename_loop, rename_op
 
 _COMBINES = {

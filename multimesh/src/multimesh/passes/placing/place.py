@@ -17,10 +17,12 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.submesh import Placement
 from multimesh.errors import MultiMeshError
-from multimesh.passes.cutting.stages import in_order
+from multimesh.ir.primitives import is_small
+from multimesh.ir.program import all_ops
 from multimesh.passes.placing.follow import Follower, Homes, State
-from multimesh.passes.placing.owners import Owners, all_ops, is_small
+from multimesh.passes.placing.owners import Owners
 from multimesh.passes.placing.pieces import in_pieces
+from multimesh.passes.placing.route import in_order
 from multimesh.passes.reading.loops import rename_loop
 
 Moved = dict[ir.Value, ir.Value]

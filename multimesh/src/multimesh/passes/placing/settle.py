@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from multimesh import ir
-from multimesh.passes.cutting.stages import position
+from multimesh.ir.primitives import is_small
 from multimesh.passes.placing.mincut import SINK, SOURCE, Cut
-from multimesh.passes.placing.owners import is_small
+from multimesh.passes.placing.route import position
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.specs import stripped
 from multimesh.core.submesh import Placement, carry_over, describe
 from multimesh.errors import MultiMeshError, UsageError
-from multimesh.frontend.arguments import stripped
 from multimesh.ir.primitives import is_pure
-from multimesh.marking import marks
+from multimesh.marking import marks, registrations
 from multimesh.passes.reading import loops
 
 _CALLS = {  # primitive name -> parameter that holds the called jaxpr
@@ -72,7 +72,7 @@ class _Inliner:
     def __init__(self, devices: tuple[jax.Device, ...], given: Mapping[ir.Value, PartitionSpec | None]):
         self._devices = devices
         self._given = given
-        self._registrations = marks.registrations()
+        self._registrations = registrations.in_force()
         self._scope_cache: dict[tuple[tuple[str, ...], bool], Placement | None] = {}
         self._paths: dict[str, None] = {}  # of the named scopes that were met, outside tasks
         self.consts: dict[ir.Value, Any] = {}

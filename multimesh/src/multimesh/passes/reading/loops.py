@@ -18,7 +18,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.errors import MultiMeshError
 from multimesh.ir.primitives import is_zero, known, reorders
-from multimesh.marking.marks import LoopMark
+from multimesh.ir.program import LoopMark
 
 
 def from_scan(

@@ -17,8 +17,7 @@ from dataclasses import replace
 from jax.extend.core import primitives
 
 from multimesh import ir
-from multimesh.ir.primitives import is_zero
-from multimesh.passes.placing.owners import halves
+from multimesh.ir.primitives import halves, is_zero
 
 
 def slices_outside(program: ir.Program) -> ir.Program:

@@ -9,8 +9,8 @@ from multimesh import ir
 from multimesh.core.submesh import describe
 from multimesh.passes.cutting.arrange import CutLoop, OrderedLoop, Segment
 from multimesh.passes.cutting.fragment import Fragment
-from multimesh.passes.cutting.stages import position
 from multimesh.passes.placing.owners import leading_to_tasks
+from multimesh.passes.placing.route import position
 from multimesh.passes.verifying.faults import Fault, in_order, shown, twice
 
 Part = Segment | CutLoop | OrderedLoop

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.passes.verifying.faults import Fault, in_order, kind, shown, twice
-from multimesh.plan.plan import Instruction, Kernel, Plan
+from multimesh.plan.instructions import Instruction, Kernel
+from multimesh.plan.plan import Plan
 
 Rule = Callable[[Plan], Iterator[Fault]]
 

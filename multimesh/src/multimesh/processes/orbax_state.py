@@ -12,7 +12,7 @@ from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler impo
 )
 from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
 
-from multimesh.runtime.checkpoints import ArrayHandler
+from multimesh.processes.checkpoints import ArrayHandler
 
 
 class Arrays(ArrayLeafHandler):

@@ -23,11 +23,10 @@ from etils import epath
 from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint._src.metadata.array_metadata_store import Store  # what keeps the kinds of random keys
 
-from multimesh import distributed
 from multimesh.core import _compat
 from multimesh.errors import MultiMeshError, UsageError
-from multimesh.runtime.exchange import absent
-from multimesh.runtime.transport import here
+from multimesh.processes import agree
+from multimesh.processes.arrays import absent, here
 
 HALF = ".orbax-checkpoint-tmp"
 """Ends the name of a checkpoint while it is written."""
@@ -84,7 +83,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         self._kinds = {info.name: {_KEY_KIND: str(jax.random.key_impl(x))} for info, x in keys}
         with _compat.without_mesh():
             data = [jax.random.key_data(x) if _is_key(x) else x for x in values]
-        return await super().serialize([_Held(x) for x in data] if distributed.several() else data, infos, args)
+        return await super().serialize([_Held(x) for x in data] if agree.several() else data, infos, args)
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Read what this process is to have of some arrays."""
@@ -140,9 +139,9 @@ def save(path: Path, tree: Any) -> None:
     leaves = _named(tree)
     kinds = {name: _kind(name, x) for name, x in leaves.items()}
     step, half = f"save {next(_saves)}", path.with_name(path.name + HALF)
-    if distributed.several():
+    if agree.several():
         told = [f"{name}: {kinds[name]}{_place(x)}" for name, x in leaves.items()]
-        distributed.agree_on(step, [str(path), *told])
+        agree.agree_on(step, [str(path), *told])
     arrays = {name: y for name, x in leaves.items() if (y := _stored(x)).size}
     contents = {
         "format": _FORMAT,
@@ -188,7 +187,7 @@ def _together(name: str, path: Path, part: Callable[[], None]) -> None:
         said = f"{wrong.strerror}: {wrong.filename}" if isinstance(wrong, OSError) and wrong.strerror else str(wrong)
         reason = (said.strip() or type(wrong).__name__).splitlines()[0]
         error = MultiMeshError(f"mm.distributed.save to {path}: {reason[:300]}; there is no checkpoint of that name")
-    distributed.settle(name, error)
+    agree.settle(name, error)
 
 
 def restore(path: Path, like: Any) -> Any:

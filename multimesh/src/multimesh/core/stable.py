@@ -1,0 +1,120 @@
+"""The same text for the same value in every process: no address, no order of a set, values numbered as they appear."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
+
+
+def atoms(given: Iterable[Any], numbers: dict[Any, int]) -> str:
+    """Values by number, and literals; ``numbers`` has the values so far, and receives the new ones."""
+    return " ".join(_atom(a, numbers) for a in given)
+
+
+def _atom(atom: Any, numbers: dict[Any, int]) -> str:
+    """A value or a variable of a jaxpr by its number, with its type where it appears first."""
+    if hasattr(atom, "val"):
+        return f"{text(atom.val)}:{_type(atom.aval)}"
+    name = f"%{numbers[atom]}" if atom in numbers else ""
+    return name or f"%{numbers.setdefault(atom, len(numbers))}:{_type(atom.aval)}"
+
+
+def _type(aval: Any) -> str:
+    return f"{aval}{'*' if getattr(aval, 'weak_type', False) else ''}"
+
+
+def _jaxpr(jaxpr: Any) -> str:
+    numbers: dict[Any, int] = {}
+    heads = f"{atoms(jaxpr.constvars, numbers)}; {atoms(jaxpr.invars, numbers)}"
+    steps = [
+        f"{atoms(eqn.outvars, numbers)} = {eqn.primitive.name} {atoms(eqn.invars, numbers)} {text(eqn.params)}"
+        for eqn in jaxpr.eqns
+    ]
+    return f"{{{heads} | {' | '.join([*steps, atoms(jaxpr.outvars, numbers)])}}}"
+
+
+@functools.singledispatch
+def text(value: Any) -> str:
+    """A value as text that is the same in every process: of functions the name, of arrays a digest."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__}{text([getattr(value, f.name) for f in dataclasses.fields(value)])}"
+    if hasattr(value, "jaxpr"):
+        return f"{_jaxpr(value.jaxpr)} with {text(list(value.consts))}"
+    if hasattr(value, "eqns"):
+        return _jaxpr(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return _ADDRESS.sub("", repr(value))
+
+
+@text.register
+def _(value: functools.partial) -> str:
+    return f"partial{text((value.func, value.args, value.keywords))}"
+
+
+@text.register(np.ndarray)
+@text.register(np.generic)
+@text.register(jax.Array)
+def _(value: Any) -> str:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return f"array {value.dtype}{list(value.shape)} {text(value.sharding)}"
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        return f"{value.dtype} {text(jax.random.key_data(value))}"
+    array = np.asarray(value)
+    if array.ndim == 0:
+        return f"{array.dtype} {array.item()!r}"
+    return f"array {array.dtype}{list(array.shape)} {hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}"
+
+
+@text.register
+def _(value: Mesh) -> str:
+    devices = [] if value.empty else [(d.platform, d.id) for d in value.devices.flat]
+    return f"{text(value.abstract_mesh)} {devices}"
+
+
+@text.register
+def _(value: AbstractMesh) -> str:
+    return f"mesh {text(tuple(value.shape.items()))} {text(value.axis_types)}"
+
+
+@text.register
+def _(value: NamedSharding) -> str:
+    return f"{text(value.mesh)} {value.spec} {value.memory_kind}"
+
+
+@text.register
+def _(value: enum.Enum) -> str:
+    return f"{type(value).__name__}.{value.name}"
+
+
+@text.register
+def _(value: str) -> str:
+    return repr(value)
+
+
+@text.register(Mapping)
+def _(value: Any) -> str:
+    return f"{{{', '.join(sorted(f'{text(k)}: {text(v)}' for k, v in value.items()))}}}"
+
+
+@text.register(Set)
+def _(value: Any) -> str:
+    return f"{{{', '.join(sorted(map(text, value)))}}}"
+
+
+@text.register(tuple)
+@text.register(list)
+def _(value: Sequence[Any]) -> str:
+    named = type(value).__name__ if hasattr(value, "_fields") else ""
+    return f"{named}({', '.join(map(text, value))})"

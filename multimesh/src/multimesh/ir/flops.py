@@ -1,0 +1,39 @@
+"""Operations of programs, from shapes alone.
+
+A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each element of
+its results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from multimesh import ir
+from multimesh.core import _compat
+
+
+def of_ops(ops: Sequence[ir.Op]) -> float:
+    """Operations of all operations of a list."""
+    return sum(operations(op.prim.name, op.params, op.ins, op.outs) for op in ops)
+
+
+def of_program(jaxpr: Any) -> float:
+    """Operations of all equations of a jaxpr."""
+    return sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in jaxpr.eqns)
+
+
+def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> float:
+    """Operations of a primitive on atoms with an ``aval``."""
+    size = float(sum(math.prod(ir.shape(o)) for o in outs))
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2 * size * math.prod(ir.shape(ins[0])[d] for d in contracted)
+    if name == "conv_general_dilated":
+        kernel = ir.shape(ins[1])
+        return 2 * size * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
+    inner = [of_program(jaxpr) for jaxpr in _compat.subjaxprs(params)]
+    if not inner:
+        return size
+    return max(inner) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)

@@ -1,0 +1,171 @@
+"""``register_task``: rules that place named scopes, so that models need no change."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from multimesh.core import _compat, checks
+from multimesh.core.submesh import AxisMap, Placement, make_task
+from multimesh.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A rule that places every named scope its pattern matches; also a context manager that ends it."""
+
+    pattern: re.Pattern[str]
+    task: Placement | None = None
+    callback: Callable[[str, bool], tuple[tuple[int, int], str]] | None = None
+    dims: tuple[int, ...] | None = None
+    device_axes: tuple[str, ...] | None = None
+    logical_axes: tuple[tuple[str, Any], ...] = ()
+    where: str = ""
+
+    def remove(self) -> None:
+        """End the registration; removing twice is harmless."""
+        global _registrations
+        with _registrations_lock:
+            _registrations = tuple(r for r in _registrations if r is not self)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def resolve(self, path: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Placement | None:
+        """Placement of a scope path (``decoder/layers_3/mlp``), or None where the pattern does not match."""
+        match = None
+        for match in self.pattern.finditer(path):  # noqa: B007 - the innermost match counts
+            pass
+        if match is None:
+            return None
+        label = match.group(1) if self.pattern.groups else match.group(0)
+        if self.callback is None:
+            return self.task
+        return self._place(self.callback(label, backprop), label, devices)
+
+    def _place(self, answer: tuple[tuple[int, int], str], label: str, devices: tuple[jax.Device, ...]) -> Placement:
+        here = f"register_task({self.pattern.pattern!r}): what the callback returned for {label!r}"
+        wanted = "((start, stop), task_name)"
+        try:
+            (start, stop), name = checks.many(here, answer, wanted)
+        except (TypeError, ValueError):
+            raise checks.refuse(here, wanted, answer) from None
+        start, stop = (checks.whole(f"{here}: a device's number", number) for number in (start, stop))
+        checks.text(f"{here}: the task's name", name)
+        if not 0 <= start < stop <= len(devices):
+            raise UsageError(
+                f"register_task({self.pattern.pattern!r}): the callback placed {label!r} on devices {start}..{stop}, "
+                f"but there are {len(devices)}"
+            )
+        chosen = np.asarray(devices[start:stop], dtype=object)
+        dims = self.dims or (len(chosen),)
+        if int(np.prod(dims)) != len(chosen):
+            raise UsageError(
+                f"register_task({self.pattern.pattern!r}): dims={dims} does not hold the {len(chosen)} devices that "
+                f"the callback chose for {label!r}"
+            )
+        return make_task(
+            name, devices=chosen.reshape(dims), device_axes=self.device_axes, logical_axes=dict(self.logical_axes)
+        )
+
+
+R = TypeVar("R", bound=Registration)
+
+
+_registrations: tuple[Registration, ...] = ()  # the newest first; replaced, never changed
+
+
+_registrations_lock = threading.Lock()
+
+
+def in_force() -> tuple[Registration, ...]:
+    """Registrations in force, the newest first."""
+    return _registrations
+
+
+def add(made: R) -> R:
+    """Put a registration in force, before all others."""
+    global _registrations
+    with _registrations_lock:
+        _registrations = (made, *_registrations)
+    return made
+
+
+def register_task(
+    regex: str | re.Pattern[str],
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    callback: Callable[[str, bool], tuple[tuple[int, int], str]] | None = None,
+    dims: tuple[int, ...] | None = None,
+    device_axes: tuple[str, ...] | None = None,
+    logical_axes: AxisMap | None = None,
+) -> Registration:
+    """Place every ``jax.named_scope`` whose path matches ``regex``: models need no change.
+
+    Flax linen names a scope after each module; for NNX see `multimesh.scope_nnx`.
+
+    Parameters
+    ----------
+    regex
+        Searched in the scope path (``decoder/layers_3/mlp``), which is free of ``jvp()`` and ``transpose()``. The
+        innermost match counts, and the newest registration that matches.
+    mesh, devices
+        The submesh, as in `task`.
+    callback
+        ``callback(name, backprop) -> ((start, stop), task_name)`` instead of a fixed submesh: ``name`` is group 1 of
+        the match, ``start:stop`` a range of the devices of `jit`.
+    dims, device_axes
+        Shape and axis names of the callback's device range.
+    logical_axes
+        Logical axis name to the submesh's axis, axes or None.
+
+    Returns
+    -------
+    Registration
+        In force until its ``remove()``, or the end of a ``with`` over it.
+
+    Raises
+    ------
+    UsageError
+        At once, when arguments do not fit together.
+    """
+    if not isinstance(regex if isinstance(regex, str) else getattr(regex, "pattern", None), str):
+        raise checks.refuse("register_task: regex", "a str or a compiled pattern of str", regex)
+    try:
+        pattern = re.compile(regex)
+    except re.error as error:
+        raise UsageError(f"register_task({regex!r}): not a regular expression: {error}") from None
+    if callback is None:
+        if dims is not None:
+            raise UsageError(f"register_task({pattern.pattern!r}): dims= shapes a callback's devices; give callback=")
+        task = make_task(
+            pattern.pattern, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes
+        )
+        made = Registration(pattern, task, where=_compat.caller_line())
+    else:
+        if mesh is not None or devices is not None:
+            raise UsageError(f"register_task({pattern.pattern!r}): callback= chooses the devices; drop mesh=/devices=")
+        checks.called(f"register_task({pattern.pattern!r}): callback=", callback, "name", "backprop")
+        if dims is not None:
+            what = f"register_task({pattern.pattern!r}): dims="
+            dims = tuple(checks.whole(what, d, 1) for d in checks.many(what, dims, "a sequence of ints"))
+        if pattern.groups < 1:
+            raise UsageError(f"register_task({pattern.pattern!r}): callback= gets group 1 of the match; add a (group)")
+        here = f"register_task({pattern.pattern!r}):"
+        axes = None if device_axes is None else checks.names(f"{here} device_axes=", device_axes)
+        logical = () if logical_axes is None else checks.pairs(f"{here} logical_axes=", logical_axes)
+        if logical and axes is None:
+            raise UsageError(f"{here} logical_axes= needs device_axes=")
+        made = Registration(pattern, None, callback, dims, axes, logical, _compat.caller_line())
+    return add(made)

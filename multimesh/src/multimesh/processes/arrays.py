@@ -1,0 +1,35 @@
+"""Arrays of which this process has some shards, all, or none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+def here(devices: Iterable[jax.Device]) -> bool:
+    """Whether one of them is of this process."""
+    return any(device.process_index == jax.process_index() for device in devices)
+
+
+def absent(aval: Any, layout: Any) -> Any:
+    """An array of which this process has no shard."""
+    return jax.make_array_from_single_device_arrays(tuple(aval.shape), layout, [], dtype=aval.dtype)
+
+
+def place(x: Any, layout: NamedSharding) -> Any:
+    """A value that every process has, with a layout; no process hears of another."""
+    if not here(layout.device_set):
+        return absent(jax.typeof(x), layout)
+    if layout.is_fully_addressable:
+        return jax.device_put(x, layout)
+    if jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
+        data = place(jax.random.key_data(x), NamedSharding(layout.mesh, layout.spec))
+        wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+        return jax.jit(wrap, out_shardings=layout)(data)
+    host = np.asarray(x, dtype=jax.typeof(x).dtype)
+    return jax.make_array_from_callback(host.shape, layout, lambda index: host[index], dtype=host.dtype)

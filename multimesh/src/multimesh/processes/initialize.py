@@ -1,0 +1,206 @@
+"""``initialize``: how processes are found, meet and compare what they run, and how one of them ends all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, NoReturn
+
+import jax
+
+from multimesh.core import _compat
+from multimesh.errors import UsageError
+from multimesh.processes.watched import Watched, start
+
+_LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
+
+
+_watched: Watched | None = None
+
+
+_XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
+
+
+_LOCAL_FLAG = re.compile("address|cache|_dir|dump|log|mock|profile|timeout|visible|_to$")  # may differ by process
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes of a job, as `initialize` found them.
+
+    Attributes
+    ----------
+    launcher
+        What started them: "Slurm", "Open MPI", "mpi4py", "Kubernetes", or "arguments".
+    rank
+        Number of this process.
+    hosts
+        The machine of each process.
+    """
+
+    launcher: str
+    rank: int
+    hosts: tuple[str, ...]
+
+    @property
+    def mode(self) -> str:
+        """How devices belong to processes; the first use starts JAX's backends."""
+        if jax.device_count() == len(self.hosts):
+            return "one process per device"
+        return "one process per host" if len(set(self.hosts)) == len(self.hosts) else "several devices per process"
+
+    def __str__(self) -> str:
+        count, hosts = len(self.hosts), len(set(self.hosts))
+        where = f"{hosts} hosts" if hosts > 1 else self.hosts[0]
+        return f"process {self.rank} of {count} on {where}, found by {self.launcher}: {self.mode}"
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: int | Sequence[int] | None = None,
+    *,
+    cluster_detection_method: str | None = None,
+    initialization_timeout: int = 60,
+    heartbeat_timeout_seconds: int = 10,
+    shutdown_timeout_seconds: int = 10,
+    coordinator_bind_address: str | None = None,
+    same_command: bool = True,
+) -> Processes:
+    """Make this process one of several, in place of ``jax.distributed.initialize``.
+
+    What is not given is found as JAX does: from Slurm, Open MPI 4, Kubernetes, or mpi4py where that is the
+    ``cluster_detection_method``. All processes meet and compare what they run before JAX starts. From then on each
+    has a watcher: when a process fails, is killed, stopped or out of reach, all others end within seconds, with a line
+    that names it and exit code 17 (that of the failed one where it has one). SIGTERM ends a process, unless the
+    environment has ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
+
+    Parameters
+    ----------
+    coordinator_address
+        Host and port of process 0, ``"n1:61440"``, which all processes reach.
+    initialization_timeout
+        Seconds in which all processes must have started.
+    heartbeat_timeout_seconds
+        Seconds of silence after which JAX gives a process up. Watchers name it in half of that time.
+    shutdown_timeout_seconds
+        Seconds that JAX's barrier at exit may take; all processes have come to their end before it.
+    same_command
+        Whether command lines that differ are refused. The number and the host of a process may always differ.
+
+    Raises
+    ------
+    UsageError
+        In every process: where one did not start, or process 0 can't be reached; where two have one number; where
+        versions, XLA_FLAGS, flags of JAX, or command lines differ. Where JAX has been used before.
+
+    Examples
+    --------
+    >>> mm.distributed.initialize("localhost:6000", num_processes=2, process_id=rank)  # doctest: +SKIP
+    """
+    global _watched
+    if _watched is not None or jax.distributed.is_initialized():
+        raise UsageError("processes are initialized already; call mm.distributed.initialize() once, and only that")
+    if _compat.backends_started():
+        raise UsageError(
+            "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
+        )
+    if isinstance(local_device_ids, int):
+        local_device_ids = [local_device_ids]
+    given = (coordinator_address, num_processes, process_id, local_device_ids)
+    launcher, (address, count, rank, devices) = _complete(given, cluster_detection_method, initialization_timeout)
+    _check(address, count, rank)
+    bind = coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    bind = bind or f"[::]:{address.rpartition(':')[2]}"
+    own = {"rank": rank, "count": count, "host": socket.gethostname(), "pid": os.getpid(), "facts": _facts()}
+    if not same_command:
+        del own["facts"]["command line"]
+    _watched, members = start(own, address, bind, initialization_timeout, heartbeat_timeout_seconds)
+    preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
+    jax.config.update("jax_enable_preemption_service", preemptible)  # by default it swallows SIGTERM
+    jax.config.update("jax_enable_recoverability", False)
+    jax.distributed.initialize(
+        address,
+        count,
+        rank,
+        devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=initialization_timeout,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        shutdown_timeout_seconds=shutdown_timeout_seconds,
+        coordinator_bind_address=bind,
+    )
+    return Processes(launcher, rank, tuple(member["host"] for member in members))
+
+
+def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[str, Sequence[Any]]:
+    """What launched the processes; coordinator's address, number of processes, this one's, and its devices."""
+    address, *rest, devices = given
+    if devices is None and (listed := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
+        devices = [int(number) for number in listed.split(",")]
+    if isinstance(devices, int):
+        devices = [devices]
+    given = (address or os.environ.get("JAX_COORDINATOR_ADDRESS"), *rest, devices)
+    found = _compat.launcher(method) if None in given and method != "deactivate" else None
+    if found is None:
+        if method not in (None, "deactivate"):
+            raise UsageError(f"cluster_detection_method={method!r} finds nothing here; leave it out, or give arguments")
+        return "arguments", given
+    complete = found.auto_detect_unset_distributed_params(*given, found.name, timeout)
+    return _LAUNCHERS.get(found.name, found.name) if None in given[:3] else "arguments", complete
+
+
+def _check(address: Any, count: Any, rank: Any) -> None:
+    values = {"coordinator_address": address, "num_processes": count, "process_id": rank}
+    lacking = [name for name, value in values.items() if value is None]
+    if lacking:
+        raise UsageError(
+            f"mm.distributed.initialize() lacks {', '.join(lacking)}: start the processes with srun or mpirun, or give "
+            "all three"
+        )
+    host, colon, port = str(address).rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
+        raise UsageError(f"coordinator_address is host:port of process 0, such as 'n1:61440'; got {address!r}")
+    whole = isinstance(count, int) and isinstance(rank, int)
+    if not whole or not 0 <= rank < count:
+        raise UsageError(f"process_id counts from 0 to num_processes - 1; got process_id={rank!r} of {count!r}")
+
+
+def _facts() -> dict[str, list[str]]:
+    """What must be alike in all processes, in words."""
+    given = _XLA_FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+    facts = {"command line": sys.argv, "XLA_FLAGS": [flag for flag in given if not flag.startswith("--xla_dump_to=")]}
+    facts["python"] = [".".join(platform.python_version_tuple()[:2])]
+    for name in ("jax", "jaxlib", "multimesh-jax", "numpy"):
+        try:
+            facts[name] = [metadata.version(name)]
+        except metadata.PackageNotFoundError:
+            facts[name] = ["unknown"]
+    facts["flags of JAX"] = [
+        f"{name}={value}" for name, value in sorted(jax.config.values.items()) if not _LOCAL_FLAG.search(name)
+    ]
+    return facts
+
+
+def count_step() -> None:
+    """Note that this process made a step, so that a message about it can say how many."""
+    if _watched is not None:
+        _watched.count_step()
+
+
+def fail(error: BaseException) -> NoReturn:
+    """End this process with ``error``, and all others: for a program that catches what it doesn't know how to mend.
+
+    An error that nobody catches does the same. Without `initialize` the error is raised.
+    """
+    if _watched is None:
+        raise error
+    sys.excepthook(type(error), error, error.__traceback__)
+    raise AssertionError  # the hook of `Watched` leaves

@@ -1,0 +1,109 @@
+"""When the cells of a table run on ideal submeshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from multimesh.errors import UsageError
+from multimesh.schedules import Cell, Table, needs
+from multimesh.schedules.costs import UNIT_COSTS, StageCosts, covered
+from multimesh.schedules.scheduler import run
+from multimesh.timelines.spans import Hop, Levels, Span, levels
+from multimesh.timelines.timeline import Timeline
+
+
+def simulate(
+    table: Table, costs: Mapping[str, float] | StageCosts = UNIT_COSTS, *, transfer: float = 0.0, title: str = ""
+) -> Timeline:
+    """Run a table on ideal submeshes.
+
+    A submesh starts its next cell as soon as it is free and what the cell needs has arrived. A transfer starts when its
+    cell ends, whenever the schedule issues it, and keeps no submesh from computing.
+
+    Parameters
+    ----------
+    table
+        For each submesh its cells in order.
+    costs
+        Time of F, B and W of every stage, or of each; where a table has no W, its B takes the time of both.
+    transfer
+        Time between the end of a cell and the arrival of its result on another submesh, of stages that cost the same.
+    title
+        Of the timeline.
+
+    Returns
+    -------
+    Timeline
+        Its ``live`` counts activations, or their memory where the costs have that: that of a stage and microbatch is
+        alive from the start of F to the end of its last phase.
+
+    Raises
+    ------
+    UsageError
+        When cells wait for each other; names them.
+    """
+    place = {cell: row for row, cells in enumerate(table) for cell in cells}
+    covers = covered((cell.stage, cell.phase) for cell in place)
+    stages = 1 + max((cell.stage for cell in place), default=0)
+    reads = {cell: [source for source in needs(cell, stages) if source in place] for cell in place}
+    known = costs if isinstance(costs, StageCosts) else StageCosts.alike(costs, stages, transfer)
+
+    def hop(source: Cell, cell: Cell) -> float:
+        return known.hop(source.stage, cell.stage)
+
+    times = run(table, reads.__getitem__, lambda cell: known.of(cell.stage, covers[cell.stage, cell.phase]), hop)
+    if len(times) < len(place):
+        waiting = (next((cell for cell in row if cell not in times), None) for row in table)
+        stuck = ", ".join(str(cell) for cell in waiting if cell is not None)
+        raise UsageError(f"the schedule deadlocks: {stuck} wait for what comes later")
+    number = {cell: n for n, cell in enumerate(times)}
+    spans = [Span(place[c], *times[c], c.phase, "", c.stage, c.microbatch) for c in times]
+    transfers = []
+    for cell, reader in number.items():
+        for source in (source for source in reads[cell] if place[source] != place[cell]):
+            sent = times[source][1]
+            got = sent + hop(source, cell)
+            transfers.append(Hop(place[source], place[cell], sent, got, None, number[source], (reader,)))
+    rows = tuple(f"submesh {row}" for row in range(len(table)))
+    several = any(len({cell.stage for cell in row}) > 1 for row in table)
+    note = f"forecast with {_described(known, covers, costs is known)}"
+    note += "; an activation is that of one stage" if several and not known.sizes else ""
+    live = tuple(_activations([s for s in spans if s.row == row], known) for row in range(len(table)))
+    unit = known.sizes or "activations"
+    return Timeline(title, note, known.unit, rows, tuple(spans), tuple(transfers), live, unit)
+
+
+def _described(costs: StageCosts, covers: Mapping[tuple[int, str], str], own: bool) -> str:
+    if own:
+        return costs.note or "the costs of each stage"
+    names = sorted(set(covers.values()), key="FBW".find)
+    parts = [f"{'+'.join(name)} {costs.of(0, name):g}" for name in names]
+    return ", ".join([*parts, f"transfers {costs.hop(0, 1):g}"])
+
+
+def _activations(spans: Sequence[Span], costs: StageCosts) -> Levels:
+    """Memory of activations on a submesh."""
+    last = {(span.stage, span.microbatch): order for order, span in enumerate(spans)}
+    alive: dict[tuple[int | None, int | None], float] = {}
+    changes = []
+    for order, span in enumerate(spans):
+        key, final = (span.stage, span.microbatch), spans[last[span.stage, span.microbatch]].phases
+        by = costs.grows(span.stage or 0, span.phases, last=final if final == "W" else "B")
+        if span.phases == "F":
+            changes.append((span.start, 2 * order, by))
+            alive[key] = by
+        following = spans[order + 1] if order + 1 < len(spans) else None
+        at_once = following is not None and (following.stage, following.microbatch, following.phases) == (*key, "W")
+        if key in alive and (order == last[key] or (span.phases == "B" and not at_once)):
+            left = 0.0 if order == last[key] else alive[key] + by
+            changes.append((span.end, 2 * order + 1, left - alive[key]))
+            alive[key] = left
+    return levels(changes)
+
+
+def sizes(name: str, submeshes: int, chunks: int, microbatches: int) -> str:
+    """Title of a timeline: ``1f1b: 4 submeshes, 8 microbatches``."""
+    parts = [f"{submeshes} submesh{'' if submeshes == 1 else 'es'}{f' of {chunks} stages' if chunks > 1 else ''}"]
+    if microbatches:
+        parts.append(f"{microbatches} microbatch{'' if microbatches == 1 else 'es'}")
+    return f"{name}: {', '.join(parts)}"

@@ -1,0 +1,140 @@
+"""Programs and transfers in time: the parts of a `Timeline`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from multimesh.core.text import amount
+
+
+@dataclass(frozen=True)
+class Span:
+    """One program on a submesh from ``start`` to ``end``.
+
+    Attributes
+    ----------
+    row
+        Index of the submesh.
+    start, end
+        In the unit of the timeline.
+    phases
+        What the program covers: ``F``, ``B``, ``W``, several of them in one program (``FB``), or nothing outside of
+        microbatch loops.
+    name
+        Task names, or that of the program.
+    stage, microbatch
+        Of a pipeline's program; None elsewhere.
+    """
+
+    row: int
+    start: float
+    end: float
+    phases: str = ""
+    name: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
+
+    @property
+    def duration(self) -> float:
+        """``end - start``."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        label = self.phases + ("" if self.stage is None else str(self.stage))
+        cell = "" if self.microbatch is None else f"microbatch {self.microbatch}"
+        return " ".join(filter(None, (label, self.name if self.name != label else "", cell)))
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Arrays on their way from a submesh to another; ``producer`` and ``consumers`` are indices of spans."""
+
+    source: int
+    target: int
+    start: float
+    end: float
+    nbytes: int | None = None
+    producer: int | None = None
+    consumers: tuple[int, ...] = ()
+
+
+Levels = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Fields of a `Timeline`, which says what they are, and what is counted from them."""
+
+    title: str
+    note: str
+    unit: str
+    rows: tuple[str, ...]
+    spans: tuple[Span, ...]
+    transfers: tuple[Hop, ...] = ()
+    live: tuple[Levels, ...] = ()
+    live_unit: str = "bytes"
+
+    @functools.cached_property
+    def makespan(self) -> float:
+        """Time from the start of the call to the end of its last program or transfer."""
+        return max([0.0, *(span.end for span in self.spans), *(t.end for t in self.transfers)])
+
+    @functools.cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time that each submesh computes."""
+        found = [0.0] * len(self.rows)
+        for span in self.spans:
+            found[span.row] += span.duration
+        return tuple(found)
+
+    @functools.cached_property
+    def idle(self) -> tuple[float, ...]:
+        """Time that each submesh does not compute."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @functools.cached_property
+    def period(self) -> float:
+        """Time of a step where steps follow each other: the longest from a submesh's first program to its last.
+
+        Programs that take no time do not count.
+        """
+        rows = [[s for s in self.row(number) if s.duration] for number in range(len(self.rows))]
+        return max((max(s.end for s in row) - min(s.start for s in row) for row in rows if row), default=0.0)
+
+    @functools.cached_property
+    def bubbles(self) -> tuple[float, ...]:
+        """Idle share of each submesh: idle / (idle + busy)."""
+        return tuple(idle / self.makespan if self.makespan else 0.0 for idle in self.idle)
+
+    @functools.cached_property
+    def bubble(self) -> float:
+        """Idle share of all submeshes together."""
+        return sum(self.idle) / (self.makespan * len(self.rows)) if self.makespan and self.rows else 0.0
+
+    @functools.cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Most that is alive at once on each submesh."""
+        return tuple(max((amount for _, amount in steps), default=0) for steps in self.live)
+
+    def row(self, number: int) -> tuple[Span, ...]:
+        """Programs of one submesh in the order of their start."""
+        return tuple(self.spans[index] for index in self.order(number))
+
+    def order(self, row: int) -> tuple[int, ...]:
+        """Indices of the spans of one submesh in the order of their start."""
+        found = (number for number, span in enumerate(self.spans) if span.row == row)
+        return tuple(sorted(found, key=lambda number: (self.spans[number].start, self.spans[number].end)))
+
+    @property
+    def total(self) -> str:
+        """Makespan and bubble in a few words."""
+        return f"makespan {amount(self.makespan, self.unit)}, bubble {100 * self.bubble:.1f} % in all"
+
+
+def levels(changes: Iterable[tuple[float, int, float]]) -> Levels:
+    """Running total of changes, each (time, order among those of that time, by how much)."""
+    ordered = sorted(changes)
+    return tuple(zip((time for time, _, _ in ordered), itertools.accumulate(by for _, _, by in ordered), strict=True))

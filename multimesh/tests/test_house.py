@@ -1,0 +1,95 @@
+"""The order of the library's rooms: imports only go down, in no circle, and few modules stand beside the rooms."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import multimesh
+
+ROOT = Path(multimesh.__file__).parent
+FLOORS = (
+    ("__main__",),
+    ("commands", "jax"),
+    ("original",),
+    ("__init__",),
+    ("distributed", "frontend"),
+    ("observe",),
+    ("runtime",),
+    ("passes",),
+    ("marking", "plan"),
+    ("schedules",),
+    ("processes", "ir", "timelines", "linalg", "fft"),
+    ("core",),
+    ("errors",),
+)
+"""Rooms and single modules of the library, from top to bottom. Those of one floor do not know each other."""
+
+PASSES = (("pipeline",), ("verifying",), ("laying_out",), ("cutting",), ("placing",), ("reading",))
+
+
+def modules() -> dict[str, Path]:
+    """Name within the package to file, such as ``passes.reading.inline`` or ``__init__``."""
+    names = {path: path.relative_to(ROOT).with_suffix("").parts for path in ROOT.rglob("*.py")}
+    return {
+        ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts): p for p, parts in names.items()
+    }
+
+
+def imports(path: Path, known: set[str]) -> Iterator[str]:
+    """Modules of the library that a file imports anywhere: also within functions, and for types."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "multimesh":
+            module = (node.module or "").partition(".")[2]
+            for name in (".".join(filter(None, (module, alias.name))) for alias in node.names):
+                yield name if name in known else module or "__init__"
+        elif isinstance(node, ast.Import):
+            yield from (
+                a.name.partition(".")[2] or "__init__" for a in node.names if a.name.split(".")[0] == "multimesh"
+            )
+
+
+MODULES = modules()
+GRAPH = {name: set(imports(path, set(MODULES))) - {name} for name, path in MODULES.items()}
+
+
+def upward(graph: dict[str, set[str]], floors: tuple[tuple[str, ...], ...], inside: str = "") -> list[str]:
+    """Imports of a folder's parts that do not go down."""
+    floor = {room: number for number, rooms in enumerate(floors) for room in rooms}
+    parts = {name: name.removeprefix(inside).split(".")[0] for name in graph if name.startswith(inside)}
+    return [
+        f"{name} imports {other}"
+        for name, own in parts.items()
+        for other in graph[name] & parts.keys()
+        if parts[other] != own and floor[own] >= floor[parts[other]]
+    ]
+
+
+def test_imports_go_down():
+    graph = {name: others for name, others in GRAPH.items() if name != "__init__"}  # it imports lazily what it names
+    assert upward(graph, FLOORS) == []
+
+
+def test_passes_import_earlier_ones():
+    assert upward(GRAPH, PASSES, "passes.") == []
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {name: others - {"__init__"} for name, others in GRAPH.items()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(
+        graph
+    )  # raises CycleError, which names them
+
+
+def test_few_modules_stand_beside_the_rooms():
+    assert len(list(ROOT.glob("*.py"))) <= 6
+    rooms = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} | {
+        p.stem for p in ROOT.glob("*.py")
+    }
+    assert rooms == {room for floor in FLOORS for room in floor}
+
+
+def test_an_import_that_goes_up_is_found():
+    assert upward({"core.text": {"ir.flops"}, "ir.flops": {"core.text"}}, FLOORS) == ["core.text imports ir.flops"]
