@@ -12,8 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from multimesh_maxtext.checkpoint import look
+from multimesh_maxtext.checkpointer import telling
 from multimesh_maxtext.errors import UnsupportedError
 from multimesh_maxtext.processes import absent, place
+from multimesh_maxtext.relayout import checked
 
 keeps_metrics = True
 """MaxText empties the metrics file at step 0, which every evaluation of it has too. Here only ``run.py`` does."""
@@ -45,6 +47,13 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
             "or fewer --nodes"
         )
     return None if mesh.local_devices else (Elsewhere(config, mesh, layout), Elsewhere(config, mesh, layout))
+
+
+def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
+    """Leave the train state as it is; check what a checkpoint of it holds."""
+    if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
+        checkpoints = telling(checked(checkpoints))
+    return abstract_state, shardings, checkpoints
 
 
 def preempted(_ask: Any, _step: int) -> bool:

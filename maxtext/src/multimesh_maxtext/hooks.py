@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh
 from multimesh_maxtext import processes, relayout
+from multimesh_maxtext.checkpointer import telling
 from multimesh_maxtext.checks import find_schedule
 from multimesh_maxtext.errors import LauncherError
 from multimesh_maxtext.launch import Handoff, received
@@ -92,7 +93,7 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
         abstract_state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings
         )
-    checkpoints = checkpoints and relayout.relaid(checkpoints, stages.layers)
+    checkpoints = checkpoints and telling(relayout.relaid(checkpoints, stages.layers))
     return stages.structs(abstract_state), stages.shardings(shardings), checkpoints
 
 

@@ -26,14 +26,25 @@ _LAYER = re.compile(r"layers(?:_(\d+))?(?:_(\d+))?")
 _SECOND = ("params", "opt_state")  # stacked along the second dimension
 
 
+def checked(checkpoints: Any) -> Any:
+    """Return Orbax's checkpointer of a run; it refuses a checkpoint of another model before it loads anything."""
+    load = checkpoints.load_checkpointables
+
+    def checking(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        _check_same(checkpoints, step, _flat(abstract["items"]), {})
+        return load(step, abstract)
+
+    checkpoints.load_checkpointables = checking
+    return checkpoints
+
+
 def relaid(checkpoints: Any, layers: int) -> Any:
     """Return Orbax's checkpointer of a run; what it loads then has the run's layout, whatever the checkpoint's."""
     load = checkpoints.load_checkpointables
 
     def relaying(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        stored = checkpoints.checkpointables_metadata(step).metadata["items"]
         wanted = _Wanted(Path(checkpoints.directory), step, abstract["items"], layers)
-        check_same(_shapes(wanted.target), _shapes(_flat(stored)), wanted.relayout.sources)
+        _check_same(checkpoints, step, wanted.target, wanted.relayout.sources)
         if wanted.direct:
             return load(step, abstract)
         found = load(step, abstract | {"items": wanted.stored()})
@@ -94,6 +105,12 @@ class _Wanted:
             else:
                 result[path] = found.get(path, leaf)
         return _nested(result)
+
+
+def _check_same(checkpoints: Any, step: int, target: Mapping[tuple[str | int, ...], Any], sources: Any) -> None:
+    stored = checkpoints.checkpointables_metadata(step).metadata.get("items")
+    if stored is not None:  # else it cannot be read, and to load it tells why
+        check_same(_shapes(target), _shapes(_flat(stored)), sources)
 
 
 def check_same(

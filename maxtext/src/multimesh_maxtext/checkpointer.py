@@ -1,0 +1,75 @@
+"""Orbax's checkpointer in the trainer's process: a `CheckpointError` says in one line what it cannot do."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from multimesh import MultiMeshError
+from multimesh_maxtext.checkpoint import look
+from multimesh_maxtext.errors import CheckpointError, LauncherError
+
+_READS = ("load_checkpointables", "checkpointables_metadata")
+_WRITES = ("save_checkpointables", "save_checkpointables_async", "wait")
+
+_OTHERS = (LauncherError, MultiMeshError, jax.errors.JaxRuntimeError, FileExistsError)
+"""What is no fault of a checkpoint: another process is lost, a device has no memory, the step was written before."""
+
+_STATUS = re.compile(r"[A-Z_]+: ")
+"""Begins an error of TensorStore, which says what it was about to do, outermost first, and what happened."""
+
+_DETAILS = re.compile(r" \[\w+='")
+"""Begins what TensorStore adds for its authors."""
+
+_LONGEST = 200
+
+
+def telling(checkpoints: Any) -> Any:
+    """Let a checkpointer raise a `CheckpointError` where a checkpoint cannot be read or written; return it."""
+    folder = Path(checkpoints.directory).resolve()
+    for names, explain in ((_READS, _unread), (_WRITES, _unwritten)):
+        for name in names:
+            setattr(checkpoints, name, _telling(getattr(checkpoints, name), explain, folder))
+    return checkpoints
+
+
+def _telling(method: Callable[..., Any], explain: Callable[..., str], folder: Path) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except _OTHERS:
+            raise
+        except Exception as error:
+            raise CheckpointError(explain(folder, reason(error), *args)) from error
+
+    return told
+
+
+def _unread(folder: Path, why: str, step: int, *_: Any) -> str:
+    others = [other for other in look(folder).steps if other != step]
+    on = f"to go on from checkpoint {others[-1]}" if others else "to begin anew"
+    return f"checkpoint {step} cannot be read ({why}); copy it again, or remove {folder / str(step)} {on}"
+
+
+def _unwritten(folder: Path, why: str, *_: Any) -> str:
+    steps = look(folder).steps
+    usable = f"checkpoint {steps[-1]} there is complete" if steps else "no checkpoint is complete"
+    return f"a checkpoint cannot be written ({why}); {usable}; put it right and add --resume"
+
+
+def reason(error: BaseException) -> str:
+    """Return in a few words what an error of Orbax comes from, which wraps it several times."""
+    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = cause
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = str(error).partition("\n")[0]
+    if _STATUS.match(text):
+        text = _DETAILS.split(text)[0].rpartition(": ")[2]
+    return text[:_LONGEST] or type(error).__name__

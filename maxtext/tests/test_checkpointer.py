@@ -1,0 +1,136 @@
+"""Orbax's checkpointer of a run, on checkpoints that Orbax wrote and somebody harmed."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from multimesh_maxtext.checkpointer import reason, telling
+from multimesh_maxtext.errors import CheckpointError
+from multimesh_maxtext.relayout import checked
+
+STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
+Open = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Open]:
+    """Orbax's checkpointer for a folder, as MaxText makes it."""
+    opened = []
+
+    def checkpointer(folder: Path) -> Any:
+        context = ocp.Context()
+        context.array.saving.use_ocdbt = context.array.saving.use_zarr3 = context.pytree.loading.partial_load = True
+        every = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+        opened.append(ocp.training.Checkpointer(folder, context=context, save_decision_policy=every))
+        return telling(checked(opened[-1]))
+
+    yield checkpointer
+    for each in opened:
+        with suppress(ValueError):  # a save that failed is told once more
+            each.close()
+
+
+@pytest.fixture(scope="module")
+def written(start: Open, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints 2 and 3."""
+    folder = tmp_path_factory.mktemp("written")
+    checkpoints = start(folder)
+    for step in (2, 3):
+        checkpoints.save_checkpointables(step, {"items": STATE})
+    return folder
+
+
+def largest(step: Path) -> Path:
+    return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def halve(step: Path) -> None:
+    os.truncate(largest(step), largest(step).stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (halve, "byte range .* is not valid for value of size"),
+        (lambda step: largest(step).unlink(), "Existing shard has size of 0 bytes"),
+        (lambda step: (step / "items/manifest.ocdbt").unlink(), "does not exist"),
+        (lambda step: (step / "items/manifest.ocdbt").write_text("{"), "length"),
+        (lambda step: (step / "items/_METADATA").unlink(), "_METADATA"),
+        (lambda step: (step / "items/_METADATA").write_text("{"), "Expecting property name"),
+        (lambda step: shutil.rmtree(step / "items"), ".+"),
+    ],
+    ids=["half a file", "no file", "no manifest", "another manifest", "no metadata", "half the metadata", "nothing"],
+)
+def test_a_harmed_checkpoint_is_named_with_the_one_to_go_on_from(
+    start: Open, written: Path, tmp_path: Path, harm: Callable[[Path], None], why: str
+):
+    shutil.copytree(written, tmp_path / "ck")
+    harm(tmp_path / "ck/3")
+    with pytest.raises(CheckpointError) as caught:
+        start(tmp_path / "ck").load_checkpointables(3, {"items": STATE})
+    remedy = f"copy it again, or remove {tmp_path}/ck/3 to go on from checkpoint 2"
+    assert re.fullmatch(rf"checkpoint 3 cannot be read \((.*{why}.*)\); {remedy}", str(caught.value))
+
+
+def test_what_is_whole_is_loaded(start: Open, written: Path):
+    found = start(written).load_checkpointables(3, {"items": STATE})["items"]
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), found, STATE)))
+
+
+def test_another_model_is_refused_before_it_is_loaded(start: Open, written: Path):
+    wider = STATE | {"params": {"w": jnp.zeros((40, 101))}}
+    with pytest.raises(CheckpointError, match=r"params/w is \(40, 100\) in it and \(40, 101\) in this run; use the"):
+        start(written).load_checkpointables(3, {"items": wider})
+
+
+def test_a_step_that_is_there_already_is_no_failure(start: Open, written: Path):
+    with pytest.raises(FileExistsError):
+        start(written).save_checkpointables(3, {"items": STATE})
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Files of this process may have 2,000 bytes, as if a quota were used up."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("method", ["save_checkpointables", "save_checkpointables_async"])
+def test_what_cannot_be_written_is_named_with_what_is_complete(start: Open, written: Path, tmp_path: Path, method: str):
+    shutil.copytree(written, tmp_path / "ck")
+    checkpoints = start(tmp_path / "ck")
+
+    def save() -> None:
+        getattr(checkpoints, method)(4, {"items": STATE})
+        checkpoints.wait()
+
+    with small_files(), pytest.raises(CheckpointError) as caught:
+        save()
+    assert str(caught.value) == (
+        "a checkpoint cannot be written (File too large); checkpoint 3 there is complete; put it right and add --resume"
+    )
+
+
+def test_the_reason_is_what_happened_first():
+    full = "RESOURCE_EXHAUSTED: Failed to write 105752 bytes to file 4: No space left on device [os_error_code='28']"
+    error = KeyError("a long story")
+    error.__cause__ = ValueError(full)
+    assert reason(error) == "No space left on device"
+    assert reason(OSError(28, "No space left on device", "/ck/3")) == "/ck/3: No space left on device"
+    assert reason(ValueError()) == "ValueError"
