@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -220,6 +221,33 @@ def test_a_pipeline_goes_on_from_layers_in_another_layout(run: Run, root: Path, 
         assert done.code == 0, done.stderr
         found += records(folder)
     agree(found, records(tmp_path / "whole"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "grid", [GRID, ("--backend", "spmd", "--no-scan-layers", "--cpus", 2, "--tp", 2)], ids=["pp", "spmd"]
+)
+def test_a_checkpoint_that_cannot_be_used_is_refused_in_a_line(
+    whole: Whole, run: Run, tmp_path: Path, grid: tuple[Any, ...]
+):
+    ck = whole.up_to(2, tmp_path / "ck")
+    again = (*grid, "--output", tmp_path / "out", "--checkpoint", ck, "--resume", *whole.arguments)
+    done = run(*again, "--mlp-dims", 96)
+    wider = r"the checkpoint is of another model or optimizer: params/.+ is .*64.* in it and .*96.* in this run; use .*"
+    assert done.code == 15, done.stderr
+    assert re.fullmatch(rf"error: --checkpoint {ck}: {wider}", done.stderr.splitlines()[-1])
+    largest = max((path for path in (ck / "2").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    done = run(*again)
+    assert done.code == 15, done.stderr
+    remedy = f"copy it again, or remove {ck}/2 to go on from checkpoint 1"
+    said = rf"resuming from checkpoint 2\nerror: --checkpoint {ck}: checkpoint 2 cannot be read \(.+\); {remedy}\n"
+    assert re.fullmatch(said, done.stderr)
+    shutil.rmtree(ck / "2")
+    done = run(*again)
+    assert done.code == 0, done.stderr
+    assert done.stderr == "resuming from checkpoint 1\n"
+    agree(records(tmp_path / "out")[-2:], records(whole.output)[-2:])
 
 
 @pytest.fixture
