@@ -103,10 +103,10 @@ def draw_timelines(app: Sphinx, error: Exception | None) -> None:
 
 
 def _forecasts() -> dict[str, Any]:
-    bubbles = importlib.import_module("multimesh.commands.bubbles")
+    forecast = importlib.import_module("multimesh.commands.forecast")
     return {
-        name: bubbles.forecast(name, shape, transfer=0.25).timeline
-        for name, shape in bubbles.compared(None, submeshes=4, chunks=None, microbatches=8)
+        name: forecast.simulated(name, shape, transfer=0.25).timeline
+        for name, shape in forecast.compared(None, submeshes=4, chunks=None, microbatches=8)
     }
 
 

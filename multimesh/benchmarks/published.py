@@ -26,7 +26,7 @@ import report
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import peak_bytes
-from multimesh.commands import bubbles
+from multimesh.commands import forecast
 
 import multimesh as mm
 from multimesh import schedules
@@ -45,7 +45,7 @@ def measure(name: str, p: int, m: int) -> report.Row:
     """One step of a schedule."""
     schedule = schedules.get(name)
     chunks, placement = schedule.usual, schedule.placement(p)
-    forecast = bubbles.forecast(name, bubbles.Shape(p, chunks, m))
+    found = forecast.simulated(name, forecast.Shape(p, chunks, m))
     meshes = [Mesh(np.array([d]), ("data",)) for d in jax.devices()[:p]]
     homes = [meshes[placement[s % len(placement)]] for s in range(p * chunks)]
     draw = np.random.default_rng(0)
@@ -70,18 +70,18 @@ def measure(name: str, p: int, m: int) -> report.Row:
     want = jax.jit(jax.value_and_grad(loss))(weights, np.asarray(x))
     peaks = peak_bytes(lambda: jax.block_until_ready(step(placed, x)), every=max(10, p * m // 8))
     plan = step.plan(placed, x).forecast(dict.fromkeys("FBW", 1 / chunks))
-    known = forecast.published
+    known = found.published
     one = ROWS * WIDTH * 4 * (1 + layers) * chunks
     return {
         "schedule": name + (f", v={chunks}" if chunks > 1 else ""),
         "published": "-" if known is None or known.unless else known.idle,
-        "simulated": forecast.in_a_row if known is not None and known.in_a_row else forecast.idle,
-        "agrees": "-" if forecast.agrees is None else "yes" if forecast.agrees else "NO",
+        "simulated": found.in_a_row if known is not None and known.in_a_row else found.idle,
+        "agrees": "-" if found.agrees is None else "yes" if found.agrees else "NO",
         "plan": plan.period - max(plan.busy) if known is not None and known.in_a_row else max(plan.idle),
-        "activations": " ".join(f"{peak:g}" for peak in forecast.peaks),
+        "activations": " ".join(f"{peak:g}" for peak in found.peaks),
         "error": max(map(_error, jax.tree.leaves(got), jax.tree.leaves(want))),
         "live MB": " ".join(f"{peaks[mesh.devices.flat[0]] / 1e6:.2f}" for mesh in meshes),
-        "bytes MB": " ".join(f"{peak * one / 1e6:.2f}" for peak in forecast.peaks),
+        "bytes MB": " ".join(f"{peak * one / 1e6:.2f}" for peak in found.peaks),
     }
 
 

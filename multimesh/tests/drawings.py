@@ -15,12 +15,12 @@ TUTORIAL = "tutorial-"  # written by docs/ten-minutes.md; tests/unit/test_repo_d
 
 def drawings() -> dict[str, str]:
     """File name to what the file must hold."""
-    from multimesh.commands import bubbles
+    from multimesh.commands import forecast
     from multimesh.timelines import svg
 
     made = {}
-    for name, shape in bubbles.compared(None, submeshes=4, chunks=None, microbatches=8):
-        made[f"{name}.svg"] = svg.draw(bubbles.forecast(name, shape).timeline)
+    for name, shape in forecast.compared(None, submeshes=4, chunks=None, microbatches=8):
+        made[f"{name}.svg"] = svg.draw(forecast.simulated(name, shape).timeline)
     return made
 
 

@@ -289,15 +289,15 @@ def uneven_compilation(seconds: str) -> None:
         time.sleep(float(seconds) * (jax.process_index() == 1))
         return whole(*args)
 
-    import multimesh.frontend.lowered
+    import multimesh.frontend.aot
 
-    multimesh.frontend.lowered.compile_plan = slow
+    multimesh.frontend.aot.compile_plan = slow
     try:
         retrace("halves")
         if jax.device_count() > 2:
             retrace("crossed")
     finally:
-        multimesh.frontend.lowered.compile_plan = whole
+        multimesh.frontend.aot.compile_plan = whole
 
 
 def not_in_it() -> None:

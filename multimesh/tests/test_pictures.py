@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ET
 
 import drawings
 import pytest
-from multimesh.commands import bubbles
-from multimesh.commands.bubbles import Shape
+from multimesh.commands import forecast
+from multimesh.commands.forecast import Shape
 from multimesh.schedules.costs import UNIT_COSTS
 from multimesh.timelines import hover, perfetto, svg
 from multimesh.timelines.spans import Hop, Span
@@ -30,7 +30,7 @@ NAME = "{http://www.w3.org/2000/svg}"
 
 
 def line(name, shape):
-    return bubbles.forecast(name, shape).timeline
+    return forecast.simulated(name, shape).timeline
 
 
 def classes(root, tag):
@@ -133,7 +133,7 @@ def test_an_empty_timeline_is_a_picture_too(tmp_path):
 @pytest.mark.parametrize(("name", "shape"), SHAPES, ids=IDS)
 def test_a_trace_keeps_the_rules_of_its_format(name, shape, transfer, costs):
     """The Trace Event Format: required fields, nesting, flows that start and end inside of slices."""
-    timeline = bubbles.forecast(name, shape, costs, transfer).timeline
+    timeline = forecast.simulated(name, shape, costs, transfer).timeline
     found = json.loads(perfetto.trace(timeline))
     events = found["traceEvents"]
     assert all({"ph", "name", "pid", "tid"} <= e.keys() for e in events)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from multimesh import fft as fft
     from multimesh import linalg as linalg
     from multimesh import schedules as schedules
+    from multimesh.frontend.aot import Compiled as Compiled
+    from multimesh.frontend.aot import Lowered as Lowered
     from multimesh.frontend.jitted import Jitted as Jitted
     from multimesh.frontend.jitted import jit as jit
     from multimesh.frontend.layers import sequential as sequential
-    from multimesh.frontend.lowered import Compiled as Compiled
-    from multimesh.frontend.lowered import Lowered as Lowered
     from multimesh.frontend.parallelize import parallelize as parallelize
     from multimesh.marking.contexts import autoshard as autoshard
     from multimesh.marking.contexts import context as context
@@ -44,7 +44,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "frontend.jitted": ("Jitted", "jit"),
     "frontend.layers": ("sequential",),
-    "frontend.lowered": ("Compiled", "Lowered"),
+    "frontend.aot": ("Compiled", "Lowered"),
     "frontend.parallelize": ("parallelize",),
     "marking.contexts": (
         "autoshard",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from multimesh import schedules
-from multimesh.commands import bubbles
+from multimesh.commands import forecast
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
 from multimesh.schedules.costs import parsed_costs
 from multimesh.timelines.timeline import Timeline
@@ -256,13 +256,13 @@ def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     if options.schedule is None and (options.html or options.svg or options.perfetto):
         raise UsageError("--html, --svg and --perfetto show one schedule; name it with --schedule")
     costs = parsed_costs(options.costs)
-    wanted = bubbles.compared(options.schedule, options.stages, options.interleave, options.microbatches)
-    results = [bubbles.forecast(name, shape, costs, options.transfer) for name, shape in wanted]
+    wanted = forecast.compared(options.schedule, options.stages, options.interleave, options.microbatches)
+    results = [forecast.simulated(name, shape, costs, options.transfer) for name, shape in wanted]
     _write(options, results[0].timeline)
     if not options.json:
         times = ", ".join(f"t{phase}={time:g}" for phase, time in costs.items())
         print(f"p={options.stages} submeshes, m={options.microbatches} microbatches, {times}, ", end="")
-        print(f"transfers {options.transfer:g}\n\n{bubbles.table(results)}")
+        print(f"transfers {options.transfer:g}\n\n{forecast.table(results)}")
     wrong = [result.schedule for result in results if result.agrees is False]
     if wrong:
         raise DisagreementError(f"{', '.join(wrong)}: the simulated idle time is not the published")

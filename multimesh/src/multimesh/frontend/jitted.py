@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat, checks
-from multimesh.core.keeping import kept, weak
 from multimesh.core.specs import axes_of, check_fits, stripped
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
+from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import MultiMeshError, UsageError
+from multimesh.frontend.aot import Compiled, Lowered, Plain, TracedFunction, not_exported
 from multimesh.frontend.arguments import (
     Given,
     Parameters,
@@ -33,9 +34,8 @@ from multimesh.frontend.arguments import (
     replaced,
     spec_of,
 )
+from multimesh.frontend.auto_schedule import Made, fitted
 from multimesh.frontend.cache import Cache, Recent, matching, traits
-from multimesh.frontend.fitting import Made, fitted
-from multimesh.frontend.lowered import Compiled, Lowered, Plain, TracedFunction, not_exported
 from multimesh.frontend.transforms import Call
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 
 from multimesh.core import _compat
 from multimesh.errors import MultiMeshError, UsageError
+from multimesh.frontend.aot import Compiled
 from multimesh.frontend.jitted import Jitted
-from multimesh.frontend.lowered import Compiled
 from multimesh.marking import contexts
 from multimesh.processes import arrays
 from multimesh.processes.agree import several

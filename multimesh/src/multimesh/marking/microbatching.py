@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
-from multimesh.core.keeping import kept, weak
 from multimesh.core.submesh import carry_over
+from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.tasks import marked_call

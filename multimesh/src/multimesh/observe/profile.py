@@ -124,7 +124,7 @@ class Profile:
 
 
 def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
-    """Run a compiled plan; see `multimesh.frontend.lowered.Compiled.profile`."""
+    """Run a compiled plan; see `multimesh.frontend.aot.Compiled.profile`."""
     plan, several = runner.compiled.plan, agree.several()
     with exchange.turn:
         measure = Together(runner) if several else Alone(runner)

@@ -16,12 +16,12 @@ import jax
 
 from multimesh.core import _compat
 from multimesh.errors import UsageError
-from multimesh.processes.watched import Watched, start
+from multimesh.processes.watcher_client import WatcherClient, start
 
 _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
 
 
-_watched: Watched | None = None
+_client: WatcherClient | None = None
 
 
 _XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
@@ -105,8 +105,8 @@ def initialize(
     --------
     >>> mm.distributed.initialize("localhost:6000", num_processes=2, process_id=rank)  # doctest: +SKIP
     """
-    global _watched
-    if _watched is not None or jax.distributed.is_initialized():
+    global _client
+    if _client is not None or jax.distributed.is_initialized():
         raise UsageError("processes are initialized already; call mm.distributed.initialize() once, and only that")
     if _compat.backends_started():
         raise UsageError(
@@ -122,7 +122,7 @@ def initialize(
     own = {"rank": rank, "count": count, "host": socket.gethostname(), "pid": os.getpid(), "facts": _facts()}
     if not same_command:
         del own["facts"]["command line"]
-    _watched, members = start(own, address, bind, initialization_timeout, heartbeat_timeout_seconds)
+    _client, members = start(own, address, bind, initialization_timeout, heartbeat_timeout_seconds)
     preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
     jax.config.update("jax_enable_preemption_service", preemptible)  # by default it swallows SIGTERM
     jax.config.update("jax_enable_recoverability", False)
@@ -191,8 +191,8 @@ def _facts() -> dict[str, list[str]]:
 
 def count_step() -> None:
     """Note that this process made a step, so that a message about it can say how many."""
-    if _watched is not None:
-        _watched.count_step()
+    if _client is not None:
+        _client.count_step()
 
 
 def fail(error: BaseException) -> NoReturn:
@@ -200,7 +200,7 @@ def fail(error: BaseException) -> NoReturn:
 
     An error that nobody catches does the same. Without `initialize` the error is raised.
     """
-    if _watched is None:
+    if _client is None:
         raise error
     sys.excepthook(type(error), error, error.__traceback__)
-    raise AssertionError  # the hook of `Watched` leaves
+    raise AssertionError  # the hook of `WatcherClient` leaves

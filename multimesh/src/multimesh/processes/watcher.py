@@ -1,14 +1,14 @@
-"""The watcher: a small process beside each process of a job, by which all learn that one failed, died or stopped.
+"""The watcher: a small process beside each process of a job. It tells all of them when one fails, dies or stops.
 
-It is a process of its own because a thread cannot do this: it dies with its process, stops with it, and has to wait
-while C++ code holds Python's lock. It needs the standard library only, so it starts in some 30 ms: `watched` runs this
-file by its path. The watcher of a process talks to it over a socket pair, and to the watcher of process 0, the hub,
+It is a process of its own because a thread cannot do this: a thread dies with its process, stops with it, and waits
+while C++ code holds Python's lock. It needs the standard library only, so it starts in some 30 ms: `watcher_client`
+runs this file by its path. A watcher talks to its process over a socket pair, and to the watcher of process 0, the hub,
 over TCP. A message is a JSON object on a line of its own.
 
-First all watchers meet: the hub listens at the coordinator's port, before JAX does, until every process has said who it
-is and what it runs. Then it answers all at once, with what is wrong or with a list of all. These connections stay open
-and no other is taken, so no stranger can speak. Each end says every second that it is there. The hub decides what
-happened first and tells all; each watcher prints that line and sees to it that its process ends.
+First all watchers meet. The hub listens at the coordinator's port, before JAX does, until every process has said who it
+is and what it runs. Then it answers all at once, with an error or with the list of all processes. These connections
+stay open, and the hub takes no other, so no stranger can speak. Each end says every second that it is there. The hub
+decides what happened first and tells all. Each watcher prints that line and ends its process.
 """
 
 from __future__ import annotations

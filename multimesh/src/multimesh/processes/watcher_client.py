@@ -26,7 +26,7 @@ from multimesh.processes import watcher
 NOTICE = 10.0  # seconds that a process waits for the end of the others before it says so
 
 
-class Watched:
+class WatcherClient:
     """The connection to a watcher that has met all others; made by `start`."""
 
     def __init__(self, line: watcher.Line, steps: mmap.mmap, name: str, process: subprocess.Popen[bytes]) -> None:
@@ -40,7 +40,7 @@ class Watched:
         sys.excepthook = self._uncaught
         sys.exit = self._sys_exit
         atexit.register(self._finish)  # before JAX's, which was there first
-        threading.Thread(target=self._listen, name="multimesh-watched", daemon=True).start()
+        threading.Thread(target=self._listen, name="multimesh-watcher-client", daemon=True).start()
 
     def count_step(self) -> None:
         """Note that a step has been made, so that messages can say how far a process came."""
@@ -95,13 +95,15 @@ class Watched:
         self._watcher.wait()
 
 
-def start(own: watcher.Member, address: str, bind: str, timeout: float, heartbeat: float) -> tuple[Watched, list[Any]]:
-    """Start a watcher and have it meet the others at ``address``; what watches this process, and who all are.
+def start(
+    own: watcher.Member, address: str, bind: str, timeout: float, heartbeat: float
+) -> tuple[WatcherClient, list[Any]]:
+    """Start a watcher, let it meet the others at ``address``, and return its client and the members of the job.
 
     Raises
     ------
     UsageError
-        Where the processes cannot be one job, or do not find each other.
+        If the processes cannot be one job, or do not find each other.
     """
     ours, theirs = socket.socketpair()
     with tempfile.TemporaryFile() as file, theirs:
@@ -126,7 +128,7 @@ def start(own: watcher.Member, address: str, bind: str, timeout: float, heartbea
     if "members" not in answer:
         process.wait()
         raise UsageError(answer.get("refused", f"the watcher of {watcher.named(own)} ended while it started"))
-    return Watched(line, steps, watcher.named(own), process), answer["members"]
+    return WatcherClient(line, steps, watcher.named(own), process), answer["members"]
 
 
 def _answer(line: watcher.Line) -> Mapping[str, Any]:

@@ -142,7 +142,7 @@ class Result:
         }
 
 
-def forecast(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, transfer: float = 0.0) -> Result:
+def simulated(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, transfer: float = 0.0) -> Result:
     """Simulate a schedule; ``costs`` are those of a whole submesh, of which each of its stages takes an equal share."""
     whole = checked(costs)
     share = {phase: time / shape.chunks for phase, time in whole.items()}
