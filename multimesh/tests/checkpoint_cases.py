@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.processes import arrays
-from multimesh.runtime import checkpoints
+from multimesh.processes import arrays, checkpoints
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 

@@ -469,9 +469,9 @@ def test_axes_of_a_spec_that_are_no_names():
 def test_a_released_package_links_its_errors_to_their_page(monkeypatch):
     monkeypatch.setattr(errors, "_page", lambda: "https://site.example/docs/errors.html")
     for call, anchor in (
-        (lambda: mm.microbatch(len, size=0), "checks"),
+        (lambda: mm.microbatch(len, size=0), "core-checks"),
         (lambda: mm.microbatch(len, size=1, schedule="lifo"), "schedules"),
-        (lambda: mm.linalg.solve(np.eye(4), np.ones(4)), "specs"),
+        (lambda: mm.linalg.solve(np.eye(4), np.ones(4)), "core-specs"),
     ):
         with pytest.raises(mm.MultiMeshError) as raised:
             call()
