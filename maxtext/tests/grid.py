@@ -11,9 +11,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
-from parity import METRICS, ROOT, Result, compare
+from parity import BASE, METRICS, ROOT, Result, compare
 
 from multimesh import schedules
 
@@ -161,12 +162,12 @@ def agrees(case: str, result: Result) -> bool:
     return max(gaps) <= tolerance
 
 
-def table(results: dict[str, Result], *, day: str, commit: str) -> str:
-    """Return the table of a section."""
+def table(results: dict[str, Result], *, made: str) -> str:
+    """Return the table of a section; ``made`` says of what and when."""
     good = sum(agrees(case, result) for case, result in results.items())
     seconds = sum(result.seconds for result in results.values())
     lines = [
-        f"{good} of {len(results)} agree ({day}, commit {commit}, {seconds / 60:.0f} minutes).",
+        f"{good} of {len(results)} agree ({made}, {seconds / 60:.0f} minutes).",
         "",
         "| flags | loss | gradient norm | all parameters | each parameter |",
         "|---|---|---|---|---|",
@@ -188,14 +189,22 @@ def renewed(page: str, section: str, text: str) -> str:
     return re.sub(f"{start}.*?{end}", lambda _: f"{start}\n{text}\n{end}", page, flags=re.DOTALL)
 
 
+def _git(folder: str, *arguments: str) -> str:
+    line = ["git", "-C", str(ROOT / folder), *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main(sections: list[str]) -> None:
     """Train and renew the page, section by section."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    base, head = (
+        _git("third_party/maxtext", "log", "-1", "--format=%s", BASE),
+        _git(".", "rev-parse", "--short", "HEAD"),
+    )
     for section in sections or SECTIONS:
         with tempfile.TemporaryDirectory(prefix="parity-") as folder:
             results = train(section, Path(folder))
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
-        text = table(results, day=day, commit=head.stdout.strip())
+        text = table(results, made=f"{base} and jax {version('jax')}, {day}, commit {head}")
         PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), section, text), encoding="utf-8")
 
 

@@ -30,6 +30,7 @@ from multimesh_maxtext.translate import Paths
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = ("learning/loss", "learning/raw_grad_norm", "learning/grad_norm", "learning/param_norm")
+BASE = "refs/multimesh/base"  # MaxText as it was published, in third_party/maxtext
 SMALL = "--model-dims 32 --mlp-dims 32 --sequence-length 32 --attention dot_product --batch-size 8"
 CORPUS = ROOT / "LICENSE"  # text, so that every step and every microbatch has tokens of its own
 # Half the time to compile; both trainings are compiled alike.
@@ -111,7 +112,7 @@ def _write_table(job: Job, folder: Path) -> Path:
 def published(folder: Path) -> Path:
     """Write MaxText as it was published, without our patches; return the folder for ``PYTHONPATH``."""
     folder.mkdir(parents=True)
-    line = ["git", "-C", str(ROOT / "third_party/maxtext"), "archive", "refs/multimesh/base", "src"]
+    line = ["git", "-C", str(ROOT / "third_party/maxtext"), "archive", BASE, "src"]
     tree = subprocess.run(line, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], input=tree, check=True)
     return folder / "src"

@@ -106,7 +106,7 @@ def test_the_grid_agrees(section: str, tmp_path_factory: pytest.TempPathFactory)
     found = grid.train(section, tmp_path_factory.mktemp("grid"))
     assert grid.SECTIONS[section]
     differ = {case: result for case, result in found.items() if not grid.agrees(case, result)}
-    assert not differ, grid.table(differ, day="", commit="")
+    assert not differ, grid.table(differ, made="")
 
 
 def test_the_page_shows_a_table_of_a_section():
@@ -117,8 +117,8 @@ def test_the_page_shows_a_table_of_a_section():
         "--pp 4 dtype=float32": Result(None, steps, [({"w": 1.0}, {"w": 1.0})], {}, 60.0),
         "--pp 8 dtype=float32": Result("ValueError: no", [], [], {}, 0.0),
     }
-    text = grid.table(results, day="2026-01-01", commit="abc")
-    assert "1 of 3 agree (2026-01-01, commit abc, 2 minutes)." in text
+    text = grid.table(results, made="maxtext 1 and jax 2, 2026-01-01, commit abc")
+    assert "1 of 3 agree (maxtext 1 and jax 2, 2026-01-01, commit abc, 2 minutes)." in text
     assert "| `--pp 2` | 0e+00 | 0e+00 | 0e+00 | 2e-05 |" in text
     assert "| `--pp 8` | ValueError: no | | | |" in text
     assert grid.renewed(page, "x", text).split(text) == [
