@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import graphlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,11 @@ import multimesh
 import multimesh.jax
 import multimesh_maxtext
 from multimesh import schedules
+from tests import imports
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(Path(multimesh_maxtext.__file__).parent.glob("*.py"))
+FOLDER = Path(multimesh_maxtext.__file__).parent
+SOURCES = sorted(FOLDER.glob("*.py"))
 PUBLIC = {
     "multimesh": multimesh.__all__,
     "multimesh.schedules": schedules.__all__,
@@ -88,24 +89,12 @@ def test_what_is_private_is_found(source: str):
     assert len(list(private_uses(source))) == 1
 
 
-def imports(source: str) -> set[str]:
-    """Modules of the launcher that a module of it imports, wherever it does."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module == "multimesh_maxtext":
-            found |= {a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multimesh_maxtext."):
-            found.add((node.module or "").split(".")[1])
-    return found
-
-
 def test_imports_go_one_way():
-    """The graph has no circle; from ``--pp`` to the mesh it is walked downwards, in at most 8 rooms."""
-    graph = {path.stem: imports(path.read_text(encoding="utf-8")) for path in SOURCES}
-    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle
-    for module in reversed(order):
+    """No module imports itself through others; from ``--pp`` to the mesh it is walked downwards, in at most 8 rooms."""
+    graph = {name: others - {"__init__"} for name, others in imports.graph(FOLDER).items()}
+    for module in reversed(imports.bottom_up(graph)):
         print(f"{module:10} -> {' '.join(sorted(graph[module])) or '-'}")
-    doors = {"run": imports((ROOT / "maxtext" / "run.py").read_text(encoding="utf-8"))}
+    doors = {"run": set(imports.of_file(ROOT / "maxtext" / "run.py", FOLDER.name, graph))}
     for rooms in ROOMS:
         assert all(lower in (graph | doors)[upper] for upper, lower in itertools.pairwise(rooms))
     assert sum(map(len, ROOMS)) <= 8

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import graphlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import multimesh
+from tests import imports
 
 ROOT = Path(multimesh.__file__).parent
 FLOORS = (
@@ -29,30 +27,7 @@ FLOORS = (
 
 PASSES = (("pipeline",), ("verifying",), ("laying_out",), ("cutting",), ("placing",), ("reading",))
 
-
-def modules() -> dict[str, Path]:
-    """Name within the package to file, such as ``passes.reading.inline`` or ``__init__``."""
-    names = {path: path.relative_to(ROOT).with_suffix("").parts for path in ROOT.rglob("*.py")}
-    return {
-        ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts): p for p, parts in names.items()
-    }
-
-
-def imports(path: Path, known: set[str]) -> Iterator[str]:
-    """Modules of the library that a file imports anywhere: also within functions, and for types."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "multimesh":
-            module = (node.module or "").partition(".")[2]
-            for name in (".".join(filter(None, (module, alias.name))) for alias in node.names):
-                yield name if name in known else module or "__init__"
-        elif isinstance(node, ast.Import):
-            yield from (
-                a.name.partition(".")[2] or "__init__" for a in node.names if a.name.split(".")[0] == "multimesh"
-            )
-
-
-MODULES = modules()
-GRAPH = {name: set(imports(path, set(MODULES))) - {name} for name, path in MODULES.items()}
+GRAPH = imports.graph(ROOT)
 
 
 def upward(graph: dict[str, set[str]], floors: tuple[tuple[str, ...], ...], inside: str = "") -> list[str]:
@@ -78,9 +53,7 @@ def test_passes_import_earlier_ones():
 
 def test_no_module_imports_itself_through_others():
     graph = {name: others - {"__init__"} for name, others in GRAPH.items()}
-    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(
-        graph
-    )  # raises CycleError, which names them
+    assert len(imports.bottom_up(graph)) == len(graph)
 
 
 def test_few_modules_stand_beside_the_rooms():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import graphlib
 import json
 import re
 import subprocess
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests import imports
 from workflows.ci import tag
 
 MAX_LINES = 500
@@ -192,16 +192,21 @@ def test_no_two_modules_of_the_tooling_have_one_name(root: Path) -> None:
 
 def test_no_folder_of_the_tooling_imports_in_a_circle(root: Path) -> None:
     """Imports within functions and for types count; the entry points, which open the door to commands, do not."""
-    imported = re.compile(r"^\s*(?:from|import) workflows(?:\.(\w+)|\s+import (.+))", re.MULTILINE)
     folders = {path.parent.name for path in tracked(root, "workflows/*/*.py")}
+
+    def folder(module: str) -> str:
+        return first if (first := module.partition(".")[0]) in folders else ""
+
     needs: dict[str, set[str]] = {"": set()} | {folder: set() for folder in folders}
-    for path in tracked(root, "workflows/*.py"):
-        if path.name not in ("__main__.py", "cli.py"):
-            own = path.parent.name if path.parent.name in folders else ""
-            found = [name for match in imported.findall(text_of(path)) for name in re.split(r"[\s,]+", " ".join(match))]
-            needs[own] |= ({name if name in folders else "" for name in found if name}) - {own}
-    order = list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError
-    assert order[-1] == "commands"
+    for module, others in imports.graph(root / "workflows").items():
+        if module not in ("__main__", "cli"):
+            needs[folder(module)] |= set(map(folder, others)) - {folder(module)}
+    assert imports.bottom_up(needs)[-1] == "commands"
+
+
+def test_no_module_of_the_tooling_imports_itself_through_others(root: Path) -> None:
+    graph = imports.graph(root / "workflows")
+    assert set(imports.bottom_up(graph)) == graph.keys()
 
 
 def test_the_dockerfile_is_clean(root: Path) -> None:

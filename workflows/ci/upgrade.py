@@ -19,8 +19,7 @@ from packaging.version import InvalidVersion, Version
 from workflows import console, errors, files, proc
 from workflows.ci import relock
 from workflows.ci.move import Move
-from workflows.image import devcontainer
-from workflows.image import digests as images
+from workflows.image import bump, devcontainer, digests
 from workflows.sources import git, lock, manifest, pins
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace
@@ -65,7 +64,7 @@ def upgrade(here: Workspace, mirror: str | None, reporter: console.Reporter) -> 
                 find = partial(_named_by_jax, here, mirror, *_XLA)
                 moves += [_move(here, xla, find, mirror, reporter), _bazel(here, mirror)]
     moves += relock.move(here.root)
-    bases = images.bump(here.root)
+    bases = bump.bump(here.root)
     moves += [Move(each.name, each.before or "null", each.after or "null", each.fault or "") for each in bases]
     return [move for move in moves if move.fault or move.new != move.old]
 
@@ -102,7 +101,7 @@ def _bazel(here: Workspace, mirror: str | None) -> Move:
         version = _named_by_jax(here, mirror, *_BAZEL)
     except errors.WorkflowsError as error:
         return Move("bazel", "", "", str(error))
-    return Move("bazel", images.move_bazel(here.root, version), version)
+    return Move("bazel", digests.move_bazel(here.root, version), version)
 
 
 def checks(moves: Sequence[Move], network: str | None) -> list[list[str]]:

@@ -201,11 +201,11 @@ def run_bump(args: argparse.Namespace) -> int:
     """Pin another version, if its patches apply there."""
     here = Workspace()
     if args.name == "images":
-        from workflows.image import digests
+        from workflows.image import bump
 
         if args.version or args.mirror:
             raise errors.UsageError("bump images: takes no version and no --mirror; it asks where images.lock points")
-        return digests.run(here.root)
+        return bump.run(here.root)
     from workflows.sources import pins
 
     if args.version is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import registry as registries
-from workflows.image import devcontainer, digests
+from workflows.image import bump, devcontainer, digests
 
 NOWHERE = "127.0.0.1:1"
 
@@ -33,7 +33,7 @@ def repository(root: Path, tmp_path: Path, registry: str) -> Path:
 @pytest.mark.stand_in("a registry on this machine")
 def test_a_newer_base_image(repository: Path, registry: str, trixie: str) -> None:
     first = {name: registries.push(trixie, f"{registry}/{name}:1") for name in ("cuda-devel", "ubuntu")}
-    answers = {answer.name: answer for answer in digests.bump(repository)}
+    answers = {answer.name: answer for answer in bump.bump(repository)}
     assert {name: answer.verdict for name, answer in answers.items()} == {
         "cuda-devel": "filled",
         "cuda-base": "not reached",
@@ -46,7 +46,7 @@ def test_a_newer_base_image(repository: Path, registry: str, trixie: str) -> Non
     assert NOWHERE in str(answers["cuda-base"].fault)
 
     second = registries.push(registries.labelled(trixie, {"built": "later"}), f"{registry}/cuda-devel:1")
-    answers = {answer.name: answer for answer in digests.bump(repository)}
+    answers = {answer.name: answer for answer in bump.bump(repository)}
     assert (answers["cuda-devel"].verdict, answers["ubuntu"].verdict) == ("changed", "kept")
     assert (answers["cuda-devel"].before, answers["cuda-devel"].after) == (first["cuda-devel"], second)
     held = digests.load(repository)
