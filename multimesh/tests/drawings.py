@@ -1,4 +1,4 @@
-"""The pictures in docs/pictures: every schedule with 4 submeshes and 8 microbatches, all phases of equal length.
+"""The pictures in docs/pictures: diagrams, and every schedule with 4 submeshes and 8 microbatches of equal phases.
 
 ``python multimesh/tests/drawings.py --write`` renews them; without ``--write`` it says which would change.
 """
@@ -15,17 +15,18 @@ TUTORIAL = "tutorial-"  # written by docs/ten-minutes.md; tests/unit/test_repo_d
 
 def drawings() -> dict[str, str]:
     """File name to what the file must hold."""
+    import diagrams
     from multimesh.commands import forecast
     from multimesh.timelines import svg
 
-    made = {}
+    made = {"house.svg": diagrams.house(), "concepts.svg": diagrams.concepts()}
     for name, shape in forecast.compared(None, submeshes=4, chunks=None, microbatches=8):
         made[f"{name}.svg"] = svg.draw(forecast.simulated(name, shape).timeline)
     return made
 
 
 def stale() -> list[str]:
-    """Names of files that are missing, not as they would be drawn now, or of no schedule; others left out."""
+    """Names of files that are missing, not as they would be drawn now, or drawn by nothing; others left out."""
     made = drawings()
     found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*") if path.name not in OTHERS}
     found = {name: text for name, text in found.items() if not name.startswith(TUTORIAL)}

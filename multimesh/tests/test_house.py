@@ -64,5 +64,13 @@ def test_few_modules_stand_beside_the_rooms():
     assert rooms == {room for floor in FLOORS for room in floor}
 
 
+def test_contributing_has_a_row_for_each_room():
+    page = ROOT.parents[2] / "CONTRIBUTING.md"
+    rows = [line.split("|")[1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} <= set(
+        ".".join(rows).replace("`", "").replace("/", ".").replace(",", ".").replace(" ", "").split(".")
+    )
+
+
 def test_an_import_that_goes_up_is_found():
     assert upward({"core.text": {"ir.flops"}, "ir.flops": {"core.text"}}, FLOORS) == ["core.text imports ir.flops"]

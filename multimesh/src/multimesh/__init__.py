@@ -1,7 +1,7 @@
-"""MultiMesh for JAX: parts of one jitted function on different submeshes, on the JAX that everyone has.
+"""MultiMesh for JAX: parts of one jitted function on different submeshes.
 
-Each public name is listed below with the module that has it, which is imported when the name is first used. Until then
-JAX is not, so that commands can check flags and schedules, and set the variables that JAX reads, before.
+Each public name is listed below with its module, which is imported when the name is first used. JAX is not imported
+before that. So commands can first check flags and schedules, and set the variables that JAX reads.
 """
 
 from __future__ import annotations

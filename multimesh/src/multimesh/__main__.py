@@ -1,4 +1,7 @@
-"""``python -m multimesh``: a demonstration of the library, and forecasts. JAX is imported only where it is needed."""
+"""The command line: a demonstration, and forecasts of schedules.
+
+``python -m multimesh`` imports JAX only where it is needed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes that run one plan: how they meet, whether they agree, and how small values reach all of them."""
+"""Several processes that run one plan: the public functions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Errors that MultiMesh raises.
 
-Every message says what is wrong, where (the user's source line where there is one) and what to change.
-Command lines of this package end with ``exit_code`` of the error that stopped them.
+Every message says what is wrong, where (the user's source line, if there is one) and what to change. A command line of
+this package ends with the ``exit_code`` of the error that stopped it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What ``multimesh`` and ``multimesh-demo`` run."""
+"""What the commands run: the demonstration, and forecasts."""

@@ -1,1 +1,1 @@
-"""What everything leans on: checks of arguments, submeshes, partition specs, text, and JAX's internals."""
+"""What every room uses: checks, submeshes, specs, text, JAX's internals."""

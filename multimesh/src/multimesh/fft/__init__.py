@@ -1,4 +1,4 @@
-"""Fourier transforms over two or three dimensions of an array that is sharded over the devices of a mesh.
+"""Fourier transforms over two or three dimensions of an array, sharded over a mesh.
 
 The functions have the names and results of ``jax.numpy.fft`` and work under ``jit``, ``grad``, ``vmap``,
 ``jax.checkpoint`` and inside a task, with Auto and Explicit mesh axes, over any number of processes. Each sharded

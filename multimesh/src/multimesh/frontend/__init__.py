@@ -1,1 +1,1 @@
-"""`jit` and what it makes: arguments, signatures, caches, stages, transformations."""
+"""`jit`: arguments, signature, cache, trace, lowering, transformations."""

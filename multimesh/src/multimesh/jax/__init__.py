@@ -1,6 +1,7 @@
-"""The public API under the import path of the original MultiMesh: ``import multimesh.jax as mm``.
+"""The public names under the original's import path: ``import multimesh.jax as mm``.
 
-The same names, plus those that only the original has; what the two write in another form takes the original's too.
+It has the names of `multimesh` and those that only the original has. Where the two differ, a function takes the calls
+of both.
 """
 
 from multimesh import *  # noqa: F403

@@ -1,10 +1,12 @@
-"""Cholesky solves of one large Hermitian positive definite matrix that is sharded over the devices of a mesh.
+"""Cholesky solves of one large Hermitian positive definite matrix, sharded over a mesh.
 
 The functions have the names and results of ``jax.scipy.linalg`` and work under ``jit``, ``grad``, ``vmap``,
 ``jax.checkpoint`` and inside a task, with Auto and Explicit mesh axes, over any number of processes. ``a`` has shape
 (N, N), float32, float64, complex64 or complex128, and is sharded by rows, by columns or both, over one mesh axis or
-several; both its triangles are read. ``mesh`` and ``spec`` say how, where the array does not: under ``jax.jit`` it
-only carries its Explicit axes. No device ever holds the whole matrix. On CPU devices set ``OPENBLAS_NUM_THREADS=1``.
+several. Both its triangles are read. No device ever holds the whole matrix.
+
+Under ``jax.jit`` an array only carries its Explicit axes: pass ``mesh`` and ``spec`` there. On CPU devices set
+``OPENBLAS_NUM_THREADS=1``.
 """
 
 from multimesh.linalg.factor import CholeskyFactor, SlogdetResult, cho_factor, cho_solve, cholesky, slogdet, solve

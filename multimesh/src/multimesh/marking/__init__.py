@@ -1,1 +1,1 @@
-"""What users put around their code: tasks, microbatches, contexts, registered scopes."""
+"""What users put around their code: tasks, microbatches, contexts."""

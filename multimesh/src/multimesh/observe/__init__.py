@@ -1,1 +1,1 @@
-"""What a run needs and how long it takes: memory, measurements, profiles."""
+"""What a plan needs, and how long it takes: memory, profiles."""

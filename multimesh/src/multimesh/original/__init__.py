@@ -1,4 +1,4 @@
-"""Calls of the original MultiMesh whose form `multimesh` has not, for ``multimesh.jax``."""
+"""Calls that only the original MultiMesh has, for ``multimesh.jax``."""
 
 from multimesh.original.calls import clear_tasks, microbatch, register_task, task, tasks
 from multimesh.original.meshes import MultiMesh, Task, TaskMesh

@@ -1,1 +1,1 @@
-"""The partitioner: small pure passes from a jaxpr to a plan, one file each."""
+"""The passes from a program to a plan, each a pure function."""

@@ -1,1 +1,1 @@
-"""What is run, as data: kernels, slots and one order of instructions; its listing, fingerprint and forecast."""
+"""What will run, as data: kernels, slots, instructions; its forecast."""

@@ -80,7 +80,7 @@ def _slots(slots: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One program of a submesh, compiled once and run for every microbatch.
+    """What is compiled for a submesh: compiled once, and run for every microbatch.
 
     Arguments in order: ``sums`` accumulators (donated), the microbatch number if there are ``rows``, ``rows`` stacked
     arrays of which it takes that row, ``ins``. Results: accumulators, then ``outs``.
@@ -162,10 +162,10 @@ class PlanData:
 
     @functools.cached_property
     def covers(self) -> Mapping[tuple[int, str], str]:
-        """For each (stage, phase) with a program: the phases that it covers, such as ``FBW`` of a joined last stage."""
+        """For each (stage, phase) with a kernel: the phases that it covers, such as ``FBW`` of a joined last stage."""
         return covered((s.stage, s.phase) for s in self.instructions if s.stage is not None and s.phase is not None)
 
     def shown(self, step: Instruction) -> str:
-        """Phases of a RUN as pictures show them: F, B, W, FB for forward and backward in one program, or nothing."""
+        """Phases of a RUN as pictures show them: F, B, W, FB for forward and backward in one kernel, or nothing."""
         joined = step.phase == "B" and self.covers[step.stage or 0, "B"].startswith("F")
         return "FB" if joined else step.phase or ""

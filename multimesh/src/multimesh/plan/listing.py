@@ -14,14 +14,14 @@ from multimesh.plan.instructions import Instruction, PlanData
 _NARROWEST = 40
 _ROWS = 24  # submeshes that are shown; of more, the first and the last
 _HELD = 4  # arguments on several submeshes that are shown
-_NAME = 14  # characters of the name of a program outside of loops
-_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one program"}
+_NAME = 14  # characters of the name of a kernel outside of loops
+_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one kernel"}
 
 
 def text(plan: PlanData, width: int | None = None) -> str:
     """Submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal.
 
-    A line that is too long shows its first and last programs, and how many there are between.
+    A line that is too long shows its first and last kernels, and how many runs there are between.
     """
     width = max(_NARROWEST, width or shutil.get_terminal_size().columns)
     count, size = plan.traffic()
@@ -31,7 +31,7 @@ def text(plan: PlanData, width: int | None = None) -> str:
         _cut(f"submesh {i}: {describe(mesh)}, peak {amount(peaks[i], 'bytes')}", width)
         for i, mesh in enumerate(plan.submeshes)
     ]
-    total = f"{len(plan.kernels)} programs, {kinds['RUN']} runs, {count} arrays ({amount(size, 'bytes')}) sent"
+    total = f"{len(plan.kernels)} kernels, {kinds['RUN']} runs, {count} arrays ({amount(size, 'bytes')}) sent"
     lines = [*_middle(meshes, "submeshes"), *textwrap.wrap(total, width), *textwrap.wrap(_held(plan), width)]
     runs: list[list[Instruction]] = [[] for _ in plan.submeshes]
     for step in plan.instructions:
@@ -70,7 +70,7 @@ def _legend(plan: PlanData, several: bool) -> str:
     """What the cells say, for the kinds that there are."""
     present = {plan.shown(step) for step in plan.instructions if step.kind == "RUN" and step.phase}
     number = "s.m" if several else "m"
-    named = _KINDS | ({"FB": "both in one program"} if {"F", "B"} <= present else {})
+    named = _KINDS | ({"FB": "both in one kernel"} if {"F", "B"} <= present else {})
     kinds = ", ".join(f"{kind}{number} {meaning}" for kind, meaning in named.items() if kind in present)
     return f"{kinds}, of {'stage s, ' if several else ''}microbatch m" if kinds else ""
 
@@ -95,7 +95,7 @@ def _row(cells: Sequence[str], width: int) -> str:
         line = " ".join([*first, f"... {len(cells) - kept} more ...", *last])
         if len(line) <= width:
             return line
-    return _cut(f"{len(cells)} programs", width)
+    return _cut(f"{len(cells)} runs", width)
 
 
 def _middle(lines: Sequence[str], what: str) -> list[str]:

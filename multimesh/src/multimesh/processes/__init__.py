@@ -1,1 +1,1 @@
-"""Many processes: how they meet, agree and end."""
+"""How processes meet, agree, save and end."""

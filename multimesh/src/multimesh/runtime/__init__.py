@@ -1,1 +1,1 @@
-"""How a plan is compiled and run: programs, transfers, several processes."""
+"""How a plan is compiled and run: executables, transfers."""

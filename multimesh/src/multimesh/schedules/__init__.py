@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: for each submesh the order in which it runs its stages' microbatches.
+"""Pipeline schedules: a row of cells for each submesh, in the order in which they run.
 
-A schedule is a frozen dataclass with ``table(submeshes, chunks, microbatches, backward)``. Cells name phase, stage
-and microbatch; ``placement(submeshes)`` says on which submesh each stage runs. Nothing here imports JAX.
+A schedule is a frozen dataclass with ``table(submeshes, chunks, microbatches, backward)``. A cell names phase, stage
+and microbatch. ``placement(submeshes)`` gives the submesh of each stage. Nothing here imports JAX.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""When what ran, as pictures: SVG, HTML and Perfetto."""
+"""Pictures of what ran when: SVG, HTML and Perfetto."""

@@ -23,7 +23,7 @@ _MEANING = {
     "F": "forward",
     "B": "backward",
     "W": "weight gradients",
-    "FB": "forward and backward in one program",
+    "FB": "forward and backward in one kernel",
     "": "outside of the loop",
 }
 _FADE = 0.6  # how much white the last stage of a submesh has, where it has several
