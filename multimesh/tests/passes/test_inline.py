@@ -106,6 +106,50 @@ def test_a_task_of_another_submesh_is_found_wherever_it_hides_in_a_task(hiding, 
         inlined(transform(lambda x: jnp.sum(outer(x))), ones(4, 2))
 
 
+def _scoped(x):
+    with jax.named_scope("inner"):
+        return jnp.cos(x)
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.grad], ids=["forward", "grad"])
+@pytest.mark.parametrize("hiding", [lambda fn: fn, *map(HIDING.get, ("scan", "cond", "map", "checkpoint", "custom_vjp"))])
+def test_a_registered_scope_of_another_submesh_is_found_wherever_it_hides_in_a_task(hiding, transform):
+    outer = on(0, hiding(_scoped))
+    with (
+        mm.register_task("inner", mesh=MESHES[1]),
+        pytest.raises(mm.UsageError, match=r"test_inline.py:\d+: task 'inner' is inside task 'a'"),
+    ):
+        inlined(transform(lambda x: jnp.sum(outer(x))), ones(4, 2))
+
+
+def test_a_registered_scope_beside_the_context_of_a_task():
+    def f(x):
+        with mm.task(mesh=MESHES[0], name="a"):
+            return _scoped(jnp.sin(x))
+
+    with mm.register_task("inner", mesh=MESHES[0]):
+        assert tasks(inlined(f, ones(2))) == [("sin", "a"), ("cos", "a")]
+    with (
+        mm.register_task("inner", mesh=MESHES[1]),
+        pytest.raises(mm.UsageError, match=r"test_inline.py:\d+: task 'inner' is inside task 'a'"),
+    ):
+        inlined(f, ones(2))
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint, jax.jit])
+def test_of_registered_scopes_inside_each_other_the_newest_registration_counts(wrap):
+    def f(x):
+        with jax.named_scope("whole"):
+            return wrap(lambda x: jnp.sin(_scoped(x)))(x)
+
+    with mm.register_task("whole", mesh=MESHES[0]), mm.register_task("inner", mesh=MESHES[1]):
+        assert tasks(inlined(f, ones(2))) == [("cos", "inner"), ("sin", "whole")]
+        with pytest.raises(mm.MultiMeshError, match="this scan has tasks on 2 submeshes inside"):
+            inlined(HIDING["scan"](f), ones(4, 2))
+    with mm.register_task("inner", mesh=MESHES[1]), mm.register_task("whole", mesh=MESHES[0]):
+        assert tasks(inlined(f, ones(2))) == [("cos", "whole"), ("sin", "whole")]
+
+
 @pytest.mark.parametrize("hiding", HIDING)
 def test_a_task_of_the_same_submesh_may_be_inside(hiding):
     outer = mm.task(HIDING[hiding](on(1, jnp.cos)), "outer", mesh=MESHES[1])

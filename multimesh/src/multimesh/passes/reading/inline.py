@@ -54,6 +54,7 @@ class _Where:
 
     task: Placement | None = None
     called: bool = False  # inside the call of a task, not only in its scope
+    registered: bool = False  # the task is that of a scope, by `register_task`
     backward: bool = False
     loop: tuple[marks.LoopMark, str] | None = None
     constraint: tuple[PartitionSpec, int] | None = None  # of logical axes, with the rank of what it was written for
@@ -179,16 +180,21 @@ class _Inliner:
             return where
         where = replace(where, backward=where.backward or backward, scope=where.scope + names)
         for marked in filter(None, map(marks.TASKS.find, names)):
-            where = replace(where, task=_nested(eqn, where, marked))
-        return replace(where, task=self._registered(names, where) or where.task)
+            where = replace(where, task=_nested(eqn, where, marked), registered=False)
+        found = self._registered(where) if names and self._registrations else None
+        if found is None:
+            return where
+        if where.task is not None and not where.registered:
+            _nested(eqn, where, found)
+            return where
+        return replace(where, task=found, registered=True)
 
-    def _registered(self, names: tuple[str, ...], where: _Where) -> Placement | None:
-        if where.task is not None or not names or not self._registrations:
-            return None
+    def _registered(self, where: _Where) -> Placement | None:
         key = (where.scope, where.backward)
         if key not in self._scope_cache:
             path = "/".join(where.scope)
-            self._paths.setdefault(path)
+            if where.task is None:
+                self._paths.setdefault(path)
             found = (r.resolve(path, where.backward, self._devices) for r in self._registrations)
             self._scope_cache[key] = next((task for task in found if task is not None), None)
         return self._scope_cache[key]
@@ -208,7 +214,7 @@ class _Inliner:
                 where = replace(where, loop=(loop, name), backward=where.backward and not again)
             task = marks.TASKS.find(name)
             if task is not None:
-                where = replace(where, task=_nested(eqn, where, task), called=True)
+                where = replace(where, task=_nested(eqn, where, task), called=True, registered=False)
                 return self._task(eqn, jaxpr, consts, ins, where, out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
             whole = _holds_loop(jaxpr)  # runs stage by stage, in programs apart from those of the forward
@@ -330,9 +336,8 @@ class _Inliner:
     def _task_inside(self, eqn: Any, where: _Where) -> Placement | None:
         """The task of an operation with programs inside (a scan, a condition): all of it must be on one submesh."""
         inner = replace(where, calls=(*where.calls, eqn.source_info))
-        found = dict.fromkeys(self._tasks_in(_compat.subjaxprs(eqn.params), inner))
-        if where.task is not None:
-            return where.task
+        outer = () if where.task is None else (where.task,)
+        found = dict.fromkeys((*outer, *self._tasks_in(_compat.subjaxprs(eqn.params), inner)))
         meshes = {task.mesh for task in found}
         if len(meshes) > 1:
             names = ", ".join(task.name for task in found)
@@ -349,7 +354,7 @@ class _Inliner:
                 inner = self._at(eqn, where)
                 task = marks.TASKS.find(eqn.params["name"]) if eqn.primitive is _compat.jit_p else None
                 if task is not None:
-                    inner = replace(inner, task=_nested(eqn, inner, task))
+                    inner = replace(inner, task=_nested(eqn, inner, task), registered=False)
                 if inner.task is not None:
                     yield inner.task
                 deeper = replace(inner, calls=(*inner.calls, eqn.source_info))
