@@ -191,7 +191,10 @@ def _between(kind: str, x: Any) -> Any:
 
 
 def body(given: Program, placed: Placed) -> Callable[..., Any]:
-    """``(weights, rows, constant, state, key, number) -> (last rows, state, results)`` of an iteration."""
+    """``(weights, rows, constant, state, key, number) -> (last rows, state, results)`` of an iteration.
+
+    Results are a tuple, weights a list: a list of stacks may have the types of the weights, and would be put with them.
+    """
 
     def pipeline(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
         made: list[Any] = []
@@ -250,7 +253,7 @@ def body(given: Program, placed: Placed) -> Callable[..., Any]:
                 }
                 results.append(outside[r.kind]())
         new = extra[given.carry]["state"] if given.carry is not None else state
-        return y, new, results
+        return y, new, tuple(results)
 
     return iteration
 
@@ -266,7 +269,7 @@ def ways(given: Program) -> list[str]:
 def step(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
     """The whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or `plainly`."""
     iteration, how = body(given, placed), ways(given)
-    stack, reduce = [w == "stack" for w in how], [w if w == "mean" else "sum" for w in how]
+    stack, reduce = tuple(w == "stack" for w in how), tuple("mean" if w == "mean" else "sum" for w in how)
 
     def scalar(y: Any) -> Any:
         part = y.real if y.dtype.kind == "c" else y

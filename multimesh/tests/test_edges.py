@@ -173,3 +173,28 @@ def test_what_a_task_takes_of_its_weight_is_not_the_first_thing_of_a_microbatch(
 
     loop = mm.microbatch(jax.grad(loss), size=2, argnum=1, schedule="zb-h2")
     assert_same(mm.jit(loop)(weights, X), jax.jit(loop)(weights, X))
+
+
+BESIDE = {  # what the task of the last stage makes of something else than the rows that it is sent, and returns
+    "a literal": lambda w, x, h: 3.0,
+    "a weight": lambda w, x, h: jnp.cos(w[2]),
+    "labels": lambda w, x, h: (x > 1).sum(0),
+    "a skip": lambda w, x, h: h[0].sum(0),
+}
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_the_last_stage_returns_beside_the_microbatch_does_not_make_it_an_earlier_one(beside, gradient):
+    """Found by seeds 229, 1176 and 1182: the last stage came before the second, and zb-h1 refused the loop."""
+    weights = [np.full((2, 2), 0.1 * (k + 1), np.float32) for k in range(3)]
+
+    def loss(weights, x):
+        h = [on(0, lambda w, x: jnp.tanh(x @ w))(weights[0], x)]
+        more = on(2, lambda w, x, h: BESIDE[beside](w, x, h))(weights, x, h)
+        h.append(on(1, lambda w, x: jnp.tanh(x @ w))(weights[1], h[0]))
+        return on(2, lambda w, x: jnp.tanh(x @ w).sum())(weights[2], h[1]), more
+
+    body = jax.grad(loss, has_aux=True) if gradient else loss
+    loop = mm.microbatch(body, size=2, argnum=1, schedule="zb-h1")
+    assert_same(mm.jit(loop)(weights, X), jax.jit(loop)(weights, X))

@@ -10,9 +10,11 @@ from multimesh import ir
 
 
 def in_order(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:
-    """Submeshes of the tasks of a loop, as a microbatch comes to them; those without a forward last.
+    """Submeshes of the tasks of a loop, as a microbatch comes to them.
 
-    What a task makes of weights alone does not count before the microbatch that is read with it.
+    A submesh comes where something of its forward pass first leaves it: what a task makes of weights or labels alone
+    counts where it is read with the microbatch. Where nothing leaves it, its latest operation counts; with a backward
+    pass it comes last, and several such in the order in which the backward pass ends.
     """
     found: dict[ir.Value, tuple[int, Mesh | None]] = {}
     levels: list[int] = []
@@ -21,20 +23,30 @@ def in_order(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:
         mesh = op.task.mesh if op.task is not None else None
         levels.append(max((at + (mesh not in (None, other) and other is not None) for at, other in before), default=0))
         last = max(before, key=lambda each: each[0], default=(0, None))[1]
-        found.update((o, (levels[-1], mesh or last)) for o in op.outs)
-    first: dict[Mesh, tuple[bool, int, int]] = {}
-    read_at: dict[ir.Value, int] = {}  # the level of the first forward reader on its own submesh; 0 for others
+        found.update(dict.fromkeys(op.outs, (levels[-1], mesh or last)))
+    leaves: dict[ir.Value, int] = {}  # the first level at which anything made of a value leaves its submesh
+    first: dict[Mesh, tuple[int, int]] = {}
+    ends: dict[Mesh, tuple[int, int]] = {}
+    back: dict[Mesh, tuple[int, int]] = {}
     for n, (op, level) in reversed([*enumerate(zip(ops, levels, strict=True))]):
-        if not op.backward:
-            level = level or min((read_at[o] for o in op.outs if o in read_at), default=0)
-            own = {v for v in op.reads if op.task is not None and found.get(v, (0, None))[1] == op.task.mesh}
-            read_at.update((v, min(read_at.get(v, level), level) if v in own else 0) for v in op.reads)
+        onward = min((leaves[o] for o in op.outs if o in leaves), default=None)
+        mesh = next((found[o][1] for o in op.outs), None)
+        for v in op.reads:
+            at, other = found.get(v, (0, None))
+            crosses = None not in (mesh, other) and mesh != other
+            leaving = at if crosses else None if op.backward else onward
+            if leaving is not None:
+                leaves[v] = min(leaves.get(v, leaving), leaving)
         if op.task is None:
             continue
-        mesh = op.task.mesh
-        key = (op.backward, -level, -n) if op.backward else (False, level, n)
-        first[mesh] = min(first.get(mesh, key), key)
-    return tuple(sorted(first, key=lambda mesh: first[mesh]))
+        if op.backward:
+            back[op.task.mesh] = min(back.get(op.task.mesh, (0, 0)), (-level, -n))
+        elif onward is not None:
+            first[op.task.mesh] = min(first.get(op.task.mesh, (onward, n)), (onward, n))
+        else:
+            ends[op.task.mesh] = max((level, n), ends.get(op.task.mesh, (level, n)), key=lambda end: end[0])
+    forward = {mesh: end for mesh, end in ends.items() if mesh not in back} | first
+    return (*sorted(forward, key=forward.__getitem__), *sorted(back.keys() - forward, key=back.__getitem__))
 
 
 def position(route: Sequence[object], mesh: object, first: int) -> int:
