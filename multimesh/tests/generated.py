@@ -120,7 +120,7 @@ def program(seed: int) -> Program:
         tuple(results),
         gradient,
         maybe(0.5),
-        maybe(0.5) or checkpoint == "model",  # else nothing needs the forward pass but what repeats it
+        maybe(0.5),
         checkpoint,
         carry,
         maybe(0.7),

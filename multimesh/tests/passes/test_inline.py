@@ -112,7 +112,9 @@ def _scoped(x):
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.grad], ids=["forward", "grad"])
-@pytest.mark.parametrize("hiding", [lambda fn: fn, *map(HIDING.get, ("scan", "cond", "map", "checkpoint", "custom_vjp"))])
+@pytest.mark.parametrize(
+    "hiding", [lambda fn: fn, *map(HIDING.get, ("scan", "cond", "map", "checkpoint", "custom_vjp"))]
+)
 def test_a_registered_scope_of_another_submesh_is_found_wherever_it_hides_in_a_task(hiding, transform):
     outer = on(0, hiding(_scoped))
     with (

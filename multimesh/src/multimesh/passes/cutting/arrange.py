@@ -12,10 +12,10 @@ from multimesh.marking.contexts import Options
 from multimesh.passes.cutting.fragment import Fragment, fragment
 from multimesh.passes.cutting.order import LoopOrder, order
 from multimesh.passes.cutting.recompute import send_less
-from multimesh.passes.cutting.repeats import cut_repeats
 from multimesh.passes.cutting.stages import Pipeline, stages
 from multimesh.passes.cutting.unfuse import unfused, unfused_order
 from multimesh.passes.placing.route import in_order
+from multimesh.passes.reading.repeats import cut_repeats
 from multimesh.schedules import Auto
 
 

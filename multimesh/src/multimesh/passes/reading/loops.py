@@ -19,6 +19,7 @@ from multimesh.core import _compat
 from multimesh.errors import MultiMeshError
 from multimesh.ir.primitives import is_zero, known, reorders
 from multimesh.ir.program import LoopMark
+from multimesh.passes.reading.repeats import live_with_originals
 
 
 def from_scan(
@@ -340,7 +341,7 @@ def _pruned(program: ir.Program) -> list[ir.Item]:
             carries = {k: c for k, c in item.carries.items() if c.out in needed}
             while True:  # a state that a result reads needs the operations that update it
                 leaves = [*(s.leaf for s in sums), *stacks.values(), *(c.leaf for c in carries.values())]
-                ops = tuple(ir.live(item.ops, [*leaves, *read_later]))
+                ops = live_with_originals(program, item, [*leaves, *read_later])
                 used = {v for op in ops for v in op.reads} | set(ir.values(leaves))
                 more = {k: c for k, c in item.carries.items() if k in used and k not in carries}
                 if not more:

@@ -3,7 +3,8 @@
 A checkpoint around several stages repeats the forward of all of them, one after the other: the backward pass would
 first go forward through the pipeline, and need as many stages again. But each stage was sent its input by the forward
 pass. Where it repeats its own part it reads that input, not what the stage before it repeats: so a checkpoint around a
-pipeline keeps what stages send each other, as one checkpoint for each stage does.
+pipeline keeps what stages send each other, as one checkpoint for each stage does. So the forward pass is kept for what
+repeats it, even if nothing else reads it: a gradient whose loss nobody asks for.
 
 Nothing is rounded otherwise: the value that is read was made by the same operation from the same operands.
 """
@@ -11,7 +12,7 @@ Nothing is rounded otherwise: the value that is read was made by the same operat
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -27,18 +28,23 @@ def cut_repeats(program: ir.Program, loop: ir.Loop) -> tuple[ir.Op, ...]:
     if not first:
         return loop.ops
     made_on = {o: op.mesh for op in loop.ops for o in op.outs}
-    at_hand: dict[Mesh | None, set[ir.Value]] = collections.defaultdict(set)  # what the forward pass reads, by submesh
-    for op in loop.ops:
-        if not op.backward:
-            at_hand[op.mesh].update(op.reads)
 
     def read(atom: ir.Atom, mesh: Mesh | None) -> ir.Atom:
-        original = first.get(atom) if isinstance(atom, ir.Value) else None
-        return original if original in at_hand[mesh] and made_on[atom] != mesh else atom
+        return first.get(atom, atom) if isinstance(atom, ir.Value) and made_on.get(atom, mesh) != mesh else atom
 
     return tuple(
         replace(op, ins=tuple(read(atom, op.mesh) for atom in op.ins)) if op.backward else op for op in loop.ops
     )
+
+
+def live_with_originals(program: ir.Program, loop: ir.Loop, wanted: Sequence[ir.Atom]) -> tuple[ir.Op, ...]:
+    """Operations of a loop that wanted values need, and those of the forward pass that they repeat."""
+    ops = tuple(ir.live(loop.ops, wanted))
+    if all(op.backward for op in set(loop.ops).difference(ops)):
+        return ops
+    first = _Twins(program, loop).first
+    originals = [first[o] for op in ops for o in op.outs if o in first]
+    return tuple(ir.live(loop.ops, [*wanted, *originals])) if originals else ops
 
 
 class _Twins:
@@ -52,6 +58,7 @@ class _Twins:
         self._same: dict[ir.Value, ir.Value] = {}  # a value to the first that equals it
         self._fixed: set[Hashable] = set()  # first values that are the same in every iteration
         self._known: dict[Hashable, list[ir.Op]] = collections.defaultdict(list)
+        self._inside = frozenset(loop.ops)
         repeats = {op.prim for op in loop.ops if op.backward} & {op.prim for op in loop.ops if not op.backward}
         if not repeats:
             return
@@ -78,13 +85,14 @@ class _Twins:
         elif not op.effects:
             fixed = self._fixed.issuperset(self._same.get(v, v) for v in op.reads)
             twin = self._note(op, fixed=fixed)
-            if twin is not None and not fixed and op.backward and not twin.backward:
+            if twin in self._inside and op.backward and not twin.backward:
                 self.first.update(zip(op.outs, twin.outs, strict=False))
 
     def _note(self, op: ir.Op, *, fixed: bool) -> ir.Op | None:
         """The first operation that equals one, which may have more results; None where this is the first."""
         names = [self._same.get(i, i) if isinstance(i, ir.Value) else (str(i.aval), str(i.val)) for i in op.ins]
-        known = self._known[op.prim, None if fixed else op.mesh, *names]
+        mesh = op.mesh or (op.task and op.task.mesh)
+        known = self._known[op.prim, None if fixed else mesh, *names]
         twin = next((other for other in known if _equal(other, op)), None)
         if twin is None:
             known.append(op)
