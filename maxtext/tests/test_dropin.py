@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +15,12 @@ from typing import Any
 import original
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UnsupportedError, UsageError
 from multimesh_maxtext.options import parse, parser
-from multimesh_maxtext.settings import find_wrong_settings
+from multimesh_maxtext.settings import find_types, find_wrong_settings
 
 
 @pytest.mark.parametrize("script", original.SCRIPTS)
@@ -84,17 +89,24 @@ def test_kernels_that_need_transformer_engine_have_a_substitute(job: Callable[[S
         ("decoder_block=llama", r"no such decoder_block; near it are llama"),
         ("dtype=", r"no such dtype; it is one of bfloat16"),
         ("dtype=none", r"no such dtype; it is one of bfloat16"),
-        ("attention_sink=maybe", r"wants true or false"),
+        ("attention_sink=maybe", r"attention_sink=maybe: MaxText refuses it: input should be a valid boolean"),
         ("attention_sink=yes", None),
-        ("vocab_size=abc", r"wants a whole number; write vocab_size=VALUE"),
-        ("num_experts=", r"wants a whole number"),
-        ("base_emb_dim=4.5", r"wants a whole number"),
+        ("vocab_size=abc", r"refuses it: input should be a valid integer, unable to parse"),
+        ("num_experts=", r"input should be a valid integer"),
+        ("base_emb_dim=4.5", r"input should be a valid integer, got a number with a fractional part"),
         ("base_emb_dim=4.0", None),
         ("learning_rate=[", r"the value is no YAML"),
         ("learning_rate=3e-4", None),
-        ("learning_rate=fast", r"wants a number"),
+        ("learning_rate=fast", r"input should be a valid number"),
+        ("steps=-3", r"input should be greater than or equal to -1"),
+        ("run_name=5", r"input should be a valid string"),
+        ("run_name=", None),
+        ("train_data_columns=text", None),
+        ("constant_bound_config=", None),
+        ("dump_hlo_local_dir=here", None),
         ("opt_type=sgd", None),
-        ("dpo_beta=0.1", None),
+        ("dpo_beta=0.1", r"no setting dpo_beta"),
+        ("profiler=", r"no such profiler; it is one of xplane, nsys"),
         ("quantization=", None),
         ("remat_policy_for_vit=minimal", None),
     ],
@@ -109,8 +121,37 @@ def test_the_files_of_maxtext_pass_the_check_of_settings(maxtext: Path):
     package = maxtext / "maxtext"
     for file in (package / "configs/base.yml", *(package / "configs/models").glob("*.yml")):
         loaded = yaml.safe_load(file.read_text())
-        settings = [f"{key}={'' if value is None else value}" for key, value in loaded.items()]
+        settings = [f"{key}={json.dumps(value)}" for key, value in loaded.items()]
         assert [str(error) for _, error in find_wrong_settings(settings, package)] == []
+
+
+_SCHEMAS = """
+import json
+from typing import Annotated
+from pydantic import TypeAdapter
+from maxtext.configs.types import MaxTextConfig
+
+fields = MaxTextConfig.model_fields.items()
+print(json.dumps({name: TypeAdapter(Annotated[field.annotation, field]).json_schema() for name, field in fields}))
+"""
+
+
+@pytest.mark.longer  # imports MaxText
+def test_the_types_of_settings_are_those_of_maxtext(maxtext: Path):
+    env = {**os.environ, "PYTHONPATH": str(maxtext)}
+    done = subprocess.run([sys.executable, "-c", _SCHEMAS], capture_output=True, text=True, env=env, check=True)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    ours = find_types(maxtext / "maxtext")
+    unknown = set()
+    for name, schema in theirs.items():
+        try:
+            found = TypeAdapter(ours[name]()).json_schema()
+        except NameError:
+            unknown.add(name)
+        else:
+            assert found == schema, name
+    assert ours.keys() == theirs.keys()
+    assert unknown == {"dpo", "lora", "dump_hlo_local_dir", "dump_jaxpr_local_dir"}
 
 
 def test_a_configuration_without_sizes_is_answered_in_one_line(job: Callable[[Sequence[str]], Job], tmp_path: Path):

@@ -1,6 +1,6 @@
-"""``KEY=VALUE`` arguments as MaxText will read them, before it starts: its names, and the values of its enumerations.
+"""``KEY=VALUE`` arguments as MaxText will read them, before it starts: its names, and the types of its values.
 
-Read from the source of MaxText's configuration classes, because importing them imports JAX.
+The types are those of MaxText's configuration classes. They come from the source, because importing it imports JAX.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
@@ -20,33 +19,6 @@ from multimesh_maxtext.errors import UsageError
 _SOURCES = ("common/common_types.py", "configs/types.py")
 _ROOT = "MaxTextConfig"
 _MANY = 12  # more values than this are not listed where some are near
-_NOTHING = ("", "none", "null", "~")
-_KINDS = {
-    **dict.fromkeys(("int", "NonNegativeInt", "PositiveInt"), "a whole number"),
-    **dict.fromkeys(("float", "NonNegativeFloat"), "a number"),
-    "bool": "true or false",
-}
-
-
-@dataclass(frozen=True)
-class _Field:
-    """What a setting may be: of an enumeration, of a kind in words, nothing at all; without any of them, anything."""
-
-    choices: tuple[str, ...] = ()
-    kind: str = ""
-    optional: bool = False
-
-    def takes(self, value: str) -> bool:
-        """Whether MaxText may take a value."""
-        if value.lower() in _NOTHING and not (value and value in self.choices):
-            return self.optional or "" in self.choices or not (self.choices or self.kind)
-        if self.choices:
-            return value in self.choices
-        try:
-            number = float(value)
-        except ValueError:
-            return not self.kind or (self.kind == "true or false" and isinstance(yaml.safe_load(value), bool))
-        return self.kind != "a whole number" or number.is_integer()
 
 
 def read_values(settings: Sequence[str]) -> dict[str, Any]:
@@ -62,79 +34,79 @@ def find_wrong_settings(settings: Sequence[str], package: Path) -> Iterator[tupl
     package
         MaxText's package folder.
     """
-    if not settings:
-        return
-    fields = _fields(package)
     for setting in settings:
         key, value = setting.split("=", 1)
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=3, cutoff=0.75)
-            hint = (
-                f"did you mean {' or '.join(near)}?" if near else f"its settings are in {package / 'configs/base.yml'}"
-            )
-            yield setting, UsageError(f"{setting}: MaxText has no setting {key}; {hint}")
-            continue
-        try:
-            yaml.safe_load(value)
-        except yaml.YAMLError:
-            yield setting, UsageError(f"{setting}: the value is no YAML; put strings with special characters in quotes")
-            continue
-        field = fields[key]
-        if field.takes(value):
-            continue
-        choices = field.choices
-        if not choices:
-            yield setting, UsageError(f"{setting}: MaxText wants {field.kind}; write {key}=VALUE")
-            continue
-        near = difflib.get_close_matches(value, choices, n=3, cutoff=0.6) if len(choices) > _MANY else []
-        hint = f"near it are {', '.join(near)}" if near else f"it is one of {', '.join(filter(None, choices))}"
-        yield setting, UsageError(f"{setting}: MaxText has no such {key}; {hint}")
+        types = find_types(package)
+        if key in types:
+            why = _refusal(types[key], key, value)
+        else:
+            near = " or ".join(difflib.get_close_matches(key, types, n=3, cutoff=0.75))
+            hint = f"did you mean {near}?" if near else f"its settings are in {package / 'configs/base.yml'}"
+            why = f"MaxText has no setting {key}; {hint}"
+        if why:
+            yield setting, UsageError(f"{setting}: {why}")
+
+
+def _refusal(make: Callable[[], Any], key: str, value: str) -> str:
+    """Return why MaxText does not take a value; empty where it may."""
+    import pydantic  # only here: most command lines have no settings
+
+    try:
+        read = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return "the value is no YAML; put strings with special characters in quotes"
+    read = None if isinstance(read, str) and read.lower() == "none" else read  # as MaxText reads it
+    try:
+        pydantic.TypeAdapter(make()).validate_python(read)
+    except NameError:  # a group, or a default that is computed
+        return ""
+    except pydantic.ValidationError as refused:
+        error = refused.errors()[0]
+    else:
+        return ""
+    kind, message = error["type"], error["msg"]
+    if kind in ("list_type", "dict_type") or (kind == "string_type" and read is None):
+        return ""  # MaxText makes lists and strings of some of these
+    if "expected" not in error.get("ctx", {}):
+        return f"MaxText refuses it: {message[0].lower()}{message[1:]}"
+    choices = [choice.strip("'") for choice in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+    near = difflib.get_close_matches(value, choices, n=3, cutoff=0.6) if len(choices) > _MANY else []
+    hint = f"near it are {', '.join(near)}" if near else f"it is one of {', '.join(filter(None, choices))}"
+    return f"MaxText has no such {key}; {hint}"
 
 
 @functools.cache
-def _fields(package: Path) -> Mapping[str, _Field]:
-    """Return what each setting may be."""
+def find_types(package: Path) -> Mapping[str, Callable[[], Any]]:
+    """Return what makes the type of each setting, with its limits; `NameError` where that takes more than types."""
+    names: dict[str, Any] = {"Annotated": Annotated}
     classes: dict[str, ast.ClassDef] = {}
-    aliases: dict[str, tuple[str, ...]] = {}
     for source in _SOURCES:
-        for node in ast.parse((package / source).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = node
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                aliases[node.targets[0].id] = _field(node.value, {}).choices
-    for name, found in classes.items():
-        if any("Enum" in ast.unparse(base) for base in found.bases):
-            members = (item.value for item in found.body if isinstance(item, ast.Assign))
-            aliases[name] = tuple(str(value.value) for value in members if isinstance(value, ast.Constant))
-    fields: dict[str, _Field] = {}
+        body = ast.parse((package / source).read_text(encoding="utf-8")).body
+        classes |= {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+        exec(compile(ast.Module([node for node in body if _is_type(node)], []), source, "exec"), names)  # noqa: S102
+    types: dict[str, Callable[[], Any]] = {}
     waiting = [_ROOT]
     while waiting:
-        group = classes.get(waiting.pop())
-        if group is None:
-            continue
-        waiting += [base.id for base in group.bases if isinstance(base, ast.Name)]
+        group = classes[waiting.pop(0)]
+        waiting += [base.id for base in group.bases if isinstance(base, ast.Name) and base.id in classes]
         for item in group.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                fields.setdefault(item.target.id, _field(item.annotation, aliases))
-                # Settings of a group may be given without its name.
-                if isinstance(item.annotation, ast.Name) and item.annotation.id not in aliases:
-                    waiting.append(item.annotation.id)
-    return fields
+                types.setdefault(item.target.id, functools.partial(_type, item, names))
+    return types
 
 
-def _field(annotation: ast.expr, aliases: Mapping[str, tuple[str, ...]]) -> _Field:
-    """Return what an annotation allows: a name, a literal, or one of them or None."""
-    match annotation:
-        case ast.Name(id=name):
-            return _Field(aliases.get(name, ()), _KINDS.get(name, ""))
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=items)):
-            return _Field(tuple(str(item.value) for item in items if isinstance(item, ast.Constant)))
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Constant(value=value)):
-            return _Field((str(value),))
-        case (
-            ast.Subscript(value=ast.Name(id="Optional"), slice=inner)
-            | ast.BinOp(left=ast.Constant(value=None), right=inner)
-            | ast.BinOp(left=inner, right=ast.Constant(value=None))
-        ):
-            return replace(_field(inner, aliases), optional=True)
-    return _Field()
+def _is_type(node: ast.stmt) -> bool:
+    """Whether a statement makes a type that settings have, or imports what such types are made of."""
+    match node:
+        case ast.Import(names=[ast.alias(name=module)]) | ast.ImportFrom(module=str(module)):
+            return module.split(".")[0] in ("enum", "typing", "pydantic")
+        case ast.ClassDef(bases=bases):
+            return any("Enum" in ast.unparse(base) for base in bases)
+        case ast.Assign(value=ast.Name() | ast.Subscript()):
+            return True
+    return False
+
+
+def _type(item: ast.AnnAssign, names: dict[str, Any]) -> Any:
+    field = ast.unparse(item.value) if item.value else None
+    return eval(f"Annotated[{ast.unparse(item.annotation)}, {field}]", names)  # noqa: S307
