@@ -16,6 +16,13 @@ SCRIPTS = {
         "--model-dims 256 --num-steps 3 --use-iota-embed --xla-rs-threshold=51200 --remat minimal "
         "--replicate-small-params --use-nccl-comm-split --dump dump --autoshard --backend multimesh --debug info"
     ),
+    "validate-cpu of its last release": (
+        "--cpus 8 --gpus 0 --fbmem 0 --sysmem 5 --nodes 1 --dp 2 --tp 2 --ep 1 --pp 2 --fsdp 1 --num-layers 2 "
+        "--interleave 1 --batch-size 8 --microbatch-size 2 --sequence-length 128 --attention dot_product "
+        "--model-dims 256 --num-steps 3 --use-iota-embed --model-name mixtral-small --xla-rs-threshold=51200 "
+        "--remat minimal --replicate-small-params --use-nccl-comm-split --load-balance-decoder-norm --dump dump "
+        "--autoshard --backend multimesh --debug info"
+    ),
     "validate-gpu": (
         "--cpus 2 --gpus 2 --fbmem 20 --sysmem 20 --nodes 1 --dp 1 --tp 2 --pp 1 --fsdp 1 --num-layers 4 "
         "--batch-size 4 --microbatch-size 2 --sequence-length 256 --num-steps 20 "
@@ -45,7 +52,7 @@ SCRIPTS = {
         "--num-steps 10 --backend multimesh --debug info -logfile jax_%.log"
     ),
 }
-"""The flags of its five scripts."""
+"""The flags of its scripts."""
 
 LIMITS = {"gpt3-175b-64gpus": (73e9, 9.65), "llama3-70b-64gpus": (72e9, 8.9)}
 """Bytes of a GPU and seconds of a step that its test suite allows these jobs on H100."""

@@ -40,6 +40,19 @@ def test_scripts_of_the_original_pass_a_dry_run(run: Callable[..., Any], script:
         assert "--xla_gpu_enable_latency_hiding_scheduler=true" in flags.split()
 
 
+def test_models_of_the_original_have_its_sizes(job: Callable[[Sequence[str]], Job]):
+    small = job(["--model-name", "mixtral-small"]).model
+    assert (small.name, small.layers, small.embedding, small.experts) == ("mixtral-8x7b", 8, 128, 4)
+    assert (small.query_heads, small.kv_heads, small.resolved["head_dim"], small.vocabulary) == (16, 8, 32, 256)
+    assert (small.mlp, small.settings["base_moe_mlp_dim"], small.resolved["num_experts_per_tok"]) == (512, 512, 2)
+    wide = job(["--model-name", "mixtral-8x7b", "--model-dims", "256"]).model
+    assert (wide.mlp, wide.settings["base_moe_mlp_dim"]) == (1024, 1024)
+    assert "base_moe_mlp_dim" not in job(["--model-name", "deepseek2-16b", "--mlp-dims", "64"]).model.settings
+    assert job(["--model-name", "gpt3-24layers"]).model.layers == 24
+    with pytest.raises(UsageError, match=r"mixtral-smal: MaxText has no such model; near it are mixtral-small"):
+        job(["--model-name", "mixtral-smal"])
+
+
 def test_flags_of_the_original_keep_their_form(job: Callable[[Sequence[str]], Job]):
     for action in parser()._actions:
         for flag in action.option_strings:

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(need: Need, remedy: str):
 def test_an_estimate_counts_operations_of_the_model_and_leaves_the_bubble_out():
     assert tuple(DEVICES) == values.DEVICES
     sizes = {"layers": 2, "embedding": 8, "mlp": 32, "query_heads": 2, "kv_heads": 1, "experts": 1, "vocabulary": 100}
-    model = Model(**sizes, settings={}, resolved={"head_dim": 4, "mlp_activations": ["silu", "linear"]})
+    model = Model("", **sizes, settings={}, resolved={"head_dim": 4, "mlp_activations": ["silu", "linear"]})
     matrices = 100 * 8 + 2 * (2 * 8 * 4 * 3 + 3 * 8 * 32)  # the logits'; projections and gated mlp of each layer
     pairs = 2 * 2 * 4 * 16  # layers, heads, width; half of 2 x 16 x 16 products of scores and of values, by token
     expected = 4 * 1e6 * UTILIZATION * (1 - 0.25) / (6 * (matrices + pairs))

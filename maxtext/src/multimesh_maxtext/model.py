@@ -32,6 +32,35 @@ SMALL = {
 }
 """What replaces base.yml's 1.1 billion parameters where no model is named."""
 
+ORIGINAL: dict[str, tuple[str, dict[str, int]]] = {
+    "mixtral-small": (
+        "mixtral-8x7b",
+        {
+            "base_emb_dim": 128,
+            "base_mlp_dim": 512,
+            "base_moe_mlp_dim": 512,
+            "base_num_decoder_layers": 8,
+            "base_num_query_heads": 16,
+            "base_num_kv_heads": 8,
+            "head_dim": 32,
+            "num_experts": 4,
+            "vocab_size": 256,
+        },
+    ),
+    "gpt3-24layers": ("gpt3-175b", {"base_num_decoder_layers": 24}),
+    "gpt3-xl": (
+        "gpt3-175b",
+        {
+            "base_emb_dim": 2048,
+            "base_mlp_dim": 2048,
+            "base_num_decoder_layers": 24,
+            "base_num_query_heads": 24,
+            "base_num_kv_heads": 24,
+            "vocab_size": 32768,
+        },
+    ),
+}
+"""Models that the original MultiMesh adds to MaxText: the model of MaxText that each is like, and its own sizes."""
 
 _SIZES = (
     *("base_num_decoder_layers", "base_emb_dim", "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads"),
@@ -44,9 +73,11 @@ _SIZES = (
 class Model:
     """Sizes that the parallelism must divide.
 
-    ``settings`` are what MaxText needs to be told to get them, ``resolved`` are all settings from files and flags.
+    ``name`` is MaxText's for the model, empty for none. ``settings`` are what MaxText needs to be told beside it,
+    ``resolved`` are all settings from files and flags.
     """
 
+    name: str
     layers: int
     embedding: int
     mlp: int
@@ -123,8 +154,9 @@ def describe_model(options: Options, package: Path) -> Model:
     """
     base_file = options.maxtext_config or package / "configs/base.yml"
     base = _read(base_file, package)
-    named = _named(options.model_name, package) if options.model_name else {}
-    settings = _settings(options, plain=not named and options.maxtext_config is None)
+    name, own = ORIGINAL.get(options.model_name or "", (options.model_name or "", {}))
+    named = {**_named(name, package), **own} if name else {}
+    settings = {**own, **_settings(options, named, plain=not named and options.maxtext_config is None)}
     sizes = {**base, **named, **settings, **read_values(options.settings)}
     missing = [key for key in _SIZES if key not in sizes]
     if missing:
@@ -136,6 +168,7 @@ def describe_model(options: Options, package: Path) -> Model:
         if not str(sizes.get(key, 1)).isdecimal() or int(sizes.get(key, 1)) < 1:
             raise UsageError(f"{key}={sizes[key]}: it is a size, a whole number of at least 1")
     return Model(
+        name=name,
         layers=int(sizes["base_num_decoder_layers"]),
         embedding=int(sizes["base_emb_dim"]),
         mlp=int(sizes["base_mlp_dim"]),
@@ -148,7 +181,7 @@ def describe_model(options: Options, package: Path) -> Model:
     )
 
 
-def _settings(options: Options, *, plain: bool) -> dict[str, Any]:
+def _settings(options: Options, named: Mapping[str, Any], *, plain: bool) -> dict[str, Any]:
     settings: dict[str, Any] = dict(SMALL) if plain else {}
     if plain:
         settings["base_num_decoder_layers"] = 2 * options.pp * options.interleave
@@ -164,6 +197,9 @@ def _settings(options: Options, *, plain: bool) -> dict[str, Any]:
     ):
         if value is not None:
             settings[key] = value
+    wide = settings.get("base_mlp_dim")
+    if wide and named.get("base_moe_mlp_dim") == named.get("base_mlp_dim", 0):  # its experts are as wide
+        settings["base_moe_mlp_dim"] = wide
     if plain or (options.model_dims and options.num_heads):
         width = settings["base_emb_dim"], settings["base_num_query_heads"]
         if width[0] % width[1]:
@@ -178,7 +214,7 @@ def _named(name: str, package: Path) -> dict[str, Any]:
     models = package / "configs/models"
     file = models / f"{name}.yml"
     if not file.is_file():
-        known = sorted(path.stem for path in models.glob("*.yml"))
+        known = sorted([*(path.stem for path in models.glob("*.yml")), *ORIGINAL])
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
         raise UsageError(f"--model-name {name}: MaxText has no such model; near it are {', '.join(near)}")
     return _read(file, package)

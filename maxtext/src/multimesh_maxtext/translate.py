@@ -187,9 +187,9 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
 
 
 def _model(job: Job) -> dict[str, Any]:
-    if not job.options.model_name:
+    if not job.model.name:
         return dict(job.model.settings)
-    return {"model_name": job.options.model_name, "override_model_config": True, **job.model.settings}
+    return {"model_name": job.model.name, "override_model_config": True, **job.model.settings}
 
 
 def _grid(job: Job) -> dict[str, Any]:
