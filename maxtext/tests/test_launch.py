@@ -239,7 +239,7 @@ def test_an_interrupt_while_the_trainer_is_waited_for_ends_it(paths: Paths):
 def test_a_process_told_to_end_has_the_code_of_its_trainer_where_that_fails_too(paths: Paths, hold: float):
     """A launcher ends the others when one of several processes fails, perhaps before they have learnt of it."""
     paths.output.mkdir(parents=True, exist_ok=True)
-    follower = Follower(paths.metrics, paths.log, skip=0)
+    follower = Follower(paths.metrics)
     start = Launch(("sh", "-c", f"sleep 0.3; kill -TERM {os.getpid()}; sleep 0.5; exit 17"), {}, {})
 
     def followed() -> int:

@@ -222,7 +222,7 @@ def test_a_job_that_lost_a_process_starts_again(
         lines.append([*words])
         (tmp_path / "ck/2").mkdir(parents=True, exist_ok=True)
         (tmp_path / "ck/2/commit_success.txt").touch()
-        record = {"learning/loss": 1.0, "perf/step_time_seconds": 1.0, "learning/total_weights": 8.0}
+        record = {"learning/loss": 1.0, "perf/step_seconds": 1.0, "learning/total_weights": 8.0}
         steps = "".join(json.dumps({**record, "step": n}) + "\n" for n in range(5))
         (tmp_path / "metrics.jsonl").write_text(steps)
         ends = "multimesh: process 0 of 2 (n1, pid 7) ends because process 1 of 2 (n1, pid 8) was killed by SIGKILL\n"

@@ -96,25 +96,31 @@ def while_saving(folder: Path) -> Callable[[subprocess.Popen[str], int], None]:
     return moment
 
 
+def with_checkpoint_0(folder: Path) -> Callable[[subprocess.Popen[str], int], None]:
+    """The moment when checkpoint 0 is complete: MaxText would write the record of step 0 after the evaluation."""
+
+    def moment(process: subprocess.Popen[str], _trainer: int) -> None:
+        while not (folder / "0/commit_success.txt").exists():
+            assert process.poll() is None
+        assert not (folder / "1").exists()
+
+    return moment
+
+
 def after_step(number: int) -> Callable[[subprocess.Popen[str], int], None]:
     def moment(process: subprocess.Popen[str], _trainer: int) -> None:
         assert process.stdout is not None
         for printed in process.stdout:
-            if printed.startswith(f"step {number}/"):
+            if printed.startswith(f"step {number} of "):
                 return
 
     return moment
 
 
-def continues(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], first: int) -> None:
-    """All that was recorded is bit for bit what the whole run recorded, and nothing is missing from a step on.
-
-    MaxText writes the metrics of a step one step later: those of the last step before a kill may be lost.
-    """
+def continues(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """All that was recorded is bit for bit what the whole run recorded, and no step is missing."""
     assert [record for record in ours if record not in theirs] == []
-    assert [record["step"] for record in ours if "learning/loss" in record and record["step"] >= first] == [
-        *range(first, STEPS)
-    ]
+    assert [record["step"] for record in ours if "learning/loss" in record] == [*range(STEPS)]
     assert ours[-1] == theirs[-1]
 
 
@@ -127,7 +133,16 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run,
     step = int(half.name.split(".")[0])
     ignored = f"checkpoint {step} was half-written when its run ended; ignored and removed"
     assert done.stderr.splitlines() == [ignored, f"resuming from checkpoint {step - 1}"]
-    continues(records(tmp_path), records(whole.output), step)
+    continues(records(tmp_path), records(whole.output))
+
+
+def test_no_checkpoint_is_without_the_record_of_its_step(whole: Whole, run: Run, root: Path, tmp_path: Path):
+    again = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
+    killed(root, again, with_checkpoint_0(tmp_path / "ck"))
+    assert [record["step"] for record in records(tmp_path) if "learning/loss" in record] == [0]
+    done = run(*again)
+    assert done.code == 0, done.stderr
+    continues(records(tmp_path), records(whole.output))
 
 
 @pytest.mark.full
@@ -139,7 +154,7 @@ def test_a_run_killed_again_and_again_resumes_bit_for_bit(whole: Whole, run: Run
     killed(root, arguments, while_saving(tmp_path / "ck"))
     done = run(*arguments)
     assert done.code == 0, done.stderr
-    continues(records(tmp_path), records(whole.output), 1)
+    continues(records(tmp_path), records(whole.output))
 
 
 def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

@@ -32,7 +32,7 @@ if os.environ.get("STAND_IN") == "fails":
     sys.exit("no step was done")
 with open(settings["metrics_file"], "a") as file:
     for step in range(int(settings["steps"])):
-        record = {"learning/loss": 2.0 - step, "learning/grad_norm": 1.0, "perf/step_time_seconds": 0.1}
+        record = {"learning/loss": 2.0 - step, "learning/grad_norm": 1.0, "perf/step_seconds": 0.1}
         print(json.dumps({"step": step, "learning/total_weights": 8} | record), file=file, flush=True)
 if os.environ.get("STAND_IN") == "leaves a child":
     if os.fork():

@@ -34,6 +34,9 @@ RUN = "MULTIMESH_RUN"
 VARIABLE = "MULTIMESH_MAXTEXT"
 """... and of that which is set for a pipeline; without both the hooks of the patched MaxText do nothing."""
 
+SECONDS = "perf/step_seconds"
+"""What a trainer's records call the time from the end of the step before to the end of a step."""
+
 _DEFAULTS = {
     *("run_name", "jax_cache_dir", "enable_checkpointing", "enable_tensorboard", "grain_worker_count"),
     *("learning_rate", "vocab_size", "head_dim", "base_num_kv_heads", "olmo_apply_ngram_filter"),

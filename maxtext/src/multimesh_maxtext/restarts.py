@@ -90,7 +90,7 @@ def find_loss(options: Options, paths: Paths, number: int = 0) -> Loss:
     """
     logs = [_last_log(Member(rank).own(paths).log, number) for rank in range(options.nodes)]
     said = [line for log in logs for line in LOST.findall(log)]
-    steps = Follower(paths.metrics, paths.log).poll()
+    steps = Follower(paths.metrics).poll()
     kept = look(options.checkpoint).next_step if options.checkpoint else 0
     done = max(kept, steps[-1].number + 1 if steps else 0)
     return Loss(datetime.now().isoformat(), said[0] if said else "a process was lost", done, kept)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +30,7 @@ from multimesh_maxtext.errors import (
     TrainerFailedError,
     UsageError,
 )
-from multimesh_maxtext.launch import Launch
+from multimesh_maxtext.launch import SECONDS, Launch
 from multimesh_maxtext.report import Evaluation, Step, judge, progress
 from multimesh_maxtext.reserve import end_with_parent, mark_run
 from multimesh_maxtext.translate import Paths
@@ -47,8 +46,6 @@ LOST = re.compile(r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has
 
 _REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
 """A setting that MaxText's configuration cannot have, and why, as pydantic prints it."""
-
-_COMPLETED = re.compile(r"^[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6}) .*completed step: (\d+),", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -69,9 +66,9 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
         console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
         if o.nodes > 1 and not o.output:
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
-    before = keep_before(paths.metrics, paths.log, begin.step)
+    before = keep_before(paths.metrics, begin.step)
     skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
-    follower = Follower(paths.metrics, paths.log, skip=skip)
+    follower = Follower(paths.metrics, skip=skip)
     hold = _HOLD if o.nodes > 1 else 0.0
     steps, returncode = follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold)
     error: LauncherError | None = None
@@ -282,43 +279,31 @@ class Follower:
         Those read so far.
     """
 
-    def __init__(self, metrics: Path, log: Path, *, skip: int = 0) -> None:
-        """Follow the files; ``skip`` bytes of the metrics are an earlier run's."""
+    def __init__(self, metrics: Path, *, skip: int = 0) -> None:
+        """Follow the metrics, of which ``skip`` bytes are an earlier run's."""
         self._metrics = _Tail(metrics, skip)
-        self._log = _Tail(log)
-        self._completed: dict[int, datetime] = {}
         self.evaluations: list[Evaluation] = []
 
     def poll(self) -> list[Step]:
         """Return the steps completed since the last poll."""
-        # MaxText logs a step before it writes its metrics, so read in the other order.
         records = [record for record in map(_parse, self._metrics.lines()) if record]
-        for stamp, number in _COMPLETED.findall("\n".join(self._log.lines())):
-            self._completed[int(number)] = datetime.strptime(f"2000{stamp}", "%Y%m%d %H:%M:%S.%f")
         # MaxText also writes the running means of an evaluation, which have no total.
         done = (record for record in records if "eval/total_loss" in record)
         self.evaluations += [Evaluation(int(record["step"]), record["eval/avg_loss"]) for record in done]
-        return [self._step(record) for record in records if "learning/loss" in record]
-
-    def _step(self, record: dict[str, float]) -> Step:
-        number = int(record["step"])
-        return Step(
-            number=number,
-            loss=record["learning/loss"],
-            gradient_norm=record.get("learning/raw_grad_norm", record.get("learning/grad_norm", float("nan"))),
-            seconds=self._seconds(number, record["perf/step_time_seconds"]),
-            tokens=record["learning/total_weights"],
-        )
-
-    def _seconds(self, number: int, dispatched: float) -> float:
-        """Take the time from the log: MaxText's own figure is when the step was dispatched, not when it was done."""
-        before, now = self._completed.get(number - 1), self._completed.get(number)
-        if before is None or now is None or now < before:
-            return dispatched
-        return (now - before).total_seconds()
+        return [_step(record) for record in records if "learning/loss" in record]
 
 
-def keep_before(metrics: Path, log: Path, step: int) -> list[Step]:
+def _step(record: dict[str, float]) -> Step:
+    return Step(
+        number=int(record["step"]),
+        loss=record["learning/loss"],
+        gradient_norm=record.get("learning/raw_grad_norm", record.get("learning/grad_norm", float("nan"))),
+        seconds=record.get(SECONDS, math.nan),
+        tokens=record["learning/total_weights"],
+    )
+
+
+def keep_before(metrics: Path, step: int) -> list[Step]:
     """Cut the records of a step and all later ones off a metrics file; return the steps that remain."""
     end = position = 0
     if metrics.exists():
@@ -328,7 +313,7 @@ def keep_before(metrics: Path, log: Path, step: int) -> list[Step]:
             if "learning/loss" in record and record["step"] < step:
                 end = position
         os.truncate(metrics, end)
-    return Follower(metrics, log).poll()
+    return Follower(metrics).poll()
 
 
 def _parse(line: str) -> dict[str, float] | None:

@@ -1,0 +1,70 @@
+"""The records of a run's steps: with the time that a step took, and never later than the checkpoint of a step.
+
+MaxText writes the record of a step once it has started the next one, after the checkpoint of the step. Its time is how
+long it took to start the step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import jax
+
+from multimesh_maxtext.launch import SECONDS
+
+
+class _Step:
+    """A step that was started; a thread notes when it has ended."""
+
+    def __init__(self, logger: Any, metrics: dict[str, Any], took: timedelta) -> None:
+        self.logger, self.metrics, self.took = logger, metrics, took
+        self.begun = time.monotonic() - took.total_seconds()
+        self._ended = 0.0
+        # Not of a pool, which would be waited for where a lost process leaves the step without an end.
+        self._thread = threading.Thread(target=self._wait, args=(dict(metrics["scalar"]),), daemon=True)
+        self._thread.start()
+
+    def _wait(self, results: dict[str, Any]) -> None:
+        with suppress(Exception):  # what is wrong with them is for those who read them to say
+            jax.block_until_ready(results)
+            self._ended = time.monotonic()
+
+    def ended(self) -> float:
+        """Wait for the end, and return when it was."""
+        self._thread.join()
+        return self._ended
+
+
+_started: dict[int, _Step] = {}
+"""Steps without a record, by their numbers."""
+_last_end: float | None = None
+
+
+def stepped(logger: Any, metrics: dict[str, Any], step: int, took: timedelta) -> None:
+    """Take note of a step that MaxText has just started."""
+    _started[step] = _Step(logger, metrics, took)
+
+
+def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
+    """Add the time of a step to its record; return whether it is to be written: not again after `saving`."""
+    global _last_end
+    if kind != "train":
+        return True
+    started = _started.pop(step, None)
+    if started is None:
+        return False
+    ended = started.ended()
+    metrics["scalar"][SECONDS] = ended - (started.begun if _last_end is None else _last_end)
+    _last_end = ended
+    return True
+
+
+def saving() -> None:
+    """Write the records of all steps that were started, before a checkpoint of the newest."""
+    for number, step in sorted(_started.items()):
+        step.logger.record_train_metrics(step.metrics, number, step.took.total_seconds())
+        step.logger.write_metrics(step.metrics, number)

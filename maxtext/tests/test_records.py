@@ -1,0 +1,89 @@
+"""Records of steps around checkpoints, with a logger in MaxText's manner: it writes a record one step late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from multimesh_maxtext import records
+from multimesh_maxtext.launch import SECONDS
+
+
+class Result:
+    """An array of a step that goes on."""
+
+    def __init__(self) -> None:
+        self._end = threading.Event()
+
+    def block_until_ready(self) -> None:
+        self._end.wait()
+
+    def end(self) -> None:
+        self._end.set()
+
+
+class Logger:
+    """MaxText's, but for what it writes."""
+
+    def __init__(self) -> None:
+        self._buffered: list[Any] = []
+        self.written: list[tuple[int, float]] = []
+
+    def record_train_metrics(self, metrics: dict[str, Any], step: int, step_time: float) -> None:
+        metrics["scalar"]["perf/step_time_seconds"] = step_time
+
+    def write_metrics(self, metrics: dict[str, Any], step: int, metric_type: str = "train") -> None:
+        if records.recording(metrics, step, metric_type):
+            self.written.append((step, metrics["scalar"][SECONDS]))
+
+    def buffer_and_write_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        if self._buffered:
+            self.write_metrics(*self._buffered.pop())
+        self._buffered.append((metrics, step))
+
+
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> Logger:
+    monkeypatch.setattr(records, "_started", {})
+    monkeypatch.setattr(records, "_last_end", None)
+    return Logger()
+
+
+def start(logger: Logger, step: int, took: float = 0.0) -> tuple[dict[str, Any], Result]:
+    result = Result()
+    metrics = {"scalar": {"learning/loss": result}}
+    records.stepped(logger, metrics, step, timedelta(seconds=took))
+    return metrics, result
+
+
+def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_whenever_records_are_written(logger: Logger):
+    for step in range(3):
+        metrics, result = start(logger, step, took=5.0 if step == 0 else 0.0)
+        time.sleep(0.1)
+        result.end()
+        time.sleep(0.05)  # as where starting a step waits for its end
+        logger.buffer_and_write_metrics(metrics, step)
+    logger.buffer_and_write_metrics({}, 3)
+    assert [step for step, _ in logger.written] == [0, 1, 2]
+    assert [seconds for _, seconds in logger.written] == pytest.approx([5.1, 0.15, 0.15], abs=0.04)
+
+
+def test_a_checkpoint_is_written_after_the_records_of_all_steps_and_none_is_written_twice(logger: Logger):
+    for step in range(4):
+        metrics, result = start(logger, step)
+        result.end()
+        if step in (0, 2):
+            records.saving()
+            assert [step for step, _ in logger.written] == [*range(step + 1)]
+        logger.buffer_and_write_metrics(metrics, step)
+    assert [step for step, _ in logger.written] == [0, 1, 2]
+    records.saving()  # of the last step, once all are done
+    assert [step for step, _ in logger.written] == [0, 1, 2, 3]
+
+
+def test_records_of_evaluations_are_left_alone(logger: Logger):
+    assert records.recording({"scalar": {}}, 0, "running_eval")
