@@ -137,6 +137,48 @@ def test_a_pipeline_goes_on_from_any_layout(
     assert begin(f"{argv} --resume --num-layers 4").step == 7
 
 
+@pytest.mark.parametrize(
+    ("argv", "layers", "message"),
+    [
+        (
+            "--pp 2",
+            ["layers"],
+            r"scanned, but .* unrolled; write them anew with --checkpoint \S+given --export DIR --no-",
+        ),
+        ("--pp 2 --scan-layers", ["layers"], r"scanned, but this run has them in stacks; write them anew with --check"),
+        ("--pp 2 --scan-layers", UNROLLED, r"layers unrolled, but this run has them in stacks; use --no-scan-layers$"),
+        ("--pp 2", STACKS, r"has its layers in stacks, but this run has them unrolled; use --scan-layers$"),
+        ("--backend spmd", ["layers"], r"layers scanned, but this run has them unrolled; use --scan-layers$"),
+        (
+            "--backend spmd",
+            STACKS,
+            r"layers in stacks, but this run has them unrolled; write them anew with --checkpoi",
+        ),
+        (
+            "--backend spmd",
+            None,
+            r"cannot be read as a checkpoint of MaxText \(.*No such file.*\); give the folder that",
+        ),
+    ],
+)
+def test_parameters_to_begin_with_in_another_layout_are_refused_by_their_own_name(
+    begin: Callable[[str], Beginning], tmp_path: Path, argv: str, layers: list[str] | None, message: str
+):
+    given = tmp_path / "given/7/items"
+    if layers:
+        write(tmp_path / "given", 7, layers)
+    with pytest.raises(CheckpointError, match=rf"^load_parameters_path={given}:? .*{message}"):
+        begin(f"{argv} load_parameters_path={given}")
+
+
+@pytest.mark.parametrize("argv", ["--pp 2", "--backend spmd", "--backend spmd --scan-layers"])
+def test_parameters_to_begin_with_may_have_the_layout_of_the_run(
+    begin: Callable[[str], Beginning], tmp_path: Path, argv: str
+):
+    folder = write(tmp_path / "given", 7, ["layers"] if "--scan" in argv else UNROLLED)
+    assert begin(f"{argv} load_parameters_path={folder}").step == 0
+
+
 LAYOUTS = [("layers_0", "layers_1", "layers_2", "layers_3"), ("layers_0_1", "layers_2_3"), ("layers",)]
 LAYOUTS += [("layers_0_2", "layers_3_3")]  # of unequal pieces
 KERNEL = np.arange(4 * 3 * 2).reshape(4, 3, 2)  # of four layers, three by two each
@@ -237,6 +279,15 @@ def test_the_trainer_says_what_is_wrong_with_a_checkpoint(tmp_path: Path):
     assert explained("completed step: 3\nValueError: a checkpoint\n", tmp_path) is None
     log = "more\nmultimesh_maxtext.errors.CheckpointError: a.\n\nRuntimeError: b: a.\nmore\n"
     assert str(explained(log, tmp_path)) == f"--checkpoint {tmp_path}: a."
+
+
+def test_maxtext_says_what_is_wrong_with_the_parameters_to_begin_with(tmp_path: Path):
+    log = (
+        "I checkpointing.py:947] restoring params from /given/7\n"
+        "ValueError: Checkpoint does not match the model:\n  - 'a/b': shape (1,)\n  - 'c': missing\nVerify it"
+    )
+    told = "load_parameters_path=/given/7 is of another model: 'a/b': shape (1,) and 1 more; use the flags that it was"
+    assert [str(explained(log, folder))[: len(told)] for folder in (tmp_path, None)] == [told, told]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,13 @@ from pathlib import Path
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import CheckpointError, FileError, UsageError
 from multimesh_maxtext.reserve import writing
+from multimesh_maxtext.settings import read_values
+
+PARAMETERS = "load_parameters_path"
+"""MaxText's setting for a checkpoint that a run begins with the parameters of."""
+
+_LEAVES = "_METADATA"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 _HALF = ".orbax-checkpoint-tmp"
 _COMPLETE = "commit_success.txt"
@@ -28,6 +35,10 @@ _LAYER = re.compile(r"(?:(?:dense_|moe_)?layers|scanned_blocks)(?:_(\d+))?(?:_(\
 
 _TOLD = re.compile(rf"^{CheckpointError.__module__}\.{CheckpointError.__qualname__}: (.*)$", re.MULTILINE)
 """What the trainer's process raised, as Python prints it."""
+
+_BEGUN = re.compile(r"restoring params from (\S+)$", re.MULTILINE)
+_UNLIKE = re.compile(r"Checkpoint does not match the model:\n((?:  - .*\n)+)")
+"""What MaxText says of the parameters to begin with."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,7 @@ class Checkpoints:
 
     def layers(self) -> frozenset[str]:
         """Names of the decoder's layers in the newest checkpoint: ``layers_0``, ...; ``layers`` for a stack of all."""
-        params = [path[3] for path in self.paths() if path[:3] == ("params", "params", "decoder")]
-        return frozenset(name for name in params if _LAYER.fullmatch(name))
+        return _layers(self.paths())
 
     def paths(self) -> frozenset[tuple[str, ...]]:
         """Paths of the leaves of the newest checkpoint.
@@ -66,14 +76,23 @@ class Checkpoints:
         CheckpointError
             Where Orbax's description of the checkpoint cannot be read.
         """
-        file = self.folder / str(self.steps[-1]) / "items" / "_METADATA"
+        items = self.folder / str(self.steps[-1]) / "items"
         try:
-            leaves = json.loads(file.read_text(encoding="utf-8"))["tree_metadata"].values()
-            return frozenset(tuple(str(part["key"]) for part in leaf["key_metadata"]) for leaf in leaves)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return _paths(items)
+        except _UNREADABLE as error:
             raise CheckpointError(
-                f"{file}: cannot be read as a checkpoint of MaxText ({error}); remove {file.parent.parent}"
+                f"{items / _LEAVES}: cannot be read as a checkpoint of MaxText ({error}); remove {items.parent}"
             ) from error
+
+
+def _paths(items: Path) -> frozenset[tuple[str, ...]]:
+    leaves = json.loads((items / _LEAVES).read_text(encoding="utf-8"))["tree_metadata"].values()
+    return frozenset(tuple(str(part["key"]) for part in leaf["key_metadata"]) for leaf in leaves)
+
+
+def _layers(paths: Iterable[tuple[str, ...]]) -> frozenset[str]:
+    params = [path[3] for path in paths if path[:3] == ("params", "params", "decoder")]
+    return frozenset(name for name in params if _LAYER.fullmatch(name))
 
 
 def look(folder: Path) -> Checkpoints:
@@ -136,6 +155,7 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: floa
         For a folder that cannot be used, or a checkpoint that this run cannot go on from.
     """
     o = job.options
+    _check_parameters(job)
     if o.checkpoint is None:
         yield Beginning()
         return
@@ -151,6 +171,32 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: floa
             print(f"resuming {where}", file=sys.stderr)
         link(checkpoints, o.checkpoint)
         yield Beginning(found.next_step, () if descriptor is None else (descriptor,))
+
+
+def _check_parameters(job: Job) -> None:
+    """Refuse parameters to begin with that MaxText cannot take: it reads only the form of layers that the run has."""
+    o = job.options
+    given = str(read_values(o.settings).get(PARAMETERS) or "")
+    if not given or "://" in given:
+        return
+    folder = Path(given.removesuffix("/items"))
+    items = folder / "items"
+    try:
+        layers = _layers(_paths(items if items.is_dir() else folder))
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{PARAMETERS}={given}: cannot be read as a checkpoint of MaxText ({error}); give the folder that --export "
+            "writes, or one that ends with a number"
+        ) from error
+    kept, scans = layout(layers), "in stacks" if o.staged else "scanned"
+    wanted = scans if job.scans_layers else "unrolled"
+    if not layers or kept == wanted:
+        return
+    if kept in ("unrolled", scans):
+        remedy = f"use --{'no-' if kept == 'unrolled' else ''}scan-layers"
+    else:
+        remedy = f"write them anew with --checkpoint {folder.parent} --export DIR --no-scan-layers, and begin with DIR"
+    raise CheckpointError(f"{PARAMETERS}={given} has its layers {kept}, but this run has them {wanted}; {remedy}")
 
 
 def _check_continues(job: Job, found: Checkpoints) -> None:
@@ -206,7 +252,22 @@ def written_to(checkpoints: Path, folder: Path) -> bool:
     return checkpoints.resolve() == folder.resolve() or (not checkpoints.exists() and bool(look(folder).steps))
 
 
-def explained(log: str, folder: Path) -> CheckpointError | None:
-    """Return what the trainer's log says went wrong with a checkpoint; ``None`` if that was not the matter."""
-    told = _TOLD.findall(log)
-    return CheckpointError(f"--checkpoint {folder}: {told[-1]}") if told else None
+def explained(log: str, folder: Path | None) -> CheckpointError | None:
+    """Return what the trainer's log says went wrong with a checkpoint; ``None`` if that was not the matter.
+
+    Parameters
+    ----------
+    folder
+        That of ``--checkpoint``, if there is one.
+    """
+    told, given, unlike = _TOLD.findall(log), _BEGUN.findall(log), _UNLIKE.search(log)
+    if told and folder:
+        return CheckpointError(f"--checkpoint {folder}: {told[-1]}")
+    if given and unlike:
+        first, *more = unlike[1].splitlines()
+        rest = f" and {len(more)} more" if more else ""
+        return CheckpointError(
+            f"{PARAMETERS}={given[-1]} is of another model: {first.removeprefix('  - ')}{rest}; use the flags that it "
+            "was written with, but for the parallelism"
+        )
+    return None

@@ -201,8 +201,8 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         UsageError("--use-tfds-dataset needs to know which; add --dataset-path and --dataset-name"),
     )
     for name, needed in (
-        *(("checkpoint_every", "checkpoint"), ("resume", "checkpoint"), ("eval_steps", "eval_every")),
-        *(("max_restarts", "checkpoint"), ("device", "forecast"), ("overwrite", "output")),
+        *((name, "checkpoint") for name in ("checkpoint_every", "resume", "export", "max_restarts")),
+        *(("eval_steps", "eval_every"), ("device", "forecast"), ("overwrite", "output")),
     ):
         yield (
             getattr(o, name) and not o.has(needed),

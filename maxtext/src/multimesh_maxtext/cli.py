@@ -12,15 +12,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from multimesh_maxtext import memory, report, restarts
 from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
-from multimesh_maxtext.errors import FileError, LauncherError, TrainerFailedError
-from multimesh_maxtext.launch import Launch, compiling, forecasting, launch, visible_gpu_memory
+from multimesh_maxtext.errors import CheckpointError, FileError, LauncherError, TrainerFailedError
+from multimesh_maxtext.launch import Launch, forecasting, in_place, launch, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, python, stale_parts
 from multimesh_maxtext.member import ALONE, Member, any_member, find_repeated, member
 from multimesh_maxtext.memory import Forecast, check_fits
@@ -114,13 +114,15 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
         paths = paths.below("forecast" if options.forecast else "dump-only")
     start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, this=this)
     if options.hlo:
-        start = compiling(job, start)
+        start = in_place(start, "compile", str(options.hlo))
     elif options.dry_run and options.forecast:
         start = forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
     if options.dry_run:
         return _dry_run(start, as_json=options.json)
     if options.hlo:
         return _compile(start, options)
+    if options.export:
+        return 0 if this.rank else _export(start, options, options.export)
     # Of several processes the first speaks for all, unless another fails.
     console = Console(soft_wrap=True, quiet=this.rank > 0)
     if options.forecast and this.rank:
@@ -257,17 +259,41 @@ def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | No
 def _compile(start: Launch, o: Options) -> int:
     """Compile ``--hlo``, and say what it takes."""
     began = time.monotonic()
-    environment = {**os.environ, **start.environment}
-    done = subprocess.run(start.command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
-    found = json.loads(done.stdout)
+    found = _found(start)
     if o.json:
         print(json.dumps({"hlo": str(o.hlo), "bytes": found}))
     else:
         parts = ", ".join(f"{name} {memory.show_size(size)}" for name, size in found.items())
         print(f"compiled {o.hlo} in {time.monotonic() - began:.1f} s; each device needs {parts}")
     return 0
+
+
+def _export(start: Launch, o: Options, target: Path) -> int:
+    """Write the parameters of the newest checkpoint for MaxText's tools, and say where they are."""
+    folder = o.checkpoint or Path()
+    steps = look(folder).steps
+    if not steps:
+        raise CheckpointError(f"--checkpoint {folder}: there is no checkpoint to export; train first")
+    if target.exists():
+        raise FileError(f"--export {target}: it is there already; choose another folder")
+    words = str(folder.resolve()), str(steps[-1]), str(target.resolve()), *["unrolled"] * (o.scan_layers is False)
+    found = _found(in_place(start, "export", *words))
+    if o.json:
+        print(json.dumps({"export": str(target / "items"), "checkpoint": steps[-1], **found}))
+    else:
+        size, scanned = memory.show_size(found["bytes"]), str(found["scan_layers"]).lower()
+        print(f"checkpoint {steps[-1]}: {size} of parameters")
+        print(f"for MaxText: load_parameters_path={target / 'items'} scan_layers={scanned}")
+    return 0
+
+
+def _found(start: Launch) -> Any:
+    """Run a process that prints what it found as JSON."""
+    environment = {**os.environ, **start.environment}
+    done = subprocess.run(start.command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+    return json.loads(done.stdout)
 
 
 def _say_finished(o: Options, step: int) -> int:

@@ -300,6 +300,15 @@ def _checkpoints(root: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help=(
+            "do not train: write the parameters of the newest checkpoint in --checkpoint to a new folder, as MaxText's "
+            "to_huggingface and load_parameters_path= read them; with --no-scan-layers layer by layer"
+        ),
+    )
+    group.add_argument(
         "--eval-every", type=count(1), metavar="N", help="evaluate after steps 0, N, 2N, ... (default: never)"
     )
     group.add_argument(

@@ -15,7 +15,7 @@ from typing import Any
 
 from multimesh_maxtext import memory
 from multimesh_maxtext.checks import Job, schedule_name
-from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.errors import CheckpointError, UsageError
 from multimesh_maxtext.member import ALONE, Member
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.translate import Paths, argument, configuration, environment
@@ -235,9 +235,19 @@ def visible_gpu_memory() -> list[int] | None:
     return memory if chosen is None else memory[: len([part for part in chosen.split(",") if part])]
 
 
-def compiling(job: Job, start: Launch) -> Launch:
-    """Return the process that compiles ``--hlo`` in place of the trainer."""
-    return replace(start, command=(*start.command[:3], "multimesh_maxtext", "compile", str(job.options.hlo)))
+def in_place(start: Launch, *words: str) -> Launch:
+    """Return the process that does ``python -m multimesh_maxtext WORDS`` in place of the trainer."""
+    return replace(start, command=(*start.command[:3], "multimesh_maxtext", *words))
+
+
+def write_export(folder: str, step: str, target: str, *unrolled: str) -> None:
+    """Write the parameters of a checkpoint for MaxText's tools; print what was written as JSON."""
+    from multimesh_maxtext.export import export
+
+    try:
+        print(json.dumps(export(Path(folder), int(step), Path(target), unrolled=bool(unrolled))))
+    except CheckpointError as error:
+        sys.exit(f"error: {error}")
 
 
 def compile_module(file: str) -> None:

@@ -74,6 +74,7 @@ class Options(argparse.Namespace):
     checkpoint: Path | None
     checkpoint_every: int | None
     resume: bool
+    export: Path | None
     eval_every: int | None
     eval_steps: int | None
     # memory and runtime

@@ -31,7 +31,7 @@ def checked(checkpoints: Any) -> Any:
     load = checkpoints.load_checkpointables
 
     def checking(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        _check_same(checkpoints, step, _flat(abstract["items"]), {})
+        _check_same(checkpoints, step, flat(abstract["items"]), {})
         return load(step, abstract)
 
     checkpoints.load_checkpointables = checking
@@ -70,7 +70,7 @@ class _Wanted:
     """
 
     def __init__(self, folder: Path, step: int, items: Any, layers: int) -> None:
-        self.target = _flat(items)
+        self.target = flat(items)
         self._paths = {tuple(map(str, path)): path for path in self.target}
         self.relayout = Relayout(self._paths, Checkpoints(folder, (step,), ()).paths(), layers)
         leaves = {name: self.target[self._paths[name]] for name in self.relayout.sources}
@@ -88,11 +88,11 @@ class _Wanted:
         for source in itertools.chain.from_iterable(self.relayout.sources[name] for name in self._moved):
             # NumPy arrays come in the shape and type they have.
             item[tuple(int(part) if part.isdigit() else part for part in source)] = np.ndarray
-        return _nested(item)
+        return nested(item)
 
     def relaid(self, items: Any) -> Any:
         """Return the state, of what was loaded."""
-        found = _flat(items)
+        found = flat(items)
         arrays = {tuple(map(str, path)): leaf for path, leaf in found.items()}
         result = {}
         for name, path in self._paths.items():
@@ -104,13 +104,13 @@ class _Wanted:
                 result[path] = absent(leaf, leaf.sharding)
             else:
                 result[path] = found.get(path, leaf)
-        return _nested(result)
+        return nested(result)
 
 
 def _check_same(checkpoints: Any, step: int, target: Mapping[tuple[str | int, ...], Any], sources: Any) -> None:
     stored = checkpoints.checkpointables_metadata(step).metadata.get("items")
     if stored is not None:  # else it cannot be read, and to load it tells why
-        check_same(_shapes(target), _shapes(_flat(stored)), sources)
+        check_same(_shapes(target), _shapes(flat(stored)), sources)
 
 
 def check_same(
@@ -149,8 +149,8 @@ def check_same(
                 )
 
 
-def _flat(tree: Any) -> dict[tuple[str | int, ...], Any]:
-    """Leaves of nested dictionaries and lists by their paths; ``None`` is a leaf."""
+def flat(tree: Any) -> dict[tuple[str | int, ...], Any]:
+    """Return the leaves of nested dictionaries and lists by their paths; ``None`` is a leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {tuple(key.idx if hasattr(key, "idx") else key.key for key in path): leaf for path, leaf in leaves}
 
@@ -159,16 +159,16 @@ def _shapes(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[Entry, tuple[in
     return {tuple(map(str, path)): tuple(leaf.shape) for path, leaf in leaves.items() if leaf is not None}
 
 
-def _nested(flat: Mapping[tuple[str | int, ...], Any]) -> Any:
-    """The dictionaries and lists that `_flat` took apart."""
+def nested(flat: Mapping[Any, Any]) -> Any:
+    """Return the dictionaries and lists that `flat` took apart."""
     if () in flat:
         return flat[()]
     groups: dict[Any, dict[Any, Any]] = {}
     for path, leaf in flat.items():
         groups.setdefault(path[0], {})[path[1:]] = leaf
     if all(isinstance(key, int) for key in groups):
-        return [_nested(groups[i]) if i in groups else None for i in range(max(groups) + 1)]
-    return {key: _nested(group) for key, group in groups.items()}
+        return [nested(groups[i]) if i in groups else None for i in range(max(groups) + 1)]
+    return {key: nested(group) for key, group in groups.items()}
 
 
 def _is_key(leaf: Any) -> bool:
@@ -222,13 +222,23 @@ class Relayout:
         return list(dict.fromkeys(sources)) if all(source in self._kept for source in sources) else []
 
     def leaf(self, path: Entry, shape: tuple[int, ...], arrays: Mapping[Entry, np.ndarray]) -> np.ndarray:
-        """Return a leaf of the run's state, cut from and joined of the checkpoint's.
+        """Return a leaf of the run's state, which has this shape.
 
         Raises
         ------
         CheckpointError
-            Where the shapes do not fit.
+            Where the checkpoint's has another.
         """
+        result = self.joined(path, arrays)
+        if result.shape != shape:
+            raise CheckpointError(
+                f"the checkpoint's {'/'.join(path)} gives {result.shape}, but the model has {shape}; use the flags "
+                "that it was written with, but for the parallelism"
+            )
+        return result
+
+    def joined(self, path: Entry, arrays: Mapping[Entry, np.ndarray]) -> np.ndarray:
+        """Return a leaf of the run's state, cut from and joined of the checkpoint's."""
         at = self._at(path) or 0
         axis = 1 if path[0] in _SECOND else 0
         single = []
@@ -237,10 +247,4 @@ class Relayout:
             array = arrays[*path[:at], name, *path[at + 1 :]]
             first = held(name, self._total)[0]
             single.append(np.take(array, layer - first, axis) if is_stack(name) else array)
-        result = np.stack(single, axis) if is_stack(path[at]) else single[0]
-        if result.shape != shape:
-            raise CheckpointError(
-                f"the checkpoint's {'/'.join(path)} gives {result.shape}, but the model has {shape}; use the flags "
-                "that it was written with, but for the parallelism"
-            )
-        return result
+        return np.stack(single, axis) if is_stack(path[at]) else single[0]

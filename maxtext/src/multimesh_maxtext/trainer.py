@@ -88,7 +88,7 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
         if o.nodes > 1 and lost:  # whatever else failed, such as a checkpoint, is its fault
             error = ended if isinstance(ended, ProcessLostError) else ProcessLostError(f"{lost[0]}; see {paths.log}")
         else:
-            error = refused(log) or (explained(log, o.checkpoint) if o.checkpoint else None) or ended
+            error = refused(log) or explained(log, o.checkpoint) or ended
     except LauncherError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)
