@@ -51,7 +51,6 @@ def fresh():
 
 for name in fresh().__all__:
     got = {"attribute": getattr(fresh(), name)}
-    fresh()
     exec(f"from multimesh import {name}", got)
     rooms = [how for how in ("attribute", name) if isinstance(got[how], types.ModuleType)]
     print(name, *(f"{how}:{got[how].__name__}" for how in rooms))
