@@ -11,6 +11,7 @@ from pathlib import Path
 
 import parity
 import pytest
+from tests.xla_flags import QUICK
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.launch import RUN, VARIABLE, launch
@@ -40,7 +41,7 @@ def test_the_patches_change_nothing_unless_asked(
         paths = Paths(python=sys.executable, maxtext=source, output=output, metrics=output / "metrics.jsonl")
         write_corpus([parity.CORPUS.read_text()], paths.text, sequence_length=32)
         flags = [*FLAGS.split(), "--checkpoint", str(output / "ck"), "--text", str(parity.CORPUS)]
-        start = launch(job(flags), paths, inherited={}, gpu_memory=None)
+        start = launch(job(flags), paths, inherited={"XLA_FLAGS": " ".join(QUICK)}, gpu_memory=None)
         unasked = {key: value for key, value in start.environment.items() if key not in (RUN, VARIABLE)}
         for steps in (4, 6):
             command = [re.sub(r"^steps=\d+$", f"steps={steps}", word) for word in start.command]

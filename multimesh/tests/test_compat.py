@@ -117,13 +117,20 @@ def test_what_moved_within_an_object_of_jax_is_named_once():
 
 
 @pytest.mark.longer
-def test_other_tests_hold_without_private_parts():
+@pytest.mark.telling("calls")
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(("test_jit", "test_explicit", "test_contexts", "test_transport", "test_submeshes"), id="calls"),
+        pytest.param(
+            ("test_transforms", "test_schedules", "test_precision", "passes/test_weights", "passes/test_primitives"),
+            id="programs",
+        ),
+    ],
+)
+def test_other_tests_hold_without_private_parts(files):
     """All that reaches for a private part: programs that are shared, laid out anew or carried over, and transfers."""
-    files = [
-        *("test_jit", "test_transforms", "test_explicit", "test_contexts", "test_schedules", "test_transport"),
-        *("test_submeshes", "test_precision", "passes/test_weights", "passes/test_primitives"),
-    ]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *(f"multimesh/tests/{name}.py" for name in files)]
-    env = os.environ | {"MULTIMESH_PUBLIC_JAX": "1"}
+    env = os.environ | {"MULTIMESH_PUBLIC_JAX": "1", "PYTEST_ADDOPTS": ""}  # those name a report, which is this run's
     done = subprocess.run(command, cwd=SOURCES.parents[2], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
