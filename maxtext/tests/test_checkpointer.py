@@ -132,5 +132,5 @@ def test_the_reason_is_what_happened_first():
     error = KeyError("a long story")
     error.__cause__ = ValueError(full)
     assert reason(error) == "No space left on device"
-    assert reason(OSError(28, "No space left on device", "/ck/3")) == "/ck/3: No space left on device"
+    assert reason(OSError(28, "No space left on device", "/tmp/3")) == "/tmp/3: No space left on device"
     assert reason(ValueError()) == "ValueError"
