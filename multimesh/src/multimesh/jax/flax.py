@@ -21,14 +21,19 @@ __all__ = ["parallelize_step", "shard_axes", "task", "with_sharding_constraint"]
 
 
 def task(model: type[nn.Module], name: str | None = None, **where: Any) -> type[nn.Module]:
-    """Class of modules whose ``__call__`` is a task; fields, name and parameters stay those of ``model``.
+    """A class of modules whose ``__call__`` is a task; fields, name and parameters stay those of ``model``.
 
     Parameters
     ----------
     model
-        A linen module's class.
+        A class of linen modules.
     name, where
-        As in `multimesh.jax.task`; by default the class's name, and all devices.
+        As in `multimesh.jax.task`; by default the name of the class, and all devices.
+
+    Raises
+    ------
+    UsageError
+        If ``model`` is no such class, or the arguments do not fit together.
     """
     if not (isinstance(model, type) and issubclass(model, nn.Module)):
         raise UsageError(f"multimesh.jax.flax.task: expected a class of linen modules, got {model!r}")
@@ -48,7 +53,7 @@ def task(model: type[nn.Module], name: str | None = None, **where: Any) -> type[
 
 
 def shard_axes(*args: str | None) -> Callable[..., Any]:
-    """Xavier-normal initializer of a parameter whose dimensions have these logical names."""
+    """A Xavier-normal initializer of a parameter with these logical names of its dimensions."""
     return nn.with_partitioning(nn.initializers.xavier_normal(), args)
 
 
@@ -60,31 +65,31 @@ def parallelize_step(
     local_batch: Any = None,
     replicate_inputs: bool = True,
 ) -> tuple[Any, ...]:
-    """A training step of a model that returns its loss, and its first state.
+    """A training step of a model, and its first state.
 
     Parameters
     ----------
     model
-        Its ``apply(params, batch)`` returns the loss; it has tasks, wrapped or registered.
+        A linen module whose ``apply(params, batch)`` returns the loss. It has tasks, wrapped or registered.
     optimizer
         An optax optimizer.
     mesh
         The devices that tasks may use; by default all.
     global_batch, local_batch
-        An example of a batch. With one process they mean the same.
+        An example of a batch. With one process both mean the same.
     replicate_inputs
-        Whether a batch is replicated over the submeshes that read it; else its layout is derived as that of parameters.
+        Whether the submeshes that read a batch hold all of it. Otherwise its layout is derived, as for parameters.
 
     Returns
     -------
     step, state, mesh[, prepare_batch]
-        ``step(state, batch)`` returns loss and new state; ``state`` is a Flax ``TrainState`` with parameters made from
-        ``jax.random.key(42)``, each on its task's submesh. ``prepare_batch`` comes with ``local_batch``.
+        ``step(state, batch)`` returns loss and new state. ``state`` is a Flax ``TrainState``; its parameters are made
+        from ``jax.random.key(42)``, each on its task's submesh. ``prepare_batch`` comes with ``local_batch``.
 
     Raises
     ------
     UsageError
-        When arguments do not fit together.
+        If arguments do not fit together.
     """
     if (global_batch is None) == (local_batch is None):
         raise UsageError("parallelize_step: give either global_batch= or local_batch=, not both or neither")

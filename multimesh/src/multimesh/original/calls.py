@@ -1,4 +1,4 @@
-"""Tasks, registrations and microbatches as calls of the original write them."""
+"""Tasks, registrations and microbatches with the arguments of the original."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def task(
     logical_axes: Any = None,
     **fields: Any,
 ) -> Any:
-    """`multimesh.task`; also places by a `TaskMesh` or a `Task`, and on all devices where nothing says where.
+    """`multimesh.task`, which also takes a `TaskMesh` or a `Task`. Without a place it takes all devices.
 
     Parameters
     ----------
     fun, name, mesh, devices, device_axes, logical_axes
         As in `multimesh.task`.
     task
-        Instead of the submesh: a `Task`.
+        A `Task`, instead of the submesh.
     fields
         Further fields of a `Task`: ``mesh_slice``, ``extra_axes``.
     """
@@ -79,12 +79,17 @@ def microbatch(
     fun, dim, size, argnum, custom_schedule, stack
         As in `multimesh.microbatch`.
     interleave, num_stages, schedule
-        As there; None is the default there.
+        As in `multimesh.microbatch`; None stands for its default.
     unrolling
         None only: the plan holds every microbatch, in the order of the schedule.
     arg_shardings
         Logical layout of each microbatch of argument ``argnum``: a ``PartitionSpec``, a ``NamedSharding``, or a pytree
         prefix of them.
+
+    Raises
+    ------
+    UsageError
+        Without ``size``, and with ``unrolling``.
     """
     if size is None:
         raise UsageError("microbatch: give size=, the rows of a microbatch")
@@ -134,17 +139,17 @@ def register_task(
     Parameters
     ----------
     regex
-        As there; a pattern without a group counts as one group.
+        As in `multimesh.register_task`; a pattern without a group counts as one group.
     name
         Name of the task in plans; by default the pattern.
     mesh, device_axes, logical_axes
-        As there.
+        As in `multimesh.register_task`.
     devices, dims
         Devices or their ids, in the shape ``dims``.
     callback
-        As there; may take the name only, and may return a `Task`.
+        As in `multimesh.register_task`; it may take the name only, and may return a `Task`.
     task
-        Instead of all: a `Task`.
+        A `Task`, instead of all others.
 
     Returns
     -------
@@ -154,8 +159,7 @@ def register_task(
     Raises
     ------
     UsageError
-        When arguments do not fit together, and for ``mesh`` or ``dims`` that are a part of ``devices``: here a task has
-        one submesh.
+        If arguments do not fit together, or ``mesh`` or ``dims`` is a part of ``devices``: a task has one submesh.
     """
     if mesh is not None and devices is not None:
         raise UsageError(
@@ -191,15 +195,13 @@ def _with_backprop(callback: Callable[..., Any]) -> Callable[[str, bool], Any]:
 
 
 def _shaped(regex: str, devices: Any, dims: Sequence[int] | None) -> Any:
-    """Devices (or their ids) as an array of this shape."""
+    """Return devices, given as such or by their ids, as an array of this shape."""
     grid = np.asarray(devices, dtype=object)
-    known = {device.id: device for device in jax.devices()}
-    unknown = [d for d in grid.flat if not isinstance(d, jax.Device) and d not in known]
-    if unknown:
+    known: dict[Any, Any] = {device.id: device for device in jax.devices()}
+    known |= {device: device for device in grid.flat if isinstance(device, jax.Device)}
+    if unknown := [device for device in grid.flat if device not in known]:
         raise UsageError(f"register_task({regex!r}): {unknown[0]!r} is neither a device nor the id of one")
-    chosen = np.empty(grid.shape, dtype=object)
-    for where, device in np.ndenumerate(grid):
-        chosen[where] = device if isinstance(device, jax.Device) else known[device]
+    chosen = np.array([known[device] for device in grid.flat], dtype=object).reshape(grid.shape)
     shape = chosen.shape if dims is None else tuple(dims)
     if int(np.prod(shape)) != chosen.size:
         raise UsageError(
@@ -210,7 +212,7 @@ def _shaped(regex: str, devices: Any, dims: Sequence[int] | None) -> Any:
 
 
 def clear_tasks() -> None:
-    """End every registration; tasks of a `MultiMesh` in force too, until it is entered again."""
+    """End every registration. Tasks of a `MultiMesh` in force end until it is entered again."""
     for made in registrations.in_force():
         if not isinstance(made, Entered):
             made.remove()
@@ -218,7 +220,7 @@ def clear_tasks() -> None:
 
 @contextlib.contextmanager
 def tasks(configurable: Callable[[], Callable[[], Any]] | None = None) -> Iterator[None]:
-    """Clear all tasks, call ``configurable()()``, which registers others, and clear these at the end.
+    """Clear all tasks and call ``configurable()()``, which registers others. At the end clear these.
 
     With None it does nothing.
     """

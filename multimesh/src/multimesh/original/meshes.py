@@ -1,4 +1,4 @@
-"""Classes of the original MultiMesh that say where a task runs: `TaskMesh`, `Task` and `MultiMesh`."""
+"""The original's classes for where a task runs: `TaskMesh`, `Task` and `MultiMesh`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TaskMesh:
     axis_sizes, axis_names
         Shape of the submesh and a name for each of its dimensions.
     abstract
-        Instead of the two: a ``jax.sharding.AbstractMesh``.
+        A ``jax.sharding.AbstractMesh``, instead of the two.
 
     Raises
     ------
@@ -59,7 +59,7 @@ class TaskMesh:
         self.devices = numbers.reshape(abstract.axis_sizes)
 
     def place(self, devices: Any) -> TaskMesh:
-        """The same axes on other devices."""
+        """The same axes on other devices, given by their numbers."""
         return TaskMesh(devices=devices, abstract=self.mesh)
 
     @property
@@ -68,7 +68,7 @@ class TaskMesh:
         return self.mesh
 
     def on(self, devices: Sequence[jax.Device]) -> Mesh:
-        """The mesh that it is among these devices."""
+        """Return its mesh of these devices."""
         if not 0 <= self.devices.min() <= self.devices.max() < len(devices):
             raise UsageError(f"TaskMesh: devices={self.devices.ravel().tolist()}, but there are {len(devices)}")
         chosen = [devices[i] for i in self.devices.flat]
@@ -77,7 +77,10 @@ class TaskMesh:
 
 @dataclass
 class Task:
-    """What the original says of a task; ``mesh`` or ``mesh_slice`` (of the `MultiMesh` in force) says where it runs."""
+    """A task as the original describes it.
+
+    ``mesh``, or ``mesh_slice`` of the `MultiMesh` in force, says where it runs.
+    """
 
     name: str | None = None
     mesh: TaskMesh | Mesh | None = None
@@ -88,7 +91,7 @@ class Task:
     loop_dependent_mesh_slice: Callable[[int], Mapping[str, int]] | None = None
 
     def placed(self, default: str, devices: Sequence[jax.Device]) -> submesh.Placement:
-        """The task on its submesh among these devices, under its own name or the default."""
+        """Place the task on its submesh of these devices, under its own name or the default."""
         name = self.name or default
         if self.split_backprop is not None:
             raise UsageError(f"task {name!r}: split_backprop= is a matter of the schedule; use schedule='zb-h1'")
@@ -110,7 +113,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Entered(registrations.Registration):
-    """Matches nothing; tells `multimesh.jit` and `Task` which `MultiMesh` is in force."""
+    """Matches no scope. It tells `multimesh.jit` and `Task` which `MultiMesh` is in force."""
 
     mesh: Mesh | None = None
     owner: Any = field(default=None, compare=False)
@@ -128,17 +131,17 @@ def _global_mesh(name: str) -> MultiMesh:
 
 
 class MultiMesh(contextlib.ContextDecorator):
-    """A mesh of all devices that tasks take slices of; a ``with`` over it is one over `autoshard` too.
+    """A mesh of all devices, of which tasks take slices. A ``with`` block over it also opens `autoshard`.
 
-    Tasks that are registered inside the block are in force inside it only, and again when it is entered again. All
-    attributes of ``jax.sharding.Mesh`` are there.
+    Tasks that are registered inside the block are in force inside it only, and again when it is entered again. The
+    object has all attributes of ``jax.sharding.Mesh``.
 
     Parameters
     ----------
     axis_sizes, axis_names, devices
-        Shape, names and devices (by default all) of the mesh.
+        Shape, axis names and devices (by default all) of the mesh.
     global_mesh
-        Instead of the three: a mesh.
+        A mesh, instead of the three.
     """
 
     def __init__(
@@ -167,12 +170,12 @@ class MultiMesh(contextlib.ContextDecorator):
         return getattr(self.global_mesh, name)
 
     def slice(self, **at: int) -> Mesh:
-        """The submesh at these positions; an axis that is sliced stays, with size 1.
+        """The submesh at these positions. An axis that is sliced stays, with size 1.
 
         Raises
         ------
         UsageError
-            For an unknown axis or a position outside it.
+            For an unknown axis or a position outside of it.
         """
         shape = self.global_mesh.shape
         for axis, position in at.items():
@@ -206,7 +209,7 @@ class MultiMesh(contextlib.ContextDecorator):
 
 @dataclass(frozen=True)
 class _Registered(registrations.Registration):
-    """A registration whose callback answers as the original's do: with a `Task`, or with a range and a name."""
+    """A registration whose callback returns a `Task`, or a range of devices and a name."""
 
     def _place(self, answer: Any, label: str, devices: tuple[jax.Device, ...]) -> submesh.Placement:
         if isinstance(answer, Task):
@@ -224,27 +227,22 @@ def registration(
     device_axes: tuple[str, ...] | None = None,
     logical_axes: Pairs = (),
 ) -> registrations.Registration:
-    """Registration of a callback, a `Task` or a fixed task, not in force yet; a pattern without a group is one."""
+    """Make a registration of a callback, a `Task` or a fixed task; it is not in force yet.
+
+    A pattern without a group counts as one group.
+    """
     if fixed is None and (callback is None) == (task is None):
         raise UsageError(f"register_task({matcher!r}): give either callback= or task=, not both or neither")
     try:
         pattern = re.compile(matcher if "(" in matcher else f"({matcher})")
     except re.error as error:
         raise UsageError(f"register_task({matcher!r}): not a regular expression: {error}") from None
-    answer = _Always(task) if task is not None else callback
+    answer = callback if task is None else lambda label, backprop: task
     return _Registered(pattern, fixed, answer, dims, device_axes, tuple(dict(logical_axes).items()))
 
 
-@dataclass(frozen=True, eq=False)
-class _Always:
-    task: Any
-
-    def __call__(self, label: str, backprop: bool) -> Any:
-        return self.task
-
-
 def put_in_force(made: registrations.Registration) -> None:
-    """Add a registration to the `MultiMesh` in force, so that it ends with it; else for good."""
+    """Put a registration in force until the `MultiMesh` in force ends, if there is one; else for good."""
     owner = _innermost()
     if owner is not None:
         owner._registered.append(made)

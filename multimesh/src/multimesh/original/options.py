@@ -1,4 +1,4 @@
-"""Compiler contexts with the original's defaults, and its names that configured a runtime there is not."""
+"""Compiler contexts with the original's defaults, and original names that mean nothing on stock JAX."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ def autoshard(autoshard: bool | None = True) -> contexts.Manager:
     return contexts.autoshard(autoshard)
 
 
-def enable_fast_path(enable: bool | None = None) -> contexts.Manager:
-    """`multimesh.enable_fast_path`; without an argument it leaves the option as it is."""
-    return contexts.enable_fast_path(enable)
+def _unset(option: Callable[[bool | None], contexts.Manager]) -> Callable[..., contexts.Manager]:
+    def opened(enable: bool | None = None) -> contexts.Manager:
+        return option(enable)
+
+    opened.__name__ = opened.__qualname__ = option.__name__
+    opened.__doc__ = f"`multimesh.{option.__name__}`; without an argument it leaves the option as it is."
+    return opened
 
 
-def enable_task_fusion(enable: bool | None = None) -> contexts.Manager:
-    """`multimesh.enable_task_fusion`; without an argument it leaves the option as it is."""
-    return contexts.enable_task_fusion(enable)
-
-
-def enable_recomputation(enable: bool | None = None) -> contexts.Manager:
-    """`multimesh.enable_recomputation`; without an argument it leaves the option as it is."""
-    return contexts.enable_recomputation(enable)
-
-
-def only_fuse_loop_tasks(enable: bool | None = None) -> contexts.Manager:
-    """`multimesh.only_fuse_loop_tasks`; without an argument it leaves the option as it is."""
-    return contexts.only_fuse_loop_tasks(enable)
+enable_fast_path = _unset(contexts.enable_fast_path)
+enable_task_fusion = _unset(contexts.enable_task_fusion)
+enable_recomputation = _unset(contexts.enable_recomputation)
+only_fuse_loop_tasks = _unset(contexts.only_fuse_loop_tasks)
 
 
 def shutdown() -> None:
@@ -50,26 +45,27 @@ def compile_hlo_module(
     platform: str | None = None,
     device_mem_gb: float | None = None,
 ) -> Any:
-    """Compile a file of HLO text, as ``jax.jit(f).lower(...).compiler_ir("hlo").as_hlo_text()`` writes it; run nothing.
+    """Compile a file of HLO text, and return what XLA knows of its memory; nothing runs.
 
     Parameters
     ----------
+    path
+        HLO text as ``jax.jit(f).lower(...).compiler_ir("hlo").as_hlo_text()`` gives it.
     num_partitions
-        Devices that it is compiled for, of those that ``jax.devices(platform)`` lists.
+        Number of devices to compile for: the first of ``jax.devices(platform)``.
     erase_sharding, autoshard
-        There is no such compiler here: an error where they are set.
+        False only: shardings stay as the module has them.
     device_mem_gb
-        What a device has, in 10^9 bytes.
+        Memory of a device, in 10^9 bytes.
 
     Returns
     -------
-    What XLA knows of the memory of a device: ``argument_size_in_bytes``, ``output_size_in_bytes``,
-    ``temp_size_in_bytes``, ...
+    Sizes in bytes on a device: ``argument_size_in_bytes``, ``output_size_in_bytes``, ``temp_size_in_bytes``, ...
 
     Raises
     ------
     UsageError
-        For a file that cannot be read or compiled, for too few devices, and where a device has less memory.
+        If the file cannot be read or compiled, if there are too few devices, or if a device has less memory.
     """
     if erase_sharding or autoshard:
         raise UsageError(

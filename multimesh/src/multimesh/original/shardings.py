@@ -1,4 +1,4 @@
-"""Logical layouts as calls of the original write them: ``mjit`` and ``with_sharding_constraint``."""
+"""Logical layouts with the arguments of the original: ``mjit`` and ``with_sharding_constraint``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mjit(
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
 ) -> Jitted:
-    """`multimesh.jit` whose layouts are logical.
+    """`multimesh.jit` with logical layouts.
 
     Parameters
     ----------
@@ -35,8 +35,8 @@ def mjit(
     mesh, devices
         The devices that tasks may use, in any shape; by default all.
     in_shardings, out_shardings
-        Pytree prefixes of the arguments and of the result. A ``NamedSharding`` says what `with_sharding_constraint`
-        says with its spec; anything else leaves the layout to be derived.
+        Pytree prefixes of the arguments and of the result. The spec of a ``NamedSharding`` constrains its part as
+        `with_sharding_constraint` does; the layout under anything else is derived.
     """
     if mesh is not None and devices is not None:
         raise UsageError("mjit: give either mesh= or devices=, not both")
@@ -63,7 +63,7 @@ def _annotated(values: Any, shardings: Any) -> Any:
 
 
 def _mapped(what: str, fn: Callable[[Any, Any], Any], prefix: Any, values: Any) -> Any:
-    """``fn(leaf, part)`` for a pytree prefix; whatever is no tuple, list or dict is a leaf of it."""
+    """Call ``fn(leaf, part)`` for a pytree prefix. All but tuples, lists and dicts are leaves of the prefix."""
 
     def is_leaf(x: Any) -> bool:
         return _is_names(x) or not isinstance(x, tuple | list | dict)
@@ -75,7 +75,7 @@ def _mapped(what: str, fn: Callable[[Any, Any], Any], prefix: Any, values: Any) 
 
 
 def _is_names(x: Any) -> bool:
-    """Whether it is a spec that is written as a tuple of names."""
+    """Whether it is a spec, written as a tuple of names."""
     return isinstance(x, tuple) and any(isinstance(e, str) for e in x)
 
 
@@ -85,9 +85,9 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     Parameters
     ----------
     x
-        Array or pytree of arrays.
+        An array or a pytree of arrays.
     axis_resources
-        One of these forms, or a pytree prefix of them. Names are logical, also those of a ``NamedSharding``.
+        A ``PartitionSpec``, a ``NamedSharding``, a tuple of names, or a pytree prefix of them. All names are logical.
     """
 
     def constrain(given: Any, part: Any) -> Any:
