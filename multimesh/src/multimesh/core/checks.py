@@ -1,4 +1,4 @@
-"""Checks of what users give: each returns an argument as what it stands for, or says what it must be."""
+"""Checks of arguments. Each returns the checked value, or raises an error that names what it must be."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from multimesh.errors import UsageError
 
 
 def refuse(what: str, wanted: str, value: Any) -> UsageError:
-    """The error of an argument of a wrong type; ``what`` names the function and the parameter."""
+    """The error for an argument of a wrong type; ``what`` names the function and the parameter."""
     shown = repr(value)
     return UsageError(f"{what} must be {wanted}, got {shown if len(shown) < 80 else '...'} ({type(value).__name__})")
 
 
 def whole(what: str, value: Any, least: int | None = None) -> int:
-    """An int, as Python or NumPy has them."""
+    """Return an int, given as Python's or NumPy's."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -31,21 +31,21 @@ def whole(what: str, value: Any, least: int | None = None) -> int:
 
 
 def text(what: str, value: Any) -> str:
-    """A str."""
+    """Return a str."""
     if not isinstance(value, str):
         raise refuse(what, "a str", value)
     return value
 
 
 def function(what: str, value: Any) -> Any:
-    """Something that can be called."""
+    """Return a callable."""
     if not callable(value):
         raise refuse(what, "callable", value)
     return value
 
 
 def called(what: str, value: Any, *arguments: str) -> Any:
-    """Something that can be called with positional arguments of these names."""
+    """Return a callable that takes positional arguments of these names."""
     try:
         inspect.signature(function(what, value)).bind(*arguments)
     except TypeError as error:
@@ -56,20 +56,20 @@ def called(what: str, value: Any, *arguments: str) -> Any:
 
 
 def many(what: str, value: Any, wanted: str) -> tuple[Any, ...]:
-    """A sequence, which text is not."""
+    """Return a sequence as a tuple; text is no sequence."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise refuse(what, wanted, value)
     return tuple(value)
 
 
 def names(what: str, value: Any) -> tuple[str, ...]:
-    """A sequence of str."""
+    """Return a sequence of str as a tuple."""
     found = many(what, value, "a sequence of names")
     return tuple(text(f"{what}: a name", name) for name in found)
 
 
 def pairs(what: str, value: Any, wanted: str = "a mapping or a sequence of pairs") -> tuple[tuple[Any, Any], ...]:
-    """Items of a mapping, or pairs."""
+    """Return the items of a mapping, or pairs, as a tuple of pairs."""
     found = tuple(value.items()) if isinstance(value, Mapping) else many(what, value, wanted)
     if any(isinstance(pair, str | bytes) or not isinstance(pair, tuple | list) or len(pair) != 2 for pair in found):
         raise refuse(what, wanted, value)
@@ -77,7 +77,7 @@ def pairs(what: str, value: Any, wanted: str = "a mapping or a sequence of pairs
 
 
 def path(what: str, value: Any) -> str:
-    """A path of a file."""
+    """Return the path of a file as a str."""
     if not isinstance(value, str | os.PathLike):
         raise refuse(what, "a path (str or os.PathLike)", value)
     return os.fspath(value)

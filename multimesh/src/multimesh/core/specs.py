@@ -1,4 +1,4 @@
-"""Where an array is: its mesh and its `PartitionSpec`, as given or as the array tells, and checked."""
+"""The mesh and the `PartitionSpec` of an array: found, checked and applied."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ Axes: TypeAlias = tuple[str, ...]
 
 
 def as_array(x: Any) -> jax.Array:
-    """``x`` itself, or a NumPy array as JAX's."""
+    """Return ``x`` itself, or a NumPy array as a JAX array."""
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def axes_of(entry: Any) -> Axes:
-    """The mesh axes of one entry of a spec: of ``None``, a name or a tuple of names."""
+    """The mesh axes of one entry of a spec: ``None``, a name, or a tuple of names."""
     if entry is None or entry is P.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 def entry(axes: Axes) -> Any:
-    """The opposite of `axes_of`."""
+    """The entry of a spec for these axes; the inverse of `axes_of`."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def size(mesh: AnyMesh, axes: Axes) -> int:
-    """Number of devices along some axes."""
+    """The number of devices along these axes."""
     return math.prod(mesh.shape[a] for a in axes)
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
-    """What is known of an array's sharding: all of a concrete array, the Explicit axes of a traced one."""
+    """The known sharding of an array, or None.
+
+    A concrete array carries all of it, a traced one only its Explicit axes.
+    """
     x = _compat.primal(x)
     found = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(found, NamedSharding) or found.mesh.empty:
@@ -53,12 +56,12 @@ def sharding_of(x: Any) -> NamedSharding | None:
 
 
 def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMesh, tuple[Axes, ...]]:
-    """Mesh of ``x``, and the mesh axes of each of its dimensions: those given, or else those that it carries.
+    """The mesh of ``x``, and the mesh axes of each of its dimensions, as given or as the array carries them.
 
     Raises
     ------
     UsageError
-        If nothing is given or found, or what is given does not fit the array.
+        If neither is given or carried, or if the given ones do not fit the array.
     """
     known = sharding_of(x)
     if spec is None and known is not None and (mesh is None or set(mesh.axis_names) >= _names(known.spec)):
@@ -99,7 +102,7 @@ def _names(spec: P) -> set[str]:
 
 
 def lay_out(x: Any, mesh: AnyMesh, *axes: Axes) -> Any:
-    """``x`` with its leading dimensions sharded over these axes, and its gradient too."""
+    """Shard the leading dimensions of ``x`` over these axes; its gradient gets the same layout."""
     sharding = NamedSharding(mesh, P(*map(entry, axes)))
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
@@ -116,7 +119,7 @@ def check_dtype(what: str, *arrays: Any) -> None:
 
 
 def stripped(spec: P) -> P:
-    """The spec without trailing entries that say nothing."""
+    """The spec without trailing entries of None."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -124,12 +127,12 @@ def stripped(spec: P) -> P:
 
 
 def check_fits(what: str, shape: Sequence[int], spec: P, mesh: Mesh) -> None:
-    """Refuse a layout that an array can't have on a submesh, as ``jax.jit`` does; axes of other submeshes say nothing.
+    """Refuse a layout that an array can't have on a submesh, as ``jax.jit`` does; axes of other submeshes do not count.
 
     Raises
     ------
     UsageError
-        Where the spec has more entries than the array has dimensions, or its axes do not divide one of them.
+        If the spec has more entries than the array has dimensions, or if its axes do not divide one of them.
     """
     if len(spec) > len(shape):
         raise UsageError(

@@ -1,4 +1,7 @@
-"""The same text for the same value in every process: no address, no order of a set, values numbered as they appear."""
+"""Text of values that is the same in every process.
+
+It has no addresses and no order of a set, and numbers values in the order in which they appear.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
 def atoms(given: Iterable[Any], numbers: dict[Any, int]) -> str:
-    """Values by number, and literals; ``numbers`` has the values so far, and receives the new ones."""
+    """Number values, and print literals. ``numbers`` has the numbers so far, and receives the new ones."""
     return " ".join(_atom(a, numbers) for a in given)
 
 
 def _atom(atom: Any, numbers: dict[Any, int]) -> str:
-    """A value or a variable of a jaxpr by its number, with its type where it appears first."""
+    """A value or a variable of a jaxpr as its number; where it first appears, with its type."""
     if hasattr(atom, "val"):
         return f"{text(atom.val)}:{_type(atom.aval)}"
     name = f"%{numbers[atom]}" if atom in numbers else ""
@@ -46,7 +49,7 @@ def _jaxpr(jaxpr: Any) -> str:
 
 @functools.singledispatch
 def text(value: Any) -> str:
-    """A value as text that is the same in every process: of functions the name, of arrays a digest."""
+    """A value as text that is the same in every process: a function as its name, an array as a digest."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"{type(value).__name__}{text([getattr(value, f.name) for f in dataclasses.fields(value)])}"
     if hasattr(value, "jaxpr"):

@@ -1,4 +1,4 @@
-"""Submeshes: which devices a task runs on, and how logical axes map to their axes."""
+"""Submeshes: the devices of a task, and the axes that its logical axes stand for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "st
 
 @dataclass(frozen=True)
 class Placement:
-    """A named place for computation: a submesh and the meaning of logical axes on it."""
+    """A named submesh, and the axes of that submesh that logical axes stand for."""
 
     name: str
     mesh: Mesh
@@ -30,7 +30,7 @@ class Placement:
 
 
 def describe(mesh: Mesh) -> str:
-    """Short text of a mesh: its axes with sizes and its device ids."""
+    """A mesh in a few words: its axes with their sizes, and its device ids."""
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     ids = [device.id for device in mesh.devices.flat]
     span = (
@@ -47,7 +47,7 @@ def make_task(
     device_axes: Sequence[str] | None = None,
     logical_axes: AxisMap | None = None,
 ) -> Placement:
-    """Check the arguments of ``task`` and ``register_task`` and build the task they mean."""
+    """Check the arguments of ``task`` or ``register_task``, and return the task that they describe."""
     checks.text(f"task {name!r}: name=", name)
     if (mesh is None) == (devices is None):
         raise UsageError(f"task {name!r}: give either mesh= or devices= (with device_axes=), not both or neither")
@@ -121,7 +121,7 @@ def _axis_items(
 
 
 def translate(spec: PartitionSpec, task: Placement) -> PartitionSpec:
-    """Replace the logical names of a spec by the axes of the task's submesh.
+    """Replace the logical names in a spec by axes of the task's submesh.
 
     A name that is no logical axis of the task must be an axis of its submesh.
 
@@ -155,9 +155,9 @@ def translate(spec: PartitionSpec, task: Placement) -> PartitionSpec:
 
 
 def carry_over(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Sharding on ``mesh`` of an array that had ``spec`` elsewhere: the same axes where the submesh has them.
+    """The sharding on ``mesh`` of an array that has ``spec`` elsewhere.
 
-    A dimension whose axes are missing on ``mesh`` or do not divide it is replicated there.
+    A dimension keeps its axes if ``mesh`` has them and they divide it. Otherwise it is replicated.
     """
     entries: list[Any] = []
     for size, entry in zip(shape, tuple(spec) + (None,) * len(shape), strict=False):

@@ -1,4 +1,4 @@
-"""What functions leave for later calls, kept as long as the functions live, without keeping them alive."""
+"""A cache that belongs to functions: what is kept for one lives as long as that function."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _lock = threading.Lock()
 
 
 def kept(fn: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
-    """What was made for ``key`` of a function, as long as that lives; made anew where either can't be a key.
+    """Return what was made for ``key`` of a function, and make it the first time.
 
-    What is made must not refer to the function, or neither is ever freed: see `weak`.
+    It is kept as long as the function lives. If the function or the key is no dictionary key, it is made each time. It
+    must not refer to the function, or neither is ever freed: see `weak`.
     """
     try:
         with _lock:
@@ -29,7 +30,7 @@ def kept(fn: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
 
 
 def weak(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` for as long as somebody else refers to it."""
+    """Return a function that calls ``fn`` and does not keep it alive."""
     try:
         reference = weakref.ref(fn)
     except TypeError:

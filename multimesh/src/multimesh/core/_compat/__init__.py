@@ -1,9 +1,9 @@
-"""Everything of JAX that is not its documented interface, in one place (supported: jax 0.10 and later).
+"""Everything of JAX that is not its documented interface (supported: jax 0.10 and later).
 
-The rest of the package uses public JAX only, or what this one gives. What lies under ``jax._src`` is for speed and for
-what launched the processes; all but where processes meet has a public fallback with the same results. Fallbacks take
-over with a JAX that was not tried or has moved the part, and with any when ``MULTIMESH_PUBLIC_JAX=1`` is set.
-docs/jax-internals.md lists them. A JAX is asked for what it has, never for its version.
+The rest of the package uses public JAX, or what this package exports. Private parts under ``jax._src`` make calls
+faster, and tell how the processes were launched. Each has a public fallback with the same results, except where
+processes meet. A fallback is used if JAX has moved the part, if this JAX was never tried, or under
+``MULTIMESH_PUBLIC_JAX=1``. docs/jax-internals.md lists them. The code asks what a JAX has, never for its version.
 """
 
 from multimesh.core._compat import versions

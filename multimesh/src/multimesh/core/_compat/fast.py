@@ -1,4 +1,4 @@
-"""What the runtime takes from JAX's private parts because it is faster; None or a public function without them."""
+"""Private parts of JAX that make the runtime faster; without them, None or a public function."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import jax
 from multimesh.core._compat.versions import private
 
 DeviceList: Callable[..., Any] | None = private("lib.xla_client.DeviceList")
-"""The devices that an executable is loaded for."""
+"""A list of devices to load an executable for."""
 
 explicit_transfers: Callable[[], contextlib.AbstractContextManager[None]] = (
     private("config.explicit_device_put_scope") or contextlib.nullcontext
 )
-"""Scope in which `copy_shards` passes a ``jax.transfer_guard`` as ``jax.device_put`` does by itself."""
+"""In this scope `copy_shards` passes a ``jax.transfer_guard``, as ``jax.device_put`` does by itself."""
 
 forget_pruned: Callable[[], None] = private("interpreters.pxla._dce_jaxpr.cache_clear") or (lambda: None)
-"""Let JAX forget the jaxprs whose unused inputs it was told to keep: from 0.11 on it keeps them, and their programs."""
+"""Drop the jaxprs with unused inputs that JAX (from 0.11 on) caches, and their executables."""
 
 _copy = private("lib.xla_client.batched_copy_array_to_devices_with_sharding")
 _REUSE = private("lib.xla_client.ArrayCopySemantics.REUSE_INPUT")
@@ -31,11 +31,11 @@ def _copy_shards(arrays: Any, devices: Any, layouts: Any) -> Any:
 
 
 copy_shards = None if _copy is None or _REUSE is None else _copy_shards
-"""Copy each shard of some arrays to one of the lists of devices: arrays, lists of devices, layouts."""
+"""Copy the shards of each array to its list of devices; takes arrays, lists of devices, layouts."""
 
 
 def trace_context() -> Any:
-    """Everything of JAX's configuration that a trace depends on (precision, x64, ambient mesh ...), hashable."""
+    """All of JAX's configuration that a trace depends on (precision, x64, ambient mesh ...), hashable."""
     if _trace_context is not None:
         return _trace_context()
     return jax.sharding.get_abstract_mesh(), *(getattr(jax.config, k, v) for k, v in jax.config.values.items())

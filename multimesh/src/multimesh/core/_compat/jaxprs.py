@@ -1,4 +1,4 @@
-"""Traced functions: their primitives, parts of them, and primitives of our own that call one."""
+"""Traced functions: their primitives, parts of them, and primitives of our own that call them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ copy_p = primitives.copy_p
 
 
 def _primitive_of(fn: Callable[..., Any], size: int) -> Any:
-    """The primitive of a function of one that JAX does not name in public."""
+    """The primitive that a function binds; for one that JAX does not name in public."""
     return jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((size,), np.float32)).jaxpr.eqns[0].primitive
 
 
@@ -49,13 +49,13 @@ PRIMITIVES: Mapping[str, Any] = {  # by name; an extension may give another prim
 
 
 def jaxpr_as_fun(closed: Any) -> Callable[..., Any]:
-    """A traced function as a function of flat arrays."""
+    """Make a traced function a Python function of flat arrays."""
     fun: Callable[..., Any] = core.jaxpr_as_fun(closed)
     return fun
 
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """Jaxprs among the parameters of an equation."""
+    """Yield the jaxprs among the parameters of an equation."""
     for value in params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
             if isinstance(each, core.Jaxpr | core.ClosedJaxpr):
@@ -63,7 +63,7 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many constants and how many carries a scan has, which come first among its operands."""
+    """The number of constants and the number of carries of a scan; they come first among its operands."""
     if "ft_in" in params:  # trees; before jax 0.12, numbers
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -71,14 +71,17 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: int) -> dict[str, Any]:
-    """Parameters of a scan that differs from another in its body and what goes into it."""
+    """Parameters of a scan with another body, and other numbers of constants and carries."""
     rows, results = len(body.in_avals) - num_consts - num_carry, len(body.out_avals) - num_carry
     return params | _scan_groups(num_consts, num_carry, rows, results) | {"jaxpr": body}
 
 
 @functools.cache
 def _scan_groups(num_consts: int, num_carry: int, rows: int, results: int) -> dict[str, Any]:
-    """What a scan says of how many constants, carries, rows and results it has: as JAX says it of a small one."""
+    """Parameters of a scan that hold its numbers of constants, carries, rows and results.
+
+    They are read off a small scan, since their form depends on the version of JAX.
+    """
 
     def scan(consts: list[Any], carry: list[Any], xs: list[Any]) -> Any:
         def body(carry: list[Any], row: list[Any]) -> Any:
@@ -93,7 +96,10 @@ def _scan_groups(num_consts: int, num_carry: int, rows: int, results: int) -> di
 
 
 def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...], list[bool]]:
-    """Branches of a conditional cut down to some results, and which operands any of them still reads."""
+    """Cut the branches of a conditional down to the results that are used.
+
+    Also returns, for each operand, whether a branch still reads it.
+    """
     reads = [partial_eval.dce_jaxpr(b.jaxpr, list(used))[1] for b in branches]
     union = [any(flags) for flags in zip(*reads, strict=True)]
     cut = [partial_eval.dce_jaxpr(b.jaxpr, list(used), instantiate=union)[0] for b in branches]
@@ -101,21 +107,21 @@ def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...],
 
 
 def captured(closed: Any) -> dict[int, Any]:
-    """Results of a traced function that it does not compute but hold: position to value."""
+    """Results that a traced function holds and does not compute: position to value."""
     held = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     found = enumerate(closed.jaxpr.outvars)
     return {i: v.val if isinstance(v, Literal) else held[v] for i, v in found if isinstance(v, Literal) or v in held}
 
 
 def part(closed: Any, positions: Sequence[int]) -> Callable[[], list[Any]]:
-    """Function that computes some of the results of a traced function without arguments, and only what they need."""
+    """Make a function of a traced function without arguments: it computes only the results at these positions."""
     wanted = [i in set(positions) for i in range(len(closed.jaxpr.outvars))]
     cut, used, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, wanted)
     return core.jaxpr_as_fun(core.ClosedJaxpr(cut, [c for c, keep in zip(closed.consts, used, strict=True) if keep]))
 
 
 def hoisted(closed: Any) -> tuple[Any, list[Any]]:
-    """A traced function that takes the tracers it captured as its first arguments, and these."""
+    """Make the tracers that a traced function captures its first arguments; return both."""
     tracers = [c for c in closed.consts if is_tracer(c)]
     if not tracers:
         return closed, []
@@ -138,10 +144,10 @@ def call_primitive(
     transpose: Callable[..., Sequence[Any]],
     batch: Callable[..., Sequence[Any]],
 ) -> Any:
-    """A primitive that calls the traced function in its parameter ``jaxpr``.
+    """Make a primitive that calls the traced function in its parameter ``jaxpr``.
 
-    ``run`` is what it does on arrays, ``inlined`` inside a program. Rules get None for a tangent that is zero, for an
-    argument to transpose, and for an argument without rows, and give None for what has no tangent or cotangent.
+    ``run`` evaluates it on arrays, ``inlined`` inside a jitted function. The rules get None for a zero tangent, for an
+    argument to transpose, and for an argument without rows. They return None where there is no tangent or cotangent.
     """
     prim = core.Primitive(name)
     prim.multiple_results = True

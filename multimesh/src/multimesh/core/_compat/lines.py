@@ -1,4 +1,4 @@
-"""Lines of the user: of equations, of callers, and of errors; and the scopes around an equation."""
+"""Source lines of the user, for equations, callers and errors; and the scopes around an equation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL = 1000  # frames
 _FRAME = re.compile(r"(.+?:\d+)(?::\d+)? \(")  # file:line:column (function), where there is a column
 
 REMATTED = "rematted_computation"
-"""Scope of what a backward pass computes again under ``jax.checkpoint``."""
+"""Scope of the operations that a backward pass repeats under ``jax.checkpoint``."""
 
 
 def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
@@ -37,7 +37,7 @@ def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
 def user_line(source_info: Any) -> str:
     """``file:line`` of the user's code that made an equation, or an empty string.
 
-    JAX leaves out its own frames and those that libraries (Flax) registered as theirs.
+    JAX leaves out its own frames, and those that libraries such as Flax registered.
     """
     if source_info is None or source_info.traceback is None:
         return ""
@@ -55,14 +55,14 @@ def caller_line() -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """``file:line`` of the innermost of the user's frames that an exception went through."""
+    """``file:line`` of the innermost frame of the user that an exception passed."""
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
     own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS)]
     return own[-1] if own else caller_line()
 
 
 def invalid_value(error: Exception) -> str | None:
-    """What ``jax_debug_nans`` or ``jax_debug_infs`` found in results of a program, "nan" or "inf"; else None."""
+    """ "nan" or "inf", as ``jax_debug_nans`` or ``jax_debug_infs`` found it in a result; None for other errors."""
     return getattr(error, "ty", None) if type(error).__name__ == "InternalFloatingPointError" else None
 
 
@@ -74,12 +74,12 @@ _CONCRETE = (
 
 @contextlib.contextmanager
 def traced_as(what: Callable[[], str]) -> Iterator[None]:
-    """Name the user's function and line, not what wraps it, where JAX can't trace it.
+    """If JAX can't trace the user's function, raise an error that names that function and its line.
 
     Raises
     ------
     UsageError
-        Where a result is no array, or Python code asks for the value of an array that has none yet.
+        If a result is no array, or Python code asks for the value of a traced array.
     """
     try:
         yield
@@ -105,6 +105,6 @@ def _not_concrete(what: str, error: Exception) -> UsageError:
 
 
 def named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Give ``fn`` the name that ``jax.jit`` records in jaxprs, HLO modules and profiles."""
+    """Give ``fn`` this name, which ``jax.jit`` records in jaxprs, HLO modules and profiles."""
     fn.__name__ = fn.__qualname__ = name
     return fn

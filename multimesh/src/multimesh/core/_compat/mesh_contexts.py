@@ -1,4 +1,4 @@
-"""Meshes: those that are in force, and what of them is in types of arrays and in layouts."""
+"""Meshes: the mesh in force, and meshes in the types of arrays and in layouts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 def auto(mesh: AnyMesh) -> AnyMesh:
-    """The mesh with Auto axes only, under which all is traced and lowered.
+    """The mesh with Auto axes only. Everything is traced and lowered under such meshes.
 
-    Types that name Explicit axes can't be mixed with those of another submesh, nor survive passes that move operations.
+    Types with Explicit axes can't be mixed with those of another submesh, and passes that move operations break them.
     """
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     if mesh.axis_types == kinds:
@@ -35,7 +35,7 @@ def _concrete_mesh_is_empty() -> bool:
 
 
 def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextManager[Any]:
-    """Leave the mesh of an enclosing ``jax.set_mesh``, under which programs of other devices can't be made or run."""
+    """Leave the mesh of an enclosing ``jax.set_mesh``. Under it nothing can be compiled or run on other devices."""
     if _concrete_mesh_is_empty() and (concrete_only or jax.sharding.get_abstract_mesh().empty):
         return contextlib.nullcontext()
     return jax.set_mesh(Mesh(np.empty((), object), ()))
@@ -43,7 +43,7 @@ def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextMa
 
 @contextlib.contextmanager
 def devices_free() -> Iterator[None]:
-    """Leave the devices of an enclosing ``jax.set_mesh`` but keep its axes, which bare constraints in a trace name."""
+    """Leave the devices of an enclosing ``jax.set_mesh``, but keep its axes for bare constraints in a trace."""
     axes = auto(jax.sharding.get_abstract_mesh())
     with without_mesh(concrete_only=True), jax.sharding.use_abstract_mesh(axes):
         yield
@@ -51,7 +51,7 @@ def devices_free() -> Iterator[None]:
 
 @contextlib.contextmanager
 def abstract_mesh_context(mesh: Mesh) -> Iterator[None]:
-    """Make ``mesh`` (without its devices) the mesh of bare ``PartitionSpec`` constraints while tracing.
+    """Resolve bare ``PartitionSpec`` constraints in a trace on ``mesh``, without its devices.
 
     JAX goes from one mesh to one of another size only by way of none.
     """
@@ -69,9 +69,9 @@ mlir.register_lowering(_leave_p, lambda ctx, x: [x])
 
 
 def leave_mesh(x: Any) -> Any:
-    """Identity that takes the abstract mesh of a task, or that of an array from outside, off the type of a value.
+    """The identity, which removes the mesh from the type of an array.
 
-    Types of arrays name the mesh they were traced under, and JAX refuses to mix meshes of different sizes in one
+    The type names the mesh that the array was traced under, and JAX refuses to mix meshes of different sizes in one
     backward pass.
     """
     if not isinstance(x, jax.Array) or jax.typeof(x).sharding.mesh.empty:
@@ -80,5 +80,5 @@ def leave_mesh(x: Any) -> Any:
 
 
 def is_explicit(given: Any) -> bool:
-    """Whether a parameter is a layout on Explicit axes, which has no meaning where axes are Auto."""
+    """Whether a parameter is a layout on Explicit axes. Such a layout has no meaning where axes are Auto."""
     return isinstance(given, NamedSharding) and given.mesh != auto(given.mesh)

@@ -1,4 +1,4 @@
-"""Processes: what launched them, where they meet, and the addresses that they have."""
+"""Processes: what launched them, where they meet, and their addresses."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _device_put_flag = private("xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS", irre
 
 
 def launcher(method: str | None) -> Any:
-    """JAX's knowledge of what launched this process; None where that is nothing it knows, or where it is not used."""
+    """JAX's description of what launched this process; None if JAX knows no such, or it is not used."""
     asked = (env for env in _launchers if (not env.opt_in_only_method if method is None else env.name == method))
     return next((env for env in asked if env.is_env_present()), None)
 
 
 def backends_started() -> bool:
-    """Whether JAX knows its devices already; without its own answer, no."""
+    """Whether JAX knows its devices already; False if JAX does not tell."""
     return _started is not None and _started()
 
 
 def key_value_store() -> Any:
-    """Where the processes of ``jax.distributed`` leave each other messages; ``jax.process_count()`` is more than one.
+    """The store in which the processes of ``jax.distributed`` leave each other messages.
 
     Raises
     ------
     MultiMeshError
-        Where JAX does not give it.
+        If JAX does not give it.
     """
     client = getattr(_state, "client", None)
     if client is None:
@@ -45,7 +45,7 @@ def key_value_store() -> Any:
 
 
 def own_address() -> str:
-    """Address of this machine as the coordinator of ``jax.distributed``, and so every other process, reaches it."""
+    """The address at which the coordinator of ``jax.distributed``, and so every process, reaches this machine."""
     host, _, port = _state.coordinator_address.rpartition(":")
     family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -55,5 +55,5 @@ def own_address() -> str:
 
 
 def device_put_address() -> str:
-    """Where this process listens for ``jax.device_put`` from others; empty where it does not."""
+    """The address at which this process receives ``jax.device_put`` from others; empty if it does not."""
     return "" if _device_put_flag is None else _device_put_flag.value

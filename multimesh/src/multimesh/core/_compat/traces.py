@@ -1,4 +1,4 @@
-"""Traces: whether there is one, and its equations, evaluated again."""
+"""Traces: whether one is in force, and equations, evaluated again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RECORDS = tuple(_recording)
 
 
 def staged() -> bool:
-    """Whether operations are being recorded (``jax.jit``, ``scan``, ``make_jaxpr``), not run, whatever they read."""
+    """Whether operations are recorded (by ``jax.jit``, ``scan`` or ``make_jaxpr``), whatever they read."""
     trace = _trace_in_force()
     while not isinstance(trace, _RUNS):
         if isinstance(trace, _RECORDS) or not hasattr(trace, "parent_trace"):
@@ -41,7 +41,10 @@ def eager() -> bool:
 
 
 def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
-    """Evaluate one equation again on ``mesh``, in the context it was traced in unless that was another mesh's."""
+    """Evaluate an equation again on ``mesh``.
+
+    The context in which it was traced is in force, unless that was the context of another mesh.
+    """
     if ctx is not None and not ctx.cur_abstract_mesh.empty and auto(ctx.cur_abstract_mesh) != auto(mesh).abstract_mesh:
         ctx = None
     if ctx is None or ctx.cur_abstract_mesh == auto(ctx.cur_abstract_mesh):

@@ -1,4 +1,4 @@
-"""Values of a trace: what they stand for, and their types."""
+"""Values of a trace: the arrays behind them, and their types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_tracer(x: Any) -> bool:
 
 
 def primal(x: Any) -> Any:
-    """What a value of an enclosing differentiation stands for, such as the array that ``jax.grad`` was called with."""
+    """The value behind a differentiated one, such as the array that ``jax.grad`` was called with."""
     while is_tracer(x) and hasattr(x, "primal"):
         x = x.primal
     return x
@@ -27,12 +27,12 @@ def abstractify(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """An abstract value as the argument of a trace."""
+    """An abstract value as an argument to trace with."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def stacked(aval: Any, length: int) -> Any:
-    """The abstract value of ``length`` rows of another."""
+    """The abstract value of ``length`` stacked rows."""
     return jax.core.ShapedArray((length, *aval.shape), aval.dtype)
 
 
@@ -44,13 +44,13 @@ def nbytes(aval: Any) -> int:
 
 
 def memory_kind(aval: Any) -> str | None:
-    """Memory that an abstract value is in; None for that of the device."""
+    """The memory that an abstract value is in; None for that of the device."""
     space = getattr(aval, "memory_space", None)
     return "pinned_host" if space is not None and space.name == "Host" else None
 
 
 def typed_as(x: Any, aval: Any) -> Any:
-    """``x`` with the weak type of an abstract value of its dtype."""
+    """Give ``x`` the weak type of an abstract value of the same dtype."""
     weak = getattr(aval, "weak_type", False)
     if not hasattr(x, "dtype") or getattr(jax.typeof(x), "weak_type", False) == weak or x.dtype != aval.dtype:
         return x
@@ -58,5 +58,5 @@ def typed_as(x: Any, aval: Any) -> Any:
 
 
 def copy(x: Any) -> Any:
-    """A copy; unlike the bare identity it is not optimised out of the forward pass by ``jax.grad``."""
+    """Copy ``x``. ``jax.grad`` removes a bare identity from the forward pass, but no copy."""
     return primitives.copy_p.bind(x)

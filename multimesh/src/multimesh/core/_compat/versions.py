@@ -1,4 +1,4 @@
-"""Versions of JAX: which are supported, and what a JAX has of the private parts that make things faster."""
+"""Versions of JAX: which are supported, and which private parts a version has."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _missing: list[str] = []
 
 
 def private(path: str, *, irreplaceable: bool = False) -> Any:
-    """What is at a dotted path under ``jax._src``; None where its public fallback is to be used.
+    """The object at a dotted path under ``jax._src``; None if its public fallback is to be used.
 
-    That is with ``MULTIMESH_PUBLIC_JAX=1``, where the path leads nowhere, and, unless it is ``irreplaceable``, with a
-    JAX that was never tried.
+    That is so under ``MULTIMESH_PUBLIC_JAX=1``, if nothing is at the path, and for a JAX that was never tried. For the
+    last it is not if the part is ``irreplaceable``.
     """
     if os.environ.get("MULTIMESH_PUBLIC_JAX") == "1":
         return None
@@ -43,7 +43,7 @@ def private(path: str, *, irreplaceable: bool = False) -> Any:
 
 
 def tell() -> None:
-    """Warn, once all `private` parts were looked for, of a JAX that was never tried, and of parts that it lacks."""
+    """Warn of a JAX that was never tried, and of private parts that it lacks; call it after the last `private`."""
     lacks = f"jax {jax.__version__} has no {', '.join(f'jax._src.{path}' for path in _missing)}"
     if NEWER:
         also = f"; {lacks}" if _missing else ""
@@ -58,7 +58,7 @@ def tell() -> None:
 
 @functools.cache
 def moved(error: str) -> None:
-    """Warn, once, that something within an object of JAX is no longer where it was."""
+    """Warn, once, that JAX has moved something inside of an object."""
     warnings.warn(
         f"jax {jax.__version__}: {error}: public functions take its place, which takes longer",
         stacklevel=3,
@@ -67,7 +67,7 @@ def moved(error: str) -> None:
 
 @contextlib.contextmanager
 def tried_version() -> Iterator[None]:
-    """Name the versions where a JAX that was never tried lacks something that MultiMesh needs."""
+    """If a JAX that was never tried lacks something, raise an error that names the versions."""
     try:
         yield
     except (AttributeError, ImportError, TypeError) as error:
