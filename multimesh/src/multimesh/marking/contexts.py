@@ -1,7 +1,7 @@
 """Compiler contexts: what `multimesh.jit` may do with a function, for the calls inside a ``with`` block.
 
-The options in force are those of the thread (and asyncio task) that calls. They are part of the signature of `jit`: a
-function that was compiled under others is traced again.
+The options in force are those of the calling thread (or asyncio task). They are part of the signature of a call, so a
+function is traced again under other options.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Manager = contextlib.AbstractContextManager[None]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options with their defaults; see the function of each name."""
+    """The options and their defaults. The function of the same name explains each."""
 
     autoshard: bool = False
     enable_task_fusion: bool = True
@@ -35,34 +35,34 @@ class Options:
 
     @property
     def fuse_loops(self) -> bool:
-        """Whether tasks of a submesh become one program inside microbatch loops."""
+        """Whether tasks of a submesh become one kernel inside microbatch loops."""
         return self.enable_task_fusion
 
     @property
     def fuse_segments(self) -> bool:
-        """Whether tasks of a submesh become one program outside microbatch loops."""
+        """Whether tasks of a submesh become one kernel outside microbatch loops."""
         return self.enable_task_fusion and not self.only_fuse_loop_tasks
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Options))
 _DEFAULTS = Options()
 _options: contextvars.ContextVar[Options] = contextvars.ContextVar("multimesh_options", default=_DEFAULTS)
-_traces = jax.make_user_context(False)  # keeps traces with marks apart from those without in JAX's own caches
+_traces = jax.make_user_context(False)  # JAX's own caches keep traces with and without marks apart
 
 
 def current() -> Options:
-    """Options in force."""
+    """The options in force."""
     return _options.get()
 
 
 @functools.cache
 def autosharded(options: Options) -> Options:
-    """The options with ``autoshard``, made once, since every call asks for them."""
+    """The options with ``autoshard``; cached, since every call asks for them."""
     return dataclasses.replace(options, autoshard=True)
 
 
 def ignoring() -> bool:
-    """Whether tasks, microbatches and constraints are the identity at this point of the program."""
+    """Whether tasks, microbatches and constraints are the identity here."""
     return _options.get().ignore_transforms
 
 
@@ -70,23 +70,23 @@ TRANSPORTS = ("pull", "device_put", "ppermute")
 
 
 def context(**options: bool | str | None) -> Manager:
-    """Set several options for the calls inside a ``with`` block (or inside a function that it decorates).
+    """Set several options for the calls inside a ``with`` block, or inside a function that it decorates.
 
     Parameters
     ----------
     options
         ``autoshard``, ``enable_task_fusion``, ``only_fuse_loop_tasks``, ``enable_recomputation``,
-        ``enable_fast_path``, ``ignore_transforms``: True, False, or None, which leaves an option as it is. Each is
-        explained at the function of its name.
+        ``enable_fast_path``, ``ignore_transforms``: True, False, or None, which leaves an option as it is. The function
+        of the same name explains each.
     transport
-        How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``; where there are CPUs the
-        default), ``"device_put"`` (NCCL; the default elsewhere) or ``"ppermute"``, with which sender and receiver wait
-        for each other.
+        How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``; the default if there are
+        CPUs), ``"device_put"`` (NCCL; the default otherwise) or ``"ppermute"``, with which sender and receiver wait for
+        each other.
 
     Raises
     ------
     UsageError
-        At once for an unknown option or another type. On entry inside a function that `jit` is tracing, for all but
+        At once for an unknown option or another type. On entry inside a function that `jit` is tracing, except for
         ``ignore_transforms``: the plan is made after the trace, under the options of the call.
 
     Examples
@@ -124,21 +124,22 @@ def _opened(changes: dict[str, Any]) -> Iterator[None]:
 
 
 def autoshard(enable: bool | None = True) -> Manager:
-    """Derive the layout of arguments that have none from the sharding constraints in the function (default: off).
+    """Derive layouts of arguments from the sharding constraints in the function (default: off).
 
-    An argument has a layout when it is an array with a ``NamedSharding``, or when ``in_shardings`` gives one. Any other
-    (NumPy arrays, arrays on one device) is replicated over the submeshes that read it; with ``autoshard`` each of its
-    dimensions takes the axes of the nearest constraint that reaches it through the operations between: a weight that is
-    constrained, or whose product with an activation is.
+    An argument keeps its own layout if it is an array with a ``NamedSharding``, or if ``in_shardings`` gives one. Any
+    other (a NumPy array, an array on one device) is replicated over the submeshes that read it. Under ``autoshard``
+    each of its dimensions takes the axes of the nearest constraint that reaches it through operations. So a weight gets
+    a layout if it, or its product with an activation, is constrained.
     """
     return context(autoshard=enable)
 
 
 def enable_task_fusion(enable: bool | None = True) -> Manager:
-    """Make one program of the tasks that a submesh runs one after the other (default: on).
+    """Make one kernel of the tasks that a submesh runs one after the other (default: on).
 
-    Off, every task is a program of its own (calls of one task that follow each other stay one), and so are forward and
-    backward of the last stage. Fewer programs cost less time to dispatch, and values between them need no array.
+    If it is off, every task is a kernel of its own (calls of one task that follow each other stay one), and forward and
+    backward of the last stage are two. Fewer kernels cost less time to dispatch, and values within a kernel need no
+    array.
     """
     return context(enable_task_fusion=enable)
 
@@ -151,10 +152,9 @@ def only_fuse_loop_tasks(enable: bool | None = True) -> Manager:
 def enable_recomputation(enable: bool | None = True) -> Manager:
     """Compute cheap forward values again where the backward pass of a loop reads them (default: on).
 
-    Cheap are elementwise operations and changes of shape. They are repeated where that takes fewer bytes than keeping
-    their results until then, or than sending them from another submesh. Off, every value that the backward pass reads
-    is kept or sent. This is apart from ``jax.checkpoint``, which says what of a function to compute again, whatever it
-    costs.
+    Elementwise operations and changes of shape are cheap. They are repeated if that takes fewer bytes than to keep
+    their results, or to send them from another submesh. If it is off, every value that the backward pass reads is kept
+    or sent. ``jax.checkpoint`` works beside it: its function is computed again, whatever that costs.
     """
     return context(enable_recomputation=enable)
 
@@ -162,8 +162,8 @@ def enable_recomputation(enable: bool | None = True) -> Manager:
 def enable_fast_path(enable: bool | None = True) -> Manager:
     """Run a function without tasks as plain ``jax.jit`` (default: on).
 
-    Off, it is planned like any other, on one submesh: the mesh of its arguments, else one device. It then has a plan,
-    and its microbatch loop runs by its schedule.
+    If it is off, such a function gets a plan on one submesh: the mesh of its arguments, or one device. Its microbatch
+    loop then runs by its schedule.
     """
     return context(enable_fast_path=enable)
 
@@ -171,9 +171,9 @@ def enable_fast_path(enable: bool | None = True) -> Manager:
 def ignore_transforms(ignore: bool | None = True) -> Manager:
     """Make ``task``, registered scopes, ``microbatch`` and ``with_sharding_constraint`` the identity (default: off).
 
-    For debugging: `jit` is then plain ``jax.jit``, on one device where the arguments lie on several submeshes, and
-    ``in_shardings`` and ``out_shardings`` say nothing. ``microbatch(fn)`` calls ``fn`` once with all rows: its result
-    is the sum over microbatches only if ``fn`` sums over rows; of a mean it is that sum divided by their number. Also
-    works around a part of a function that is traced.
+    It helps to debug. `jit` is then plain ``jax.jit``, on one device if the arguments lie on several submeshes, and
+    ``in_shardings`` and ``out_shardings`` are ignored. ``microbatch(fn)`` calls ``fn`` once with all rows. If ``fn``
+    sums over rows, the result is the sum over microbatches; if it averages, the result is that sum divided by their
+    number. The block may also be around a part of a function that is traced.
     """
     return context(ignore_transforms=ignore)

@@ -1,4 +1,4 @@
-"""Flax modules as tasks, and named scopes for NNX. Flax is imported only where a module of it is met."""
+"""Flax modules as tasks, and named scopes for NNX. Flax is imported only if the user did."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _flax(name: str) -> Any:
 
 
 def with_call(module: Any, wrap: Wrap) -> Any | None:
-    """Flax module whose ``__call__`` is wrapped, or None for what is no Flax module.
+    """A Flax module whose ``__call__`` is wrapped, or None if ``module`` is no Flax module.
 
-    It keeps class name, fields and parameters, so that a parent module and its checkpoints do not notice. It is a copy,
-    but for a linen module that a parent has already adopted (as in ``@nn.compact``), which is wrapped itself.
+    Class name, fields and parameters stay, so parent modules and checkpoints still fit. The result is a copy, except
+    for a linen module that a parent has adopted already (as in ``@nn.compact``).
     """
     linen, nnx = _flax("linen"), _flax("nnx")
     if linen is not None and isinstance(module, linen.Module):
@@ -54,16 +54,24 @@ def _linen_copy(module: Any, wrap: Wrap) -> Any:
 
 
 def scope_nnx(module: Any) -> Any:
-    """Give each child of an NNX module a ``jax.named_scope`` named by its path, as Flax linen does by itself.
+    """Give each child of an NNX module a ``jax.named_scope`` with its path, as Flax linen does by itself.
 
-    The module's children are changed in place (their ``__call__`` runs inside the scope; state and parameters stay),
-    and the module is returned. A child ``self.layers[3].mlp`` gets the path ``layers_3/mlp``, so that
-    ``register_task(r"layers_(\\d+)", ...)`` finds it.
+    The ``__call__`` of each child then runs inside its scope; state and parameters stay. The children change in place.
+    ``self.layers[3].mlp`` gets the path ``layers_3/mlp``, so that ``register_task(r"layers_(\\d+)", ...)`` finds it.
+
+    Parameters
+    ----------
+    module
+        A ``flax.nnx.Module``.
+
+    Returns
+    -------
+    The module itself.
 
     Raises
     ------
     UsageError
-        When ``module`` is no ``flax.nnx.Module``.
+        If ``module`` is no ``flax.nnx.Module``.
     """
     nnx = _flax("nnx")
     if nnx is None or not isinstance(module, nnx.Module):

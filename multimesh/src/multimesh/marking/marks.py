@@ -1,8 +1,8 @@
-"""Marks that tracing leaves in a jaxpr for the partitioner: tasks, constraints and microbatch loops.
+"""Marks in a jaxpr for the passes: tasks, constraints and microbatch loops.
 
-A mark is an inner ``jax.jit`` (or a named scope) whose name starts with a reserved prefix and ends in the digest of an
-interned, immutable description. Such a mark is the identity in meaning and survives ``grad``, ``vmap``, ``remat`` and
-``scan``, so the same function also runs under plain ``jax.jit``.
+A mark is an inner ``jax.jit`` (or a named scope). Its name has a reserved prefix and ends in the digest of a frozen
+description. A mark computes nothing, and survives ``grad``, ``vmap``, ``remat`` and ``scan``. So the function also runs
+under plain ``jax.jit``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Interned(Generic[T]):
-    """Descriptions that marks refer to by a digest: names of marks in programs are the same in every process."""
+    """Descriptions behind marks, found by their digest. A name of a mark is the same in every process."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix
@@ -32,17 +32,17 @@ class Interned(Generic[T]):
         self._lock = threading.Lock()
 
     def name(self, item: T, suffix: str = "") -> str:
-        """Reserved name of a mark that stands for ``item``."""
+        """The reserved name of a mark for ``item``."""
         with self._lock:
             if item not in self._names:
                 short = hashlib.sha256(text(item).encode()).hexdigest()[:12]
-                while short in self._items:  # of another, which reads the same
+                while short in self._items:  # taken by another item with the same text
                     short += "x"
                 self._names[item], self._items[short] = short, item
             return f"{self.prefix}{self._names[item]}{suffix}"
 
     def find(self, name: str) -> T | None:
-        """Description behind a mark's name, or None for any other name."""
+        """The description behind the name of a mark, or None for any other name."""
         if not name.startswith(self.prefix):
             return None
         return self._items[name.removeprefix(self.prefix).partition(":")[0]]
@@ -56,5 +56,5 @@ _loop_uid = itertools.count()
 
 
 def loop_name(mark: LoopMark) -> str:
-    """Name of one microbatch loop; the forward and backward pass of that loop carry the same name."""
+    """A name for one microbatch loop. Its forward and its backward pass both carry it."""
     return LOOPS.name(mark, f":{next(_loop_uid)}")

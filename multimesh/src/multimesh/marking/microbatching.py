@@ -1,4 +1,4 @@
-"""``microbatch``: a loop over microbatches of one argument, the loop that a pipeline schedule reorders."""
+"""``microbatch``: a loop over the microbatches of one argument, in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -40,51 +40,50 @@ def microbatch(
     index: str | None = None,
     carry: int | None = None,
 ) -> Callable[..., Any]:
-    """Call ``fn`` once per microbatch of one argument and sum, average or stack the results.
+    """Call ``fn`` once for each microbatch of one argument, and sum, average or stack the results.
 
     Parameters
     ----------
     fn
-        Function of the whole argument list; it sees ``size`` rows of argument ``argnum`` at a time.
+        A function of all arguments. It gets ``size`` rows of argument ``argnum`` at a time.
     dim
-        The dimension of every leaf of that argument that holds the rows.
+        The dimension that holds the rows, in every leaf of that argument.
     size
-        Rows of a microbatch. There are ``m = rows // size`` of them; microbatch ``i`` takes rows ``i, i + m, i + 2 m,
-        ...``, so that rows that are sharded over data-parallel devices stay where they are. None for an argument that
-        is cut already: ``dim`` then numbers its microbatches, and ``fn`` sees the leaves without it.
+        Rows of a microbatch. There are ``m = rows // size`` microbatches. Microbatch ``i`` takes rows ``i, i + m, i + 2
+        m, ...``, so that rows that are sharded over data-parallel devices stay where they are. None for an argument
+        that is cut already: then ``dim`` numbers its microbatches, and ``fn`` gets leaves without it.
     argnum
-        Which positional argument is cut; any pytree of arrays with the same number of rows.
+        The positional argument that is cut: a pytree of arrays with the same number of rows.
     schedule
-        Order in which `multimesh.jit` runs the stages of the loop: a name of `multimesh.schedules` or a schedule
-        object.
+        The order in which `multimesh.jit` runs the stages of the loop: a name in `multimesh.schedules`, or a schedule.
     interleave
-        The number of stages that the loop must have on each submesh; 1 leaves it to where the tasks are.
+        The number of stages that the loop must have on each submesh; 1 leaves it to the tasks.
     num_stages
-        The number of stages that the loop must have; both are checked when it is partitioned.
+        The number of stages that the loop must have. `multimesh.jit` checks both numbers.
     custom_schedule
-        The order as a table of your own instead: rows as `multimesh.schedules.custom` takes them, or what
-        `multimesh.schedules.load` read. Checked against the loop before anything is compiled.
+        A table of your own, instead: rows as `multimesh.schedules.custom` takes them, or the result of
+        `multimesh.schedules.load`. It is checked against the loop before anything is compiled.
     stack
         Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m``.
     reduce
         ``"sum"``, ``"mean"`` or a pytree prefix of the result with these, for leaves that are not stacked.
     index
-        Name of a keyword argument of ``fn`` that gets the number of the microbatch, an int32 scalar.
+        Name of a keyword argument of ``fn``: it gets the number of the microbatch, an int32 scalar.
     carry
-        Which positional argument is a state that each microbatch leaves to the next (batch-norm statistics, the history
-        of a scale). ``fn`` then returns ``(state, result)``, the state with the tree and types that it was given. It
-        stays on the submesh that updates it. Take gradients inside of the loop, or stop them at the state.
+        The positional argument that is a state, which each microbatch hands to the next (batch-norm statistics, the
+        history of a scale). ``fn`` then returns ``(state, result)``; the new state has the tree and types of the old.
+        It stays on the submesh that updates it. Take gradients inside of the loop, or stop them at the state.
 
     Returns
     -------
     Callable
-        With the signature of ``fn``; with ``carry`` it returns ``(last state, results)``.
+        A function with the signature of ``fn``; with ``carry`` it returns ``(last state, results)``.
 
     Raises
     ------
     UsageError
-        When rows do not divide by ``size``, leaves differ in rows, a result can't be reduced, a state changes its type,
-        or a custom table is none. When it is partitioned, for a schedule that runs a microbatch before the state is
+        If ``size`` does not divide the rows, leaves differ in rows, a result can't be reduced, a state changes its
+        type, or the custom table is none. In `multimesh.jit`, if the schedule runs a microbatch before its state is
         there.
 
     Examples
@@ -156,7 +155,7 @@ def microbatch(
 
 
 def _hide(looped: Any, index: str) -> None:
-    """Take the parameter that gets the microbatch's number out of the signature."""
+    """Remove from the signature the parameter that gets the number of the microbatch."""
     with contextlib.suppress(TypeError, ValueError):
         signature = inspect.signature(looped)
         kinds = {p.name: p.kind for p in signature.parameters.values()}
@@ -200,7 +199,7 @@ def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:
 
 
 def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
-    """Layout of split rows where the axes of ``x`` are Explicit: that of the rows, if a microbatch divides by it."""
+    """The layout of split rows under Explicit axes: that of the rows, if it divides a microbatch."""
     layout = jax.typeof(x).sharding
     if not any(layout.spec):
         return None
@@ -209,9 +208,12 @@ def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
 
 
 def _scan(call: Callable[..., Any], slices: Any, count: int, state: Any, stack: Any, reduce: Any) -> tuple[Any, Any]:
-    """Last state and reduced results of ``call(piece, state) -> (state, result)`` over ``count`` slices."""
+    """Run ``call(piece, state) -> (state, result)`` over ``count`` slices.
+
+    Returns the last state and the reduced results.
+    """
     state = jax.tree.map(_strong, state)
-    if jax.config.jax_disable_jit:  # a print or breakpoint in ``fn`` is then met with values, and once a microbatch
+    if jax.config.jax_disable_jit:  # so ``fn`` prints and stops with values, once for each microbatch
         results = []
         for i in range(count):
             state, result = _checked(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
@@ -243,7 +245,7 @@ def _scan(call: Callable[..., Any], slices: Any, count: int, state: Any, stack: 
 
 
 def _ways(result: Any, stack: Any, reduce: Any) -> tuple[Any, list[str]]:
-    """Tree of a result, and for each leaf ``"sum"``, ``"mean"`` or ``"stack"``."""
+    """The tree of a result, and ``"sum"``, ``"mean"`` or ``"stack"`` for each leaf."""
     leaves, tree = jax.tree.flatten(result)
     stacked, given = _prefix(stack or False, result, "stack"), _prefix(reduce, result, "reduce")
     ways = []
@@ -258,7 +260,7 @@ def _ways(result: Any, stack: Any, reduce: Any) -> tuple[Any, list[str]]:
 
 
 def _checked(made: Any, given: Any) -> tuple[Any, Any]:
-    """What the function returned, once its state is of the type of the one it was ``given``."""
+    """Check that the function returned a state of the type it was ``given``, and return all of it."""
 
     def kinds(state: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x))}", state)
@@ -274,13 +276,13 @@ def _checked(made: Any, given: Any) -> tuple[Any, Any]:
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A sum to start from; with the layout in its type where axes are Explicit."""
+    """The zero that a sum starts from. Under Explicit axes its type has a layout."""
     layout = like.sharding if isinstance(like.sharding, NamedSharding) and any(like.sharding.spec) else None
     return jnp.zeros(like.shape, like.dtype, out_sharding=layout)
 
 
 def _strong(x: Any) -> jax.Array:
-    """An array that keeps its dtype, so that a state has one type throughout."""
+    """Make ``x`` an array without weak type, so that a state keeps one type."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
 

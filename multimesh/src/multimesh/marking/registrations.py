@@ -1,4 +1,4 @@
-"""``register_task``: rules that place named scopes, so that models need no change."""
+"""``register_task``: rules that make tasks of named scopes, so that models need no change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multimesh.errors import UsageError
 
 @dataclass(frozen=True)
 class Registration:
-    """A rule that places every named scope its pattern matches; also a context manager that ends it."""
+    """A rule that places every named scope that its pattern matches. A ``with`` block over it ends it."""
 
     pattern: re.Pattern[str]
     task: Placement | None = None
@@ -42,7 +42,7 @@ class Registration:
         self.remove()
 
     def resolve(self, path: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Placement | None:
-        """Placement of a scope path (``decoder/layers_3/mlp``), or None where the pattern does not match."""
+        """The task of a scope path (``decoder/layers_3/mlp``), or None if the pattern does not match."""
         match = None
         for match in self.pattern.finditer(path):  # noqa: B007 - the innermost match counts
             pass
@@ -89,7 +89,7 @@ _registrations_lock = threading.Lock()
 
 
 def in_force() -> tuple[Registration, ...]:
-    """Registrations in force, the newest first."""
+    """The registrations in force, the newest first."""
     return _registrations
 
 
@@ -111,22 +111,22 @@ def register_task(
     device_axes: tuple[str, ...] | None = None,
     logical_axes: AxisMap | None = None,
 ) -> Registration:
-    """Place every ``jax.named_scope`` whose path matches ``regex``: models need no change.
+    """Make every ``jax.named_scope`` whose path matches ``regex`` a task: models need no change.
 
-    Flax linen names a scope after each module; for NNX see `multimesh.scope_nnx`.
+    Flax linen names a scope after each module. For NNX see `multimesh.scope_nnx`.
 
     Parameters
     ----------
     regex
-        Searched in the scope path (``decoder/layers_3/mlp``), which is free of ``jvp()`` and ``transpose()``. The
-        innermost match counts, and the newest registration that matches.
+        Searched in the path of a scope (``decoder/layers_3/mlp``), without ``jvp()`` and ``transpose()``. The innermost
+        match counts, and of several registrations the newest.
     mesh, devices
         The submesh, as in `task`.
     callback
-        ``callback(name, backprop) -> ((start, stop), task_name)`` instead of a fixed submesh: ``name`` is group 1 of
-        the match, ``start:stop`` a range of the devices of `jit`.
+        A function, instead of a fixed submesh: ``callback(name, backprop) -> ((start, stop), task_name)``. ``name`` is
+        group 1 of the match, and ``start:stop`` a range of the devices of `jit`.
     dims, device_axes
-        Shape and axis names of the callback's device range.
+        Shape and axis names of the range of devices.
     logical_axes
         Logical axis name to the submesh's axis, axes or None.
 
@@ -138,7 +138,7 @@ def register_task(
     Raises
     ------
     UsageError
-        At once, when arguments do not fit together.
+        At once, if arguments do not fit together.
     """
     if not isinstance(regex if isinstance(regex, str) else getattr(regex, "pattern", None), str):
         raise checks.refuse("register_task: regex", "a str or a compiled pattern of str", regex)

@@ -1,4 +1,4 @@
-"""``task``: a function, a module or a block of code that runs on a submesh."""
+"""``task``: a function, a module or a block of code on a submesh."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def task(
     device_axes: Sequence[str] | None = None,
     logical_axes: AxisMap | None = None,
 ) -> Any:
-    """Run ``fn`` on a submesh of the enclosing `multimesh.jit`; elsewhere it is ``fn`` itself in meaning.
+    """Run ``fn`` on a submesh of the enclosing `multimesh.jit`. Elsewhere it computes the same as ``fn``.
 
     Parameters
     ----------
     fn
-        A function, a callable object, a Flax module (linen or NNX), or a class: then its instances' ``__call__`` is the
-        task. Without it the result is a context manager for a block of traced code:
+        A function, a callable object, a Flax module (linen or NNX), or a class. The ``__call__`` of the instances of a
+        class is a task. Without ``fn`` the result is a context manager for a block of traced code:
         ``with mm.task(mesh=m0, name="stage0"): ...``
     name
         Shown in plans and profiles; by default the function's own name.
     mesh
-        The submesh. Bare ``PartitionSpec`` constraints inside the task refer to its axes, which are Auto there;
-        results lie on the mesh as given, also one with Explicit axes.
+        The submesh. Inside the task its axes are Auto, and bare ``PartitionSpec`` constraints name them. Results lie on
+        the mesh as given, also on one with Explicit axes.
     devices, device_axes
-        Instead of ``mesh``: an array of devices, whose shape is the submesh's, and a name for each of its dimensions.
+        An array of devices in the shape of the submesh, and a name for each dimension, instead of ``mesh``.
     logical_axes
         Logical axis name to the submesh's axis, axes or None (a mapping or pairs), for
         `multimesh.with_sharding_constraint`.
@@ -50,7 +50,7 @@ def task(
     Raises
     ------
     UsageError
-        At once, when arguments do not fit together.
+        At once, if arguments do not fit together.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def marked_call(
     kwargs: dict[str, Any],
     keep: Callable[[Hashable, Callable[[], Any]], Any] | None = None,
 ) -> Any:
-    """Call ``fn`` in an inner jit of this name; what is no array (flags, names, sizes) stays a Python value.
+    """Call ``fn`` in an inner jit of this name. Arguments that are no arrays stay Python values.
 
     ``keep(key, make)`` returns the jit of an earlier call with the same Python values, or else ``make()``.
     """
@@ -127,7 +127,7 @@ def marked_call(
 
 @contextlib.contextmanager
 def _outside(label: str) -> Iterator[None]:
-    """Tell what to do where a task or loop runs outside `multimesh.jit` on arrays of several submeshes."""
+    """If a task or loop runs outside `multimesh.jit` on arrays of several submeshes, say what to do."""
     try:
         yield
     except ValueError as error:
@@ -140,7 +140,7 @@ def _outside(label: str) -> Iterator[None]:
 
 
 def _label(name: str) -> str:
-    """What a marked call is to the user."""
+    """The user's word for a marked call."""
     placed = marks.TASKS.find(name)
     return f"task {placed.name!r}" if placed is not None else "microbatch"
 
@@ -167,11 +167,23 @@ def _marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
 
 
 def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
-    """Constrain the layout of ``x`` (an array or a pytree of them) by logical axes.
+    """Constrain the layout of ``x`` by logical axes.
 
-    Inside a task the names are translated to its submesh's axes by its ``logical_axes``. Outside one the task that
-    consumes the value resolves them; for outputs the task that produces it. Outside `multimesh.jit` it is the
-    identity.
+    Inside a task its ``logical_axes`` translate the names to axes of its submesh. Outside of tasks the task that reads
+    the value translates them, and for a result the task that makes it. Outside of `multimesh.jit` this is the identity.
+
+    Parameters
+    ----------
+    x
+        An array or a pytree of arrays.
+    spec
+        Logical axes for each dimension.
+
+    Raises
+    ------
+    UsageError
+        If ``spec`` is no ``PartitionSpec``, has more entries than an array has dimensions, or names an axis that the
+        task does not know.
     """
     if not isinstance(spec, PartitionSpec):
         raise UsageError(f"with_sharding_constraint: give a jax.sharding.PartitionSpec, got {type(spec).__name__}")

@@ -1,4 +1,4 @@
-"""Whether the code that runs now is being traced by `multimesh.jit`, and inside which task."""
+"""Whether `multimesh.jit` traces the running code, and inside which task."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multim
 
 
 def partitioned_trace() -> bool:
-    """True inside a trace whose tasks will be placed on their submeshes."""
+    """Whether this is a trace whose tasks will be placed on their submeshes."""
     return _tracing.get()
 
 
 def recorded() -> bool:
-    """True where operations become part of a program, of `multimesh.jit` or another, instead of being run."""
+    """Whether operations are recorded, by `multimesh.jit` or another trace, instead of run."""
     return partitioned_trace() or _compat.staged()
 
 
 def current_task() -> Placement | None:
-    """The innermost task around the code that is traced."""
+    """The innermost task around the traced code."""
     return _task.get()
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause Python's garbage collector, which walks a growing trace again and again, and finds next to nothing."""
+    """Pause Python's garbage collector. It would walk a growing trace again and again, and find next to nothing."""
     if not gc.isenabled():
         yield
         return
@@ -48,14 +48,14 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside(task: Placement) -> Iterator[None]:
-    """Trace code of a task: bare partition specs name the axes of its submesh. Outside such a trace it does nothing.
+    """Trace code of a task: bare partition specs name the axes of its submesh. Outside of a trace it does nothing.
 
-    All axes are Auto inside, whatever they are in the mesh that the user gave.
+    All axes are Auto inside, whatever they are in the user's mesh.
 
     Raises
     ------
     UsageError
-        For code that needs them Explicit.
+        For code that needs Explicit axes.
     """
     if not partitioned_trace():
         yield
@@ -77,7 +77,7 @@ def inside(task: Placement) -> Iterator[None]:
 
 
 def _explicit_remedy(message: str, task: Placement) -> str | None:
-    """What to do about what JAX says of code for Explicit axes where they are Auto; None for any other error."""
+    """The remedy if an error of JAX is about code for Explicit axes; None for any other error."""
     if "context mesh" in message and "shard_map" in message:
         return "drop mesh= of jax.shard_map, which takes the submesh from its context"
     if "context mesh" in message:
@@ -92,7 +92,7 @@ def _explicit_remedy(message: str, task: Placement) -> str | None:
 
 @contextlib.contextmanager
 def partitioning() -> Iterator[None]:
-    """Mark the enclosed trace as one that will be partitioned; by its inner jits, also under ``jax.disable_jit``."""
+    """Mark the enclosed trace as one that will be partitioned; its inner jits stay under ``jax.disable_jit``."""
     token = _tracing.set(True)
     try:
         with jax.disable_jit(False):
