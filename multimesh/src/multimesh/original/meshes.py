@@ -237,7 +237,7 @@ def registration(
         pattern = re.compile(matcher if "(" in matcher else f"({matcher})")
     except re.error as error:
         raise UsageError(f"register_task({matcher!r}): not a regular expression: {error}") from None
-    answer = callback if task is None else lambda label, backprop: task
+    answer: Any = callback if task is None else lambda label, backprop: task
     return _Registered(pattern, fixed, answer, dims, device_axes, tuple(dict(logical_axes).items()))
 
 
