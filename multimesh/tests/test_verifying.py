@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multimesh.passes import pipeline, verifying
-from multimesh.passes.cutting.arrange import CutLoop, OrderedLoop
 from multimesh.passes.cutting.fragment import with_interfaces
+from multimesh.passes.cutting.parts import Pipeline
 from multimesh.plan.instructions import Instruction, Slot, Transfer
 
 import multimesh as mm
@@ -36,17 +36,12 @@ def passes():
     return {done.name: done for done in mm.jit(step).lower(params, np.ones((4, 4), np.float32)).passes()}
 
 
-def broken_rules(name, made, homes=None):
-    return {rule for rule, _ in verifying.faults(name, made, homes)}
+def broken_rules(name, made):
+    return {rule for rule, _ in verifying.faults(name, made)}
 
 
-@pytest.mark.parametrize("name", ["inline", "fuse", "separate", "slices", "place", "reductions"])
-def test_every_program_on_the_way_is_whole(passes, name):
-    assert not broken_rules(name, passes[name].made, passes[name].homes)
-
-
-@pytest.mark.parametrize("name", ["fragment", "order", "planning", "layouts"])
-def test_every_part_and_plan_is_whole(passes, name):
+@pytest.mark.parametrize("name", pipeline.PASSES)
+def test_all_on_the_way_is_whole(passes, name):
     assert not broken_rules(name, passes[name].made)
 
 
@@ -89,14 +84,14 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("rule", PROGRAMS)
 def test_a_broken_program(passes, rule):
-    assert broken_rules("place", PROGRAMS[rule](passes["place"].made), passes["place"].homes) == {rule}
+    assert broken_rules("place", PROGRAMS[rule](passes["place"].made)) == {rule}
 
 
 def test_a_value_with_two_homes(passes):
-    made, homes = passes["place"].made, passes["place"].homes
-    out = next(v for v in ir.values(made.outputs) if v in homes)
-    other = next(m for m in MESHES if m != homes[out])
-    assert broken_rules("place", made, {**homes, out: other}) == {"one_home"}
+    made = passes["place"].made
+    out = next(v for v in ir.values(made.outputs) if v in made.homes)
+    other = next(m for m in MESHES if m != made.homes[out])
+    assert broken_rules("place", replace(made, homes={**made.homes, out: other})) == {"one_home"}
 
 
 def test_rules_begin_with_their_pass(passes):
@@ -105,19 +100,19 @@ def test_rules_begin_with_their_pass(passes):
     assert not broken_rules("fuse", PROGRAMS["leaves_are_made"](passes["place"].made))
 
 
-def changed(parts, change, kind=CutLoop):
+def changed(parts, change):
     """Parts with the first loop changed."""
-    first = next(part for part in parts if isinstance(part, kind))
-    return tuple(change(part) if part is first else part for part in parts)
+    first = next(part for part in parts.parts if isinstance(part, Pipeline))
+    return parts.each_pipeline(lambda part: change(part) if part is first else part)
 
 
 def with_fragment(change, which=lambda f: f.phase == "F"):
     """A change of the first fragment of a cut loop for which ``which`` holds."""
 
     def cut(part):
-        first = next(f for f in part.pipeline.fragments if which(f))
-        fragments = tuple(change(f, part) if f is first else f for f in part.pipeline.fragments)
-        return replace(part, pipeline=replace(part.pipeline, fragments=fragments))
+        first = next(f for f in part.fragments if which(f))
+        fragments = tuple(change(f, part) if f is first else f for f in part.fragments)
+        return replace(part, fragments=fragments)
 
     return lambda parts: changed(parts, cut)
 
@@ -130,7 +125,7 @@ def turned(parts):
     """The first operation of the first stage is no task's and on the second submesh; the stages come after it."""
 
     def cut(part):
-        first, second, *others = part.pipeline.fragments
+        first, second, *others = part.fragments
         moved = replace(first.ops[0], task=None, mesh=MESHES[1])
         made = (
             replace(first, ops=(moved,), mesh=MESHES[1], stage=1),
@@ -138,7 +133,7 @@ def turned(parts):
             replace(second, stage=3),
         )
         fragments = with_interfaces((*made, *others), part.results)
-        return replace(part, pipeline=replace(part.pipeline, fragments=fragments, chunks=2))
+        return replace(part, fragments=fragments, chunks=2)
 
     return changed(parts, cut)
 
@@ -157,13 +152,11 @@ CUT = {
 
 @pytest.mark.parametrize("rule", CUT)
 def test_a_loop_that_is_cut_wrongly(passes, rule):
-    assert broken_rules("fragment", CUT[rule](passes["fragment"].made)) == {rule}
+    assert broken_rules("stages", CUT[rule](passes["stages"].made)) == {rule}
 
 
 def reordered(change):
-    return lambda parts: changed(
-        parts, lambda part: replace(part, order=replace(part.order, cells=change(part.order.cells))), OrderedLoop
-    )
+    return lambda parts: changed(parts, lambda part: replace(part, cells=change(part.cells)))
 
 
 def last_microbatch_backwards(cells):

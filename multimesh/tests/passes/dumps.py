@@ -18,23 +18,17 @@ _DUMP = re.compile(r"(?P<mark><!-- dump: (?P<name>\w+) -->)\n(\n```text\n.*?\n``
 
 def dumps(step: Any, *args: Any) -> dict[str, str]:
     """Name of each pass to the dump of what it makes of ``step(*args)``."""
-    from multimesh.passes.cutting.arrange import CutLoop, OrderedLoop
-    from multimesh.passes.cutting.recompute import keep_less
+    from multimesh.passes.cutting.parts import Pipeline
     from programs import text
 
     import multimesh as mm
 
     made = {done.name: done.made for done in mm.jit(step).lower(*args).passes()}
     found = {name: text(made[name]) for name in ("inline", "fuse", "separate", "place")}
-    loop = next(part for part in made["fragment"] if isinstance(part, CutLoop))
-    fragments = loop.pipeline.fragments
-    plan = made["planning"]
-    return found | {
-        "fragment": text(*fragments),
-        "recompute": text(*keep_less(fragments, set(loop.results))),
-        "order": text(next(part for part in made["order"] if isinstance(part, OrderedLoop))),
-        "planning": text(plan, *plan.instructions),
-    }
+    for name in ("stages", "recompute", "order"):
+        (pipeline,) = (part for part in made[name].parts if isinstance(part, Pipeline))
+        found[name] = text(pipeline) if name == "order" else text(*pipeline.fragments)
+    return found | {"fragment": found["stages"], "planning": text(made["planning"], *made["planning"].instructions)}
 
 
 def renewed(page: str) -> str:

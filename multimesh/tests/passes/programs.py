@@ -9,8 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from multimesh.marking.contexts import Options
 from multimesh.marking.tracing import partitioning
-from multimesh.passes.placing.place import Homes, place
+from multimesh.passes.cutting.parts import Parts
+from multimesh.passes.pipeline import PASSES, Traced
+from multimesh.passes.placing.place import place
 from multimesh.passes.reading.inline import inline
 from multimesh.passes.reading.loops import fuse, separate
 
@@ -46,9 +49,19 @@ def separated(fn: Callable[..., Any], *args: Any) -> ir.Program:
     return separate(fuse(inlined(fn, *args)))
 
 
-def placed(fn: Callable[..., Any], *args: Any) -> tuple[ir.Program, Homes]:
+def placed(fn: Callable[..., Any], *args: Any) -> ir.Program:
     """All passes up to placement."""
     return place(separated(fn, *args))
+
+
+def pipelined(program: ir.Program, upto: str = "states", **options: bool) -> Parts:
+    """The passes of a placed program up to one of those that cut it and order its loops."""
+    traced = Traced(None, (), Options(**options), None, (), frozenset(), {}, {})
+    parts: Any = program
+    names = [*PASSES]
+    for name in names[names.index("route") : names.index(upto) + 1]:
+        parts = PASSES[name](parts, traced)
+    return parts
 
 
 def loops(program: ir.Program) -> list[ir.Loop]:

@@ -19,8 +19,8 @@ OTHER = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), ("data", "other"))
 
 def derived(fn, *args, meshes=(MESH,)):
     """Spec of each argument on the submesh of the first task that reads it; None where nothing was derived."""
-    program, _ = place(separate(fuse(inlined(fn, *args))))
-    found = autoshard(program)
+    program = place(separate(fuse(inlined(fn, *args))))
+    found = autoshard(program, [None] * len(program.inputs)).specs
     return [next((found[v, m] for m in meshes if (v, m) in found), None) for v in program.inputs]
 
 

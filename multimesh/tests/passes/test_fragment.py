@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from multimesh.passes.cutting.fragment import fragment, join
+from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.recompute import keep_less
 from programs import loops, names, on, ones, placed
 
@@ -11,15 +12,15 @@ from multimesh import ir
 
 
 def straight(fn, *args):
-    program, _ = placed(fn, *args)
+    program = placed(fn, *args)
     return fragment(program.items, program.outputs, phased=False)
 
 
 def loop_fragments(fn, *args):
     """Fragments of the loop of a program, and what is read outside of them."""
-    (loop,) = loops(placed(fn, *args)[0])
+    (loop,) = loops(placed(fn, *args))
     results = set(ir.values([*(s.leaf for s in loop.sums), *loop.stacks.values()]))
-    return fragment(loop.ops, results, phased=True), results
+    return loop, fragment(loop.ops, results, phased=True), results
 
 
 def shape(fragments):
@@ -48,7 +49,7 @@ def test_forward_and_backward_of_a_loop_are_phases():
     def f(w, x):
         return on(1, lambda w, h: jnp.sum(jnp.sin(h * w)))(w, on(0, lambda w, x: jnp.sin(x * w))(w, x))
 
-    fragments, _ = loop_fragments(mm.microbatch(jax.grad(f), argnum=1, size=2), ones(), ones(6))
+    _, fragments, _ = loop_fragments(mm.microbatch(jax.grad(f), argnum=1, size=2), ones(), ones(6))
     assert [(f.phase, f.task) for f in fragments if f.phase == "B"] == [("B", "b"), ("B", "a")]
     assert [f.level for f in fragments] == sorted(f.level for f in fragments)
     assert not any(op.backward for f in fragments if f.phase == "F" for op in f.ops)
@@ -118,9 +119,9 @@ def residuals(fn):
         return on(1, lambda h: jnp.sum(h * h))(on(0, fn)(w, x))
 
     f = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=2)
-    fragments, results = loop_fragments(f, ones(3, 3), ones(6, 3))
+    loop, fragments, results = loop_fragments(f, ones(3, 3), ones(6, 3))
     found = []
-    for parts in (fragments, keep_less(fragments, results)):
+    for parts in (fragments, keep_less(Pipeline(loop, fragments, frozenset(results))).fragments):
         maker = {o: op.prim.name for f in parts if f.phase == "F" for op in f.ops for o in op.outs}
         last = parts[-1]
         assert (last.phase, last.task) == ("B", "a")

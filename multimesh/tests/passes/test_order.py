@@ -7,8 +7,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from multimesh.passes.cutting.arrange import OrderedLoop, arrange, cut
-from programs import on, ones, placed
+from multimesh.passes.cutting.parts import Pipeline
+from programs import on, ones, pipelined, placed
 
 import multimesh as mm
 from multimesh import schedules
@@ -17,16 +17,16 @@ from multimesh import schedules
 def ordered(fn, rows=8, argnum=1, **options):
     """Order of the loop over microbatches of 2 rows; gradients with respect to the first argument."""
     f = mm.microbatch(jax.value_and_grad(fn), argnum=argnum, size=2, **options)
-    (part,) = [p for p in arrange(cut(placed(f, ones(3, 3), ones(rows, 3))[0])) if isinstance(p, OrderedLoop)]
-    return part.order
+    (part,) = [p for p in pipelined(placed(f, ones(3, 3), ones(rows, 3))).parts if isinstance(p, Pipeline)]
+    return part
 
 
 def rows_of(order, cells=None):
     """Phase and microbatch of each submesh's cells, in order."""
     lanes = {}
     for s, k in order.cells if cells is None else cells:
-        stage = order.stages[s]
-        lanes.setdefault(stage.fragment.mesh, []).append(f"{stage.phase}{k}")
+        stage = order.fragments[s]
+        lanes.setdefault(stage.mesh, []).append(f"{stage.phase}{k}")
     return {mesh: " ".join(row) for mesh, row in lanes.items()}
 
 
@@ -52,8 +52,8 @@ def test_1f1b_with_the_last_stage_joined():
     """Its forward and backward always run back to back, so they are one program, called B."""
     found = ordered(chain, schedule="1f1b")
     assert list(rows_of(found).values()) == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "B0 B1 B2 B3"]
-    assert [(s.phase, s.number) for s in found.stages] == [("F", 0), ("F", 1), ("B", 2), ("B", 1), ("B", 0)]
-    last = found.stages[2].fragment
+    assert [(s.phase, s.stage) for s in found.fragments] == [("F", 0), ("F", 1), ("B", 2), ("B", 1), ("B", 0)]
+    last = found.fragments[2]
     assert {op.backward for op in last.ops} == {False, True}
 
 
@@ -73,10 +73,10 @@ def frozen(w, x):
 )
 def test_the_order_is_complete_and_keeps_the_dependencies(fn, schedule, count):
     found = ordered(fn, rows=2 * count, schedule=schedule)
-    assert sorted(found.cells) == [(s, k) for s in range(len(found.stages)) for k in range(count)]
+    assert sorted(found.cells) == [(s, k) for s in range(len(found.fragments)) for k in range(count)]
     position = {cell: n for n, cell in enumerate(found.cells)}
-    maker = {o: s for s, stage in enumerate(found.stages) for o in stage.fragment.outs}
-    edges = [(maker[v], s) for s, stage in enumerate(found.stages) for v in stage.fragment.ins if v in maker]
+    maker = {o: s for s, stage in enumerate(found.fragments) for o in stage.outs}
+    edges = [(maker[v], s) for s, stage in enumerate(found.fragments) for v in stage.ins if v in maker]
     assert edges
     for a, b in edges:
         assert all(position[a, k] < position[b, k] for k in range(count))
@@ -86,7 +86,7 @@ def test_a_submesh_that_comes_again_has_a_second_stage():
     """F0 F1 F2 go 0 -> 1 -> 0; the table is that of two stages a submesh, less the cells of stage 3."""
     for schedule in ("gpipe", "1f1b", "interleaved", "wavefront"):
         found = ordered(skip, rows=16, schedule=schedule)
-        assert [(s.phase, s.number) for s in found.stages] == [
+        assert [(s.phase, s.stage) for s in found.fragments] == [
             *(("F", 0), ("F", 1), ("F", 2), ("B", 2), ("B", 1), ("B", 0))
         ]
         table = schedules.get(schedule).table(2, 2, 8, True)
@@ -95,7 +95,7 @@ def test_a_submesh_that_comes_again_has_a_second_stage():
 
 
 def test_the_number_of_stages_is_checked():
-    assert len(ordered(chain, num_stages=3).stages) == 5
+    assert len(ordered(chain, num_stages=3).fragments) == 5
     with pytest.raises(mm.MultiMeshError, match="num_stages=4, but the loop has 3 stages"):
         ordered(chain, num_stages=4)
 
@@ -141,12 +141,12 @@ def balanced(w, x):
 @pytest.mark.parametrize("fn", [linear, balanced], ids=lambda f: f.__name__)
 def test_loops_that_are_almost_pipelines_follow_the_table(fn):
     f = mm.microbatch(jax.grad(fn), argnum=1, size=2, schedule="1f1b", num_stages=3)
-    (part,) = [p for p in arrange(cut(placed(f, ones(3, 3), ones(8, 3))[0])) if isinstance(p, OrderedLoop)]
-    assert list(rows_of(part.order).values()) == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "B0 B1 B2 B3"]
+    (part,) = [p for p in pipelined(placed(f, ones(3, 3), ones(8, 3))).parts if isinstance(p, Pipeline)]
+    assert list(rows_of(part).values()) == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "B0 B1 B2 B3"]
 
 
 def test_interleave_is_checked():
-    assert len(ordered(skip, interleave=2, schedule="interleaved").stages) == 6
+    assert len(ordered(skip, interleave=2, schedule="interleaved").fragments) == 6
     with pytest.raises(
         mm.UsageError,
         match="interleave=2, but the loop comes to its 3 submeshes 1 time; place stages 0, 1, ",
@@ -169,9 +169,9 @@ def test_zb_h1_makes_the_weight_gradients_apart():
         "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
         "B0 B1 B2 W0 B3 W1 W2 W3",
     ]
-    later = next(s.fragment for s in found.stages if (s.phase, s.number) == ("W", 1))
+    later = next(s for s in found.fragments if (s.phase, s.stage) == ("W", 1))
     assert later.outs  # the gradient of the weight, which is summed
-    assert not any(set(later.made) & set(s.fragment.ins) for s in found.stages)
+    assert not any(set(later.made) & set(s.ins) for s in found.fragments)
 
 
 def test_a_custom_schedule():

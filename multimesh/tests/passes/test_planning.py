@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from multimesh.passes.cutting.arrange import arrange, cut
 from multimesh.passes.laying_out.planning import build
-from programs import on, ones, placed
+from programs import on, ones, pipelined, placed
 
 import multimesh as mm
 
@@ -22,8 +21,7 @@ def train(params, x):
 
 
 def planned(fn=train, args=ARGS, **options):
-    program, homes = placed(lambda a, b, x: fn((a, b), x), *jax.tree.leaves(args))
-    return build(program, homes, arrange(cut(program)), **options)
+    return build(pipelined(placed(lambda a, b, x: fn((a, b), x), *jax.tree.leaves(args))), **options)
 
 
 PLANS = {

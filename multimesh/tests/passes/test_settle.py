@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from multimesh.ir.primitives import is_small
 from multimesh.passes.cutting.fragment import fragment
+from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.stages import stages
 from multimesh.passes.placing.mincut import SINK, SOURCE, Cut
 from multimesh.passes.placing.place import place
@@ -69,6 +70,7 @@ class Found:
     def __init__(self, program, loop):
         ops = loop.ops if loop is not None else tuple(program.items)
         self.results = set(ir.values(loop.leaves if loop is not None else program.outputs))
+        self.loop = loop
         self.schedule = loop.mark.schedule if loop is not None else None
         data = set(loop.slices) if loop is not None else {program.inputs[-1]}
         made = {o: op for op in ops for o in op.outs}
@@ -117,7 +119,8 @@ class Found:
             return 0
         ops = self.placed(meshes)
         parts = fragment(ops, self.results, phased=True)
-        made = stages(parts, self.results, self.schedule, in_order(ops))
+        loop = replace(self.loop, submeshes=in_order(ops))
+        made = stages(Pipeline(loop, parts, frozenset(self.results)), self.schedule)
         return made.chunks * len(made.submeshes)
 
 
@@ -125,7 +128,7 @@ def found(where, count, mode, loop):
     fn = MODES[mode](program(where, count))
     if loop:
         fn = mm.microbatch(fn, argnum=1, size=2)
-    made, _ = place(separated(fn, [ones(WIDTH, WIDTH)] * count, ones(4, WIDTH)))
+    made = place(separated(fn, [ones(WIDTH, WIDTH)] * count, ones(4, WIDTH)))
     return Found(made, loops(made)[0] if loop else None)
 
 

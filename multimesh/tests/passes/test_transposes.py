@@ -53,7 +53,7 @@ KEPT = {
 @pytest.mark.parametrize("case", [*FOLDED, *KEPT])
 def test_the_result_is_the_same_without_the_transposition(case):
     fn, args = (FOLDED | KEPT)[case]
-    program, _ = placed(on(0, fn), *args)
+    program = placed(on(0, fn), *args)
     ops = fold_transposes(program.items, program.outputs)
     assert ("transpose" in names(ops)) == (case in KEPT)
     results = []
@@ -69,13 +69,13 @@ def test_a_product_that_is_a_result_itself_is_kept():
         z = x @ y
         return z, z.T
 
-    program, _ = placed(on(0, both), values(3, 4), values(4, 5))
+    program = placed(on(0, both), values(3, 4), values(4, 5))
     assert names(fold_transposes(program.items, program.outputs)) == names(program.items)
 
 
 def test_an_algorithm_is_swapped_with_the_operands_it_speaks_of():
     """`DotAlgorithm` is a tuple too, of other things than one precision for each operand."""
     given = lax.DotAlgorithm(jnp.bfloat16, jnp.float32, jnp.float32, 1, 3)
-    program, _ = placed(on(0, lambda x, y: lax.dot(x, y, precision=given).T), values(3, 4), values(4, 5))
+    program = placed(on(0, lambda x, y: lax.dot(x, y, precision=given).T), values(3, 4), values(4, 5))
     (product,) = fold_transposes(program.items, program.outputs)
     assert product.params["precision"] == lax.DotAlgorithm(jnp.float32, jnp.bfloat16, jnp.float32, 3, 1)

@@ -2,17 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-from multimesh.marking.contexts import Options
-from multimesh.passes.cutting.arrange import OrderedLoop, arrange, cut
 from multimesh.passes.cutting.fragment import fragment
+from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.unfuse import pieces
-from programs import names, on, ones, placed
+from programs import names, on, ones, pipelined, placed
 
 import multimesh as mm
 
 
 def only_fragment(fn, *args):
-    program, _ = placed(fn, *args)
+    program = placed(fn, *args)
     (only,) = fragment(program.items, program.outputs, phased=False)
     return only
 
@@ -53,23 +52,23 @@ def test_what_a_turn_joined_comes_apart():
         h = on(0, lambda w, x: x @ w, "a1")(w, x)
         return on(1, jnp.sum, "c")(on(1, jnp.sin, "b")(h))
 
-    program, _ = placed(mm.microbatch(jax.value_and_grad(loss), argnum=1, size=2), ones(3, 3), ones(6, 3))
+    program = placed(mm.microbatch(jax.value_and_grad(loss), argnum=1, size=2), ones(3, 3), ones(6, 3))
 
-    def order(options):
-        return next(part.order for part in arrange(cut(program, options), options) if isinstance(part, OrderedLoop))
+    def order(**options):
+        return next(p for p in pipelined(program, **options).parts if isinstance(p, Pipeline))
 
-    joined, single = order(Options()), order(Options(enable_task_fusion=False))
-    assert [(s.phase, s.fragment.task) for s in joined.stages] == [("F", "a1"), ("B", "b+c"), ("B", "a1")]
-    assert [(s.phase, s.fragment.task) for s in single.stages] == [
+    joined, single = order(), order(enable_task_fusion=False)
+    assert [(s.phase, s.task) for s in joined.fragments] == [("F", "a1"), ("B", "b+c"), ("B", "a1")]
+    assert [(s.phase, s.task) for s in single.fragments] == [
         *(("F", "a1"), ("F", "b"), ("F", "c")),
         *(("B", "c"), ("B", "b"), ("B", "a1")),
     ]
     assert len(single.cells) == 6 * 3
     assert len(set(single.cells)) == len(single.cells)
-    part_of = {stage: i for stage in single.stages for i, other in enumerate(single.stages) if other is stage}
-    maker = {o: i for stage, i in part_of.items() for o in stage.fragment.outs}
+    part_of = {stage: i for stage in single.fragments for i, other in enumerate(single.fragments) if other is stage}
+    maker = {o: i for stage, i in part_of.items() for o in stage.outs}
     seen = set()
     for index, microbatch in single.cells:
-        needed = {(maker[v], microbatch) for v in single.stages[index].fragment.ins if v in maker}
+        needed = {(maker[v], microbatch) for v in single.fragments[index].ins if v in maker}
         assert needed <= seen
         seen.add((index, microbatch))

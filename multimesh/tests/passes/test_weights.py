@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from multimesh.passes.cutting.arrange import OrderedLoop, arrange, cut
+from multimesh.passes.cutting.parts import Pipeline
 from pipelines import assert_same
-from programs import names, on, placed
+from programs import names, on, pipelined, placed
 
 import multimesh as mm
 
@@ -84,8 +84,8 @@ def step(stack, schedule, placed_on=on):
 def fragments(stack, schedule="zb-h1"):
     """Phase to fragment of the middle stage."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments(3))
-    (part,) = [p for p in arrange(cut(placed(step(stack, schedule), *shapes)[0])) if isinstance(p, OrderedLoop)]
-    return {s.phase: s.fragment for s in part.order.stages if s.number == 1}
+    (part,) = [p for p in pipelined(placed(step(stack, schedule), *shapes)).parts if isinstance(p, Pipeline)]
+    return {f.phase: f for f in part.fragments if f.stage == 1}
 
 
 @pytest.mark.telling("nested", "with_rows", "checkpointed")

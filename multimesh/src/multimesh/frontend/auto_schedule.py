@@ -69,17 +69,17 @@ def fitted(made: Made) -> Made:
     one is searched in less memory; then published ones are tried, the shortest first. If none fits, a warning says so,
     and the one that needs least is taken. Of several such loops each keeps to the bound of its activations.
     """
-    loops = pipeline.loops(made.passes["reductions"].made)
+    start = made.passes["autoshard"]  # schedules decide nothing before it has run
+    loops = start.made.loops
     autos = [(n, loop.mark.schedule) for n, loop in enumerate(loops) if isinstance(loop.mark.schedule, Auto)]
     if len(autos) != 1 or len(made.plan.choices) != 1:
         return made
     ((number, auto),) = autos
-    program = made.passes["reductions"]
 
     def again(schedule: Schedule) -> Made | None:
         traced = replace(made.traced, schedules={number: schedule})
         try:
-            done = pipeline.ordered(traced, program.made, program.homes)
+            done = pipeline.run(traced, after=start)
             return Made(traced, {**made.passes, **{each.name: each for each in done}})
         except UsageError:
             return None  # no table is within its bounds

@@ -7,11 +7,11 @@ with a body of its own). ``str(program)`` is a readable dump, used by the tests 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from multimesh.core import _compat
 from multimesh.core.submesh import Placement
@@ -111,7 +111,7 @@ class Loop:
 
     ``consts`` and ``slices`` map body values to values outside (a slice is row ``k`` of the outer value in iteration
     ``k``); ``linked`` maps body values to the body value of an earlier loop, iteration by iteration; ``stacks`` maps
-    outer values to the body values that they stack.
+    outer values to the body values that they stack. ``submeshes`` are in the order of a microbatch.
     """
 
     mark: LoopMark
@@ -125,6 +125,7 @@ class Loop:
     carries: dict[Value, Carry] = field(default_factory=dict)
     backward: bool = False
     source: Any = None
+    submeshes: tuple[Mesh, ...] = ()
 
     @property
     def reads(self) -> Iterator[Value]:
@@ -158,12 +159,28 @@ Item = Op | Loop
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A whole traced function: inputs, captured constants, items in topological order, outputs."""
+    """A whole traced function: inputs, captured constants, items in topological order, outputs.
+
+    ``home`` is the submesh of what no task decides. A placed program has ``homes``, the submesh of every value that an
+    operation or a loop makes, and may have ``specs``: those of inputs on submeshes that constraints say.
+    """
 
     inputs: tuple[Value, ...]
     consts: dict[Value, Any]
     items: tuple[Item, ...]
     outputs: tuple[Atom, ...]
+    home: Mesh | None = None
+    homes: Mapping[Value, Mesh] = field(default_factory=dict)
+    specs: Mapping[tuple[Value, Mesh], PartitionSpec] = field(default_factory=dict)
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """Its loops, in the order of their numbers."""
+        return tuple(item for item in self.items if isinstance(item, Loop))
+
+    def each_loop(self, change: Callable[[Loop], Loop]) -> Program:
+        """The program with every loop changed."""
+        return replace(self, items=tuple(change(i) if isinstance(i, Loop) else i for i in self.items))
 
     def __str__(self) -> str:
         lines = [f"inputs {' '.join(f'{v}:{_short(v.aval)}' for v in self.inputs)}", *map(str, self.items)]

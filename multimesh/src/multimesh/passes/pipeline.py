@@ -1,11 +1,11 @@
 """The passes in order: what `multimesh.jit` runs, and what dumps, documentation and tests show.
 
-Each is a pure function from one frozen value that prints to the next.
+Each is a pure function from one frozen value that prints to the next: a `Program`, its `Parts`, the `Plan`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,19 +14,26 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.ir.program import LoopMark
 from multimesh.marking.contexts import Options
 from multimesh.passes import verifying
-from multimesh.passes.cutting.arrange import arrange, cut
-from multimesh.passes.laying_out.autoshard import derive
+from multimesh.passes.cutting.order import check_states, with_order, with_turns_joined, with_weights_apart
+from multimesh.passes.cutting.parts import Parts, Pipeline
+from multimesh.passes.cutting.recompute import keep_less, send_less
+from multimesh.passes.cutting.repeats import cut_repeats
+from multimesh.passes.cutting.segments import cut
+from multimesh.passes.cutting.stages import number_stages
+from multimesh.passes.cutting.tables import with_table
+from multimesh.passes.cutting.unfuse import unfused
+from multimesh.passes.laying_out.autoshard import autoshard
 from multimesh.passes.laying_out.planning import build
 from multimesh.passes.laying_out.propagate import fix_layouts
 from multimesh.passes.laying_out.reductions import delay_reductions
-from multimesh.passes.placing.follow import Homes
-from multimesh.passes.placing.place import has_tasks, place, task_meshes
+from multimesh.passes.placing.place import place, task_meshes
+from multimesh.passes.placing.route import routed
 from multimesh.passes.reading.inline import inline
 from multimesh.passes.reading.loops import fuse, separate
 from multimesh.passes.reading.slices import slices_outside
+from multimesh.plan.plan import Plan
 from multimesh.schedules import Schedule
 
 
@@ -67,78 +74,88 @@ class Traced:
     schedules: Mapping[int, Schedule] = field(default_factory=dict)
 
 
+def _inline(_: None, traced: Traced) -> ir.Program:
+    with _compat.tried_version():
+        program = inline(traced.closed, traced.devices, traced.specs)
+    return replace(program, home=next(iter(task_meshes(program)), traced.home))
+
+
+def _schedules(program: ir.Program, traced: Traced) -> ir.Program:
+    """Give loops the schedules that stand for their own."""
+    if not traced.schedules:
+        return program
+    number = {loop: n for n, loop in enumerate(program.loops)}
+
+    def change(loop: ir.Loop) -> ir.Loop:
+        schedule = traced.schedules.get(number[loop], loop.mark.schedule)
+        return replace(loop, mark=replace(loop.mark, schedule=schedule))
+
+    return program.each_loop(change)
+
+
+def _layouts(plan: Plan, traced: Traced) -> Plan:
+    layouts = fix_layouts(plan, traced.specs, traced.out_specs)
+    settings = {"options": traced.options, "arguments": traced.specs, "results": traced.out_specs}
+    return replace(plan, layouts=layouts, settings=settings, derived={})
+
+
+def _each(change: Callable[[Pipeline], Pipeline]) -> Callable[[Parts, Traced], Parts]:
+    return lambda parts, _: parts.each_pipeline(change)
+
+
+def _recompute(parts: Parts, traced: Traced) -> Parts:
+    return parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts
+
+
+PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
+    "inline": _inline,
+    "fuse": lambda program, _: fuse(program),
+    "separate": lambda program, _: separate(program),
+    "slices": lambda program, _: slices_outside(program),
+    "place": lambda program, traced: place(program, traced.alike),
+    "reductions": lambda program, traced: delay_reductions(program, traced.specs),
+    "autoshard": lambda program, traced: autoshard(program, traced.specs),
+    "schedules": _schedules,
+    "route": lambda program, _: routed(program),
+    "repeats": lambda program, _: cut_repeats(program),
+    "send_less": lambda program, traced: send_less(program) if traced.options.enable_recomputation else program,
+    "fragment": lambda program, _: cut(program),
+    "stages": _each(number_stages),
+    "table": _each(with_table),
+    "weights": _each(with_weights_apart),
+    "recompute": _recompute,
+    "turns": _each(with_turns_joined),
+    "order": _each(with_order),
+    "unfuse": lambda parts, traced: unfused(
+        parts, segments=not traced.options.fuse_segments, loops=not traced.options.fuse_loops
+    ),
+    "states": _each(check_states),
+    "planning": lambda parts, traced: build(parts, traced.donated, traced.alike),
+    "layouts": _layouts,
+}
+"""Every pass by name, in the order in which they run: what one makes of what the one before it made."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What a pass made: an `ir.Program`, parts of it, or the `Plan`. ``str`` of it is a dump.
-
-    A placed program comes with ``homes``: the submesh of every value that it makes.
-    """
+    """What a pass made: an `ir.Program`, its `Parts`, or the `Plan`. ``str`` of it is a dump."""
 
     name: str
     made: Any
-    homes: Homes | None = None
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, map(str, self.made))) if isinstance(self.made, Sequence) else str(self.made)
+        return str(self.made)
 
 
-def run(traced: Traced) -> Iterator[Pass]:
-    """Run every pass, one at each step of the iterator; under ``MULTIMESH_VERIFY=1`` check what it made."""
-    yield from _verified(_run(traced))
+def run(traced: Traced, after: Pass | None = None) -> Iterator[Pass]:
+    """Run the passes, one at each step of the iterator: all, or those ``after`` one that has been run.
 
-
-def ordered(traced: Traced, program: ir.Program, homes: Homes | None) -> Iterator[Pass]:
-    """Run the passes from that on which orders the loops, on what the pass ``reductions`` made."""
-    yield from _verified(_order(traced, program, homes or {}))
-
-
-def loops(program: ir.Program) -> list[ir.Loop]:
-    """Loops of a program, in the order of their numbers."""
-    return [item for item in program.items if isinstance(item, ir.Loop)]
-
-
-def _verified(passes: Iterator[Pass]) -> Iterator[Pass]:
-    for done in passes:
+    Under ``MULTIMESH_VERIFY=1`` check what each made.
+    """
+    names = [*PASSES]
+    made = None if after is None else after.made
+    for name in names if after is None else names[names.index(after.name) + 1 :]:
+        made = PASSES[name](made, traced)
         if verifying.enabled():
-            verifying.verify(done.name, done.made, done.homes)
-        yield done
-
-
-def _run(traced: Traced) -> Iterator[Pass]:
-    with _compat.tried_version():
-        program = inline(traced.closed, traced.devices, traced.specs)
-    yield Pass("inline", program)
-    home = next(iter(task_meshes(program)), traced.home)  # where the results of all tasks are unused
-    program = fuse(program)
-    yield Pass("fuse", program)
-    program = separate(program)
-    yield Pass("separate", program)
-    program = slices_outside(program)
-    yield Pass("slices", program)
-    program, homes = place(program, None if has_tasks(program) else home, traced.alike)
-    yield Pass("place", program, homes)
-    given = {v: spec for v, spec in zip(program.inputs, traced.specs, strict=True) if spec is not None}
-    program = delay_reductions(program, homes, given)
-    yield Pass("reductions", program, homes)
-    yield from _order(traced, program, homes)
-
-
-def _order(traced: Traced, program: ir.Program, homes: Homes) -> Iterator[Pass]:
-    if traced.schedules:
-        number = {loop: n for n, loop in enumerate(loops(program))}
-
-        def mark(loop: ir.Loop) -> LoopMark:
-            return replace(loop.mark, schedule=traced.schedules.get(number[loop], loop.mark.schedule))
-
-        items = (replace(i, mark=mark(i)) if isinstance(i, ir.Loop) else i for i in program.items)
-        program = replace(program, items=tuple(items))
-    fragments = cut(program, traced.options)
-    yield Pass("fragment", fragments)
-    parts = arrange(fragments, traced.options)
-    yield Pass("order", parts)
-    plan = build(program, homes, parts, traced.donated, traced.alike)
-    yield Pass("planning", plan)
-    derived = derive(plan, program, traced.specs)
-    layouts = fix_layouts(plan, traced.specs, traced.out_specs, derived)
-    settings = {"options": traced.options, "arguments": traced.specs, "results": traced.out_specs}
-    yield Pass("layouts", replace(plan, layouts=layouts, settings=settings))
+            verifying.verify(name, made)
+        yield Pass(name, made)

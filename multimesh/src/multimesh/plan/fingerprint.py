@@ -37,7 +37,7 @@ def lines(plan: PlanData) -> Iterator[str]:
     yield from (text(step) for step in (*plan.transfers, *plan.instructions))
     for array, slot in plan.constants:
         yield f"constant s{slot} {text(array)}"
-    shown = ("settings", "submeshes", "kernels", "slots", "transfers", "instructions", "constants")
+    shown = ("settings", "submeshes", "kernels", "slots", "transfers", "instructions", "constants", "derived")
     for name in (f.name for f in dataclasses.fields(plan) if f.name not in shown):
         yield f"{name} {text(getattr(plan, name))}"
 

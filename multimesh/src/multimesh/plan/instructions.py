@@ -124,6 +124,7 @@ class PlanData:
     schedules: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    derived: Mapping[tuple[int, int], PartitionSpec] = field(default_factory=dict)
     layouts: tuple[NamedSharding, ...] = ()
 
     def layout(self, slot: int, spec: PartitionSpec) -> NamedSharding:

@@ -52,6 +52,8 @@ class Plan(PlanData):
         Of each loop with the schedule ``auto``: the tables that it chose from, and why; ``str`` of one is a table.
     settings
         What it was made under besides the function: options, and the specs of arguments and results.
+    derived
+        (argument leaf, submesh) to the spec that constraints give it there, until the pass ``layouts`` has used it.
     layouts
         For each slot; programs are compiled for them, whatever the order.
     """

@@ -9,22 +9,21 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from multimesh import ir
 from multimesh.ir.flops import of_ops
 from multimesh.passes.cutting.fragment import Fragment
-from multimesh.passes.cutting.stages import Pipeline
+from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.weights import split_weights
 from multimesh.plan.kernel_costs import NOTE
 from multimesh.schedules.costs import PHASES, StageCosts
 
 
-def estimate(pipeline: Pipeline, results: set[ir.Value]) -> StageCosts:
+def estimate(pipeline: Pipeline) -> StageCosts:
     """Operations of F, B and W of every stage on each of its devices, and the bytes that a microbatch keeps there.
 
     Until the end of B these are what F made or got and B or W reads; from then on what W reads.
     """
     number = len(pipeline.submeshes) * pipeline.chunks
-    parts = split_weights(pipeline.fragments, range(number), results)
+    parts = split_weights(pipeline.fragments, range(number), set(pipeline.results))
     made = {v for part in parts for v in part.made}
     by: dict[tuple[int, str], list[Fragment]] = collections.defaultdict(list)
     for part in parts:

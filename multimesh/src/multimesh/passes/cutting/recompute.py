@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from multimesh import ir
 from multimesh.ir.primitives import known
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
+from multimesh.passes.cutting.parts import Pipeline
 
 _DEPTH = 24  # operations between a repeated value and what it is computed from
 
@@ -30,13 +31,15 @@ _Position = tuple[int, ...]
 _Maker = dict[ir.Value, tuple[_Position, ir.Op]]
 
 
-def send_less(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:
-    """Repeat forward operations on a submesh that reads their results, where that sends fewer bytes.
+def send_less(program: ir.Program) -> ir.Program:
+    """Repeat forward operations of loops on a submesh that reads their results, where that sends fewer bytes.
 
     For the backward pass, all that the forward pass does not send anyway; for the forward pass only operations outside
     of tasks, as a task runs where it was placed. Forward values that the forward pass sends are at hand on both sides.
     """
-    return _send_less(_send_less(ops, backward=False), backward=True)
+    return program.each_loop(
+        lambda loop: replace(loop, ops=_send_less(_send_less(loop.ops, backward=False), backward=True))
+    )
 
 
 def _send_less(ops: Sequence[ir.Op], *, backward: bool) -> tuple[ir.Op, ...]:
@@ -69,16 +72,18 @@ def _send_less(ops: Sequence[ir.Op], *, backward: bool) -> tuple[ir.Op, ...]:
     return tuple(op for i, given in enumerate(done) for op in (given, *copies[i]))
 
 
-def keep_less(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fragment, ...]:
+def keep_less(pipeline: Pipeline) -> Pipeline:
     """Repeat operations in the fragments that read their results, where that takes fewer bytes across.
 
     Only those of the same submesh: forward, a task runs where it was placed.
     """
+    fragments = pipeline.fragments
     maker: _Maker = {o: ((part.level, i), op) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
     inputs: dict[Mesh, set[ir.Value]] = collections.defaultdict(set)  # of the loop, that a submesh reads anyway
     for part in fragments:
         inputs[part.mesh].update(v for v in part.ins if v not in maker)
-    return with_interfaces([_localised(part, maker, inputs[part.mesh]) for part in fragments], results)
+    parts = [_localised(part, maker, inputs[part.mesh]) for part in fragments]
+    return replace(pipeline, fragments=with_interfaces(parts, set(pipeline.results)))
 
 
 def _localised(part: Fragment, maker: _Maker, own_inputs: set[ir.Value]) -> Fragment:

@@ -13,47 +13,38 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core.submesh import Placement
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
+from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.placing.route import position
-from multimesh.schedules import Schedule
+from multimesh.schedules import Auto, Schedule
 
 
-@dataclass(frozen=True, eq=False)
-class Pipeline:
-    """Stages of a loop: ``chunks`` on each of ``submeshes``; their fragments in the order of the data."""
-
-    submeshes: tuple[Mesh, ...]
-    chunks: int
-    fragments: tuple[Fragment, ...]
-
-    @property
-    def stages(self) -> int:
-        """Number of stages that have a fragment."""
-        return len({part.stage for part in self.fragments})
-
-    @property
-    def complete(self) -> bool:
-        """Whether every stage has a fragment."""
-        return self.stages == len(self.submeshes) * self.chunks
+def number_stages(pipeline: Pipeline) -> Pipeline:
+    """Number the stages of a loop; ``auto`` takes the way down and up where the tasks of the loop go that way."""
+    schedule = pipeline.loop.mark.schedule
+    straight = stages(pipeline, schedule)
+    if isinstance(schedule, Auto) and not schedule.route and (count := len(straight.submeshes)) > 1:
+        turned = stages(pipeline, replace(schedule, route=(*range(count), *reversed(range(count)))))
+        if turned.complete and (turned.chunks < straight.chunks or not straight.complete):
+            return turned
+    return straight
 
 
-def stages(
-    fragments: Sequence[Fragment], results: set[ir.Value], schedule: Schedule, order: Sequence[Mesh] = ()
-) -> Pipeline:
-    """Number the stages of a loop and make one fragment of each stage and phase.
+def stages(pipeline: Pipeline, schedule: Schedule) -> Pipeline:
+    """Number the stages of a loop with this schedule, and make one fragment of each stage and phase.
 
-    Submeshes come in the given ``order``, then those without a task as they are met.
+    Submeshes come in the order of the loop, then those without a task as they are met.
     """
-    forward = [f for f in fragments if f.phase == "F"]
-    backward = [f for f in fragments if f.phase == "B"]
+    forward = [f for f in pipeline.fragments if f.phase == "F"]
+    backward = [f for f in pipeline.fragments if f.phase == "B"]
     met = dict.fromkeys(f.mesh for f in (*forward, *reversed(backward)))
-    submeshes = tuple(dict.fromkeys((*(mesh for mesh in order if mesh in met), *met)))
+    submeshes = tuple(dict.fromkeys((*(mesh for mesh in pipeline.loop.submeshes if mesh in met), *met)))
     route = [submeshes[rank] for rank in schedule.placement(len(submeshes))]
     ahead, behind = _along(forward, route), _along(backward, route[::-1])
     total = (max([0, *ahead, *behind]) // max(1, len(route)) + 1) * len(route)
@@ -75,7 +66,13 @@ def stages(
         Fragment(route[stage % len(route)], phase, level(phase, stage), tuple(ops), stage=stage)
         for (phase, stage), ops in ordered
     ]
-    return Pipeline(submeshes, total // max(1, len(submeshes)), with_interfaces(made, results))
+    return replace(
+        pipeline,
+        loop=replace(pipeline.loop, mark=replace(pipeline.loop.mark, schedule=schedule)),
+        fragments=with_interfaces(made, set(pipeline.results)),
+        submeshes=submeshes,
+        chunks=total // max(1, len(submeshes)),
+    )
 
 
 def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[ir.Op]]:

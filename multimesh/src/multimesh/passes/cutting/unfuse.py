@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from multimesh import ir
 from multimesh.core.submesh import Placement
 from multimesh.passes.cutting.fragment import Fragment
-from multimesh.passes.cutting.order import LoopOrder, Stage
+from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,29 @@ class _Kind:
         return self.backward == backward and (task is None or task == self.task)
 
 
-def unfused(fragments: Sequence[Fragment]) -> tuple[Fragment, ...]:
-    """Straight code: one fragment per task."""
-    return tuple(piece for part in fragments for piece in pieces(part))
+def unfused(parts: Parts, *, segments: bool, loops: bool) -> Parts:
+    """One fragment for each task: in ``segments``, in ``loops``."""
+
+    def cut(part: Segment | Pipeline) -> Segment | Pipeline:
+        if isinstance(part, Pipeline):
+            return _loop(part) if loops else part
+        return replace(part, fragments=tuple(p for f in part.fragments for p in pieces(f))) if segments else part
+
+    return replace(parts, parts=tuple(map(cut, parts.parts)))
 
 
-def unfused_order(order: LoopOrder) -> LoopOrder:
-    """A loop: one stage entry per task; forward and backward of a stage that were joined come apart as well."""
-    turns = {(s.number, s.phase) for s in order.stages}
-    cut: list[list[Stage]] = []
-    for stage in order.stages:
-        joined = stage.phase == "B" and (stage.number, "F") not in turns
-        cut.append([replace(stage, fragment=f, phase=_phase(f, stage, joined)) for f in pieces(stage.fragment, joined)])
+def _loop(pipeline: Pipeline) -> Pipeline:
+    """One fragment for each task; forward and backward of a stage that were joined come apart as well."""
+    turns = {(f.stage, f.phase) for f in pipeline.fragments}
+    cut: list[list[Fragment]] = []
+    for part in pipeline.fragments:
+        joined = part.phase == "B" and (part.stage, "F") not in turns
+        cut.append([replace(f, phase="F") if joined and not _backward(f.ops) else f for f in pieces(part, joined)])
     first = [sum(map(len, cut[:i])) for i in range(len(cut))]
-    cells = tuple((first[index] + k, m) for index, m in order.cells for k in range(len(cut[index])))
-    sizes = [len(cut[index]) for index, _ in order.cells]
-    fronts = order.fronts and tuple(f for f, size in zip(order.fronts, sizes, strict=True) for _ in range(size))
-    return replace(order, stages=tuple(s for parts in cut for s in parts), cells=cells, fronts=fronts)
-
-
-def _phase(piece: Fragment, stage: Stage, joined: bool) -> str:
-    return "F" if joined and not _backward(piece.ops) else stage.phase
+    cells = tuple((first[index] + k, m) for index, m in pipeline.cells for k in range(len(cut[index])))
+    sizes = [len(cut[index]) for index, _ in pipeline.cells]
+    fronts = pipeline.fronts and tuple(f for f, size in zip(pipeline.fronts, sizes, strict=True) for _ in range(size))
+    return replace(pipeline, fragments=tuple(f for own in cut for f in own), cells=cells, fronts=fronts)
 
 
 def _backward(ops: Sequence[ir.Op]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -17,38 +18,24 @@ from multimesh.core import _compat
 from multimesh.core.submesh import translate
 from multimesh.errors import internal_error
 from multimesh.ir.primitives import links
-from multimesh.plan.plan import Plan
 
 Axes = tuple[str, ...]
-Derived = Mapping[tuple[int, int], PartitionSpec]  # (argument leaf, submesh) to its spec there
 Node = tuple[ir.Value, Mesh, int]  # a dimension of a value on a submesh
 
 
-def autoshard(program: ir.Program) -> dict[tuple[ir.Value, Mesh], PartitionSpec]:
-    """Partition spec of each input on each submesh that reads it; inputs that no constraint reaches are left out."""
+def autoshard(program: ir.Program, given: Sequence[PartitionSpec | None]) -> ir.Program:
+    """Derive the specs of those inputs that have none, on each submesh that reads them, as far as constraints reach."""
+    if None not in given:
+        return program
     graph = Layouts(program)
     axes = graph.spread()
-    derived: dict[tuple[ir.Value, Mesh], PartitionSpec] = {}
-    for value in program.inputs:
+    specs: dict[tuple[ir.Value, Mesh], PartitionSpec] = {}
+    for value in (value for value, spec in zip(program.inputs, given, strict=True) if spec is None):
         for mesh in graph.meshes[value]:
             found = [axes.get((value, mesh, d), ()) for d in range(len(value.aval.shape))]
             if any(found):
-                derived[value, mesh] = PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in found))
-    return derived
-
-
-def derive(plan: Plan, program: ir.Program, specs: Sequence[PartitionSpec | None]) -> Derived:
-    """Specs of the argument leaves that have none, from the constraints of the placed program."""
-    if None not in specs:
-        return {}
-    found = autoshard(program)
-    derived: dict[tuple[int, int], PartitionSpec] = {}
-    for arg, slot in plan.inputs:
-        submesh = plan.slots[slot].submesh
-        spec = found.get((program.inputs[arg], plan.submeshes[submesh]))
-        if specs[arg] is None and spec is not None:
-            derived[arg, submesh] = spec
-    return derived
+                specs[value, mesh] = PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in found))
+    return replace(program, specs=specs)
 
 
 class Layouts:

@@ -8,41 +8,33 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.passes.cutting.arrange import OrderedLoop, Segment
 from multimesh.passes.cutting.fragment import Fragment
-from multimesh.passes.placing.place import Homes, task_meshes
+from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
+from multimesh.passes.placing.place import task_meshes
 from multimesh.plan.instructions import Instruction, Kernel, Slot, Transfer
 from multimesh.plan.plan import Plan
 
 _Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
 
 
-def build(
-    program: ir.Program,
-    homes: Homes,
-    parts: Sequence[Segment | OrderedLoop],
-    donated: frozenset[int] = frozenset(),
-    alike: Mapping[int, int] | None = None,
-) -> Plan:
-    """Plan of an arranged program.
+def build(parts: Parts, donated: frozenset[int] = frozenset(), alike: Mapping[int, int] | None = None) -> Plan:
+    """Plan of a program that is cut, and its loops ordered.
 
     Parameters
     ----------
-    program, homes
-        From `place`.
     parts
-        From `arrange`.
+        From the passes of ``cutting``.
     donated
         Argument leaves whose buffers may be reused.
     alike
         Result leaf to the argument leaf that it replaces.
     """
-    builder = _Builder(program, homes, parts)
-    for part in parts:
+    builder = _Builder(parts.program, parts.parts)
+    for part in parts.parts:
         if isinstance(part, Segment):
             builder.segment(part)
         else:
@@ -55,8 +47,7 @@ class _Builder:
     """Accumulates slots, kernels and instructions in global order."""
 
     program: ir.Program
-    homes: Homes
-    parts: Sequence[Segment | OrderedLoop]
+    parts: Sequence[Segment | Pipeline]
     meshes: list[Mesh] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
@@ -78,21 +69,21 @@ class _Builder:
         for part in self.parts:
             self._note_readers(part)
 
-    def _note_readers(self, part: Segment | OrderedLoop) -> None:
+    def _note_readers(self, part: Segment | Pipeline) -> None:
         if isinstance(part, Segment):
             for f in part.fragments:
                 for v in f.ins:
                     self._readers[v][self._submesh(f.mesh)] = None
             return
         loop = part.loop
-        for stage in part.order.stages:
-            for v in stage.fragment.ins:
+        for f in part.fragments:
+            for v in f.ins:
                 if v in loop.carries:
                     for outer in (loop.carries[v].init, loop.carries[v].leaf):
-                        self._readers[outer][self._submesh(stage.fragment.mesh)] = None
+                        self._readers[outer][self._submesh(f.mesh)] = None
                     continue
                 outer = loop.consts.get(v, loop.slices.get(v, loop.linked.get(v, v)))
-                self._readers[outer][self._submesh(stage.fragment.mesh)] = None
+                self._readers[outer][self._submesh(f.mesh)] = None
 
     def _submesh(self, mesh: Mesh) -> int:
         if mesh not in self._number:
@@ -160,46 +151,46 @@ class _Builder:
             self.steps.append(Instruction("RUN", submesh, name, kernel=kernel, ins=ins, outs=outs))
             self._send(f.outs, submesh, name)
 
-    def loop(self, part: OrderedLoop) -> None:
+    def loop(self, part: Pipeline) -> None:
         """Zero accumulators, every cell of the schedule, then stacks."""
         sums: dict[int, list[ir.Sum]] = collections.defaultdict(list)
         for s in part.loop.sums:
-            sums[self._submesh(self.homes[s.out])].append(s)
+            sums[self._submesh(self.program.homes[s.out])].append(s)
         for submesh, mine in sorted(sums.items()):
             kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
             outs = tuple(self._slot(s.out, submesh) for s in mine)
             self._accumulators += outs
             self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
             self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
-        kernels = [self._stage_kernel(part.loop, stage.fragment, stage) for stage in part.order.stages]
+        kernels = [self._stage_kernel(part.loop, f) for f in part.fragments]
         waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
-        for n, (index, microbatch) in enumerate(part.order.cells):
+        for n, (index, microbatch) in enumerate(part.cells):
             self._transfer(waiting.pop(n, ()))
             task = self._cell(part, index, microbatch, *kernels[index])
             _, made, _ = kernels[index]
             for v in made.outs:
                 for other in self._others(v, made.submesh):
-                    due = part.order.issue(n, v, self.meshes[other])
+                    due = part.issue(n, v, self.meshes[other])
                     waiting[due].append((v, (made.submesh, other, task, microbatch)))
-        self._transfer(waiting.pop(len(part.order.cells), ()))
+        self._transfer(waiting.pop(len(part.cells), ()))
         for out, inner in part.loop.stacks.items():
-            submesh = self._submesh(self.homes[out])
+            submesh = self._submesh(self.program.homes[out])
             rows = tuple(self._slot(inner, submesh, k) for k in range(part.loop.mark.count))
             kernel = self._kernel(Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack"))
             outs = (self._slot(out, submesh),)
             self.steps.append(Instruction("RUN", submesh, "stack", kernel=kernel, ins=rows, outs=outs))
         for c in part.loop.carries.values():
-            home = self._submesh(self.homes[c.out])
+            home = self._submesh(self.program.homes[c.out])
             self._index[c.out, home, None] = self._slot(c.leaf, home, part.loop.mark.count - 1)
         for out in part.loop.outs:
-            self._send([out], self._submesh(self.homes[out]), "sum")
+            self._send([out], self._submesh(self.program.homes[out]), "sum")
 
-    def _stage_kernel(self, loop: ir.Loop, f: Fragment, stage: Any) -> tuple[int, Kernel, tuple[ir.Sum, ...]]:
+    def _stage_kernel(self, loop: ir.Loop, f: Fragment) -> tuple[int, Kernel, tuple[ir.Sum, ...]]:
         made = f.made
         mine = tuple(s for s in loop.sums if s.leaf in made)
         rows = tuple(v for v in f.ins if v in loop.slices)
         kernel = Kernel(
-            f"{stage.phase}{stage.number}.{f.task or 'unmarked'}",
+            f"{f.phase}{f.stage}.{f.task or 'unmarked'}",
             self._submesh(f.mesh),
             f.ops,
             sums=tuple(s.leaf for s in mine),
@@ -214,9 +205,9 @@ class _Builder:
         return bool(self._readers[value]) or value in loop.leaves[len(loop.sums) :]
 
     def _cell(
-        self, part: OrderedLoop, index: int, microbatch: int, number: int, kernel: Kernel, mine: tuple[ir.Sum, ...]
+        self, part: Pipeline, index: int, microbatch: int, number: int, kernel: Kernel, mine: tuple[ir.Sum, ...]
     ) -> str:
-        loop, stage, submesh = part.loop, part.order.stages[index], kernel.submesh
+        loop, f, submesh = part.loop, part.fragments[index], kernel.submesh
         sums = tuple(self._slot(s.out, submesh) for s in mine)
         ins = list(sums)
         if kernel.rows:
@@ -232,10 +223,8 @@ class _Builder:
             else:
                 ins.append(self._slot(loop.linked.get(v, v), submesh, microbatch))
         outs = (*sums, *(self._slot(v, submesh, microbatch) for v in kernel.outs))
-        task = stage.fragment.task
-        self.steps.append(
-            Instruction("RUN", submesh, task, microbatch, stage.phase, stage.number, number, tuple(ins), outs)
-        )
+        task = f.task
+        self.steps.append(Instruction("RUN", submesh, task, microbatch, f.phase, f.stage, number, tuple(ins), outs))
         return task
 
     def _state(self, carry: ir.Carry, submesh: int, microbatch: int) -> int:
@@ -251,7 +240,7 @@ class _Builder:
         like = self._layouts(outputs, alike) | passed
         kept = {value for kind, value in outputs if kind == "slot"}
         last = self._last_use()
-        loops = [part for part in self.parts if isinstance(part, OrderedLoop)]
+        loops = [part for part in self.parts if isinstance(part, Pipeline)]
         plan = Plan(
             tuple(self.meshes),
             tuple(self.kernels),
@@ -261,14 +250,22 @@ class _Builder:
             tuple(self.inputs),
             tuple(self.constants),
             outputs,
+            derived=self._derived(),
             like=like,
             over=self._over,
             schedules=tuple(part.loop.mark.schedule.name for part in loops),
-            choices=tuple(part.order.choice for part in loops if part.order.choice is not None),
+            choices=tuple(part.choice for part in loops if part.choice is not None),
         )
         donations = _donations(plan, last, kept, donated)
         held = kept | {slot for _, slot in self.constants}
         return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, held)))
+
+    def _derived(self) -> dict[tuple[int, int], PartitionSpec]:
+        """What constraints say of arguments: (argument leaf, submesh) to its spec there."""
+        specs = self.program.specs
+        keys = {(arg, self.slots[slot].submesh) for arg, slot in self.inputs}
+        found = (((arg, n), specs.get((self.program.inputs[arg], self.meshes[n]))) for arg, n in keys)
+        return {key: spec for key, spec in found if spec is not None}
 
     def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
         """Where each result is, and the argument that a slot has the layout of because it is passed through.
@@ -311,7 +308,7 @@ class _Builder:
             return ("slot", staged[arg]) if arg in staged else ("arg", arg)
         if atom in self.program.consts:
             return "literal", self.program.consts[atom]
-        return "slot", self._slot(atom, self._submesh(self.homes[atom]))
+        return "slot", self._slot(atom, self._submesh(self.program.homes[atom]))
 
     def _last_use(self) -> dict[int, int]:
         last: dict[int, int] = {}

@@ -45,7 +45,6 @@ def fix_layouts(
     plan: Plan,
     specs: Sequence[PartitionSpec | None],
     out_specs: Mapping[int, PartitionSpec],
-    derived: Mapping[tuple[int, int], PartitionSpec],
 ) -> tuple[NamedSharding, ...]:
     """Layout of every slot of a plan.
 
@@ -54,13 +53,12 @@ def fix_layouts(
     plan
         The plan.
     specs
-        Partition spec of each argument leaf, carried over to each submesh that reads it; None is replicated.
+        Partition spec of each argument leaf, carried over to each submesh that reads it; None is what was derived for
+        it there, or else replicated.
     out_specs
         Result leaf to the spec that it must have.
-    derived
-        (argument leaf, submesh) to the spec that it has there instead.
     """
-    pinned = _pinned(plan, specs, out_specs, derived)
+    pinned = _pinned(plan, specs, out_specs)
     slots = _Slots(plan, pinned)
     found = []
     for number, slot in enumerate(plan.slots):
@@ -92,12 +90,11 @@ def _pinned(
     plan: Plan,
     specs: Sequence[PartitionSpec | None],
     out_specs: Mapping[int, PartitionSpec],
-    derived: Mapping[tuple[int, int], PartitionSpec],
 ) -> dict[int, NamedSharding]:
     """Slots whose layout does not follow from the data."""
 
     def given(arg: int, slot: int) -> PartitionSpec:
-        spec = derived.get((arg, plan.slots[slot].submesh), specs[arg])
+        spec = plan.derived.get((arg, plan.slots[slot].submesh), specs[arg])
         return PartitionSpec() if spec is None else spec
 
     pinned = {slot: plan.layout(slot, given(arg, slot)) for arg, slot in plan.inputs}

@@ -52,23 +52,25 @@ class _Term:
         return _ways(self.axes, self.mesh)
 
 
-def delay_reductions(program: ir.Program, homes: Homes, specs: Mapping[ir.Value, PartitionSpec]) -> ir.Program:
+def delay_reductions(program: ir.Program, specs: Sequence[PartitionSpec | None]) -> ir.Program:
     """Let accumulators hold a term for each data-parallel device where their leaves sum over rows.
 
     Parameters
     ----------
-    program, homes
-        From `place`; ``homes`` learns where the accumulators are.
+    program
+        From `place`.
     specs
-        Partition spec of each input that has one.
+        Partition spec of each input; None for one that has none.
     """
-    axes = Layouts(program, specs).spread()
+    given = {v: spec for v, spec in zip(program.inputs, specs, strict=True) if spec is not None}
+    axes = Layouts(program, given).spread()
+    homes = dict(program.homes)
     linked = [v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()]
     items: list[ir.Item] = []
     traces: _Traces = {}
     for item in program.items:
         items += [item] if isinstance(item, ir.Op) else _delayed(item, axes, linked, homes, traces)
-    return replace(program, items=tuple(items))
+    return replace(program, items=tuple(items), homes=homes)
 
 
 _Traces = dict[tuple[Any, ...], Any]  # layers repeat themselves: what was traced once is not traced again
@@ -77,7 +79,7 @@ _Traces = dict[tuple[Any, ...], Any]  # layers repeat themselves: what was trace
 def _delayed(
     loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value], homes: Homes, traces: _Traces
 ) -> list[ir.Item]:
-    """The loop and what sums its accumulators up."""
+    """The loop and what sums its accumulators up; ``homes`` learns where they are."""
     sums: list[ir.Sum] = []
     totals: list[ir.Op] = []
     made: dict[ir.Op, tuple[ir.Op, ...]] = {}

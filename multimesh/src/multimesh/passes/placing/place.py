@@ -28,39 +28,34 @@ from multimesh.passes.reading.loops import rename_loop
 Moved = dict[ir.Value, ir.Value]
 
 
-def place(
-    program: ir.Program, default: Mesh | None = None, alike: Mapping[int, int] | None = None
-) -> tuple[ir.Program, Homes]:
+def place(program: ir.Program, alike: Mapping[int, int] | None = None) -> ir.Program:
     """Place a program.
 
     Parameters
     ----------
     program
-        With loops in final form.
-    default
-        The submesh of outputs that depend on inputs only; by default the first task's. Of everything where nothing is a
-        task.
+        With loops in final form. Where nothing is a task, all of it is placed on its ``home``.
     alike
         Result leaf to the argument leaf that it replaces: it ends where that argument belongs.
 
     Returns
     -------
-    Program, dict
-        All operations placed, and the submesh of every value that an operation or loop makes.
+    Program
+        All operations placed, with the ``homes`` of values.
 
     Raises
     ------
     MultiMeshError
-        When nothing in the program is a task and there is no ``default``.
+        When nothing in the program is a task and it has no ``home``.
     """
     program = replace(program, items=tuple(_resolve_constraints(program)))
-    order = task_meshes(program) or ((default,) if default is not None else ())
+    order = task_meshes(program) or ((program.home,) if program.home is not None else ())
     if not order:
         raise MultiMeshError("nothing in this function is a task; wrap parts of it in multimesh.task(..., mesh=...)")
     homes: Homes = {}
     tried: set[ir.Value] = set()
     while True:
-        placed, state = _placed(program, order, default or order[0], alike or {}, homes)
+        placed, state = _placed(program, order, alike or {}, homes)
         mixed = [v for v in state.mixed if v not in tried]
         if mixed:
             program, done = in_pieces(program, mixed)
@@ -68,12 +63,13 @@ def place(
         elif not homes and _has_homeless(placed, state):
             homes = state.homes  # once more, now that the readers of all arguments are known
         else:
-            return placed, state.homes
+            return replace(placed, homes=state.homes)
 
 
 def _placed(
-    program: ir.Program, order: Sequence[Mesh], default: Mesh, alike: Mapping[int, int], known: Homes
+    program: ir.Program, order: Sequence[Mesh], alike: Mapping[int, int], known: Homes
 ) -> tuple[ir.Program, State]:
+    default = order[0]
     owners = Owners(program, order, known)
     replaced = {
         i: mesh for i, arg in alike.items() if (mesh := owners.of(given := program.inputs[arg])) and not is_small(given)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax.sharding import Mesh
 
 from multimesh import ir
+
+
+def routed(program: ir.Program) -> ir.Program:
+    """Note the submeshes of each loop, in order."""
+    return program.each_loop(lambda loop: replace(loop, submeshes=in_order(loop.ops)))
 
 
 def in_order(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:

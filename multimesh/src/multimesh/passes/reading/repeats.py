@@ -22,7 +22,12 @@ from multimesh.core import _compat
 from multimesh.core.stable import text
 
 
-def cut_repeats(program: ir.Program, loop: ir.Loop) -> tuple[ir.Op, ...]:
+def cut_repeats(program: ir.Program) -> ir.Program:
+    """Let no repeated operation of a loop of a placed program read what another submesh repeats."""
+    return program.each_loop(lambda loop: replace(loop, ops=_cut(program, loop)))
+
+
+def _cut(program: ir.Program, loop: ir.Loop) -> tuple[ir.Op, ...]:
     """Operations of a loop of a placed program, of which no repeated one reads what another submesh repeats."""
     first = _Twins(program, loop).first
     if not first:

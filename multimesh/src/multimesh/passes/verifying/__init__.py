@@ -14,7 +14,6 @@ from typing import Any
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.errors import internal_error
-from multimesh.passes.placing.follow import Homes
 from multimesh.passes.verifying import parts, plans, programs
 from multimesh.passes.verifying.faults import Fault
 from multimesh.plan.plan import Plan
@@ -27,7 +26,7 @@ def enabled() -> bool:
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def verify(name: str, made: Any, homes: Homes | None = None) -> None:
+def verify(name: str, made: Any) -> None:
     """Check what a pass made.
 
     Parameters
@@ -35,16 +34,14 @@ def verify(name: str, made: Any, homes: Homes | None = None) -> None:
     name
         Of the pass.
     made
-        An `ir.Program`, parts of one, or a `Plan`.
-    homes
-        Submesh of every value that a placed program makes.
+        An `ir.Program`, its `Parts`, or a `Plan`.
 
     Raises
     ------
     MultiMeshError
         For the first broken rule.
     """
-    for rule, fault in faults(name, made, homes):
+    for rule, fault in faults(name, made):
         line = (
             fault.source if isinstance(fault.source, str) else _compat.user_line(fault.source) if fault.source else ""
         )
@@ -53,13 +50,14 @@ def verify(name: str, made: Any, homes: Homes | None = None) -> None:
         )
 
 
-def faults(name: str, made: Any, homes: Homes | None = None) -> Iterator[tuple[str, Fault]]:
+def faults(name: str, made: Any) -> Iterator[tuple[str, Fault]]:
     """Each fault in what a pass made, with the name of the rule."""
     if isinstance(made, ir.Program):
         for check in programs.rules_after(name):
             yield from ((check.__name__, fault) for fault in check(made))
-        if homes is not None:
-            yield from (("one_home", fault) for fault in programs.one_home(made, homes))
-        return
-    for rule in plans.RULES if isinstance(made, Plan) else parts.RULES:
-        yield from ((rule.__name__, fault) for fault in rule(made))
+    elif isinstance(made, Plan):
+        for rule in plans.RULES:
+            yield from ((rule.__name__, fault) for fault in rule(made))
+    else:
+        for law in parts.RULES:
+            yield from ((law.__name__, fault) for fault in law(made.parts))

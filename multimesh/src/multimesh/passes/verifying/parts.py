@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeGuard
 
 from multimesh import ir
 from multimesh.core.submesh import describe
-from multimesh.passes.cutting.arrange import CutLoop, OrderedLoop, Segment
 from multimesh.passes.cutting.fragment import Fragment
+from multimesh.passes.cutting.parts import Pipeline, Segment
 from multimesh.passes.placing.owners import leading_to_tasks
 from multimesh.passes.placing.route import position
 from multimesh.passes.verifying.faults import Fault, in_order, shown, twice
 
-Part = Segment | CutLoop | OrderedLoop
+Part = Segment | Pipeline
 Rule = Callable[[Sequence[Part]], Iterator[Fault]]
 
 
@@ -76,10 +77,10 @@ def leaves_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
 def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
     """A forward stage reads from forward stages before it, a backward stage from backward stages behind it."""
     for part in parts:
-        if not isinstance(part, CutLoop):
+        if not _numbered(part):
             continue
-        maker = {o: f for f in part.pipeline.fragments for o in f.made}
-        for f in part.pipeline.fragments:
+        maker = {o: f for f in part.fragments for o in f.made}
+        for f in part.fragments:
             for v in (*f.ins, *f.after):
                 other = maker.get(v, f)
                 if other.phase == f.phase == "F" and (other.stage or 0) > (f.stage or 0):
@@ -96,13 +97,13 @@ def tasks_decide_the_stages(parts: Sequence[Part]) -> Iterator[Fault]:
     What no task waits for may come back: gradients that are clipped by their norm over all stages go home again.
     """
     for part in parts:
-        if not isinstance(part, CutLoop):
+        if not _numbered(part):
             continue
-        meshes = part.pipeline.submeshes
+        meshes = part.submeshes
         route = [meshes[rank] for rank in part.loop.mark.schedule.placement(len(meshes))]
-        leading = leading_to_tasks(op for f in part.pipeline.fragments for op in f.ops)
+        leading = leading_to_tasks(op for f in part.fragments for op in f.ops)
         for phase, way in (("F", route), ("B", route[::-1])):
-            ops = [op for f in part.pipeline.fragments if f.phase == phase for op in f.ops]
+            ops = [op for f in part.fragments if f.phase == phase for op in f.ops]
             tasks = {op for op in ops if op.task is not None}
             needed, _ = _rounds(ops, way, tasks)
             taken, last = _rounds(ops, way, tasks | {op for op in ops if not leading.isdisjoint(op.outs)})
@@ -132,32 +133,29 @@ def _rounds(ops: Sequence[ir.Op], way: Sequence[object], fixed: set[ir.Op]) -> t
 def cells_run_once(parts: Sequence[Part]) -> Iterator[Fault]:
     """An ordered loop runs each of its fragments once for each microbatch."""
     for part in parts:
-        if isinstance(part, OrderedLoop):
-            times = collections.Counter(part.order.cells)
-            for n, stage in enumerate(part.order.stages):
+        if isinstance(part, Pipeline) and part.cells:
+            times = collections.Counter(part.cells)
+            for n, f in enumerate(part.fragments):
                 for k in range(part.loop.mark.count):
                     if times.pop((n, k), 0) != 1:
-                        yield Fault(f"{stage.phase}{stage.number} does not run once for microbatch {k}")
+                        yield Fault(f"{f.phase}{f.stage} does not run once for microbatch {k}")
             yield from (Fault(f"a cell {cell} of no fragment or microbatch") for cell in times)
 
 
 def cells_run_after_their_inputs(parts: Sequence[Part]) -> Iterator[Fault]:
     """A cell comes after the cells of the same microbatch that make what it reads."""
     for part in parts:
-        if not isinstance(part, OrderedLoop):
+        if not isinstance(part, Pipeline):
             continue
-        stages = part.order.stages
-        maker = {o: n for n, stage in enumerate(stages) for o in stage.fragment.made}
+        maker = {o: n for n, f in enumerate(part.fragments) for o in f.made}
         done: set[tuple[int, int]] = set()
-        for n, k in part.order.cells:
+        for n, k in part.cells:
             done.add((n, k))
-            for v in (*stages[n].fragment.ins, *stages[n].fragment.after):
+            f = part.fragments[n]
+            for v in (*f.ins, *f.after):
                 if v in maker and (maker[v], k) not in done:
-                    early, late = (f"{s.phase}{s.number}" for s in (stages[n], stages[maker[v]]))
-                    yield Fault(
-                        f"{early} of microbatch {k} runs before {late}, which makes {shown(v)}",
-                        _source(stages[n].fragment),
-                    )
+                    early, late = (f"{each.phase}{each.stage}" for each in (f, part.fragments[maker[v]]))
+                    yield Fault(f"{early} of microbatch {k} runs before {late}, which makes {shown(v)}", _source(f))
 
 
 RULES: tuple[Rule, ...] = (
@@ -174,15 +172,18 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def _numbered(part: Part) -> TypeGuard[Pipeline]:
+    """Whether a part is a loop whose stages are numbered, and not yet split, joined or ordered."""
+    return isinstance(part, Pipeline) and bool(part.submeshes) and not part.table
+
+
 def _fragments(part: Part) -> tuple[Fragment, ...]:
     """Fragments of a part, in the order in which data goes through them."""
-    if isinstance(part, Segment):
+    if isinstance(part, Segment) or not part.cells:
         return part.fragments
-    if isinstance(part, CutLoop):
-        return part.pipeline.fragments
-    first = {cell: n for n, cell in reversed([*enumerate(part.order.cells)])}
-    order = sorted(range(len(part.order.stages)), key=lambda n: first.get((n, 0), 0))
-    return tuple(part.order.stages[n].fragment for n in order)
+    first = {cell: n for n, cell in reversed([*enumerate(part.cells)])}
+    order = sorted(range(len(part.fragments)), key=lambda n: first.get((n, 0), 0))
+    return tuple(part.fragments[n] for n in order)
 
 
 def _all(parts: Sequence[Part]) -> Iterator[Fragment]:

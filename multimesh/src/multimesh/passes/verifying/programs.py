@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core.submesh import describe
-from multimesh.passes.placing.follow import Homes
+from multimesh.ir.program import all_ops
 from multimesh.passes.verifying.faults import Fault, in_order, kind, shown, twice
 
 
@@ -47,7 +47,7 @@ def made_before_read(program: ir.Program) -> Iterator[Fault]:
 
 def leaves_are_made(program: ir.Program) -> Iterator[Fault]:
     """What an iteration sums, stacks or carries is made by an operation of its own, which gives it a submesh."""
-    for loop in _loops(program):
+    for loop in program.loops:
         made = {o for op in loop.ops for o in op.outs}
         for what, leaf in _leaves(loop):
             if leaf not in made:
@@ -57,7 +57,7 @@ def leaves_are_made(program: ir.Program) -> Iterator[Fault]:
 def rows_are_made(program: ir.Program) -> Iterator[Fault]:
     """A loop that reads the rows of an earlier loop, iteration by iteration, reads what that makes as often."""
     made: dict[ir.Value, int] = {}
-    for loop in _loops(program):
+    for loop in program.loops:
         for inner, row in loop.linked.items():
             if made.get(row) != loop.mark.count:
                 yield Fault(f"{shown(inner)} is row {row} of an earlier loop, which does not make it", loop.mark.where)
@@ -66,7 +66,7 @@ def rows_are_made(program: ir.Program) -> Iterator[Fault]:
 
 def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
     """Both sides of the edge of a loop have one shape and dtype; stacks one more dimension, and the weak type too."""
-    for loop in _loops(program):
+    for loop in program.loops:
         pairs: list[tuple[Any, Any, tuple[int, ...]]] = [
             *((i, o, ()) for i, o in loop.consts.items()),
             *((i, o, ()) for i, o in loop.linked.items()),
@@ -87,20 +87,24 @@ def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
 
 
 def placed(program: ir.Program) -> Iterator[Fault]:
-    """Every operation has a submesh, that of its task where it has one."""
-    for op in _ops(program):
-        if op.mesh is None:
-            yield Fault(f"{op} has no submesh", op.source)
-        elif op.task is not None and op.task.mesh != op.mesh:
+    """Every operation has a submesh."""
+    return (Fault(f"{op} has no submesh", op.source) for op in all_ops(program) if op.mesh is None)
+
+
+def tasks_are_at_home(program: ir.Program) -> Iterator[Fault]:
+    """An operation of a task is on the submesh of that; ``send_less`` repeats some elsewhere."""
+    for op in all_ops(program):
+        if op.mesh is not None and op.task is not None and op.task.mesh != op.mesh:
             yield Fault(f"{op} of task {op.task.name!r} is on {describe(op.mesh)}", op.source)
 
 
-def one_home(program: ir.Program, homes: Homes) -> Iterator[Fault]:
+def one_home(program: ir.Program) -> Iterator[Fault]:
     """A value lives where its operation runs, and what leaves a loop where its leaf is made."""
+    homes = program.homes
     made: dict[ir.Value, Mesh] = {}
-    for op in _ops(program):
+    for op in all_ops(program):
         made.update((o, op.mesh) for o in op.outs if op.mesh is not None)
-    for loop in _loops(program):
+    for loop in program.loops:
         made |= {s.out: made[s.leaf] for s in loop.sums if s.leaf in made}
         made |= {out: made[leaf] for out, leaf in loop.stacks.items() if leaf in made}
         made |= {c.out: made[c.leaf] for c in loop.carries.values() if c.leaf in made}
@@ -118,24 +122,16 @@ _SINCE: dict[str, tuple[Rule, ...]] = {
     "fuse": (),
     "separate": (leaves_are_made,),
     "slices": (),
-    "place": (placed,),
-    "reductions": (),
+    "place": (placed, one_home, tasks_are_at_home),
 }
 
 
 def rules_after(name: str) -> tuple[Rule, ...]:
     """Rules that hold after a pass: its own and those of all passes before it."""
-    upto = list(_SINCE).index(name) + 1
-    return tuple(rule for rules in list(_SINCE.values())[:upto] for rule in rules)
-
-
-def _loops(program: ir.Program) -> Iterator[ir.Loop]:
-    return (item for item in program.items if isinstance(item, ir.Loop))
-
-
-def _ops(program: ir.Program) -> Iterator[ir.Op]:
-    for item in program.items:
-        yield from item.ops if isinstance(item, ir.Loop) else (item,)
+    known = list(_SINCE)
+    upto = known.index(name) + 1 if name in known else len(known)
+    rules = (rule for rules in list(_SINCE.values())[:upto] for rule in rules)
+    return tuple(rule for rule in rules if name != "send_less" or rule is not tasks_are_at_home)
 
 
 def _arguments(loop: ir.Loop) -> tuple[ir.Value, ...]:

@@ -1,0 +1,110 @@
+"""Parts of a placed program between cutting and planning: straight segments, and pipelines."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.passes.cutting.fragment import Fragment
+from multimesh.schedules import Choice, Table
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Straight code between loops; ``results`` are read outside of it."""
+
+    fragments: tuple[Fragment, ...]
+    results: frozenset[ir.Value]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.fragments))
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A loop, and what the passes have made of it so far.
+
+    Attributes
+    ----------
+    loop
+        The loop.
+    fragments
+        Its operations; from the pass ``stages`` on each has a stage.
+    results
+        Values of an iteration that are read outside of it.
+    submeshes, chunks
+        From ``stages`` on: the submeshes in the order of the stages, and the number of stages on each.
+    table
+        From ``table`` on: for each submesh its cells in order.
+    cells
+        From ``order`` on: (index of a fragment, microbatch) in the order in which they are dispatched.
+    fronts, ahead
+        The front of each cell where the schedule has fronts. A transfer is then issued ``ahead`` fronts before the cell
+        that reads it, else as soon as the value is made.
+    choice
+        The tables that ``auto`` chose from.
+    """
+
+    loop: ir.Loop
+    fragments: tuple[Fragment, ...]
+    results: frozenset[ir.Value]
+    submeshes: tuple[Mesh, ...] = ()
+    chunks: int = 1
+    table: Table = ()
+    cells: tuple[tuple[int, int], ...] = ()
+    fronts: tuple[int, ...] | None = None
+    ahead: int = 0
+    choice: Choice | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of stages that have a fragment."""
+        return len({part.stage for part in self.fragments})
+
+    @property
+    def complete(self) -> bool:
+        """Whether every stage has a fragment."""
+        return self.stages == len(self.submeshes) * self.chunks
+
+    @property
+    def shape(self) -> tuple[int, int, int, bool]:
+        """Submeshes, stages on each, microbatches, and whether there is a backward pass: what a schedule asks for."""
+        backward = any(part.phase == "B" for part in self.fragments)
+        return len(self.submeshes), self.chunks, self.loop.mark.count, backward
+
+    def issue(self, n: int, value: ir.Value, mesh: Mesh) -> int:
+        """Number of the cell before which a value that cell ``n`` makes is sent to a submesh; mostly ``n + 1``."""
+        if self.fronts is None:
+            return n + 1
+        readers = [i for i, part in enumerate(self.fragments) if part.mesh == mesh and value in part.ins]
+        first = min((self._front[i, self.cells[n][1]] for i in readers), default=0)
+        due = max(first - self.ahead, self.fronts[n])
+        return n + 1 if due == self.fronts[n] else bisect.bisect_left(self.fronts, due)
+
+    @functools.cached_property
+    def _front(self) -> dict[tuple[int, int], int]:
+        return dict(zip(self.cells, self.fronts or (), strict=True))
+
+    def __str__(self) -> str:
+        cells = (f"{self.fragments[n].phase}{self.fragments[n].stage}.{k}" for n, k in self.cells)
+        return "\n".join([" ".join(cells) or f"loop x{self.loop.mark.count}:", *map(str, self.fragments)])
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A placed program, cut."""
+
+    program: ir.Program
+    parts: tuple[Segment | Pipeline, ...]
+
+    def each_pipeline(self, change: Callable[[Pipeline], Pipeline]) -> Parts:
+        """The parts with every pipeline changed."""
+        return replace(self, parts=tuple(change(p) if isinstance(p, Pipeline) else p for p in self.parts))
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, map(str, self.parts)))

@@ -1,0 +1,83 @@
+"""The table of a loop: for each submesh its cells in order, by the loop's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from multimesh import schedules
+from multimesh.core import _compat
+from multimesh.core.submesh import describe
+from multimesh.errors import UsageError
+from multimesh.passes.cutting.estimate import estimate
+from multimesh.passes.cutting.parts import Pipeline
+from multimesh.schedules import Table
+
+
+def with_table(pipeline: Pipeline) -> Pipeline:
+    """Give a loop the table of its schedule; ``auto`` chooses one by the costs that it has, or by estimated ones.
+
+    Raises
+    ------
+    UsageError
+        When the loop does not have the stages that were asked for, or the schedule has no valid table for it.
+    """
+    schedule = pipeline.loop.mark.schedule
+    if not isinstance(schedule, schedules.Auto):
+        return replace(pipeline, table=_table(pipeline))
+    if schedule.costs is None:
+        schedule = replace(schedule, costs=estimate(pipeline))
+        mark = replace(pipeline.loop.mark, schedule=schedule)
+        pipeline = replace(pipeline, loop=replace(pipeline.loop, mark=mark))
+    return replace(pipeline, table=_table(pipeline), choice=schedule.choose(*pipeline.shape))
+
+
+def _table(pipeline: Pipeline) -> Table:
+    """The schedule's table for the shape of the loop, validated."""
+    mark = pipeline.loop.mark
+    submeshes, chunks = len(pipeline.submeshes), pipeline.chunks
+    placement = mark.schedule.placement(submeshes)
+    if mark.num_stages is not None and pipeline.stages != mark.num_stages:
+        raise UsageError(f"{mark.where}: num_stages={mark.num_stages}, but the loop has {pipeline.stages} stages")
+    if mark.interleave > 1 and chunks != mark.interleave:
+        raise UsageError(
+            f"{mark.where}: interleave={mark.interleave}, but the loop comes to its {submeshes} submeshes {chunks} "
+            f"{'time' if chunks == 1 else 'times'}; place stages 0, 1, ... on submeshes {_row(placement)} in turn, "
+            "or change interleave="
+        )
+    if len(placement) > submeshes and pipeline.stages < submeshes * chunks:
+        missing = set(range(submeshes * chunks)) - {part.stage for part in pipeline.fragments}
+        raise UsageError(
+            f"{mark.where}: schedule {mark.schedule} puts stages 0, 1, ... on submeshes {_row(placement)}, but the "
+            f"loop has nothing to run as stage {min(missing)}; give each stage a task of its own on that submesh"
+        )
+    try:
+        table = mark.schedule.table(*pipeline.shape)
+        schedules.validate(table, *pipeline.shape, placement)
+    except UsageError as error:
+        raise UsageError(f"{mark.where}: {error}{_again(pipeline)}") from None
+    return table
+
+
+def _row(placement: Sequence[int]) -> str:
+    return " ".join(map(str, placement))
+
+
+def _again(pipeline: Pipeline) -> str:
+    """What brings a loop to a submesh for a second time, which some schedules have no place for."""
+    late = [part for part in pipeline.fragments if part.stage is not None and part.stage >= len(pipeline.submeshes)]
+    if not late:
+        return ""
+    part = min(late, key=lambda p: (p.phase != "F", p.stage or 0))
+    own = [op for op in part.ops if any(op.reads)] or part.ops
+    op = next((op for op in own if op.task is None), own[0])
+    remedy = (
+        "put it into a task of the last stage"
+        if part.phase == "F"
+        else "where it waits for gradients of earlier stages, do it once, with what the loop returns"
+    )
+    who = f"of task {op.task.name!r}" if op.task else f"outside tasks; {remedy}"
+    return (
+        f". {_compat.user_line(op.source) or 'A line that JAX did not record'}: submesh {describe(part.mesh)} gets a "
+        f"stage more by this {op.prim.name} {who}"
+    )
