@@ -14,7 +14,7 @@ from multimesh.errors import UsageError
 from multimesh.marking.tracing import uncollected
 from multimesh.observe.memory import MemoryForecast, forecast
 from multimesh.passes import pipeline
-from multimesh.passes.pipeline import Pass, Traced
+from multimesh.passes.pipeline import LAST, Pass, Traced
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
 from multimesh.schedules import Auto, Choice, Schedule, get
@@ -33,7 +33,7 @@ class Made:
     @property
     def plan(self) -> Plan:
         """The finished plan."""
-        plan: Plan = self.passes["layouts"].made
+        plan: Plan = self.passes[LAST].made
         return plan
 
     @property

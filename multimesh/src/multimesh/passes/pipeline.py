@@ -28,6 +28,7 @@ from multimesh.passes.laying_out.autoshard import autoshard
 from multimesh.passes.laying_out.planning import build
 from multimesh.passes.laying_out.propagate import fix_layouts
 from multimesh.passes.laying_out.reductions import delay_reductions
+from multimesh.passes.laying_out.transposes import transposes_folded
 from multimesh.passes.placing.place import place, task_meshes
 from multimesh.passes.placing.route import routed
 from multimesh.passes.reading.inline import inline
@@ -132,8 +133,12 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "states": _each(check_states),
     "planning": lambda parts, traced: build(parts, traced.donated, traced.alike),
     "layouts": _layouts,
+    "transposes": lambda plan, _: transposes_folded(plan),
 }
 """Every pass by name, in the order in which they run: what one makes of what the one before it made."""
+
+LAST = [*PASSES][-1]
+"""The pass that makes the plan that is compiled."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,6 @@ from multimesh import ir
 from multimesh.core import _compat, checks
 from multimesh.errors import MultiMeshError
 from multimesh.ir.evaluate import evaluate
-from multimesh.passes.laying_out.transposes import fold_transposes
 from multimesh.plan.instructions import Instruction, Kernel
 from multimesh.plan.plan import Plan
 from multimesh.runtime import executables
@@ -212,7 +211,7 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
             for v in kernel.rows:
                 env[v] = lax.dynamic_index_in_dim(left.pop(0), number, 0, keepdims=False)
         env.update(zip(kernel.ins, left, strict=True))
-        evaluate(fold_transposes(kernel.ops, (*kernel.sums, *kernel.outs)), env, mesh)
+        evaluate(kernel.ops, env, mesh)
         return [
             *(lax.add(total, env[leaf]) for total, leaf in zip(sums, kernel.sums, strict=True)),
             *(_compat.typed_as(env[v], v.aval) for v in kernel.outs),

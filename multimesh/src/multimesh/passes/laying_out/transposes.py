@@ -17,6 +17,13 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from multimesh import ir
+from multimesh.plan.plan import Plan
+
+
+def transposes_folded(plan: Plan) -> Plan:
+    """Fold the transposes of every kernel."""
+    kernels = (replace(k, ops=fold_transposes(k.ops, (*k.sums, *k.outs))) for k in plan.kernels)
+    return replace(plan, kernels=tuple(kernels))
 
 
 def fold_transposes(ops: Sequence[ir.Op], results: Iterable[ir.Value]) -> tuple[ir.Op, ...]:
