@@ -19,7 +19,6 @@ from multimesh.passes import verifying
 from multimesh.passes.cutting.order import check_states, with_order, with_turns_joined, with_weights_apart
 from multimesh.passes.cutting.parts import Parts, Pipeline
 from multimesh.passes.cutting.recompute import keep_less, send_less
-from multimesh.passes.cutting.repeats import cut_repeats
 from multimesh.passes.cutting.segments import cut
 from multimesh.passes.cutting.stages import number_stages
 from multimesh.passes.cutting.tables import with_table
@@ -33,6 +32,7 @@ from multimesh.passes.placing.place import place, task_meshes
 from multimesh.passes.placing.route import routed
 from multimesh.passes.reading.inline import inline
 from multimesh.passes.reading.loops import fuse, separate
+from multimesh.passes.reading.repeats import cut_repeats
 from multimesh.passes.reading.slices import slices_outside
 from multimesh.plan.plan import Plan
 from multimesh.schedules import Schedule
