@@ -75,16 +75,20 @@ def _relative(value: float, reference: float) -> float:
 
 
 def compare(cases: Mapping[str, str], folder: Path, *, steps: int = 20) -> dict[str, Result]:
-    """Train every case (a name and its flags; ``TABLE`` is a custom schedule) as a pipeline and as one program."""
+    """Train every case (a name and its flags; ``TABLE`` is a custom schedule) as a pipeline and as one program.
+
+    Pipelines that differ in their schedule only have one program in common.
+    """
     jobs = {name: _job(flags.split(), steps, folder) for name, flags in cases.items()}
     assert len({job.devices for job in jobs.values()}) == 1, "one process has one number of devices"
     pipelines = _run(jobs, folder / "pipelines", find_maxtext(ROOT))
     alone = {name: reference_job(job) for name, job in jobs.items()}
+    first = {name: next(other for other in alone if alone[other] == alone[name]) for name in alone}
     programs, unpatched = dict[str, dict[str, Any]](), published(folder / "published")
     for devices in sorted({job.devices for job in alone.values()}):
-        mine = {name: job for name, job in alone.items() if job.devices == devices}
+        mine = {name: alone[name] for name in first.values() if alone[name].devices == devices}
         programs |= _run(mine, folder / f"programs-{devices}", unpatched)
-    return {name: _result(pipelines[name], programs[name]) for name in cases}
+    return {name: _result(pipelines[name], programs[first[name]], shared=name != first[name]) for name in cases}
 
 
 def _job(flags: Sequence[str], steps: int, folder: Path) -> Job:
@@ -149,8 +153,8 @@ def _run(jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> dict[str, dict
     return {record["name"]: record for record in found}
 
 
-def _result(ours: dict[str, Any], theirs: dict[str, Any]) -> Result:
-    seconds = ours["seconds"] + theirs["seconds"]
+def _result(ours: dict[str, Any], theirs: dict[str, Any], *, shared: bool) -> Result:
+    seconds = ours["seconds"] + (0 if shared else theirs["seconds"])
     error = ours["error"] or (theirs["error"] and f"one program: {theirs['error']}")
     if error:
         return Result(error, [], [], {}, seconds)
