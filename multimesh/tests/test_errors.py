@@ -236,9 +236,9 @@ def test_a_value_that_is_asked_for_in_a_trace_names_the_users_line(asking, form)
 
 
 def test_an_export_says_why_there_is_none():
-    with pytest.raises(mm.UsageError, match=r"<lambda>: jax\.export writes one program, and this function is several"):
+    with pytest.raises(mm.UsageError, match=r"<lambda>: jax\.export writes one program, and this function runs as"):
         jax.export.export(mm.jit(lambda x: PLACED(x)))(X)
-    with pytest.raises(mm.UsageError, match=r"jax\.export writes one program, and this function is several"):
+    with pytest.raises(mm.UsageError, match=r"jax\.export writes one program, and this function runs as several"):
         mm.jit(PLACED).lower(X).export()
     assert mm.jit(PLACED).trace(X).lower().plan.kernels
 

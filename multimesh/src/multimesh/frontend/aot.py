@@ -1,4 +1,4 @@
-"""What `multimesh.jit` makes of a function: lowered, then compiled, as ``jax.stages`` has it; or one plain program."""
+"""Ahead of time: a traced, lowered or compiled function, as in ``jax.stages``."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from multimesh.runtime.runner import PartRunner, Runner
 
 
 def not_exported(name: str) -> UsageError:
-    """What there is in the place of an export, which is one program."""
+    """The error of an export: it would have to be one program."""
     return UsageError(
-        f"{name}: jax.export writes one program, and this function is several, which send each other arrays; export "
-        "its parts under jax.jit, or let jax.config.jax_compilation_cache_dir keep what is compiled"
+        f"{name}: jax.export writes one program, and this function runs as several kernels, which send each other "
+        "arrays; export its parts under jax.jit, or let jax.config.jax_compilation_cache_dir keep what is compiled"
     )
 
 
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """A traced function, before it is partitioned: ``jaxpr`` and the trees of ``(args, kwargs)`` and of the result."""
+    """A traced function, before it is partitioned."""
 
     fun_name: str
     jaxpr: Any
@@ -66,9 +66,9 @@ class Lowered:
 
     @property
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
-        """Submesh and layout of each argument leaf; None for one that no operation reads.
+        """Submesh and layout of each argument leaf; None if no operation reads it.
 
-        Of several submeshes that read it: the one that makes the result which replaces it, else the first.
+        If several submeshes read it, this is the one that makes the result which replaces it, or else the first.
         """
         plan = self.plan
         made_on = {
@@ -83,32 +83,38 @@ class Lowered:
         return tuple(plan.layouts[homes[arg]] if arg in homes else None for arg in range(len(self.traced.specs)))
 
     def passes(self) -> tuple[Pass, ...]:
-        """Run the passes again: what each made, with its ``name``, in order; ``str`` of one is its dump.
+        """Run the passes again, and return the result of each in order. ``str`` of a result is its dump.
 
         Returns
         -------
         tuple[Pass, ...]
-            Programs, then parts of them, at last the plan.
+            Each has a ``name``. The first made programs, the next parts of them, and the last ones the plan.
         """
         return tuple(pipeline.run(self.traced))
 
     def memory_forecast(self) -> tuple[MemoryForecast, ...]:
         """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
 
-        They are read off the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as far
-        as XLA decides as expected. See `MemoryForecast`.
+        They follow from the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as an
+        estimate of what XLA decides. See `MemoryForecast`.
 
         Returns
         -------
         tuple[MemoryForecast, ...]
-            One a submesh, in the order of ``plan.submeshes``, with ``arguments``, ``sums``, ``values``, ``workspace``
-            and their ``total``.
+            One per submesh, in the order of ``plan.submeshes``, with ``arguments``, ``sums``, ``values``, ``workspace``
+            and their ``total``, in bytes.
         """
         with uncollected():
             return forecast(self.plan)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
-        """Compile every program, several at a time. Options go to XLA as they are."""
+        """Compile every kernel, several at a time.
+
+        Parameters
+        ----------
+        compiler_options
+            Passed on to XLA.
+        """
         with _compat.without_mesh():
             if not agree.several():
                 return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))
@@ -118,11 +124,11 @@ class Lowered:
             return Compiled(self, PartRunner(compiled, self.names, self.name, number))
 
     def export(self, *_: Any, **__: Any) -> Any:
-        """Not of a plan: raises `UsageError`."""
+        """Raise `UsageError`: a plan can't be exported."""
         raise not_exported(self.name)
 
     def as_text(self) -> str:
-        """The plan, then the operations of each program."""
+        """The plan, then the operations of each kernel."""
         kernels = self.plan.kernels
         parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
         return "\n\n".join(parts)
@@ -130,24 +136,24 @@ class Lowered:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled function: call it with arguments of the types that it was lowered for."""
+    """A compiled function. Call it with arguments of the types that it was lowered for."""
 
     lowered: Lowered
     runner: Runner
 
     @property
     def compiled_plan(self) -> CompiledPlan:
-        """Programs and layouts."""
+        """The executables and layouts."""
         return self.runner.compiled
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs."""
+        """The plan."""
         return self.runner.compiled.plan
 
     @property
     def in_tree(self) -> Any:
-        """Tree of ``(args, kwargs)``, without the static ones; keyword arguments are those that are keyword-only."""
+        """Tree of ``(args, kwargs)``, without static ones. Only keyword-only arguments are in ``kwargs``."""
         return self.lowered.in_tree
 
     @property
@@ -157,19 +163,19 @@ class Compiled:
 
     @property
     def input_shardings(self) -> Any:
-        """Submesh and layout of each argument, as ``(args, kwargs)``; None for one that no operation reads."""
+        """Submesh and layout of each argument, as ``(args, kwargs)``; None if no operation reads it."""
         return jax.tree.unflatten(self.in_tree, self.lowered.input_shardings)
 
     @property
     def output_shardings(self) -> Any:
-        """Submesh and layout of each result; None for an argument or a constant that no operation made."""
+        """Submesh and layout of each result; None for an argument or constant that no operation made."""
         layouts, moved = self.compiled_plan.layouts, self._moved
         made = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
         return jax.tree.unflatten(self.out_tree, made)
 
     @functools.cached_property
     def _moved(self) -> dict[int, NamedSharding]:
-        """Results that do not lie where ``out_shardings`` wants them when all programs have run."""
+        """Results that the plan does not leave where ``out_shardings`` wants them, and the wanted layout."""
         moved = {}
         for position in {*self.lowered.traced.out_specs, *self.lowered.out_kinds}:
             kind, slot = self.plan.outputs[position]
@@ -184,13 +190,13 @@ class Compiled:
         return moved
 
     def as_text(self) -> str:
-        """The plan, then the optimized code of each program."""
+        """The plan, then the optimized HLO of each kernel."""
         programs = zip(self.plan.kernels, self.compiled_plan.programs, strict=True)
-        texts = (f"program {k.name}:\n{p.as_text() if p else 'of other processes'}" for k, p in programs)
+        texts = (f"kernel {k.name}:\n{p.as_text() if p else 'of other processes'}" for k, p in programs)
         return "\n\n".join([str(self.plan), *texts])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run; the arguments without the static ones."""
+        """Run the function, with its arguments except for static ones."""
         return self.run_flat(self._leaves(args, kwargs))
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -207,21 +213,21 @@ class Compiled:
         return leaves
 
     def run_flat(self, leaves: Sequence[Any]) -> Any:
-        """Run on the flat list of (non-static) argument leaves."""
+        """Run on the flat list of non-static argument leaves."""
         with _compat.without_mesh(concrete_only=True):
             return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves, self._moved))
 
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
-        """Measure a call: run every program and transfer by itself, ``repeats`` times after a first time.
+        """Measure a call: run each kernel and each transfer alone, once to warm up, then ``repeats`` times.
 
-        Takes the arguments of a call, which stay valid: donated ones are copied. Peak memory is that of a call and one
-        more copy of the arguments. Of several processes all call it: each measures its programs and what it receives
-        while the others measure theirs, and all get one result, on the clock of process 0.
+        It takes the arguments of a call. They stay valid, since donated ones are copied. Peak memory is that of a call
+        and one more copy of the arguments. All processes of a plan call it: each measures its kernels and what it
+        receives while the others measure theirs. All get one result, on the clock of process 0.
 
         Returns
         -------
         Profile
-            Prints as a table of measured against forecast; has both as timelines, and the ``costs``.
+            Prints as a table of measured against forecast times, in seconds. Has both as timelines, and the ``costs``.
         """
         repeats = checks.whole("profile: repeats", repeats, 1)
         leaves = self._leaves(args, kwargs)
@@ -231,8 +237,8 @@ class Compiled:
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
         """Bytes per submesh, of whole arrays.
 
-        ``arguments``, ``results``, ``intermediates`` alive at the peak, ``scratch`` of the largest program that this
-        process compiled.
+        Each entry has ``arguments``, ``results``, ``intermediates`` (alive at the peak), and ``scratch`` of the largest
+        kernel that this process compiled.
         """
         plan = self.plan
         peaks = plan.peak_bytes()
@@ -268,13 +274,13 @@ class Compiled:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """A function without tasks: one program, as under ``jax.jit``; where tasks are ignored, on ``gather``."""
+    """A compiled function without tasks, as of ``jax.jit``. If tasks are ignored, it runs on ``gather``."""
 
     jitted: Any
     gather: jax.Device | None = None
 
     def run_flat(self, leaves: Sequence[Any]) -> Any:
-        """Run on the flat list of (non-static) argument leaves."""
+        """Run on the flat list of non-static argument leaves."""
         if self.gather is not None and len({frozenset(x.devices()) for x in leaves if isinstance(x, jax.Array)}) > 1:
             leaves = jax.device_put(list(leaves), self.gather)
         return self.jitted(*leaves)

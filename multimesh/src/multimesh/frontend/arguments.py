@@ -1,4 +1,4 @@
-"""Arguments and results of a jitted function: parameters, flat leaves, layouts given, which result replaces what."""
+"""Arguments and results of a jitted function: parameters, flat leaves, given layouts, replaced arguments."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from multimesh.errors import UsageError
 
 @dataclass(frozen=True)
 class Signature:
-    """What a trace depends on: tree, types, layouts, static arguments, and the context it is made in."""
+    """What a trace depends on: tree, types, layouts, static arguments and context."""
 
     tree: Any
     avals: tuple[Any, ...]
-    specs: tuple[PartitionSpec | None, ...]  # None: to be derived
+    specs: tuple[PartitionSpec | None, ...]  # None: the layout is derived
     static: tuple[Any, ...]
     context: Any
-    home: Mesh | None = None  # where a function without tasks is planned, when it is not plain jit
+    home: Mesh | None = None  # submesh of a function without tasks, if it gets a plan
 
 
 class Given(NamedTuple):
-    """The arguments of a call: positional ones, then keyword ones in the order of their names."""
+    """The arguments of a call: positional ones, then keyword arguments sorted by name."""
 
     values: tuple[Any, ...]
     names: tuple[str, ...] = ()
@@ -40,14 +40,14 @@ class Given(NamedTuple):
 
     @property
     def dynamic(self) -> list[Any]:
-        """Values that are not static."""
+        """The values that are not static."""
         if not self.static:
             return list(self.values)
         return [value for i, value in enumerate(self.values) if i not in self.static]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Names and static values with their types, hashable."""
+        """Names, and static values with their types; hashable."""
         key = (self.names, *((type(self.values[i]), self.values[i]) for i in self.static))
         if self.static:
             try:
@@ -57,7 +57,7 @@ class Given(NamedTuple):
         return key
 
     def caller(self, fn: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
-        """``fn`` as a function of the dynamic values; it holds on to the static ones only."""
+        """Make ``fn`` a function of the dynamic values. It keeps only the static ones alive."""
         count, names = len(self.values), self.names
         fixed = {i: self.values[i] for i in self.static}
 
@@ -69,14 +69,14 @@ class Given(NamedTuple):
         return call
 
     def trees(self) -> tuple[Any, Any]:
-        """Positional and keyword arguments that are not static, as JAX's ``in_tree`` has them."""
+        """Positional and keyword arguments that are not static, in the form of JAX's ``in_tree``."""
         first = len(self.values) - len(self.names)
         positional = tuple(v for i, v in enumerate(self.values[:first]) if i not in self.static)
         named = enumerate(zip(self.names, self.values[first:], strict=True), first)
         return positional, {name: value for i, (name, value) in named if i not in self.static}
 
     def donated_leaves(self, tree: Any) -> frozenset[int]:
-        """Leaves of the dynamic values, whose tree this is, that are donated."""
+        """The numbers of the donated leaves; ``tree`` is the tree of the dynamic values."""
         numbers = (i for i in range(len(self.values)) if i not in self.static)
         donated: list[int] = []
         start = 0
@@ -88,7 +88,7 @@ class Given(NamedTuple):
 
 
 class Parameters:
-    """The parameters of a function, and which of them are static or donated: by number, by name, or by either."""
+    """The parameters of a function. Some are static or donated, as given by number, by name, or by both."""
 
     def __init__(self, fn: Callable[..., Any], static: tuple[Any, Any] = ((), ()), donate: tuple[Any, Any] = ((), ())):
         self._name = getattr(fn, "__name__", type(fn).__name__)
@@ -103,7 +103,7 @@ class Parameters:
         self.key = (self._static, self._donate)
 
     def _both(self, nums: Any, names: Any, what: str) -> tuple[frozenset[int], frozenset[str]]:
-        """Numbers and names of the same parameters, as far as a call may use either."""
+        """Numbers and names of the same parameters; a call may use either, if the function allows it."""
         kinds = self._signature.parameters if self._signature is not None else {}
         places = [n for n, p in kinds.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         any_number = self._signature is None or any(p.kind == p.VAR_POSITIONAL for p in kinds.values())
@@ -121,7 +121,7 @@ class Parameters:
         return frozenset(numbers | {places.index(n) for n in given if n in places}), frozenset(by_name)
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
-        """The arguments of a call; keyword arguments become positional where the function takes them so."""
+        """Return the arguments of a call. Keyword arguments become positional if the function allows it."""
         names: tuple[str, ...] = ()
         if kwargs:
             if self._signature is not None:
@@ -135,7 +135,7 @@ class Parameters:
         return Given(args, names, self._among(self._static, args, names), self._among(self._donate, args, names))
 
     def names(self, given: Given) -> list[str]:
-        """Names of the arguments of a call that are not static, as far as the function tells them."""
+        """Names of the arguments of a call that are not static, as far as the signature has them."""
         kinds = self._signature.parameters.values() if self._signature is not None else ()
         places = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         first = len(given.values) - len(given.names)
@@ -164,7 +164,7 @@ def _argnums(given: int | Sequence[int], count: int | None, what: str) -> tuple[
 
 
 def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
-    """Names of the argument leaves as in the source of a function: ``params['w'][0]``."""
+    """Names of the leaves of the arguments, written as in source code: ``params['w'][0]``."""
     names = []
     for argument, *path in _paths(tree):
         known = argument.idx < len(parameters)
@@ -192,7 +192,7 @@ def abstract(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
 
 
 def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
-    """Spec of an array or of anything with a ``sharding``; where it has none: replicated, or None."""
+    """The spec of an array or of anything with a ``sharding``. Without one: replicated, or None with ``or_none``."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return stripped(sharding.spec)
@@ -200,23 +200,23 @@ def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
 
 
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
-    """Partition spec per leaf of a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
+    """A spec per leaf, from a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
     return [s.spec if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
 
 
 def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:
-    """Leaves of such a prefix for which it names a kind of memory, and that kind."""
+    """Leaf number to kind of memory, for the leaves for which such a prefix names one."""
     given = enumerate(_spread(shardings, tree, what))
     return {i: s.memory_kind for i, s in given if isinstance(s, NamedSharding) and s.memory_kind is not None}
 
 
 def is_sharding(x: Any) -> bool:
-    """Whether it is a leaf of a prefix of layouts."""
+    """Whether ``x`` is a leaf of a prefix of layouts."""
     return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
 
 
 def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | PartitionSpec | None]:
-    """The entry of each leaf of a pytree prefix."""
+    """Give each leaf its entry of a pytree prefix."""
     if isinstance(shardings, list) and tree.num_leaves:
         shardings = tuple(shardings)
     dummy = jax.tree.unflatten(tree, range(tree.num_leaves))
@@ -236,11 +236,12 @@ def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | Partit
 def replaced(
     signature: Signature, out_tree: Any, outs: Sequence[Any], donated: frozenset[int], parameters: Sequence[str]
 ) -> dict[int, int]:
-    """Result leaf to the argument leaf that it replaces: subtrees of results with an argument's structure and types.
+    """Map each result leaf to the argument leaf that it replaces.
 
-    The largest first, each argument is replaced once: by the result of its name, else in order. Further results of a
-    kind take the layout of the first (gradients beside new parameters). A single array replaces only a donated one:
-    many an activation has the shape of the input.
+    A subtree of the results replaces an argument with its structure and types. The largest subtrees come first, and
+    each argument is replaced once: by the result of its name, or else in order. Further results with the same structure
+    take the layout of the first, as gradients beside new parameters. A single array replaces only a donated one,
+    because many activations have the shape of the input.
     """
     given = [(shape, dtype) for shape, dtype, _ in signature.avals]
     made = [(tuple(o.shape), o.dtype) for o in outs]
@@ -267,7 +268,7 @@ def replaced(
 
 @dataclass(frozen=True)
 class _Subtree:
-    """Part of a pytree: what it is made of, which leaves it has, how deep it is, and its key or argument's name."""
+    """A part of a pytree: its structure and types, its leaves, its depth, and its key or argument name."""
 
     kind: tuple[Any, tuple[Any, ...]]
     leaves: range
@@ -276,7 +277,7 @@ class _Subtree:
 
 
 def _subtrees(tree: Any, types: Sequence[Any], parameters: Sequence[str] = ()) -> Iterator[_Subtree]:
-    """Every subtree that has leaves, the outer before the inner."""
+    """Yield every subtree with leaves, an outer one before its inner ones."""
     paths = _paths(tree)
 
     def visit(part: Any, start: int, depth: int) -> Iterator[_Subtree]:

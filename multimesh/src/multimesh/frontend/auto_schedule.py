@@ -1,6 +1,6 @@
-"""What ``schedule="auto"`` may take: a table whose whole plan fits, by the forecast of its memory.
+"""``schedule="auto"`` within the memory of a device: take a table only if its whole plan fits.
 
-`multimesh.schedules.Auto` bounds activations. What else a submesh holds, and what waits to be sent, the plan shows.
+`multimesh.schedules.Auto` bounds activations. The plan also knows everything else that a submesh holds or sends.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from multimesh.processes import agree
 from multimesh.schedules import Auto, Choice, Schedule, get
 from multimesh.schedules.auto import FOUND
 
-_SEARCHES = 3  # for a table in less memory, after one whose plan did not fit
+_SEARCHES = 3  # searches in less memory, after a plan that did not fit
 
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A function with its schedules, and by name what the passes made of it."""
+    """A traced function with its schedules, and the results of its passes by name."""
 
     traced: Traced
     passes: Mapping[str, Pass]
@@ -38,22 +38,22 @@ class Made:
 
     @property
     def choice(self) -> Choice:
-        """What ``auto`` chose from."""
+        """The choice that ``auto`` made."""
         return self.plan.choices[0]
 
     def needs(self) -> tuple[MemoryForecast, ...]:
-        """Bytes on a device of each submesh."""
+        """The bytes that a device of each submesh needs."""
         with uncollected():
             return forecast(self.plan)
 
     def over(self, limit: float) -> float:
-        """By how many bytes the submesh that needs most is beyond a limit; at most 0 if all fits."""
+        """How many bytes the submesh with the largest need is above a limit; at most 0 if all fits."""
         return max(need.total for need in self.needs()) - limit
 
     def room(self, limit: float) -> tuple[float, ...]:
-        """What activations may take on each submesh: what a device has beside all else that the step needs there.
+        """The memory that is left for activations on each submesh, within a limit for a device.
 
-        The forecast has the bytes on a device, the choice those of whole arrays.
+        The forecast counts bytes on a device, and the choice those of whole arrays.
         """
         pairs = zip(self.needs(), self.choice.taken.peaks, strict=True)
         return tuple(
@@ -63,11 +63,11 @@ class Made:
 
 
 def fitted(made: Made) -> Made:
-    """Take a table for a loop with ``schedule="auto"`` only if the forecast of its plan is within a device's memory.
+    """Choose the table of a loop with ``schedule="auto"`` so that its plan fits into a device, by forecast.
 
-    Where that is not known, within what 1F1B needs on the submesh where it needs most. After a table that does not fit,
-    one is searched in less memory; then published ones are tried, the shortest first. If none fits, a warning says so,
-    and the one that needs least is taken. Of several such loops each keeps to the bound of its activations.
+    If the memory of a device is unknown, the limit is the largest need of 1F1B. If the table does not fit, the search
+    runs again with less memory. Then the published tables are tried, the shortest first. If none fits, a warning says
+    so, and the table with the least need is taken. If there are several such loops, each only bounds its activations.
     """
     start = made.passes["autoshard"]  # schedules decide nothing before it has run
     loops = start.made.loops
@@ -88,7 +88,7 @@ def fitted(made: Made) -> Made:
     if device is None and auto.memory is not None:
         return made
     limit = device if device is not None else _usual(made, again)
-    auto = replace(auto, device=limit)  # which also holds for costs that are measured later
+    auto = replace(auto, device=limit)  # also the limit when costs are measured later
     tries = [made]
     if auto.memory is None:
         tries = [again(replace(auto, memory=made.room(limit))) or made]
@@ -104,7 +104,7 @@ def fitted(made: Made) -> Made:
 
 
 def _first(tries: list[Made], auto: Auto, limit: float, again: Callable[[Schedule], Made | None]) -> Made:
-    """The first that fits, or else the one that needs least."""
+    """The first candidate that fits, or else the one with the least need."""
     most = max(max(c.peaks) for c in tries[0].choice.candidates)
     for _ in range(_SEARCHES):
         last = tries[-1]
@@ -126,7 +126,7 @@ def _first(tries: list[Made], auto: Auto, limit: float, again: Callable[[Schedul
 
 
 def _usual(made: Made, again: Callable[[Schedule], Made | None]) -> float:
-    """Bytes on the device that needs most under 1F1B; without that the published table of fewest activations."""
+    """The largest need of 1F1B in bytes; without it, of the published table with the fewest activations."""
     published = {c.name: c for c in made.choice.candidates if c.name != FOUND}
     name = "1f1b" if "1f1b" in published else min(published.values(), key=lambda c: max(c.peaks)).name
     usual = made if made.choice.taken.name == name else again(get(name)) or made
@@ -134,7 +134,10 @@ def _usual(made: Made, again: Callable[[Schedule], Made | None]) -> float:
 
 
 def _memory_of(plan: Plan) -> float | None:
-    """Bytes of the smallest device, where they say; None of several processes, which must all choose the same."""
+    """Bytes of the smallest device, if they are known.
+
+    None for several processes, which must all choose the same.
+    """
     if agree.several():
         return None
     devices = [device for mesh in plan.submeshes for device in mesh.devices.flat]

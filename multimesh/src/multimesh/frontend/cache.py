@@ -1,4 +1,4 @@
-"""What the calls of a function leave for the next: traces and programs by signature, and the arguments of the last."""
+"""What the calls of a function keep: traces and compiled functions by signature, and the last arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multimesh.frontend.arguments import Signature
 
 @dataclass(frozen=True, eq=False)
 class Recent:
-    """The arguments of the last call: when the next ones are alike, their signature need not be made again."""
+    """The arguments of the last call. If the next ones are alike, they need no new signature."""
 
     tree: Any
     static: tuple[Any, ...]
@@ -26,7 +26,7 @@ class Recent:
     compiled: Any
 
     def fits(self, leaves: Sequence[Any], tree: Any, static: tuple[Any, ...], context: Any) -> bool:
-        """Whether a call has the same types, layouts and static arguments, by identity of what JAX shares."""
+        """Whether a call has the same types, layouts and static arguments. Layouts are compared by identity."""
         if tree != self.tree or static != self.static or context != self.context:
             return False
         for leaf, (kind, sharding, shape, dtype, weak) in zip(leaves, self.traits, strict=True):
@@ -38,7 +38,7 @@ class Recent:
 
 
 def traits(leaf: Any) -> tuple[Any, ...]:
-    """What `Recent` compares; a leaf that is neither a JAX nor a NumPy array never fits."""
+    """The properties that `Recent` compares. A leaf that is no JAX or NumPy array never fits."""
     if isinstance(leaf, jax.Array):
         return type(leaf), leaf.sharding, leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
     return (np.ndarray if type(leaf) is np.ndarray else None, None, np.shape(leaf), getattr(leaf, "dtype", None), False)
@@ -46,7 +46,7 @@ def traits(leaf: Any) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class Cache:
-    """Of one function, jitted in one way: ``compiled`` and ``traced`` by signature. It never refers to the function."""
+    """The cache of one function under one set of ``jit`` arguments. It never refers to the function."""
 
     compiled: dict[Any, Any] = field(default_factory=dict)
     traced: dict[Any, Any] = field(default_factory=dict)
@@ -62,7 +62,10 @@ class Cache:
 
 
 def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None:
-    """What was compiled for a like signature: the arguments now have the layouts that were derived for them then."""
+    """Find a function that was compiled for the same signature before its layouts were derived.
+
+    The arguments now have the layouts that were derived for them then.
+    """
     for other, compiled in known.items():
         lowered = getattr(compiled, "lowered", None)
         if lowered is not None and replace(other, specs=signature.specs) == signature:

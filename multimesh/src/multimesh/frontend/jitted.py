@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class _Context(NamedTuple):
-    """What a trace depends on beside the arguments."""
+    """What a trace depends on besides the arguments."""
 
     options: Options
     registrations: tuple[registrations.Registration, ...]
@@ -59,18 +59,18 @@ class _Context(NamedTuple):
 
 
 def _home(leaves: Iterable[Any]) -> Mesh | None:
-    """The mesh of arguments, for a function without tasks; one device where they have none or several."""
+    """The mesh of the arguments, for a function without tasks; None if they have none or several."""
     meshes = {s.mesh for s in (getattr(leaf, "sharding", None) for leaf in leaves) if isinstance(s, NamedSharding)}
     mesh = meshes.pop() if len(meshes) == 1 else None
     return mesh if isinstance(mesh, Mesh) else None
 
 
 class _CapturesError(MultiMeshError):
-    """Arguments are arrays, but the function reads a value of a ``jax.grad`` or ``jax.vmap`` around the call."""
+    """The arguments are arrays, but the function captures a value of a ``jax.grad`` or ``jax.vmap`` around it."""
 
 
 class Jitted:
-    """The result of `jit`; see there."""
+    """A function that `jit` returned; call it like the function itself."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class Jitted:
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """The bound method, where the function is one of a class."""
+        """The bound method, if the function is a method."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run; traces and compiles when the types, layouts or static arguments are new."""
+        """Run the function. New types, layouts or static arguments trace and compile it first."""
         if jax.config.jax_disable_jit:
             args, kwargs = jax.tree.map(self._on_one_device, (args, kwargs))
             return self._fn(*args, **kwargs)
@@ -117,19 +117,22 @@ class Jitted:
         return compiled.run_flat(leaves)
 
     def _on_one_device(self, x: Any) -> Any:
-        """An argument where the function runs operation by operation, none of which runs on several submeshes."""
+        """Move an argument to one device, for ``jax.disable_jit``: there each operation runs by itself."""
         if not isinstance(x, jax.Array) or _compat.is_tracer(x):
             return x
         return jax.device_put(x, (self._devices or jax.devices())[0])
 
     def _transformed(self, given: Given, leaves: Sequence[Any], tree: Any) -> Any:
-        """A call under ``jax.grad``, ``jax.vmap`` and the like: a primitive that runs as a plan."""
+        """Handle a call under ``jax.grad``, ``jax.vmap`` and the like: bind a primitive that runs as a plan."""
         call, captured, out_tree = self._traced(given, leaves, tree)
         arrays = [x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x) for x in (*captured, *leaves)]
         return jax.tree.unflatten(out_tree, call(*arrays))
 
     def _traced(self, given: Given, leaves: Sequence[Any], tree: Any) -> tuple[Call, list[Any], Any]:
-        """The traced function, the values of an enclosing transformation that it captures, and its result's tree."""
+        """Trace the function.
+
+        Returns the call, the values that it captures from an enclosing transformation, and the tree of its result.
+        """
         signature = replace(self._signature(leaves, tree, given), specs=())
         if signature in self._cache.traced:
             found: tuple[Call, list[Any], Any] = self._cache.traced[signature]
@@ -188,11 +191,11 @@ class Jitted:
         return TracedFunction(self._name, call.closed, jax.tree.structure(given.trees()), out_tree, lower)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The result with a ``jax.ShapeDtypeStruct`` for each array; nothing is partitioned, compiled or run."""
+        """Return the result with a ``jax.ShapeDtypeStruct`` for each array; nothing is partitioned, compiled or run."""
         return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
-        """Forget what calls have traced and compiled, as ``clear_cache`` of ``jax.jit`` does."""
+        """Forget all traces and compiled functions, as ``clear_cache`` of ``jax.jit`` does."""
         self._cache.clear()
 
     def _without_tasks(self) -> MultiMeshError:
@@ -202,7 +205,7 @@ class Jitted:
 
     @property
     def compiled(self) -> tuple[Compiled | Plain, ...]:
-        """What calls have compiled so far, one for each signature."""
+        """The compiled functions so far, one for each signature."""
         return tuple(self._cache.compiled.values())
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -228,7 +231,7 @@ class Jitted:
         return self._planned(*args, **kwargs).cost_analysis()
 
     def _planned(self, *args: Any, **kwargs: Any) -> Compiled:
-        """What `prepare` compiles, of a function with tasks."""
+        """Compile a function with tasks, as `prepare` does."""
         compiled = self.prepare(*args, **kwargs)
         if isinstance(compiled, Plain):
             raise self._without_tasks()
@@ -251,7 +254,7 @@ class Jitted:
         return Signature(tree, avals, tuple(specs), given.key, context, home)
 
     def _flat(self, given: Given, signature: Signature) -> tuple[Callable[..., Any], list[Any]]:
-        """The function of flat leaves, and their types."""
+        """Return the function of flat leaves, and their types."""
         structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals]
         call = given.caller(weak(self._fn))
 
@@ -299,7 +302,7 @@ class Jitted:
         )
 
     def _tell_held(self, program: ir.Program, names: Sequence[str]) -> None:
-        """Warn of arguments that lie on a submesh only because something outside of tasks reads them there."""
+        """Warn of arguments that an operation outside of tasks places on one more submesh."""
         for found in held(program):
             size = amount(program.inputs[found.argument].nbytes, "bytes")
             warnings.warn(
@@ -312,7 +315,7 @@ class Jitted:
     def _check_layouts(
         self, plan: Plan, names: Sequence[str], given: Sequence[PartitionSpec | None], out: Mapping[int, PartitionSpec]
     ) -> None:
-        """Refuse a given layout that no submesh has the axes for, or that an array can't have there."""
+        """Refuse a given layout if no submesh has its axes, or if the array can't have it there."""
         known = {axis for mesh in plan.submeshes for axis in mesh.axis_names}
         for spec in filter(None, (*given, *out.values())):
             missing = {axis for entry in spec for axis in axes_of(entry)} - known
@@ -368,38 +371,39 @@ def jit(
 ) -> Any:
     """Compile a function whose tasks run on different submeshes.
 
-    The function is traced once per signature (types, layouts, static arguments), cut into one program per submesh and
-    dataflow level, and run; data moves between submeshes by itself. Results stay on the submesh that made them.
+    The function is traced once per signature (types, layouts, static arguments) and cut into kernels, one per submesh
+    and stage. A call runs these kernels in the order of the plan, and sends arrays between the submeshes. Results stay
+    on the submesh that made them.
 
     Parameters
     ----------
     fn
-        The function; without it ``jit`` is a decorator with options.
+        The function. Without it, ``jit`` is a decorator with options.
     donate_argnums, donate_argnames
-        Arguments whose buffers the call may reuse, by number or name; they can't be used after it.
+        Arguments whose buffers the call may reuse, by number or name. They can't be used after the call.
     static_argnums, static_argnames
-        Arguments that are Python values, hashed into the signature, by number or name. An argument that is named by
-        one is chosen however the call passes it.
+        Arguments that are Python values, hashed into the signature, by number or name. It does not matter whether the
+        call passes them by position or by name.
     in_shardings, out_shardings
         Pytree prefixes of ``NamedSharding``, ``PartitionSpec`` or None: the layout of arguments and results on their
-        submesh. By default arguments keep theirs, and new parameters take that of the old. A result goes to the kind of
-        memory that its ``NamedSharding`` names.
+        submesh. By default arguments keep theirs, and new parameters take that of the old. A result is placed in the
+        memory kind that its ``NamedSharding`` names.
     devices
         The devices that tasks may use and that `register_task` callbacks count; by default all.
 
     Returns
     -------
     Jitted
-        Called like ``fn``, also as a method. It has what ``jax.jit`` has (``lower(*args).compile()``, ``trace(*args)``,
-        ``eval_shape(*args)``, ``clear_cache()``), ``plan(*args)``, ``profile(*args)``, ``memory_analysis(*args)`` and
-        ``cost_analysis(*args)``. What it compiles belongs to ``fn``: the next ``jit`` of it finds that. Under
-        ``jax.grad``, ``jax.vmap``, ``jax.jvp`` and ``jax.linearize`` it runs as plans too; inside what ``jax.jit`` or
-        ``lax.scan`` traces it is ``fn`` itself.
+        Called like ``fn``, also as a method. It has the methods of ``jax.jit`` (``lower(*args).compile()``,
+        ``trace(*args)``, ``eval_shape(*args)``, ``clear_cache()``), ``plan(*args)``, ``profile(*args)``,
+        ``memory_analysis(*args)`` and ``cost_analysis(*args)``. Compiled functions belong to ``fn``: another ``jit`` of
+        it finds them. Under ``jax.grad``, ``jax.vmap``, ``jax.jvp`` and ``jax.linearize`` it runs as plans too. Inside
+        of ``jax.jit`` or ``lax.scan`` it is ``fn`` itself.
 
     Raises
     ------
     MultiMeshError
-        When the function can't be partitioned; names the user's line.
+        If the function can't be partitioned; names the user's line.
     """
     options = {"in_shardings": in_shardings, "out_shardings": out_shardings, "devices": devices}
     static, donate = (static_argnums, static_argnames), (donate_argnums, donate_argnames)

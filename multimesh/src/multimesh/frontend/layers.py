@@ -1,4 +1,4 @@
-"""``sequential``: a list of layers as the stages of a pipeline, cut by what the layers cost."""
+"""``sequential``: a list of layers as the stages of a pipeline, cut by their costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATES = 4  # a parameter, its gradient and two moments
 
 @dataclass(frozen=True)
 class Sequential:
-    """The result of `sequential`; see there."""
+    """A function of parameters and an input, made by `sequential`."""
 
     layers: tuple[Layer, ...]
     meshes: tuple[Mesh, ...]
@@ -36,7 +36,7 @@ class Sequential:
     placement: tuple[int, ...]
 
     def __call__(self, params: Sequence[Any], x: Any) -> Any:
-        """All layers, each stage as a task on its submesh."""
+        """Run all layers; each stage is a task on its submesh."""
         for stage, piece in enumerate(self.partition(params, x).pieces):
             run = functools.partial(_run, self.layers[piece.start : piece.stop])
             mesh = self.meshes[self.placement[stage % len(self.placement)]]
@@ -44,7 +44,10 @@ class Sequential:
         return x
 
     def partition(self, params: Sequence[Any], x: Any) -> Partition:
-        """Pieces for parameters and an input of these types (arrays or ``jax.ShapeDtypeStruct``); nothing runs."""
+        """Cut the layers, without running them.
+
+        Takes parameters and an input, as arrays or ``jax.ShapeDtypeStruct``.
+        """
         if len(params) != len(self.layers):
             raise UsageError(
                 f"sequential: {len(self.layers)} layers, but parameters for {len(params)}; give a sequence"
@@ -67,40 +70,39 @@ def sequential(
     memory: float | None = None,
     placement: Sequence[int] | None = None,
 ) -> Sequential:
-    """Make stages of a list of layers: a function of their parameters and an input.
+    """Make the stages of a pipeline of a list of layers.
 
     Parameters
     ----------
     layers
-        Functions ``layer(params, x)``; each takes what the one before returns.
+        Functions ``layer(params, x)``. Each takes what the one before returns.
     meshes
         The submeshes, in the order of the pipeline.
     partition
-        The number of layers of each stage, or ``"auto"``: cut by what the layers cost, with
-        `multimesh.schedules.partition`.
+        The number of layers of each stage, or ``"auto"``: `multimesh.schedules.partition` cuts by the costs.
     microbatches
-        How many the loop around it has.
+        The number of microbatches of the loop around it.
     chunks
         Stages on each submesh.
     costs
-        Of each layer, such as you measured them; a number is its time. None: estimated when the function is traced.
-        Time is then operations on a microbatch, a forward three times where there are parameters, else twice; what is
-        held is four times the parameters; an activation is what JAX keeps for the backward pass.
+        The costs of each layer, as you measured them; a number is its time. None: they are estimated when the function
+        is traced. The time is then the operations on a microbatch, a forward three times (twice without parameters);
+        ``held`` is four times the bytes of the parameters; ``activation`` is what JAX keeps for the backward pass.
     memory
-        Bytes that a submesh has.
+        Bytes of a submesh.
     placement
-        Submesh of stages 0, 1, ..., as `Schedule.placement` of the loop's schedule gives it; by default in turn.
+        The submesh of stages 0, 1, ..., as `Schedule.placement` of the loop's schedule gives it; by default in turn.
 
     Returns
     -------
     Sequential
-        Called as ``fn(params, x)`` with a sequence of parameters, one for each layer. ``fn.partition(params, x)`` says
+        Called as ``fn(params, x)`` with a sequence of parameters, one for each layer. ``fn.partition(params, x)`` shows
         how the layers are cut.
 
     Raises
     ------
     UsageError
-        When layers, meshes and sizes do not fit together; when it is traced, when no cut fits into memory.
+        If layers, meshes and sizes do not fit together; when it is traced, if no cut fits into memory.
 
     Examples
     --------
@@ -139,7 +141,7 @@ def sequential(
 
 
 def estimated(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[LayerCosts, ...]:
-    """What layers cost, from the types of their parameters and of the first one's input."""
+    """Estimate the costs of layers, from the types of their parameters and of the input of the first."""
     costs = []
     x = jax.tree.map(_struct, x)
     for layer, own in zip(layers, params, strict=True):

@@ -1,4 +1,4 @@
-"""``parallelize``: a function with logical constraints, and what makes its arguments, laid out as its plan derives."""
+"""``parallelize``: a compiled function, and functions that make its arguments in the derived layouts."""
 
 from __future__ import annotations
 
@@ -32,37 +32,39 @@ def parallelize(
     initial_batch: Any = None,
     devices: Any = None,
 ) -> tuple[Jitted, Make] | tuple[Jitted, Make, Make]:
-    """Compile ``fn(params, batch)`` and lay out parameters and batch as its plan and its constraints derive.
+    """Compile ``fn(params, batch)``, and place parameters and batch in the layouts that its constraints derive.
 
     Every parameter is made on the submesh of the task that reads it, in the layout that the sharding constraints there
-    give it (see `autoshard`): no device ever holds more than its part, unless that is the whole.
+    give it (see `autoshard`). No device ever holds more than its shard.
 
     Parameters
     ----------
     fn
-        Function of parameters and a batch, with tasks; its constraints name logical axes.
+        A function of parameters and a batch, with tasks. Its constraints name logical axes.
     init_params
-        Function without arguments that returns the parameters, not laid out. What JAX computes in it is compiled once
+        A function without arguments that returns the parameters, in no layout. Its JAX computations are compiled once
         for each submesh, with the parameters of that submesh only.
     get_input_batch
-        Likewise for the batch. A batch of NumPy arrays is asked for anew with every call and sent to where it is read.
+        A function without arguments that returns a batch. If it returns NumPy arrays, it is called for every batch, and
+        the arrays are sent to the devices that read them.
     initial_batch
-        Instead: a batch, or a pytree of ``jax.ShapeDtypeStruct``. Leaves with a ``NamedSharding`` keep it.
+        A batch, or a pytree of ``jax.ShapeDtypeStruct``, instead. Leaves with a ``NamedSharding`` keep it.
     devices
         The devices that tasks may use, in any nesting; by default all.
 
     Returns
     -------
     fn, init_params, get_input_batch
-        ``fn`` as a `jit` under ``autoshard``, already compiled, and functions without arguments that return what lies
-        where ``fn`` reads it. With ``initial_batch`` the first two only. Under `ignore_transforms` the functions given.
+        ``fn`` as a `jit` under ``autoshard``, already compiled; then functions without arguments, whose results lie
+        where ``fn`` reads them. With ``initial_batch`` only the first two. Under `ignore_transforms` the functions as
+        given.
 
     Raises
     ------
     UsageError
-        When arguments do not fit together.
+        If arguments do not fit together.
     MultiMeshError
-        When nothing in ``fn`` is a task, or it can't be partitioned.
+        If nothing in ``fn`` is a task, or it can't be partitioned.
 
     Examples
     --------
@@ -99,10 +101,10 @@ def parallelize(
 
 
 class _Maker:
-    """A function without arguments, traced once; ``shapes`` is the tree of what it returns.
+    """A function without arguments, traced once; ``shapes`` is the tree of its results.
 
-    Results that it does not compute with JAX but holds (NumPy arrays) are sent; if they are all it has, or if it must
-    give ``fresh`` ones, it is called each time.
+    Results that it holds and does not compute with JAX (NumPy arrays) are sent. If it computes none, or if it must give
+    ``fresh`` ones, it is called each time.
     """
 
     def __init__(self, fn: Make, name: str, *, fresh: bool = False):
@@ -123,7 +125,7 @@ class _Maker:
         self._closed = None if len(held) == len(closed.out_avals) or (fresh and held) else closed
 
     def made(self, shardings: tuple[NamedSharding, ...]) -> Any:
-        """Call it: every leaf with its sharding."""
+        """Call it, and place every leaf in its sharding."""
         tree = jax.tree.structure(self.shapes)
         if self._closed is None:
             given, layouts = self._called(), jax.tree.unflatten(tree, shardings)
@@ -152,7 +154,10 @@ class _Maker:
 
 
 def programs(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """For each submesh of this process a compiled program that makes its results in their layouts; their positions."""
+    """Compile a function for each submesh of this process; it makes the results on that submesh, in their layouts.
+
+    Yields each function with the positions of its results.
+    """
     held = _compat.captured(closed)
     groups: dict[Any, list[int]] = collections.defaultdict(list)
     for i, sharding in enumerate(shardings):

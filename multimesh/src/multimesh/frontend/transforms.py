@@ -1,8 +1,8 @@
 """`multimesh.jit` under JAX's transformations: ``jax.grad(mm.jit(f))``, ``jax.vmap``, ``jax.jvp``, ``jax.linearize``.
 
-The arguments of such a function lie on several submeshes, so that JAX can't run what it makes of it operation by
-operation. Instead the call is one primitive. Each of its transformations (the forward pass with its residuals, the
-tangent of these, the transpose, the batched function) is traced once and runs as a plan of its own.
+The arguments of such a function lie on several submeshes, so JAX can't run its operations one by one. Instead the call
+is one primitive. Each transformation of it is traced once and runs as a plan of its own: the forward pass with its
+residuals, the tangent function of these, the transpose, and the batched function.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from multimesh.marking.tracing import partitioning
 
 
 class Call:
-    """A traced function of flat arrays; binds the primitive when called, runs as ``jit`` of it makes it."""
+    """A traced function of flat arrays. A call binds the primitive, which runs as ``jit`` of the function."""
 
     def __init__(self, closed: Any, jit: Callable[[Callable[..., Any]], Callable[..., Any]]):
         self.closed = closed
         self.function = _compat.jaxpr_as_fun(closed)
         self._jit = jit
-        self._made: dict[Hashable, Any] = {}  # transformations, so that each is traced and compiled once
+        self._made: dict[Hashable, Any] = {}  # each transformation is traced and compiled once
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        """Run, or be transformed."""
+        """Bind the primitive: it runs, or is transformed."""
         return call_p.bind(*args, jaxpr=self.closed, call=self)
 
     def run(self, *args: Any) -> Sequence[Any]:
@@ -50,10 +50,10 @@ class Call:
         return [_compat.shape_of(aval) for aval in self.closed.in_avals]
 
     def linearized(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
-        """The function with its residuals, their tangent function, and which results have tangents.
+        """The function with its residuals, its tangent function, and a flag per result that has a tangent.
 
-        ``moving`` says which arguments have tangents. The first returns results, then residuals; the second takes
-        residuals, then tangents.
+        ``moving`` flags the arguments that have tangents. The first function returns results, then residuals. The
+        second takes residuals, then tangents.
         """
         return self._once(("linearized", moving), lambda: self._linearized(moving))
 
@@ -77,7 +77,10 @@ class Call:
         return made, self._traced(pushes[0], *residuals, *tangents), moved
 
     def transposed(self, linear: tuple[bool, ...]) -> Call:
-        """From the arguments that are not ``linear`` and the cotangents of the results, those of the linear ones."""
+        """The transposed function: it returns the cotangents of the ``linear`` arguments.
+
+        It takes the other arguments and the cotangents of the results.
+        """
 
         def pull(given: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
             def of(*moving: Any) -> Sequence[Any]:
@@ -93,7 +96,7 @@ class Call:
         return made
 
     def batched(self, size: int, dims: tuple[int | None, ...]) -> Call:
-        """Over ``size`` rows along ``dims`` of the arguments; the first dimension of each result."""
+        """The function over ``size`` rows along ``dims`` of the arguments; results have their rows in front."""
 
         def rows(shape: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
             if dim is None:
@@ -112,7 +115,7 @@ def _not(flag: bool) -> bool:
 
 
 def _merged(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:
-    """One of ``chosen`` where the flag is set, else one of ``others``."""
+    """Take from ``chosen`` where the flag is set, and else from ``others``."""
     left, right = iter(chosen), iter(others)
     return [next(left) if flag else next(right) for flag in flags]
 
