@@ -59,12 +59,12 @@ _BY_NAME: dict[str, Schedule] = {s.name: s for s in PUBLISHED} | {"fill-drain": 
 
 
 def names() -> tuple[str, ...]:
-    """Names of the published schedules; `get` knows ``auto`` too, which chooses among them and tables it finds."""
+    """Names of the published schedules. `get` also knows ``auto``, which chooses a table."""
     return tuple(name for name in _BY_NAME if name != Auto.name)
 
 
 def get(schedule: str | Schedule) -> Schedule:
-    """Schedule of a name; a schedule object is returned as it is.
+    """Find a schedule by its name; a schedule object is returned as it is.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""``auto``: the shortest table for given costs and memory, of the published ones and of those that a search finds."""
+"""``auto``: the shortest table for given costs and memory, published or found by a search."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from multimesh.schedules.search import Found, Problem, search
 from multimesh.schedules.table import Schedule, Table
 
 FOUND = "found"
-"""Name of the table that a search made."""
+"""Name of a table that the search found."""
 
-_CELLS = 400_000  # simulated by a search unless a number of evaluations is given: a few seconds
+_CELLS = 400_000  # simulated by a search of default length, which takes a few seconds
 _EVALUATIONS = (50, 1000)  # at least and at most
 
 
@@ -32,15 +32,15 @@ class Candidate:
     Attributes
     ----------
     name
-        Of a published schedule, or ``found``.
+        The name of a published schedule, or ``found``.
     table
-        Its cells.
+        Its rows of cells.
     makespan, bubble
         When it ends, and the idle share of all submeshes.
     peaks
-        Most memory of activations on each submesh.
+        The most memory of activations on each submesh.
     fits
-        Whether that is within the limits, and the table may be taken.
+        Whether it may be taken: the peaks are within the limits.
     """
 
     name: str
@@ -58,17 +58,17 @@ class Choice:
     Attributes
     ----------
     schedule
-        The `Auto` that chose.
+        The `Auto`.
     shape
         Submeshes, stages on each, microbatches, and whether there is a backward pass.
     costs
-        What was simulated.
+        The costs of the simulation.
     candidates
         The shortest first.
     limits
-        Memory of activations that each submesh may take.
+        Memory for activations on each submesh.
     bound
-        A time before which no table ends, whatever the memory.
+        No table ends before this time, whatever the memory.
     """
 
     schedule: Auto
@@ -87,12 +87,12 @@ class Choice:
 
     @property
     def taken(self) -> Candidate:
-        """The shortest of those that fit; of equal ones a published one."""
+        """The shortest candidate that fits; of equal ones a published one."""
         return next(c for c in self.candidates if c.fits)
 
     @property
     def reason(self) -> str:
-        """Why it is taken, in a line."""
+        """Why this table is taken, in a line."""
         best = next((c for c in self.candidates if c.fits and c.name != FOUND), None)
         taken, end = self.taken, amount(self.bound, self.costs.unit)
         close = taken.makespan <= self.bound * (1 + 1e-9)
@@ -126,7 +126,7 @@ class Choice:
         return "\n".join([*filter(None, head), *(line.rstrip() for line in lines), self.reason])
 
     def to_json(self) -> dict[str, Any]:
-        """What the table says, as data."""
+        """The contents of the printed table, as data."""
         return {
             "title": self.title,
             "costs": {
@@ -148,12 +148,12 @@ class Choice:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json`; `multimesh.schedules.load` reads the table that is taken as a custom schedule."""
+        """Write `to_json`. `multimesh.schedules.load` reads the chosen table as a custom schedule."""
         Path(checks.path("save: path", path)).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
 
 def rows_of(table: Table) -> list[list[str]]:
-    """A table as `multimesh.schedules.custom` takes it: names of cells, whose microbatches come in order."""
+    """A table in the form of `multimesh.schedules.custom`: names of cells, with microbatches in order."""
     return [[f"{cell.phase}{cell.stage}" for cell in row] for row in table]
 
 
@@ -162,29 +162,28 @@ class Auto(Schedule):
     """The shortest table for the costs of the stages and the memory of the submeshes.
 
     All published tables of the loop's shape are simulated. Then a list scheduler fills tables under many policies, and
-    the best are improved by moving cells. What fits into memory and ends first is taken: never a table longer than the
-    best published one that fits. The same arguments give the same table in every process: the search ends after a
-    number of evaluations, not of seconds.
+    a search improves the best ones by moving cells. The table that fits into memory and ends first is taken. It is
+    never longer than the best published one that fits. The same arguments give the same table in every process, because
+    the search ends after a number of evaluations, not of seconds.
 
     Attributes
     ----------
     costs
-        Of the stages, such as ``profile.stage_costs``. None: `multimesh.jit` estimates them from the operations of the
-        loop; a table without a loop takes all times to be 1.
+        Costs of the stages, such as ``profile.stage_costs``. None: `multimesh.jit` estimates them from the operations
+        of the loop; a table without a loop takes all times to be 1.
     memory
-        What activations may take on each submesh, or on all alike, in the unit of the costs' activations. None:
-        `multimesh.jit` leaves them what ``device`` has beside all else; where that is not known, and for a table
-        without a loop, it is what 1F1B takes on the submesh where it takes most.
+        Memory for activations on each submesh, or on all alike, in the unit of the costs' activations. None:
+        `multimesh.jit` gives them the part of ``device`` that nothing else needs. If that is not known, and for a table
+        without a loop, it is the largest need of 1F1B.
     device
-        Bytes that a step may take of a device. `multimesh.jit` takes no table whose plan needs more, by its
-        ``memory_forecast``. None: what the devices of one process have, where they say; else what the plan of 1F1B
-        needs.
+        Bytes of a device. `multimesh.jit` takes no table whose plan needs more, by its ``memory_forecast``. None: the
+        memory of the devices of one process, if they tell; else the need of the plan of 1F1B.
     route
-        Submesh of stages 0, 1, ..., as `Schedule.placement` has it; empty: round and round.
+        Submesh of stages 0, 1, ..., as in `Schedule.placement`; empty: round and round.
     evaluations
-        Tables to simulate. None: as many as takes a few seconds, at most 1000.
+        Number of tables to simulate. None: as many as take a few seconds, at most 1000.
     seed
-        Of what is random in the search.
+        Seed of the search.
     without
         Names of tables that are not taken; ``found`` is that of the search.
     """
@@ -200,7 +199,7 @@ class Auto(Schedule):
     name: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse what is no number."""
+        """Check the types of the fields."""
         if self.costs is not None and not isinstance(self.costs, StageCosts):
             raise checks.refuse("schedules.Auto: costs", "a StageCosts, such as profile.schedule.costs", self.costs)
         for limit in () if self.memory is None else self.memory if isinstance(self.memory, tuple) else (self.memory,):
@@ -212,11 +211,11 @@ class Auto(Schedule):
         checks.whole("schedules.Auto: seed", self.seed)
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """As the route says, or round and round."""
+        """The route, or round and round."""
         return self.route or super().placement(submeshes)
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
-        """The table of `choose`."""
+        """The table that `choose` takes."""
         return self.choose(submeshes, chunks, microbatches, backward).taken.table
 
     def choose(self, submeshes: int, chunks: int, microbatches: int, backward: bool = True) -> Choice:
@@ -225,7 +224,7 @@ class Auto(Schedule):
         Raises
         ------
         UsageError
-            When no table fits into memory, or the costs are not those of as many stages.
+            If no table fits into memory, or the costs are of another number of stages.
         """
         return _choose(self, submeshes, chunks, microbatches, backward)
 
@@ -270,7 +269,7 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
 def _published(
     auto: Auto, route: tuple[int, ...], shape: tuple[int, int, int, bool], both: dict[bool, Problem]
 ) -> dict[str, tuple[Found, Table]]:
-    """Every published table that the loop can have, simulated; of equal ones the first."""
+    """Simulate every published table of this shape; of equal tables the first is kept."""
     found: dict[str, tuple[Found, Table]] = {}
     tables = set()
     for schedule in PUBLISHED:
@@ -279,7 +278,7 @@ def _published(
         try:
             table = schedule.table(*shape)
         except UsageError:
-            continue  # it has none of this shape
+            continue  # the schedule has no table of this shape
         if table in tables:
             continue
         tables.add(table)
@@ -294,7 +293,7 @@ def _published(
 def _limits(
     auto: Auto, submeshes: int, published: Sequence[Found], usual: tuple[Found, Table] | None
 ) -> tuple[float, ...]:
-    """What activations may take on each submesh."""
+    """Memory for activations on each submesh."""
     if auto.memory is None:
         most = [max(map(f.problem.peak, f.rows)) for f in ([usual[0]] if usual else published)]
         return (min(most, default=float("inf")),) * submeshes

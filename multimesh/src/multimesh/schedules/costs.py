@@ -1,4 +1,4 @@
-"""What the cells of a schedule cost: the times that forecasts take."""
+"""Costs of the cells of a schedule, as times of forecasts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CLOSE = 1e-9  # relative difference of rounding
 
 
 def cost(value: object, what: str) -> float:
-    """A cost as a float.
+    """Return a cost as a float.
 
     Raises
     ------
     UsageError
-        When it is no number, infinite, NaN or negative.
+        If it is no finite number of at least 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise UsageError(f"costs: that of {what} must be a finite number of at least 0, got {value!r}")
@@ -28,12 +28,12 @@ def cost(value: object, what: str) -> float:
 
 
 def checked(costs: Mapping[str, float]) -> dict[str, float]:
-    """Costs of F, B and W.
+    """Return the costs of F, B and W.
 
     Raises
     ------
     UsageError
-        For a missing or unknown phase, and for what is no cost.
+        If a phase is missing or unknown, or a cost is none.
     """
     if set(costs) != set(PHASES):
         raise UsageError(f"costs: expected one for each of F, B and W, got {', '.join(map(repr, costs)) or 'none'}")
@@ -41,10 +41,10 @@ def checked(costs: Mapping[str, float]) -> dict[str, float]:
 
 
 def covered(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
-    """What each program of a pipeline, given as (stage, phase), covers.
+    """Map each (stage, phase) that has a kernel to the phases that the kernel covers.
 
-    A stage that has no program for its weight gradients makes them in B. In a pipeline, a stage without a program for
-    its forward runs that in B too: `jit` joins a forward and a backward that always follow each other.
+    B of a stage without W makes the weight gradients too. In a pipeline, B of a stage without F runs its forward too:
+    `jit` joins a forward and a backward that always follow each other.
     """
     phases: dict[int, set[str]] = collections.defaultdict(set)
     for stage, phase in cells:
@@ -61,7 +61,7 @@ def covered(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
 
 
 def parsed_costs(text: str) -> dict[str, float]:
-    """Costs written as ``F=1,B=1,W=1``.
+    """Read costs, written as ``F=1,B=1,W=1``.
 
     Raises
     ------
@@ -80,25 +80,25 @@ def parsed_costs(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the stages of a pipeline cost: what tables are simulated with, and chosen for.
+    """Costs of the stages of a pipeline.
 
     Attributes
     ----------
     times
         For each stage the time of F, B and W of a microbatch.
     transfers
-        Between each stage and the next, in either direction; empty: they take no time.
+        Time of a transfer between each stage and the next, in either direction; empty: none.
     activations
-        Memory that a microbatch takes in each stage from the start of its F to the end of its B; empty: 1.
+        Memory of a microbatch in each stage, from the start of its F to the end of its B; empty: 1.
     kept
-        What it takes from there to the end of its W, where a table has W: of what F kept the part that W reads, and
-        what B made for it. Empty: as much as before. It does not count where W follows its B at once.
+        Memory of a microbatch from there to the end of its W, if the table has W: the values of F that W reads, and
+        those that B made for it. Empty: as much as before. It does not count if W follows its B at once.
     unit
-        Of times: ``s``, or empty for relative times.
+        Unit of times: ``s``, or empty for relative times.
     sizes
         Unit of memory: ``bytes``, or empty.
     note
-        Where they are from.
+        Where the costs are from.
     """
 
     times: tuple[tuple[float, float, float], ...]
@@ -110,12 +110,12 @@ class StageCosts:
     kept: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what is no cost.
+        """Check the numbers.
 
         Raises
         ------
         UsageError
-            When numbers are not finite, negative, or not as many as there are stages.
+            If they are not finite, negative, or not as many as there are stages.
         """
         stages = len(self.times)
         for what, found, wanted in (
@@ -142,17 +142,17 @@ class StageCosts:
         return cls((times,) * stages, (cost(transfer, "a transfer"),) * (stages - 1), note=note)
 
     def of(self, stage: int, phases: str) -> float:
-        """Time of a program of a stage that covers some phases, such as ``BW``."""
+        """Time of a kernel of a stage that covers these phases, such as ``BW``."""
         return sum(self.times[stage][PHASES.index(phase)] for phase in phases)
 
     def hop(self, one: int, other: int) -> float:
-        """Time of a transfer between two stages that follow each other."""
+        """Time of a transfer between two neighboring stages."""
         return self.transfers[min(one, other)] if self.transfers else 0.0
 
     def grows(self, stage: int, phase: str, *, last: str) -> float:
-        """What a cell adds to the memory of its submesh, before it starts, or, below 0, takes away when it ends.
+        """Memory that a cell adds to its submesh when it starts, or, if negative, frees when it ends.
 
-        ``last`` is the phase that ends the use of a microbatch: W where a table has it, else B.
+        ``last`` is the phase that ends the use of a microbatch: W if the table has it, else B.
         """
         size = self.activations[stage] if self.activations else 1.0
         kept = 0.0 if last == "B" else self.kept[stage] if self.kept else size

@@ -1,4 +1,4 @@
-"""Tables that users write: as Python sequences or as a JSON file."""
+"""Tables of users: Python sequences, or a JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"([FBW])(\d+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Custom(Schedule):
-    """A table that a user wrote; make one with `custom` or `load`."""
+    """A table of a user; make one with `custom` or `load`."""
 
     rows: Table = ()
 
@@ -32,7 +32,7 @@ class Custom(Schedule):
         return any(cell.phase == "W" for row in self.rows for cell in row)
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """The row of each stage, where every stage has one and the first stages of the rows are in their order."""
+        """The row of each stage. In turn, unless the first stages of the rows are in order and none is missing."""
         home = {cell.stage: rank for rank, row in reversed([*enumerate(self.rows)]) for cell in row}
         found = tuple(home[stage] for stage in sorted(home))
         turns = tuple(range(submeshes))
@@ -40,21 +40,21 @@ class Custom(Schedule):
         return turns if not known or found == turns * (len(found) // submeshes) else found
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
-        """The rows as they were written; `validate` says whether they are of this shape."""
+        """The rows as given; `validate` checks whether they have this shape."""
         return tuple(tuple(c for c in row if backward or c.phase == "F") for row in self.rows)
 
 
 def custom(rows: Iterable[Iterable[str | tuple[int, str]]]) -> Custom:
-    """Schedule of a table that is written by hand.
+    """Make a schedule of a table of your own.
 
     Parameters
     ----------
     rows
-        For each submesh, in the order of the pipeline, what it runs. ``"F0"`` is the forward of stage 0, ``"B0"`` its
-        backward, ``"W0"`` its weight gradients where the table splits them off. Either all entries of a row are names,
-        and a name stands for the next microbatch each time that it comes, or all are pairs ``(microbatch, name)``.
-        All cells of a stage are in one row, that of the submesh on which the stage lives: with ``p`` submeshes stage
-        ``s`` in row ``s % p``, or as you like, as ``[["F0", "F3", ...], ["F1", "F2", ...]]``.
+        The cells of each submesh, in the order of the pipeline. ``"F0"`` is the forward of stage 0, ``"B0"`` its
+        backward, ``"W0"`` its weight gradients, if the table splits them off. In a row of names, a name stands for the
+        next microbatch each time. In a row of pairs ``(microbatch, name)`` you say which. All cells of a stage are in
+        the row of the submesh on which it runs: with ``p`` submeshes stage ``s`` in row ``s % p``, or as you like, as
+        in ``[["F0", "F3", ...], ["F1", "F2", ...]]``.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def custom(rows: Iterable[Iterable[str | tuple[int, str]]]) -> Custom:
     Raises
     ------
     UsageError
-        Naming the entry that is no cell.
+        If an entry is no cell; names it.
 
     Examples
     --------
@@ -83,14 +83,14 @@ def custom(rows: Iterable[Iterable[str | tuple[int, str]]]) -> Custom:
 
 
 def load(path: str | os.PathLike[str]) -> Custom:
-    """Read a schedule from a JSON file: a list of rows as `custom` takes them, pairs as lists ``[0, "F0"]``.
+    """Read a schedule from a JSON file: a list of rows as in `custom`, with pairs as lists ``[0, "F0"]``.
 
-    It also reads what `Choice.save` writes: the table that ``auto`` took.
+    It also reads the files of `Choice.save`: the table that ``auto`` took.
 
     Raises
     ------
     UsageError
-        When the file can't be read or is no such list.
+        If the file can't be read or has no such list.
     """
     path = checks.path("schedules.load: path", path)
     try:

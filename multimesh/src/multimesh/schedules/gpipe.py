@@ -29,9 +29,9 @@ class GPipe(Schedule):
 
 @dataclass(frozen=True)
 class LoopedBFS(GPipe):
-    """`GPipe` with ``v`` stages on each submesh: the microbatches go round breadth first, all of them stage by stage.
+    """`GPipe` with ``v`` stages on each submesh, which runs all microbatches of a stage before its next stage.
 
-    Fill and drain take ``1 / v`` of the time, as in `Interleaved`; a submesh needs the weights of one stage at a time,
+    Fill and drain take ``1 / v`` of the time, as in `Interleaved`. A submesh needs the weights of one stage at a time,
     which suits weights that are gathered or loaded for each use. Every microbatch is alive at once.
     """
 

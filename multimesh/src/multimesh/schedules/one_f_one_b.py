@@ -27,10 +27,10 @@ def alternated(forwards: Sequence[Cell], backwards: Sequence[Cell], warm: int) -
 class Interleaved(Schedule):
     """1F1B with ``v`` stages on each submesh: fill and drain take ``1 / v`` of the time, for more transfers.
 
-    Microbatches go through the stages of a submesh in groups of ``p``. Where ``p`` does not divide ``m`` the groups are
-    of ``m // (m // p)`` or one more; the published idle time, ``(p - 1) (tF + tB) / v``, is that of equal groups of
-    ``p``. Submesh ``r`` holds at most ``2 (p - r - 1) + (v - 1) p + 1`` activations of one stage each. With one
-    stage a submesh this is `OneFOneB`.
+    Microbatches go through the stages of a submesh in groups of ``p``. If ``p`` does not divide ``m``, the groups have
+    ``m // (m // p)`` microbatches or one more. The published idle time, ``(p - 1) (tF + tB) / v``, holds for equal
+    groups of ``p``. Submesh ``r`` holds at most ``2 (p - r - 1) + (v - 1) p + 1`` activations of one stage each. With
+    one stage on each submesh this is `OneFOneB`.
     """
 
     name: ClassVar[str] = "interleaved"
@@ -46,10 +46,10 @@ class Interleaved(Schedule):
 
 @dataclass(frozen=True)
 class KimiK2(Schedule):
-    """`Interleaved` with one forward more before the first backward.
+    """`Interleaved` with one more forward before the first backward.
 
-    In the steady state what a submesh needs next was made a cell earlier: a transfer, or an exchange of tokens between
-    experts, has the time of a cell before its reader waits for it. Submesh ``r`` holds one activation more.
+    In the steady state a cell ends one cell before its reader starts. That is the time for a transfer, or for an
+    exchange of tokens between experts. Submesh ``r`` holds one activation more.
     """
 
     name: ClassVar[str] = "kimi-k2"
@@ -62,7 +62,7 @@ class KimiK2(Schedule):
 
 
 def in_groups(rank: int, submeshes: int, chunks: int, microbatches: int) -> tuple[list[Cell], list[Cell], int]:
-    """Forwards and backwards of a submesh, both in groups of ``p`` microbatches; and the size of the first group."""
+    """Forwards and backwards of a submesh, both in groups of ``p`` microbatches, and the size of the first group."""
     groups = _groups(submeshes, microbatches)
 
     def cells(phase: str, order: Sequence[int]) -> list[Cell]:
@@ -72,7 +72,7 @@ def in_groups(rank: int, submeshes: int, chunks: int, microbatches: int) -> tupl
 
 
 def _groups(size: int, microbatches: int) -> list[range]:
-    """Microbatches in groups of ``size``, or as few more as there must be; the larger groups first."""
+    """Microbatches in groups of ``size``, or of a few more if need be; the larger groups first."""
     count = max(1, microbatches // size)
     starts = [-(-microbatches * g // count) for g in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(starts)]
@@ -98,8 +98,8 @@ class OneFOneB(Schedule):
 class EagerOneFOneB(Schedule):
     """1F1B with twice the warm-up: a transfer has the time of a microbatch before its reader waits for it.
 
-    Submesh ``r`` of ``p`` holds at most ``2 (p - r) - 1`` microbatches, where 1F1B holds ``p - r``. With transfers that
-    take no time it waits as long as 1F1B. With several stages on each submesh this is `Interleaved`, which has that
+    Submesh ``r`` of ``p`` holds at most ``2 (p - r) - 1`` microbatches; under 1F1B it holds ``p - r``. If transfers
+    take no time, it waits as long as 1F1B. With several stages on each submesh this is `Interleaved`, which has that
     warm-up already.
     """
 

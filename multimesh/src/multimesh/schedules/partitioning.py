@@ -1,4 +1,4 @@
-"""Layers to stages: contiguous pieces of a list of layers, chosen by what the layers cost. Nothing here imports JAX."""
+"""Layers to stages: contiguous pieces of a list of layers, chosen by cost. Nothing here imports JAX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multimesh.schedules.costs import CLOSE, cost
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What a layer costs on a submesh.
+    """Costs of a layer on a submesh.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class LayerCosts:
     activation: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no cost."""
+        """Check the numbers."""
         for name, value in vars(self).items():
             cost(value, f"a layer's {name}")
 
@@ -46,9 +46,9 @@ class Partition:
     sizes
         Number of layers of each stage.
     stages
-        What each stage costs in all.
+        Costs of each stage.
     bound
-        What `partition` makes as short as can be.
+        The value that `partition` minimizes.
     """
 
     sizes: tuple[int, ...]
@@ -81,27 +81,27 @@ def partition(
     memory: float | None = None,
     transfer: float = 0.0,
 ) -> Partition:
-    """Cut a list of layers into stages so that a pipeline of them can end earliest.
+    """Cut a list of layers into stages so that their pipeline can end earliest.
 
-    With ``t`` the times of the stages, ``m`` microbatches and ``v`` stages on each submesh, what is made as short as
-    can be is ``max over s of (t_0 + ... + t_(s-1) + 2 s transfer + m v t_s)``. With one stage on each submesh no table
-    whose B makes the weight gradients too ends before that in the simulator: ``t_s`` must run ``m`` times,
-    after the first microbatch has come through the stages before, and before the last one has gone back through them.
-    With several it is an upper estimate: as if all stages of a submesh took the time of its longest. Of cuts that are
-    equal in this, one whose longest stage is shortest is taken. Found by dynamic programming, in time
-    ``stages * layers ** 2``; no other cut has a smaller value.
+    With ``t`` the times of the stages, ``m`` microbatches and ``v`` stages on each submesh, it minimizes ``max over s
+    of (t_0 + ... + t_(s-1) + 2 s transfer + m v t_s)``. With one stage on each submesh, no table whose B makes the
+    weight gradients too ends before that in the simulator: stage ``s`` runs ``m`` times, after the first microbatch has
+    come through the stages before, and before the last one has gone back through them. With several stages it is an
+    upper estimate: as if all stages of a submesh took the time of its longest. Of equal cuts, one with the shortest
+    longest stage is taken. Dynamic programming finds it in time ``stages * layers ** 2``; no other cut has a smaller
+    value.
 
     Parameters
     ----------
     layers
-        What each costs, in order; a number is its time.
+        The costs of each layer, in order; a number is its time.
     submeshes, chunks
-        How many there are, and the stages on each, round and round.
+        The number of submeshes, and of stages on each, round and round.
     microbatches
         ``m``.
     memory
-        Bytes that a submesh has; None: enough. A stage fits where what its layers hold and the activations that are
-        alive under 1F1B, interleaved where there are several stages on a submesh, take at most a ``v``-th of it.
+        Bytes of a submesh; None: enough. A stage fits if it takes at most a ``v``-th of it: for what its layers hold,
+        and for the activations that are alive under 1F1B (interleaved, if ``v`` is above 1).
     transfer
         Time of a transfer between two stages.
 
@@ -113,7 +113,7 @@ def partition(
     Raises
     ------
     UsageError
-        When there are fewer layers than stages, or no cut fits into memory.
+        If there are fewer layers than stages, or no cut fits into memory.
 
     Examples
     --------
@@ -173,7 +173,10 @@ def cut(layers: Sequence[LayerCosts | float], sizes: Sequence[int], bound: float
 
 
 def _best(stages: int, layers: int, value: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
-    """The least largest value of (stage, first layer, end) over all cuts, and the ends of such a cut, from 0."""
+    """Minimize the largest value of (stage, first layer, end) over all cuts.
+
+    Returns that value and the ends of such a cut, from 0.
+    """
     best = [math.inf if end == 0 else value(0, 0, end) for end in range(layers + 1)]
     starts: list[list[int]] = []
     for stage in range(1, stages):

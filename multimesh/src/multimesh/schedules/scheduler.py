@@ -1,7 +1,7 @@
-"""The list scheduler: rows of cells, each begun as soon as its row is free and what it needs has arrived.
+"""The list scheduler: each row starts its next cell as soon as the row is free and all inputs have arrived.
 
-Whatever asks when cells run, in which order, or whether they run at all, asks here: `schedules.validate`, the order in
-which a loop is dispatched (``passes/order.py``), and the forecasts of tables and of plans.
+`schedules.validate`, the order in which a loop is dispatched (``passes/cutting/order.py``), and the forecasts of tables
+and plans all ask it when cells run, in which order, or whether they run at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def run(
     cost: Callable[[C], float],
     transfer: Callable[[C, C], float] | None = None,
 ) -> dict[C, tuple[float, float]]:
-    """Start and end of every cell; of two that start at the same time, that of the first row comes first.
+    """Compute the start and end of every cell. If two start at the same time, that of the first row comes first.
 
     Parameters
     ----------
@@ -29,15 +29,14 @@ def run(
     needs
         Cells that must have ended before a cell starts.
     cost
-        Time that a cell takes.
+        Time of a cell.
     transfer
-        Of a cell and one in another row that needs it: the time between the end of one and the start of the other; by
-        default none.
+        Time between the end of a cell and the start of one that needs it in another row; by default none.
 
     Returns
     -------
     dict
-        In the order in which cells start. Cells that wait for each other, and those behind them, are not in it.
+        In the order in which cells start. It lacks cells that wait for each other, and those behind them.
     """
     place = {cell: row for row, cells in enumerate(rows) for cell in cells}
     times: dict[C, tuple[float, float]] = {}

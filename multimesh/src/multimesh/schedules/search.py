@@ -1,7 +1,7 @@
 """A search for short tables: list scheduling under many policies, then local improvement of the best ones.
 
-The list scheduler is that of the zero-bubble papers (Qi et al. 2023), made greedy over any placement and costs. Every
-table is judged by the scheduler that also validates, orders and forecasts (`schedules.scheduler.run`).
+The list scheduler is that of the zero-bubble papers (Qi et al. 2023), greedy over any placement and costs. The
+scheduler that also validates, orders and forecasts (`schedules.scheduler.run`) simulates every table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WINDOW = 8  # how far a cell is moved within its row
 _STARTS = 3  # tables that are improved
 
 Rows = tuple[tuple[int, ...], ...]
-"""For each submesh its kinds in order; a kind is a phase of a stage, and stands for the next microbatch."""
+"""The kinds of each submesh in order. A kind is a phase of a stage, and stands for its next microbatch."""
 
 
 class Problem:
@@ -57,7 +57,7 @@ class Problem:
         self.last = len(self.phases) - 1
 
     def _needs(self, kind: int) -> Iterator[int]:
-        """Kinds that must have run before a kind, of the same microbatch."""
+        """Kinds of the same microbatch that must have run before a kind."""
         stages = len(self.place)
         phase, stage = divmod(kind, stages)
         if phase == 0 and stage:
@@ -73,12 +73,12 @@ class Problem:
         return self.costs.hop(one, other)
 
     def times(self, rows: Rows) -> dict[int, tuple[float, float]] | None:
-        """Start and end of every cell; None where cells wait for each other."""
+        """Start and end of every cell; None if cells wait for each other."""
         found = run([self.cells(row) for row in rows], self.needs.__getitem__, self.time.__getitem__, self.hop)
         return found if len(found) == len(self.time) else None
 
     def cells(self, row: Sequence[int]) -> list[int]:
-        """Cells of a row of kinds."""
+        """The cells of a row of kinds."""
         nexts = [kind * self.microbatches for kind in self.kinds]
         found = []
         for kind in row:
@@ -87,12 +87,12 @@ class Problem:
         return found
 
     def grows(self, kind: int) -> float:
-        """What a cell adds to the memory of its submesh before it starts, or, below 0, takes away when it ends."""
+        """Memory that a cell adds to its submesh when it starts, or, if negative, frees when it ends."""
         phase, stage = divmod(kind, len(self.place))
         return self.costs.grows(stage, self.phases[phase], last=self.phases[-1]) if self.last else 0.0
 
     def peak(self, row: Sequence[int]) -> float:
-        """Most activations alive on a submesh; where W follows its B at once, what B made for it is not kept."""
+        """The most activations alive on a submesh. If W follows its B at once, what B made for it is not counted."""
         alive = most = held = 0.0
         late = [0] * len(self.place)  # of each stage: B whose W have not run
         for kind, following in itertools.zip_longest(row, row[1:]):
@@ -106,7 +106,7 @@ class Problem:
         return most
 
     def bound(self) -> float:
-        """A time before which no table ends."""
+        """No table ends before this time."""
         stages, times = len(self.place), self.time[:: self.microbatches]
 
         def way(phase: int, stage: int) -> float:
@@ -133,7 +133,7 @@ class Problem:
         return self.costs.hop(stage, stage + 1) if self.place[stage] != self.place[stage + 1] else 0.0
 
     def table(self, rows: Rows) -> Table:
-        """As cells with names."""
+        """The rows as cells with names."""
         return tuple(tuple(map(self._cell, self.cells(row))) for row in rows)
 
     def _cell(self, number: int) -> Cell:
@@ -142,23 +142,24 @@ class Problem:
         return Cell(self.phases[phase], stage, microbatch)
 
     def rows(self, table: Table) -> Rows:
-        """The kinds of a table whose microbatches come in order."""
+        """The kinds of a table whose microbatches are in order."""
         stages = len(self.place)
         return tuple(tuple(self.phases.index(c.phase) * stages + c.stage for c in row) for row in table)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How the list scheduler decides between cells that could start.
+    """How the list scheduler chooses between cells that could start.
 
     Attributes
     ----------
     limits
-        Most activations alive on each submesh.
+        The most activations alive on each submesh.
     forward
-        Whether a submesh that may hold more prefers a forward to a backward.
+        Whether a submesh prefers a forward to a backward, as long as it may hold more.
     patience
-        How long a submesh waits for a better cell that is under way, as a share of the time of the one that is there.
+        How long a submesh waits for a better cell that will arrive, as a share of the time of the cell that it could
+        start.
     grouped
         Whether stages of a submesh take turns by groups of as many microbatches as submeshes, or one by one.
     """
@@ -170,7 +171,7 @@ class Policy:
 
 
 def listed(problem: Problem, policy: Policy) -> Rows | None:
-    """Rows that the list scheduler fills in order of time; None where all submeshes are full before a backward."""
+    """Fill rows in order of time. None if all submeshes are full before a backward can run."""
     count, stages = problem.microbatches, len(problem.place)
     left = [len(needs) for needs in problem.needs]
     arrival = [0.0] * len(left)
@@ -235,20 +236,20 @@ def search(
     evaluations: int,
     seed: int,
 ) -> Found | None:
-    """The shortest table that was found within the limits.
+    """Return the shortest table within the limits that the search finds.
 
     Parameters
     ----------
     problems
-        The loop with weight gradients apart and with them in B, or one of these.
+        The loop with weight gradients apart, with them in B, or one of these.
     starts
-        Known tables that fit, which are improved too.
+        Known tables that fit; they are improved too.
     limits
-        Most activations alive on each submesh.
+        The most activations alive on each submesh.
     evaluations
-        Tables that are simulated.
+        Number of tables to simulate.
     seed
-        Of all that is random: the same arguments give the same table.
+        Seed of the random choices: the same arguments give the same table.
     """
     rng = random.Random(seed)  # noqa: S311
     bound = min(problem.bound() for problem in problems)
@@ -284,7 +285,7 @@ def _reached(found: Sequence[Found], bound: float) -> bool:
 
 
 def _different(found: Sequence[Found]) -> list[Found]:
-    """The first few tables that are not the same."""
+    """The first few tables that differ."""
     unique: dict[Rows, Found] = {}
     for f in found:
         unique.setdefault(f.rows, f)
@@ -292,7 +293,7 @@ def _different(found: Sequence[Found]) -> list[Found]:
 
 
 def _policy(rng: random.Random, limits: Sequence[float], caps: Sequence[tuple[float, ...]], problem: Problem) -> Policy:
-    """A random policy: the memory of a known table, a little more or less, or all that there is."""
+    """A random policy: the memory of a known table, a little more or less, or all of it."""
     cap = rng.choice([*caps, tuple(limits)])
     sizes = [max(problem.grows(k) for k in problem.kinds if problem.row[k] == row) for row in range(problem.submeshes)]
     moved = [c + size * rng.choice((0, 0, 1, 2, -1)) for c, size in zip(cap, sizes, strict=True)]
@@ -301,7 +302,7 @@ def _policy(rng: random.Random, limits: Sequence[float], caps: Sequence[tuple[fl
 
 
 def _improved(start: Found, limits: Sequence[float], bound: float, evaluations: int, rng: random.Random) -> Found:
-    """Move cells within their rows as long as that makes no table longer."""
+    """Move cells within their rows; keep each move that makes the table no longer."""
     problem, rows, makespan = start.problem, start.rows, start.makespan
     times = problem.times(rows)
     for _ in range(evaluations):
@@ -324,7 +325,7 @@ def _improved(start: Found, limits: Sequence[float], bound: float, evaluations: 
 def _moved(
     problem: Problem, rows: Rows, times: dict[int, tuple[float, float]], rng: random.Random
 ) -> tuple[int, tuple[int, ...]] | None:
-    """A row with one cell elsewhere: filled into idle time, hurried because another submesh waits for it, or any."""
+    """A row with one cell moved: into idle time, ahead because another submesh waits for it, or anywhere."""
     row = rng.randrange(len(rows))
     cells = problem.cells(rows[row])
     gaps = [
@@ -354,7 +355,7 @@ def _shift(rows: Rows, row: int, source: int, target: int) -> tuple[int, tuple[i
 
 
 def _keeps_order(problem: Problem, row: Sequence[int]) -> bool:
-    """Whether each stage has made F before B, and B before W."""
+    """Whether every F of a stage comes before its B, and every B before its W."""
     stages = len(problem.place)
     done = [0] * len(problem.kinds)
     for kind in row:

@@ -1,4 +1,4 @@
-"""When the cells of a table run on ideal submeshes."""
+"""When the cells of a table run, on ideal submeshes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ def simulate(
 ) -> Timeline:
     """Run a table on ideal submeshes.
 
-    A submesh starts its next cell as soon as it is free and what the cell needs has arrived. A transfer starts when its
-    cell ends, whenever the schedule issues it, and keeps no submesh from computing.
+    A submesh starts its next cell as soon as it is free and the inputs of the cell have arrived. A transfer starts when
+    its cell ends, whenever the schedule issues it. It keeps no submesh from computing.
 
     Parameters
     ----------
     table
-        For each submesh its cells in order.
+        The cells of each submesh in order.
     costs
-        Time of F, B and W of every stage, or of each; where a table has no W, its B takes the time of both.
+        Time of F, B and W of every stage, or of each. In a table without W, its B takes the time of both.
     transfer
-        Time between the end of a cell and the arrival of its result on another submesh, of stages that cost the same.
+        Time between the end of a cell and the arrival of its result on another submesh, if all stages cost the same.
     title
-        Of the timeline.
+        Title of the timeline.
 
     Returns
     -------
     Timeline
-        Its ``live`` counts activations, or their memory where the costs have that: that of a stage and microbatch is
-        alive from the start of F to the end of its last phase.
+        Its ``live`` counts activations, or their memory if the costs have it. The activation of a stage and microbatch
+        is alive from the start of F to the end of its last phase.
 
     Raises
     ------
     UsageError
-        When cells wait for each other; names them.
+        If cells wait for each other; names them.
     """
     place = {cell: row for row, cells in enumerate(table) for cell in cells}
     covers = covered((cell.stage, cell.phase) for cell in place)

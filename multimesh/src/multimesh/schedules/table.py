@@ -1,4 +1,4 @@
-"""What a schedule is: for each submesh the order in which it runs the microbatches of its stages."""
+"""A schedule: for each submesh a row of cells, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from multimesh.errors import UsageError
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a table.
+    """One entry of a table: a phase of a stage, for one microbatch.
 
     Attributes
     ----------
     phase
-        ``F`` forward, ``B`` backward, ``W`` the weight gradients, where a schedule splits them off the backward.
+        ``F`` forward, ``B`` backward, ``W`` the weight gradients, if a schedule splits them off the backward.
     stage
-        From 0, in the order of the data; `Schedule.placement` says on which submesh it runs.
+        From 0, in the order of the data. `Schedule.placement` gives its submesh.
     microbatch
         From 0.
     """
@@ -37,21 +37,21 @@ Table = tuple[Row, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Common face of the schedules; use one of its subclasses.
+    """Base class of the schedules; use one of its subclasses.
 
     Attributes
     ----------
     name
-        As users write it.
+        The name that users write.
     splits
         Whether weight gradients are a phase W of their own.
     chunks
-        Stages on each submesh, where the schedule has a table for no other number.
+        Stages on each submesh, if the schedule has tables for one number only.
     usual
-        Stages on each submesh that it is meant for: where nobody says how many, and it can choose.
+        Stages on each submesh, if nobody says how many.
     ahead
-        How many fronts before its reader a transfer is issued; None: at once, behind the task that made the value. Only
-        for schedules that have fronts.
+        How many fronts before its reader a transfer is issued. None: as soon as the value is made. Only for schedules
+        with fronts.
     """
 
     name: ClassVar[str]
@@ -61,14 +61,14 @@ class Schedule:
     ahead: ClassVar[int | None] = None
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """Submesh of stage 0, 1, ...: the way of a microbatch. Further stages go the same way again.
+        """Submesh of stages 0, 1, ...: the way of a microbatch. Further stages go the same way again.
 
         Stage ``s`` runs on ``placement[s % len(placement)]``: by default on ``s % p``, round and round.
         """
         return tuple(range(submeshes))
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
-        """Order of the cells of each submesh.
+        """The rows of cells of all submeshes.
 
         Parameters
         ----------
@@ -79,12 +79,12 @@ class Schedule:
         microbatches
             ``m``.
         backward
-            Whether there is a backward pass; without it the forward cells keep their order.
+            Whether there is a backward pass. Without it the forward cells keep their order.
 
         Raises
         ------
         UsageError
-            When the schedule has no table of this shape.
+            If the schedule has no table of this shape.
         """
         self.check_sizes(submeshes, chunks, microbatches)
         if self.chunks is not None and chunks != self.chunks:
@@ -96,7 +96,7 @@ class Schedule:
         return tuple(tuple(c for c in row if backward or c.phase == "F") for row in rows)
 
     def check_sizes(self, submeshes: int, chunks: int, microbatches: int) -> None:
-        """Refuse sizes that no schedule has a table for."""
+        """Refuse sizes for which no schedule has a table."""
         if min(submeshes, chunks, microbatches) < 1:
             raise UsageError(
                 f"schedule {self.name}: {submeshes} submeshes, {chunks} stages on each and {microbatches} microbatches "
@@ -104,11 +104,11 @@ class Schedule:
             )
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """Row of one submesh, with a backward pass."""
+        """The row of one submesh, with a backward pass."""
         raise NotImplementedError
 
     def front(self, cell: Cell, submeshes: int, chunks: int) -> int | None:
-        """Front of a cell, for schedules whose global order goes front by front."""
+        """The front of a cell, in a schedule with a global order of fronts; else None."""
         return None
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""V shapes: each submesh has a stage of the first half of the model and the one across from it, ``2 p - 1 - s``.
+"""V shapes: each submesh has stage ``s`` of the first half of the model, and stage ``2 p - 1 - s`` across from it.
 
 A microbatch goes down the submeshes and comes back up. Its backward begins where its forward began: submesh 0 has the
 first and the last stage, and all submeshes hold about as many activations.
@@ -20,7 +20,7 @@ from multimesh.schedules.table import Cell, Schedule
 
 @dataclass(frozen=True)
 class VShaped(Schedule):
-    """Common face of the V shapes: ``words`` are a row for enough microbatches; those beyond ``m`` are left out."""
+    """Base class of the V shapes. ``words`` make a row for enough microbatches; those beyond ``m`` are left out."""
 
     splits: ClassVar[bool] = True
     chunks: ClassVar[int | None] = 2
@@ -31,7 +31,7 @@ class VShaped(Schedule):
         return (*range(submeshes), *reversed(range(submeshes)))
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:
-        """Cells of the words: ``F0`` is the next forward of its first stage, ``B1`` a backward of its last."""
+        """The cells of the words: ``F0`` is the next forward of the first stage, ``B1`` a backward of the last."""
         stage = {"0": rank, "1": 2 * submeshes - 1 - rank}
         times: collections.Counter[str] = collections.Counter()
         for word in self.words(rank, submeshes, max(microbatches, 2 * submeshes)):
@@ -40,13 +40,13 @@ class VShaped(Schedule):
             times[word] += 1
 
     def words(self, rank: int, submeshes: int, microbatches: int) -> Iterable[str]:
-        """Row of a submesh, for at least ``2 p`` microbatches."""
+        """The row of a submesh, for at least ``2 p`` microbatches."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ZBV(VShaped):
-    """No submesh waits once it has begun, where F, B and W take the same time, in the memory of 1F1B's first submesh.
+    """No submesh waits once it has begun, if F, B and W take the same time; in the memory of 1F1B's first submesh.
 
     Every submesh holds at most ``p`` microbatches: ``2 p`` activations of its two half-sized stages. As in `ZBH2` the
     next step fills the gaps before the begin and after the end.
@@ -65,10 +65,10 @@ class ZBV(VShaped):
 
 @dataclass(frozen=True)
 class DualPipeV(VShaped):
-    """A forward of one stage beside a backward of the other, in turn: exchanges of tokens between experts have time.
+    """A forward of one stage beside a backward of the other, in turn, so that experts have time to exchange tokens.
 
-    Every submesh holds at most ``p + 1/2`` microbatches. `ZBV` waits less where F, B and W take the same time; in the
-    steady state this splits no backward, and starts fewer programs.
+    Every submesh holds at most ``p + 1/2`` microbatches. `ZBV` waits less if F, B and W take the same time. In the
+    steady state this schedule splits no backward, and starts fewer kernels.
     """
 
     name: ClassVar[str] = "dualpipe-v"

@@ -1,4 +1,4 @@
-"""Whether a table can be run: checked of every table before anything is compiled."""
+"""Checks of a table, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def validate(
     backward: bool = True,
     placement: Sequence[int] | None = None,
 ) -> None:
-    """Check that a table runs every stage x microbatch x phase once, in an order that ends.
+    """Check that a table runs every phase of every stage and microbatch once, in an order without deadlock.
 
     Phases are F, with ``backward`` B, and W for all stages if the table has any. F waits for the stage before, B for
     the F of its stage and the B of the stage after, W for its B.
@@ -35,7 +35,7 @@ def validate(
     Raises
     ------
     UsageError
-        Naming the cell that is wrong: submesh (row), position in the row from 0, phase, stage and microbatch.
+        If a cell is wrong; names its submesh (row), its position in the row from 0, its phase, stage and microbatch.
     """
     rows = [many("schedule table: a row", row, "a sequence of cells") for row in many("schedule table", table, "rows")]
     for cell in (cell for row in rows for cell in row if not isinstance(cell, Cell)):
@@ -60,7 +60,7 @@ def _expected(stages: int, microbatches: int, backward: bool, split: bool) -> It
 
 
 def _places(table: Table, home: Sequence[int], microbatches: int, backward: bool) -> dict[Cell, tuple[int, int]]:
-    """Row and position of every cell, each checked by itself; ``home`` has the submesh of each stage."""
+    """Check every cell, and return its row and position. ``home`` has the submesh of each stage."""
     where: dict[Cell, tuple[int, int]] = {}
     for rank, row in enumerate(table):
         for position, cell in enumerate(row):
@@ -81,7 +81,7 @@ def _places(table: Table, home: Sequence[int], microbatches: int, backward: bool
 
 
 def needs(cell: Cell, stages: int) -> tuple[Cell, ...]:
-    """Cells that must have run before this one."""
+    """The cells that must have run before this one."""
     if cell.phase == "F":
         return (Cell("F", cell.stage - 1, cell.microbatch),) if cell.stage else ()
     if cell.phase == "W":
@@ -91,7 +91,7 @@ def needs(cell: Cell, stages: int) -> tuple[Cell, ...]:
 
 
 def _refuse_deadlock(table: Table, where: dict[Cell, tuple[int, int]], stages: int) -> None:
-    """Run the rows as far as they go; raise for what is left."""
+    """Run the rows as far as they go, and raise an error if cells are left."""
     done = run(table, lambda cell: needs(cell, stages), lambda cell: 1.0)
     stuck = [(rank, cell) for rank, row in enumerate(table) if (cell := next((c for c in row if c not in done), None))]
     if not stuck:

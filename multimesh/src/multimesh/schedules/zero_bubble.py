@@ -1,4 +1,4 @@
-"""Zero bubble: the weight gradients, which nobody waits for, fill what would be idle time.
+"""Zero bubble: no stage waits for weight gradients, so they fill the idle time.
 
 ZB-H1 and ZB-H2: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 """
@@ -15,7 +15,7 @@ from multimesh.schedules.table import Cell, Schedule
 
 
 def split(forwards: Sequence[Cell], backwards: Sequence[Cell], warm: int, late: int) -> Iterator[Cell]:
-    """``warm`` forwards, then a forward, a backward, and the weight gradients of ``late`` backwards ago in turn."""
+    """``warm`` forwards, then in turn a forward, a backward, and the weight gradients of ``late`` backwards ago."""
     yield from forwards[:warm]
     weights = [Cell("W", c.stage, c.microbatch) for c in backwards]
     for n, pair in enumerate(itertools.zip_longest(forwards[warm:], backwards)):
@@ -26,10 +26,10 @@ def split(forwards: Sequence[Cell], backwards: Sequence[Cell], warm: int, late: 
 
 @dataclass(frozen=True)
 class InterleavedZB(Schedule):
-    """`Interleaved` with backwards that are split: B makes what the stage before waits for, W the weights' gradients.
+    """`Interleaved` with split backwards: the stage before waits for B, and W makes the weight gradients.
 
     Submesh ``r`` of ``p`` runs its W ``r`` backwards late. It begins with fewer forwards than `Interleaved`; every
-    submesh holds at most ``p v`` activations of one stage each. With one stage a submesh this is `ZBH1`.
+    submesh holds at most ``p v`` activations of one stage each. With one stage on each submesh this is `ZBH1`.
     """
 
     name: ClassVar[str] = "interleaved-zb"
@@ -44,10 +44,10 @@ class InterleavedZB(Schedule):
 
 @dataclass(frozen=True)
 class ZBH1(InterleavedZB):
-    """1F1B whose backwards are split: B makes what the stage before waits for, W the gradients of the weights.
+    """1F1B with split backwards: the stage before waits for B, and W makes the weight gradients.
 
-    Submesh ``r`` of ``p`` runs its W ``r`` microbatches late, so that every submesh holds at most ``p`` microbatches,
-    what submesh 0 holds under 1F1B.
+    Submesh ``r`` of ``p`` runs its W ``r`` microbatches late. So every submesh holds at most ``p`` microbatches, as
+    submesh 0 does under 1F1B.
     """
 
     name: ClassVar[str] = "zb-h1"
@@ -57,11 +57,11 @@ class ZBH1(InterleavedZB):
 
 @dataclass(frozen=True)
 class ZBH2(Schedule):
-    """`ZBH1` with twice the warm-up: no submesh waits once it has begun, where F, B and W take the same time.
+    """`ZBH1` with twice the warm-up: once it has begun, no submesh waits, if F, B and W take the same time.
 
     Every submesh holds at most ``2 p - 1`` microbatches. Submesh ``r`` begins ``r`` forwards after the first and ends
-    as much later: the next step fills these gaps, unless something waits for all submeshes, as clipping by a global
-    norm.
+    as much later. The next step fills these gaps, unless something waits for all submeshes, such as clipping by a
+    global norm.
     """
 
     name: ClassVar[str] = "zb-h2"
