@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import collections, functools, json, sys
 import conftest, jax, jax.monitoring, jax.numpy as jnp, optax
@@ -42,6 +44,7 @@ def run(cache: Path, seed: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.longer
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     first, second = run(tmp_path, "1"), run(tmp_path, "2")
     assert first["cache_misses"] == first["compile_requests_use_cache"] > 6

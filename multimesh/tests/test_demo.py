@@ -26,7 +26,11 @@ def multimesh(*argv, code=None, env=CLEAN):
 
 @pytest.mark.parametrize(
     "schedule",
-    [s if s in ("1f1b", "zb-v") else pytest.param(s, marks=pytest.mark.full) for s in mm.schedules.names()],
+    [
+        "1f1b",
+        pytest.param("zb-v", marks=pytest.mark.longer),
+        *(pytest.param(s, marks=pytest.mark.full) for s in mm.schedules.names() if s not in ("1f1b", "zb-v")),
+    ],
 )
 def test_each_loss_is_that_of_one_device(schedule):
     argv = ("demo", "--schedule", schedule, "--steps", "5", "--microbatches", "3", "--json", "--plan")

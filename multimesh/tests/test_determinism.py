@@ -39,6 +39,7 @@ def results(processes):
     return [json.loads(p.communicate(timeout=600)[0].splitlines()[-1]) for p in processes]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("layouts", [LAYOUTS[:2], pytest.param(LAYOUTS, marks=pytest.mark.full)], ids=["two", "four"])
 def test_plans_of_every_schedule_with_scanned_layers(layouts):
     assert_alike(results([made_in(seed, junk, "all") for seed, junk in layouts]))

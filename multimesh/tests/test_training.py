@@ -18,6 +18,7 @@ def test_adamw(model, schedule):
     check(model, OPTIMIZERS["adamw"](), schedule, Split(submeshes(2, (2, 2))), 2)
 
 
+@pytest.mark.longer
 @pytest.mark.telling("clip")
 @pytest.mark.parametrize("name", ["clip", "schedule", "multisteps"])
 def test_optimizers(name):
