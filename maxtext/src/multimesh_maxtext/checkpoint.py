@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from multimesh_maxtext import layer_names
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import CheckpointError, FileError, UsageError
 from multimesh_maxtext.reserve import writing
@@ -30,8 +31,6 @@ _HALF = ".orbax-checkpoint-tmp"
 _COMPLETE = "commit_success.txt"
 
 _LOCK = ".writing"
-
-_LAYER = re.compile(r"(?:(?:dense_|moe_)?layers|scanned_blocks)(?:_(\d+))?(?:_(\d+))?")
 
 _TOLD = re.compile(rf"^{CheckpointError.__module__}\.{CheckpointError.__qualname__}: (.*)$", re.MULTILINE)
 """What the trainer's process raised, as Python prints it."""
@@ -92,7 +91,7 @@ def _paths(items: Path) -> frozenset[tuple[str, ...]]:
 
 def _layers(paths: Iterable[tuple[str, ...]]) -> frozenset[str]:
     params = [path[3] for path in paths if path[:3] == ("params", "params", "decoder")]
-    return frozenset(name for name in params if _LAYER.fullmatch(name))
+    return frozenset(name for name in params if layer_names.split(name))
 
 
 def look(folder: Path) -> Checkpoints:
@@ -224,8 +223,7 @@ def _check_continues(job: Job, found: Checkpoints) -> None:
 
 def layout(layers: frozenset[str]) -> str:
     """Return how a checkpoint holds its layers: ``scanned``, ``unrolled``, or ``in stacks``."""
-    found = (_LAYER.fullmatch(name) for name in layers)
-    numbers = {len([part for part in match.groups() if part]) for match in found if match}
+    numbers = {len(found[1]) for found in map(layer_names.split, layers) if found}
     return "scanned" if numbers == {0} else "unrolled" if numbers <= {1} else "in stacks"
 
 

@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 import multimesh
+from multimesh_maxtext import layer_names
 from multimesh_maxtext.processes import absent, has_device
 
-_LAYER = re.compile(r"\b(layers|dense_layers|moe_layers)_(\d+)(?:_\d+)?\b")
-
-_AFTER_LAYERS = re.compile(r"\b(decoder_norm|logits_dense)\b")
+_AFTER_LAYERS = {"decoder_norm", "logits_dense"}
 
 
 Stack = tuple[str, int, Any]
@@ -76,12 +74,11 @@ class Stages:
         What follows the last layer (the final norm, the logits) lies where that is; what belongs to none and does not
         follow one (the embedding, counters) where the first is.
         """
-        name = jax.tree_util.keystr(path)
-        # A stack of layers is named by its first and its last: it lies where the first one does.
-        layer = _LAYER.search(name)
-        if layer:
-            return self.of_layer(int(layer[2]) + (self.dense if layer[1] == "moe_layers" else 0))
-        return self.of_layer(self.layers - 1 if _AFTER_LAYERS.search(name) else 0)
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        for kind, numbers in filter(None, map(layer_names.split, names)):
+            if numbers:  # a stack of layers lies where its first one does
+                return self.of_layer(numbers[0] + (self.dense if kind == "moe_layers" else 0))
+        return self.of_layer(self.layers - 1 if _AFTER_LAYERS.intersection(names) else 0)
 
     def shardings(self, tree: Any) -> Any:
         """Put each ``NamedSharding`` of a tree on the submesh of its leaf."""

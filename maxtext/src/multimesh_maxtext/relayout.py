@@ -7,7 +7,6 @@ all. MaxText stacks parameters and their moments along their second dimension, e
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from multimesh_maxtext import layer_names
 from multimesh_maxtext.checkpoint import Checkpoints
 from multimesh_maxtext.errors import CheckpointError
 from multimesh_maxtext.processes import absent, has_device, place
 
 Entry = tuple[str, ...]
-
-_LAYER = re.compile(r"layers(?:_(\d+))?(?:_(\d+))?")
 
 _SECOND = ("params", "opt_state")  # stacked along the second dimension
 
@@ -177,11 +175,10 @@ def _is_key(leaf: Any) -> bool:
 
 def held(name: str, total: int) -> range:
     """Return the layers that an entry of the decoder holds; none for an entry of another kind."""
-    found = _LAYER.fullmatch(name)
-    if found is None:
+    kind, numbers = layer_names.split(name) or ("", ())
+    if kind != "layers":
         return range(0)
-    first, last = found.groups()
-    return range(total) if first is None else range(int(first), int(last or first) + 1)
+    return range(numbers[0], numbers[-1] + 1) if numbers else range(total)
 
 
 def is_stack(name: str) -> bool:

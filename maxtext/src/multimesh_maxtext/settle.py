@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +104,8 @@ def _find_decided(job: Job) -> Iterator[LauncherError]:
 
 def _follows(error: LauncherError, doubtful: frozenset[str]) -> bool:
     """Whether an error names a flag, as such or as an axis, that could not be read."""
-    return any(re.search(rf"(?<![\w-])(--)?{flag.lstrip('-')}(?![\w-])", str(error)) for flag in doubtful)
+    words = {word.strip(",.;:()").removeprefix("--") for word in str(error).split()}
+    return any(flag.lstrip("-") in words for flag in doubtful)
 
 
 def _replace_kernels(options: Options) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,10 @@ _PARAMETERS = "ga_params"
 _STATE = "rest_state"
 """What MaxText hands from a microbatch to the next: keys of random number generators, and how often each was used."""
 
-_REDUCED = re.compile(r"'(te_moe_\w+|moe_required_rbf|moe_max_load_ratio\w*)'")
+_REDUCED = {
+    *("te_moe_capacity_overflow", "te_moe_max_total_recv_tokens", "te_moe_recv_capacity_per_rank"),
+    *("moe_required_rbf", "moe_max_load_ratio", "moe_max_load_ratio_mean"),
+}
 """What MaxText does not sum over the microbatches, but takes the largest, the least or the mean of."""
 
 _REPEATS = 2
@@ -310,7 +312,7 @@ def accumulate_microbatches(
 
 def _is_stacked(path: Any, like: Any) -> bool:
     """Whether MaxText needs a result of each microbatch, not their sum."""
-    return like.dtype == jnp.bool_ or bool(_REDUCED.search(jax.tree_util.keystr(path)))
+    return like.dtype == jnp.bool_ or any(getattr(part, "key", None) in _REDUCED for part in path[:1])
 
 
 @dataclass(frozen=True)
@@ -384,4 +386,4 @@ def _trace(body: Callable[[Any, Any], Any], carry: Any, rows: Any) -> _Microbatc
 
 def _in_state(path: Any) -> bool:
     """Whether a leaf of ``(carry, ...)`` belongs to the state."""
-    return _STATE in jax.tree_util.keystr(path[:2])
+    return _STATE in (getattr(part, "key", None) for part in path[:2])
