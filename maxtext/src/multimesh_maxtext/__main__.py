@@ -1,8 +1,8 @@
 """``python -m multimesh_maxtext``: the command of ``maxtext/run.py`` where there is no repository.
 
-``python -m multimesh_maxtext join CONFIG KEY=VALUE...`` is the trainer that it starts as one of several processes,
-``... foresee CONFIG KEY=VALUE...`` the one that forecasts, ``... compile FILE`` what ``--hlo`` starts, and
-``... export DIR STEP TARGET`` what ``--export`` starts.
+The command starts this program with other words. ``join CONFIG KEY=VALUE...`` trains as one of several processes,
+``foresee CONFIG KEY=VALUE...`` forecasts, ``compile FILE`` serves ``--hlo``, and ``export DIR STEP TARGET`` serves
+``--export``.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: what a folder of them holds, who may write to it, and where MaxText finds it.
+"""A folder of checkpoints: its steps, the one run that may write to it, and the link by which MaxText finds it.
 
 Orbax writes checkpoint N, the state after step N counted from 0, to ``N.orbax-checkpoint-tmp`` and renames it to ``N``
-when it is complete: whatever happens while it is written, the checkpoints before it stay as they are.
+when it is complete. So nothing that happens during the writing harms the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _COMPLETE = "commit_success.txt"
 _LOCK = ".writing"
 
 _TOLD = re.compile(rf"^{CheckpointError.__module__}\.{CheckpointError.__qualname__}: (.*)$", re.MULTILINE)
-"""What the trainer's process raised, as Python prints it."""
+"""An error of the trainer's process, as Python prints it."""
 
 _BEGUN = re.compile(r"restoring params from (\S+)$", re.MULTILINE)
 _UNLIKE = re.compile(r"Checkpoint does not match the model:\n((?:  - .*\n)+)")
-"""What MaxText says of the parameters to begin with."""
+"""MaxText's log on the parameters to begin with."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a folder holds.
+    """The checkpoints in a folder.
 
     Attributes
     ----------
     folder
-        Where they lie; it need not exist.
+        It need not exist.
     steps
         Numbers of the complete ones, in order.
     half_written
-        What was being written when a run was ended.
+        Folders that a run was writing when it was ended.
     """
 
     folder: Path
@@ -95,7 +95,7 @@ def _layers(paths: Iterable[tuple[str, ...]]) -> frozenset[str]:
 
 
 def look(folder: Path) -> Checkpoints:
-    """Return what a folder holds.
+    """Return the checkpoints in a folder.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def look(folder: Path) -> Checkpoints:
 
 
 def clear_half_written(found: Checkpoints) -> list[str]:
-    """Remove what can never be used; return a line for each that says so. Call it while `writing`."""
+    """Remove checkpoints that were half-written; return a line for each. Call it while `writing`."""
     lines = []
     for path in found.half_written:
         shutil.rmtree(path, ignore_errors=True)
@@ -135,7 +135,7 @@ class Beginning:
 
 @contextmanager
 def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: float = 0.0) -> Iterator[Beginning]:
-    """Reserve ``--checkpoint`` for this run and find out where it begins; say what was found on stderr.
+    """Reserve ``--checkpoint`` for this run, find the step that it begins with, and print that to stderr.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ def written_to(checkpoints: Path, folder: Path) -> bool:
 
 
 def explained(log: str, folder: Path | None) -> CheckpointError | None:
-    """Return what the trainer's log says went wrong with a checkpoint; ``None`` if that was not the matter.
+    """Return the error that the trainer's log tells of a checkpoint; ``None`` if it tells none.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Orbax's checkpointer in the trainer's process: a `CheckpointError` says in one line what it cannot do."""
+"""Orbax's checkpointer in the trainer's process. Where it fails, a `CheckpointError` says why in one line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _READS = ("load_checkpointables", "checkpointables_metadata")
 _WRITES = ("save_checkpointables", "save_checkpointables_async", "wait")
 
 _OTHERS = (LauncherError, MultiMeshError, jax.errors.JaxRuntimeError, FileExistsError)
-"""What is no fault of a checkpoint: another process is lost, a device has no memory, the step was written before."""
+"""Errors that no checkpoint causes: another process is lost, a device has no memory, the step was written before."""
 
 _STATUS = re.compile(r"[A-Z_]+: ")
-"""Begins an error of TensorStore, which says what it was about to do, outermost first, and what happened."""
+"""Begins an error of TensorStore: the operations that it was about to do, outermost first, then what happened."""
 
 _DETAILS = re.compile(r" \[\w+='")
-"""Begins what TensorStore adds for its authors."""
+"""Begins the details that TensorStore adds for its authors."""
 
 _LONGEST = 200
 
@@ -64,7 +64,7 @@ def _unwritten(folder: Path, why: str, *_: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return in a few words what an error of Orbax comes from, which wraps it several times."""
+    """Return the cause of an error in a few words. Orbax wraps it several times."""
     while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = cause
     if isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a command line, found before a process starts. Each message ends with a remedy."""
+"""Finds all that is wrong with a command line before a process starts. Each message ends with a remedy."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Job:
 
     @functools.cached_property
     def pieces(self) -> tuple[int, ...]:
-        """Decoder layers of each piece of a stage: as many as of any other, as the user says, or by what they cost."""
+        """Decoder layers of each piece of a stage: equal numbers, those of the user, or about equal costs."""
         o, layers, number = self.options, self.model.layers, self.options.pp * self.options.interleave
         if isinstance(o.partition, tuple):
             return o.partition
@@ -103,7 +103,7 @@ class Job:
         costs = self.model.layer_costs(o.sequence_length, shards=o.tp * o.fsdp)
         shape: dict[str, Any] = {"microbatches": self.microbatches, "chunks": o.interleave}
         cut = multimesh.schedules.partition
-        with contextlib.suppress(multimesh.UsageError):  # a forecast refuses what does not fit, with its numbers
+        with contextlib.suppress(multimesh.UsageError):  # the forecast refuses it, with its numbers
             return cut(costs, o.pp, memory=o.device_memory, **shape).sizes
         return cut(costs, o.pp, **shape).sizes
 
@@ -144,7 +144,7 @@ class Job:
 
 
 def find_wrong_flags(options: Options) -> Iterator[LauncherError]:
-    """Yield what is wrong with flags, whatever the model."""
+    """Yield the errors of flags that do not depend on the model."""
     o = options
     for name, reason in MULTIMESH_ONLY.items():
         if not o.has(name):
@@ -247,7 +247,7 @@ def make_job(options: Options, model: Model) -> Job:
 
 
 def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
-    """Yield where a product or a division does not come out, with a value that would, and what stages cannot do."""
+    """Yield products and divisions that do not come out, with a value that would, and settings that stages lack."""
     o, rows = job.options, job.options.domains * job.options.microbatch_size
     counted = o.batch_size or job.devices == o.parallelism  # the batch is known, or follows from the devices
     yield from _wrong_devices(o, job.devices)
@@ -289,7 +289,7 @@ def schedule_name(options: Options) -> str:
 
 
 def _wrong_schedule(options: Options, microbatches: int) -> Iterator[LauncherError]:
-    """Yield what keeps a schedule from ordering these stages: the flag to change, or the cell of the table."""
+    """Yield why a schedule cannot order these stages: the flag to change, or the cell of the table."""
     name, path = schedule_name(options), options.custom_schedule_path
     if (name == "custom") != (path is not None):
         yield UsageError(
@@ -416,7 +416,7 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
 
 
 def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plugin: bool, has_tfds: bool) -> None:
-    """Raise for what this machine lacks.
+    """Raise where this machine lacks something that the job needs.
 
     Parameters
     ----------

@@ -37,8 +37,8 @@ from multimesh_maxtext.translate import Paths, notes
 
 INTERRUPTED = 130
 
-_HOLD = 5.0  # seconds that a process waits before it says what the first may say for all
-_PATIENCE = 60.0  # seconds that what is left of an attempt that lost a process gets to end
+_HOLD = 5.0  # seconds that a process waits with an error, which the first process may print for all
+_PATIENCE = 60.0  # seconds that a new attempt waits for the one that lost a process
 
 
 def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
 
 
 def _tell(error: LauncherError, this: Member, *, as_json: bool) -> int:
-    """Print an error, and return its exit code; the first process prints what all have found."""
+    """Print an error, and return its exit code. The first process prints for all where all find the same."""
     told = "error: "
     if this.rank:
         if error.shared:
@@ -158,7 +158,7 @@ def _find_gpus(options: Options) -> list[int] | None:
 
 
 def _make_way(o: Options, first: Paths, paths: Paths) -> None:
-    """Keep what another run left, or remove it where that is asked for; call it while `writing`.
+    """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ def _train(
 
 
 def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
-    """Show the memory that a pipeline will need, where somebody asks or a limit is known; refuse what does not fit."""
+    """Show the memory that a pipeline will need, where a flag asks or a limit is known; refuse what exceeds that."""
     o, limit = job.options, memory.limit(job, gpu_memory)
     if not o.forecast and limit is None:
         return
@@ -257,7 +257,7 @@ def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | No
 
 
 def _compile(start: Launch, o: Options) -> int:
-    """Compile ``--hlo``, and say what it takes."""
+    """Compile ``--hlo``, and print its time and memory."""
     began = time.monotonic()
     found = _found(start)
     if o.json:
@@ -288,7 +288,7 @@ def _export(start: Launch, o: Options, target: Path) -> int:
 
 
 def _found(start: Launch) -> Any:
-    """Run a process that prints what it found as JSON."""
+    """Run a process that prints JSON; return that."""
     environment = {**os.environ, **start.environment}
     done = subprocess.run(start.command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -358,7 +358,7 @@ def _paths(options: Options, maxtext: Path) -> Paths:
 
 
 def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
-    """Make the folders and the corpus, and remove what an older run left that could pass for this run's."""
+    """Make the folders and the corpus, and remove files of an older run that could pass for files of this one."""
     o = job.options
     try:
         for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump and not o.forecast else [])):

@@ -1,4 +1,4 @@
-"""What every run of ``run.py`` gets in place of MaxText's: batches that are the same for any number of processes."""
+"""Batches of every run of ``run.py``, in place of MaxText's: the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ keeps_metrics = True
 """MaxText empties the metrics file at step 0, which every evaluation of it has too. Here only ``run.py`` does."""
 
 _EVALUATION = 0x1F1F1F1F
-"""What MaxText changes of the seed of the data to evaluate on."""
+"""MaxText changes these bits of the seed for the data to evaluate on."""
 
 
 def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
-    """Return what iterates over the batches to train and to evaluate on (or None); ``None`` where MaxText's own does.
+    """Return iterators over the batches to train and to evaluate on (or None); ``None`` where MaxText's own serve.
 
     Raises
     ------
@@ -50,14 +50,14 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
 
 
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
-    """Leave the train state as it is; check what a checkpoint of it holds."""
+    """Leave the train state as it is; check the checkpoints that it is read from."""
     if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
         checkpoints = telling(checked(checkpoints))
     return abstract_state, shardings, checkpoints
 
 
 def preempted(_ask: Any, _step: int) -> bool:
-    """Say that nothing is about to end: what ends a job of ``run.py`` ends its processes at once."""
+    """Say that no process is about to end. A job of ``run.py`` ends all its processes at once."""
     return False
 
 

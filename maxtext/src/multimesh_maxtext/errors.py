@@ -1,4 +1,4 @@
-"""Errors of the launcher: each says what is wrong, where, and what to change, and has an exit code of its own."""
+"""Errors of the launcher. Each says what is wrong, where, and how to mend it; each class has its own exit code."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Several(LauncherError):
 
 
 def raise_all(errors: Iterable[LauncherError]) -> None:
-    """Raise whatever is wrong, at once; return if nothing is."""
+    """Raise all errors at once; return if there are none."""
     found = list(dict.fromkeys(errors))
     if len(found) > 1:
         raise Several(found)

@@ -1,4 +1,4 @@
-"""What the hooks in the patched MaxText call, in the trainer's process, where ``run.py`` asked for MultiMesh.
+"""The hooks of the patched MaxText call these functions in the trainer's process of a pipeline.
 
 MaxText builds its model for the mesh of one stage, without devices. The hooks place the layers, parameters and
 optimizer state on the submeshes of their stages, make the gradient accumulation the microbatch loop, and
@@ -33,7 +33,7 @@ _stages: Stages | None = None
 _auto: multimesh.schedules.Auto | None = None
 """Of ``--schedule auto``: with the memory and the costs that are known by now."""
 _made: list[tuple[Any, Any, Any]] = []
-"""Of a forecast: the model that each kind of layer was made for, what it was made of, and the layer."""
+"""In a forecast: the model, the arguments and the layer of each kind of layer that was made."""
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
 
 
 def first_device(_mesh: AbstractMesh) -> Any:
-    """Return what stands for the first device of a mesh without devices: MaxText asks for its ``platform`` only."""
+    """Return a stand-in for the first device of a mesh without devices. MaxText only asks for its ``platform``."""
     return SimpleNamespace(platform=_handoff().platform or jax.devices()[0].platform)
 
 
@@ -135,7 +135,7 @@ def _traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of cuDNN; for a forecast, which needs no GPU, what has its results and keeps what it keeps."""
+    """Return a kernel of cuDNN; for a forecast, which needs no GPU, a function with its results and residuals."""
     return like_flash_attention if _handoff().forecast else kernel
 
 

@@ -1,4 +1,4 @@
-"""The process that trains: its command, and what the hooks in it are told."""
+"""The process that trains: its command, its environment, and the hand-over to the hooks in it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VARIABLE = "MULTIMESH_MAXTEXT"
 """... and of that which is set for a pipeline; without both the hooks of the patched MaxText do nothing."""
 
 SECONDS = "perf/step_seconds"
-"""What a trainer's records call the time from the end of the step before to the end of a step."""
+"""Name in the records of the time from the end of the step before to the end of a step."""
 
 _DEFAULTS = {
     *("run_name", "jax_cache_dir", "enable_checkpointing", "enable_tensorboard", "grain_worker_count"),
@@ -66,7 +66,7 @@ class Handoff:
     route
         Of the schedule ``auto``: stage of each piece; empty: in turn.
     chosen
-        File to be written with what the schedule ``auto`` chose.
+        File for the choice of the schedule ``auto``.
     limit
         Bytes that a device has, for the schedule ``auto``; 0 where that is not known.
     placement
@@ -82,7 +82,7 @@ class Handoff:
     replicate_below
         Arrays of the train state with fewer elements than this lie whole on each device of their stage.
     platform
-        That of the devices which a forecast is for, whatever it runs on.
+        Platform of the devices that a forecast is for; it may run on another.
     """
 
     stages: int
@@ -104,12 +104,12 @@ class Handoff:
     platform: str = ""
 
     def variables(self) -> dict[str, str]:
-        """Return what to add to the trainer's environment."""
+        """Return the variables to add to the trainer's environment."""
         return {VARIABLE: json.dumps(asdict(self))}
 
 
 def received(environment: Mapping[str, str]) -> Handoff:
-    """Return what an environment hands over.
+    """Return the `Handoff` in an environment.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def received(environment: Mapping[str, str]) -> Handoff:
 
 @dataclass(frozen=True)
 class Launch:
-    """One process to start: its command, what it adds to the environment, and the configuration it stands for."""
+    """A process to start: its command, its additions to the environment, and MaxText's configuration."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -196,7 +196,7 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
 
 
 def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
-    """Return what the hooks of ``--backend multimesh`` are told; ``limit`` is the memory of a device, where known."""
+    """Return the hand-over to the hooks of a pipeline; ``limit`` is the memory of a device, where known."""
     o = job.options
     return Handoff(
         stages=o.pp,
@@ -241,7 +241,7 @@ def in_place(start: Launch, *words: str) -> Launch:
 
 
 def write_export(folder: str, step: str, target: str, *unrolled: str) -> None:
-    """Write the parameters of a checkpoint for MaxText's tools; print what was written as JSON."""
+    """Write the parameters of a checkpoint for MaxText's tools; print their size and layout as JSON."""
     from multimesh_maxtext.export import export
 
     try:
@@ -251,7 +251,7 @@ def write_export(folder: str, step: str, target: str, *unrolled: str) -> None:
 
 
 def compile_module(file: str) -> None:
-    """Compile HLO text for all devices; write what a device needs as JSON, or end with a line of what is wrong."""
+    """Compile HLO text for all devices; print the memory of a device as JSON, or end with a line that says why not."""
     import jax
 
     import multimesh.jax
@@ -284,7 +284,7 @@ def join(arguments: Sequence[str]) -> None:
 
 
 def foresee(arguments: Sequence[str]) -> None:
-    """Be MaxText's trainer, in this process, until it has forecast its step; to the end it keeps what it makes."""
+    """Be MaxText's trainer, in this process, until it has forecast its step. It frees no memory before its end."""
     gc.disable()
     _be_trainer(arguments)
 

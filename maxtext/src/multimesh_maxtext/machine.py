@@ -1,4 +1,4 @@
-"""Which Python this is, and what of this checkout is stale: a copied ``.venv``, a MaxText older than its patches."""
+"""Names this Python, and finds stale parts of this checkout: a copied ``.venv``, a MaxText older than its patches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multimesh_maxtext.errors import MissingPartError
 
 
 def python() -> str:
-    """Return which Python this is, what its environment was made from, and which jax is in it."""
+    """Return the version of this Python, the one that its environment was made from, and the version of jax."""
     base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     jax = "".join(f", jax {found.version}" for found in metadata.distributions(name="jax"))
     return f"Python {platform.python_version()} (of {os.path.basename(sys.prefix)}: {base}){jax}"
@@ -43,7 +43,7 @@ def check_environment(root: Path) -> None:
 
 
 def stale_parts(root: Path) -> Iterator[str]:
-    """Yield a line where ``third_party/maxtext`` is not what ``sources.lock`` says, as after a pull."""
+    """Yield a line where ``third_party/maxtext`` is another than that of ``sources.lock``, as after a pull."""
     try:
         lock = yaml.safe_load((root / "sources.lock").read_text(encoding="utf-8"))
         wanted = lock["components"]["maxtext"]["patched_commit"]

@@ -1,4 +1,4 @@
-"""Which of several processes this one is: what a launcher says in the environment, and where each of them writes."""
+"""Finds which of several processes this one is, by a launcher's variables, and where each of them writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = ("RANK", "SIZE", "LOCAL_RANK")
 
 @dataclass(frozen=True)
 class _Launcher:
-    """What starts processes, and tells them who they are.
+    """A program that starts processes, and tells each its rank by variables.
 
     Attributes
     ----------
@@ -55,12 +55,12 @@ _LAUNCHERS = (
         (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
     ),
 )
-"""The one that started this process comes before those that started what started it."""
+"""The launcher of this process comes before the launchers of its launcher."""
 
 _STAGED_ALONE = {
     "use_tfds_dataset": "only processes of the first stage would know when the data ends; use --text or leave it out",
 }
-"""Flags that only one process can honour so far where stages are programs of their own: why, and what to do."""
+"""Flags of a pipeline that need a single process so far: why, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Member:
         return replace(paths.below(process), process=process)
 
     def variables(self) -> dict[str, str]:
-        """Return what tells the trainer who it is, whatever launcher JAX would find."""
+        """Return variables that tell the trainer its rank, also under a launcher that JAX would ask."""
         values = (self.rank, self.count, self.local)
         return {f"MULTIMESH_MAXTEXT_{name}": str(value) for name, value in zip(_NAMES, values, strict=True)}
 
@@ -148,7 +148,7 @@ def any_member(parsed: Parsed, environment: Mapping[str, str]) -> Member:
 
 
 def launched(environment: Mapping[str, str]) -> tuple[_Launcher | None, Member]:
-    """Return what started this process as one of several, and which of them it is.
+    """Return the launcher of this process, if it is one of several, and its place among them.
 
     Raises
     ------

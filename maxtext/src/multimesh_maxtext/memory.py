@@ -24,10 +24,10 @@ class Need:
     parameters, optimizer
         Held all the time.
     batch
-        Rows of the step and what else is given to it, copies of parameters for other stages among it.
+        Rows of the step and its other arguments, copies of parameters for other stages among them.
     gradients, activations, workspace
-        At the moment of the step when most is alive: sums of gradients; what the schedule keeps between programs;
-        what the running program itself needs.
+        At the moment of the step when most memory is in use: sums of gradients, values that the schedule keeps
+        between programs, and the running program's own memory.
     """
 
     parameters: int
@@ -45,14 +45,14 @@ class Need:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What each stage needs, and the share of a step that devices wait for each other, by operations of programs."""
+    """The memory of each stage, and the share of a step that devices wait for each other, by operations of programs."""
 
     needs: tuple[Need, ...]
     bubble: float
 
 
 def write(needs: Sequence[Need], bubble: float, file: Path) -> None:
-    """Write what `read` reads."""
+    """Write a forecast to a file, for `read`."""
     file.write_text(json.dumps({"needs": [asdict(need) for need in needs], "bubble": bubble}))
 
 
@@ -80,7 +80,7 @@ DEVICES = {
 
 
 def limit(job: Job, gpu_memory: int | None) -> int | None:
-    """Memory of a device in bytes: what the user says, or what JAX will take of the smallest GPU."""
+    """Memory of a device in bytes: the user's number, or the part of the smallest GPU that JAX takes."""
     o = job.options
     if o.device_memory is not None:
         return o.device_memory
@@ -133,7 +133,7 @@ def check_fits(needs: Sequence[Need], limit: int) -> None:
     Raises
     ------
     DoesNotFitError
-        With the numbers of the stage that needs most, and what makes it smaller.
+        With the numbers of the stage that needs most, and a remedy.
     """
     stage = max(range(len(needs)), key=lambda i: needs[i].total)
     need = needs[stage]

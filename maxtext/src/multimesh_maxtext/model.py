@@ -30,7 +30,7 @@ SMALL = {
     "vocab_size": 1024,
     "learning_rate": 1e-3,
 }
-"""What replaces base.yml's 1.1 billion parameters where no model is named."""
+"""Sizes of the model where none is named, in place of base.yml's 1.1 billion parameters."""
 
 ORIGINAL: dict[str, tuple[str, dict[str, int]]] = {
     "mixtral-small": (

@@ -1,4 +1,4 @@
-"""What the command line of ``maxtext/run.py`` asked for, with the type of every flag. No JAX, no file is read."""
+"""The parsed command line of ``maxtext/run.py``, with the type of every flag. It imports no JAX and reads no file."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Options(argparse.Namespace):
 
     @property
     def staged(self) -> bool:
-        """Whether stages are programs of their own; one stage is MaxText as it is, whatever the backend."""
+        """Whether each stage has programs of its own. With one stage, any backend is MaxText as it is."""
         return self.backend == "multimesh" and self.pp > 1
 
     @property
@@ -173,7 +173,7 @@ _REALM = re.compile(r"--eager-.+|-[a-z]+:.+|-(logfile|level|errlevel|cat|tracelo
 """Flags of the Realm and Legion runtimes, which had an open list of them."""
 
 _NEGATIVE = re.compile(r"-\d+(\.\d+)?")
-"""What begins like a flag, and is the value of one."""
+"""A value that begins like a flag."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,7 +182,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> _Parser:
-    """Return the parser of every flag; what is wrong with a value is an `argparse.ArgumentError`."""
+    """Return the parser of every flag; it raises an `argparse.ArgumentError` for a wrong value."""
     root = _Parser(
         prog="maxtext/run.py",
         usage="%(prog)s [flags] [KEY=VALUE ...]",
@@ -206,9 +206,9 @@ class Parsed:
     options
         Flags whose value is wrong have their default.
     wrong
-        What cannot be read.
+        Errors of the words that cannot be read.
     doubtful
-        Flags that may have been meant by it: what depends on their values is not known.
+        Flags that those words may have meant. Their values are not known.
     """
 
     options: Options
@@ -230,7 +230,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def read(argv: Sequence[str]) -> Parsed:
-    """Parse a command line, whatever is wrong with it."""
+    """Parse a command line as far as possible; collect its errors."""
     root = parser()
     realm, rest = _take_realm(argv)
     wrong: list[UsageError] = []

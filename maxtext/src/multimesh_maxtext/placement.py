@@ -1,4 +1,4 @@
-"""Where everything lies: which stage each layer, parameter and optimizer moment of a MaxText model belongs to."""
+"""Gives each layer, parameter and optimizer moment of a MaxText model its stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AFTER_LAYERS = {"decoder_norm", "logits_dense"}
 
 
 Stack = tuple[str, int, Any]
-"""Name of a stack, number of its layers, and where they get their random numbers from."""
+"""Name of a stack, number of its layers, and the source of their random numbers."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Stages:
     def of_path(self, path: Any) -> Mesh:
         """Submesh of a leaf of the train state: a parameter, its moments, the state of a random number generator.
 
-        What follows the last layer (the final norm, the logits) lies where that is; what belongs to none and does not
-        follow one (the embedding, counters) where the first is.
+        The final norm and the logits lie with the last layer; all else outside of layers (the embedding, counters)
+        lies with the first.
         """
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         for kind, numbers in filter(None, map(layer_names.split, names)):
@@ -100,7 +100,7 @@ class Stages:
     def create(self, fn: Callable[[], Any], shardings: Any) -> Any:
         """Compute ``fn()`` such that each leaf is made on its own devices; nowhere is the whole result held.
 
-        ``fn`` is traced once and compiled once a stage: XLA drops what the other stages need.
+        ``fn`` is traced once and compiled once a stage: XLA drops the computations for other stages.
         """
         layouts = jax.tree.leaves(shardings)
         closed, shape = jax.make_jaxpr(fn, return_shape=True)()
@@ -157,7 +157,7 @@ def deal(
 
 @dataclass(frozen=True)
 class Share:
-    """Random number generators of some of the layers: those that they have in one stack of all layers."""
+    """Random number generators of some of the layers, the same as in one stack of all layers."""
 
     every: nnx.Rngs
     layers: range

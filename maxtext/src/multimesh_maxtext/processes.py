@@ -1,4 +1,4 @@
-"""A pipeline over several processes, as the trainer in each of them sees it: what lies elsewhere, and what all read."""
+"""Arrays of a pipeline over several processes: some lie elsewhere, and some every process reads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def has_device(layout: Sharding) -> bool:
 
 
 def absent(like: Any, layout: Sharding) -> jax.Array:
-    """Return an array of a type and a layout that is elsewhere: it has no shard in this process."""
+    """Return an array of which this process has no shard."""
     return jax.make_array_from_single_device_arrays(like.shape, layout, [], dtype=like.dtype)
 
 
 def place(x: np.ndarray, layout: Sharding) -> jax.Array:
-    """Lay out an array that every process has that needs it."""
+    """Lay out an array; every process that has a shard has the whole array."""
     if not has_device(layout):
         return absent(x, layout)
     return jax.make_array_from_callback(x.shape, layout, lambda index: x[index])
@@ -38,7 +38,7 @@ def everywhere(tree: Any) -> Any:
 
 @functools.cache
 def _sender() -> multimesh.Jitted:
-    warnings.filterwarnings("ignore", re.escape(f"{__file__}:"))  # that it moves its arguments is what it is for
+    warnings.filterwarnings("ignore", re.escape(f"{__file__}:"))  # moving its arguments is its purpose
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), ("process",))
     return multimesh.jit(multimesh.task(lambda tree: tree, "everywhere", mesh=mesh))

@@ -18,7 +18,7 @@ from multimesh_maxtext.launch import SECONDS
 
 
 class _Step:
-    """A step that was started; a thread notes when it has ended."""
+    """A step that was started. A thread notes its end."""
 
     def __init__(self, logger: Any, metrics: dict[str, Any], took: timedelta) -> None:
         self.logger, self.metrics, self.took = logger, metrics, took
@@ -29,7 +29,7 @@ class _Step:
         self._thread.start()
 
     def _wait(self, results: dict[str, Any]) -> None:
-        with suppress(Exception):  # what is wrong with them is for those who read them to say
+        with suppress(Exception):  # their readers raise the error
             jax.block_until_ready(results)
             self._ended = time.monotonic()
 

@@ -25,7 +25,7 @@ _SECOND = ("params", "opt_state")  # stacked along the second dimension
 
 
 def checked(checkpoints: Any) -> Any:
-    """Return Orbax's checkpointer of a run; it refuses a checkpoint of another model before it loads anything."""
+    """Let Orbax's checkpointer of a run refuse a checkpoint of another model before it loads anything; return it."""
     load = checkpoints.load_checkpointables
 
     def checking(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def checked(checkpoints: Any) -> Any:
 
 
 def relaid(checkpoints: Any, layers: int) -> Any:
-    """Return Orbax's checkpointer of a run; what it loads then has the run's layout, whatever the checkpoint's."""
+    """Let Orbax's checkpointer of a run load a checkpoint of any layout in the run's layout; return it."""
     load = checkpoints.load_checkpointables
 
     def relaying(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def relaid(checkpoints: Any, layers: int) -> Any:
 
 
 class _Wanted:
-    """The state of a run, and what of a checkpoint it is made of.
+    """The state of a run, and the entries of a checkpoint that hold it.
 
     Leaves of other layouts pass through the host's memory. Random keys of layers stay as the run made them.
 
@@ -81,7 +81,7 @@ class _Wanted:
         return all(sources == [path] for path, sources in self.relayout.sources.items())
 
     def stored(self) -> Any:
-        """Return the types of what is to be loaded."""
+        """Return the types of the entries to load."""
         item = {path: self.target[path] for name, path in self._paths.items() if name not in self.relayout.sources}
         for source in itertools.chain.from_iterable(self.relayout.sources[name] for name in self._moved):
             # NumPy arrays come in the shape and type they have.
@@ -89,7 +89,7 @@ class _Wanted:
         return nested(item)
 
     def relaid(self, items: Any) -> Any:
-        """Return the state, of what was loaded."""
+        """Return the state, made of the loaded entries."""
         found = flat(items)
         arrays = {tuple(map(str, path)): leaf for path, leaf in found.items()}
         result = {}

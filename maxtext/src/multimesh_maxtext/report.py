@@ -1,4 +1,4 @@
-"""What a run came to: its steps, whether that is a success, and what people and machines see of it."""
+"""The result of a run: its steps, the verdict, and the tables and JSON that tell of it."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def _shown(count: int) -> Sequence[int]:
 
 
 def plan_text(command: Sequence[str], environment: Mapping[str, str], configuration: Mapping[str, Any]) -> str:
-    """Return what ``--dry-run`` prints: lines to paste into a shell, then the configuration."""
+    """Return the text of ``--dry-run``: lines to paste into a shell, then the configuration."""
     lines = ["# environment", *(f"export {key}={shlex.quote(value)}" for key, value in environment.items())]
     lines += ["# command", shlex.join(command)]
     lines += ["# configuration", *(f"#   {key}: {json.dumps(value)}" for key, value in configuration.items())]
@@ -308,7 +308,7 @@ def summary(
     paths: Mapping[str, Path],
     error: LauncherError | None,
 ) -> dict[str, Any]:
-    """Return what ``--json`` prints after a run; JSON has no NaN, so a number that is not finite is null."""
+    """Return the object that ``--json`` prints after a run. JSON has no NaN: a number that is not finite is null."""
     verified = {"reference": _records([pair.reference for pair in pairs]), "difference": _finite(largest(pairs))}
     return {
         "steps": _records(steps),
@@ -321,7 +321,7 @@ def summary(
 
 
 def chosen(file: Path) -> dict[str, Any]:
-    """Return what ``--schedule auto`` chose, as `summary` shows it; nothing where it was not asked."""
+    """Return the choice of ``--schedule auto`` for `summary`; nothing under another schedule."""
     return {"schedule": json.loads(file.read_text())} if file.exists() else {}
 
 

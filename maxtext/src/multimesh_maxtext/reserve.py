@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL = 0.1  # seconds between looks at a lock
 
 RUNNING = ".running"
-"""Locked while a run writes to an output folder; not empty if one has done a step there."""
+"""A file that is locked while a run writes to an output folder, and not empty once a run has done a step there."""
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def has_content(file: Path) -> bool:
 
 
 def remove_run(folder: Path, names: Iterable[str]) -> None:
-    """Remove what a run made in an output folder, by names or patterns; call it while `writing`."""
+    """Remove the files of a run in an output folder, by names or patterns. Call it while `writing`."""
     for path in (path for name in names for path in folder.glob(name)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -104,7 +104,7 @@ def remove_run(folder: Path, names: Iterable[str]) -> None:
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """Return what a child process must call first so that it is killed when this one dies, however it does."""
+    """Return a function for a child process to call first. It lets the child be killed when this process dies."""
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()

@@ -1,4 +1,4 @@
-"""What became of a job that lost a process and was started again: when, why, and what was computed once more.
+"""Restarts of a job that lost a process: when, why, and which steps were computed again.
 
 Those who start it again say how often they have in an environment variable: ``--spawn``, the batch scripts for Slurm,
 Kubernetes. Process 0 then notes why, in the output folder, where all processes write.
@@ -39,7 +39,7 @@ class Loss:
     at
         When that was noted, in ISO 8601.
     reason
-        What the others say of it.
+        The words of the others on it.
     done
         How many steps were done by then.
     kept
@@ -53,7 +53,7 @@ class Loss:
 
 
 def going_on(parsed: Parsed, environment: Mapping[str, str]) -> Parsed:
-    """Let a job that was started again go on with what it did, and not remove it."""
+    """Let a job that was started again go on with its run, and not remove it."""
     if parsed.options.max_restarts and _number(environment):
         parsed.options.resume, parsed.options.overwrite = True, False
     return parsed
@@ -81,7 +81,7 @@ def _number(environment: Mapping[str, str]) -> int:
 
 
 def find_loss(options: Options, paths: Paths, number: int = 0) -> Loss:
-    """Return what is known of a process that was lost, from the files of the job before restart ``number``.
+    """Describe a process that was lost, from the files of the job before restart ``number``.
 
     Parameters
     ----------

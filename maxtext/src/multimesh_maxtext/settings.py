@@ -77,7 +77,7 @@ def _refusal(make: Callable[[], Any], key: str, value: str) -> str:
 
 @functools.cache
 def find_types(package: Path) -> Mapping[str, Callable[[], Any]]:
-    """Return what makes the type of each setting, with its limits; `NameError` where that takes more than types."""
+    """Return a function for each setting that makes its type, with its limits; some raise a `NameError`."""
     names: dict[str, Any] = {"Annotated": Annotated}
     classes: dict[str, ast.ClassDef] = {}
     for source in _SOURCES:
@@ -96,7 +96,7 @@ def find_types(package: Path) -> Mapping[str, Callable[[], Any]]:
 
 
 def _is_type(node: ast.stmt) -> bool:
-    """Whether a statement makes a type that settings have, or imports what such types are made of."""
+    """Whether a statement makes a type of settings, or imports its parts."""
     match node:
         case ast.Import(names=[ast.alias(name=module)]) | ast.ImportFrom(module=str(module)):
             return module.split(".")[0] in ("enum", "typing", "pydantic")

@@ -1,4 +1,4 @@
-"""A command line as a job: everything wrong with it at once, and what runs in place of what this machine lacks."""
+"""Makes a job of a command line: finds all its errors at once, and replaces kernels that this machine lacks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FLAG_OF = {
 
 @dataclass(frozen=True)
 class Settled:
-    """A job that can be started, and lines about what runs otherwise than its flags say."""
+    """A job that can be started, and a line for each flag that was replaced."""
 
     job: Job
     notes: tuple[str, ...]
@@ -68,7 +68,7 @@ def settle(parsed: Parsed, package: Path) -> Settled:
     Raises
     ------
     LauncherError
-        With everything that is wrong. What may only follow from a flag that could not be read is left out.
+        With all errors, but for those that may only follow from a flag that could not be read.
     """
     options = parsed.options
     found = [*find_wrong_flags(options), *find_alone(options)]
@@ -91,7 +91,7 @@ def settle(parsed: Parsed, package: Path) -> Settled:
 
 
 def _find_decided(job: Job) -> Iterator[LauncherError]:
-    """Yield the settings of MaxText that are left to flags."""
+    """Yield errors of settings that flags decide."""
     settings = decided(job)
     for setting in job.options.settings:
         key = setting.split("=")[0]
@@ -103,7 +103,7 @@ def _find_decided(job: Job) -> Iterator[LauncherError]:
 
 
 def _follows(error: LauncherError, doubtful: frozenset[str]) -> bool:
-    """Whether an error names a flag, as such or as an axis, that could not be read."""
+    """Whether an error names a flag that could not be read, as such or as an axis."""
     words = {word.strip(",.;:()").removeprefix("--") for word in str(error).split()}
     return any(flag.lstrip("-") in words for flag in doubtful)
 

@@ -1,5 +1,5 @@
-"""MaxText's train step as a pipeline: its accumulation of gradients as the loop over microbatches, and what the step
-tells about itself (forecast, dump, timelines)."""
+"""MaxText's train step as a pipeline: its accumulation of gradients is the loop over microbatches. Also the forecast,
+the dump and the timelines of the step."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from multimesh_maxtext.placement import write_placement
 from multimesh_maxtext.processes import everywhere
 
 _PARAMETERS = "ga_params"
-"""What MaxText carries through its loop and no microbatch changes."""
+"""MaxText carries this through its loop, and no microbatch changes it."""
 
 _STATE = "rest_state"
-"""What MaxText hands from a microbatch to the next: keys of random number generators, and how often each was used."""
+"""MaxText hands this from a microbatch to the next: keys of random number generators, and counts of their uses."""
 
 _REDUCED = {
     *("te_moe_capacity_overflow", "te_moe_max_total_recv_tokens", "te_moe_recv_capacity_per_rank"),
     *("moe_required_rbf", "moe_max_load_ratio", "moe_max_load_ratio_mean"),
 }
-"""What MaxText does not sum over the microbatches, but takes the largest, the least or the mean of."""
+"""Results of which MaxText takes the largest, the least or the mean over the microbatches, not the sum."""
 
 _REPEATS = 2
 """Measured runs of a step that ``--schedule auto`` takes the costs of its programs from."""
@@ -44,12 +44,12 @@ _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is
 
 
 class StepFunction:
-    """A train or evaluation step, with what MaxText uses of a jitted function."""
+    """A train or evaluation step, with those methods of a jitted function that MaxText calls."""
 
     def __init__(
         self, fn: Callable[..., Any], donate_argnums: Any, handoff: Handoff, set_auto: Callable[[Any], None]
     ) -> None:
-        """Make it; ``set_auto`` gives the schedule ``auto`` to what traces ``fn`` from then on."""
+        """Make it; ``set_auto`` sets the schedule ``auto`` of later traces of ``fn``."""
         self.__wrapped__ = fn
         self._handoff = handoff
         self._set_auto = set_auto
@@ -58,7 +58,7 @@ class StepFunction:
         self._first = True
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """Run; the first call compiles, and writes what was asked for about the step."""
+        """Run. The first call compiles; it writes the placement, and the plan and timelines that flags ask for."""
         with multimesh.context(**self._handoff.context):
             if self._first and self._trains:
                 self._choose(state, batch, measured=True)
@@ -72,7 +72,7 @@ class StepFunction:
         return everywhere(result)
 
     def lower(self, state: Any, batch: Any) -> Ahead:
-        """Stand in for a compilation that MaxText makes only to print its memory; where nothing trains, end here."""
+        """Stand in for a compilation of which MaxText only prints the memory. A run that does not train ends here."""
         with multimesh.context(**self._handoff.context):
             if self._handoff.forecast or self._handoff.dump_only:
                 self._choose(state, batch, measured=False)
@@ -80,7 +80,7 @@ class StepFunction:
         return Ahead()
 
     def _choose(self, state: Any, batch: Any, *, measured: bool) -> None:
-        """Of ``--schedule auto``: measure the programs where a second copy of the state fits, and choose anew."""
+        """Choose the order of ``--schedule auto``; measure the programs first where a second copy of the state fits."""
         if not self._handoff.chosen:
             return
         lowered = self._jitted.lower(state, batch)
@@ -97,7 +97,7 @@ class StepFunction:
         Path(self._handoff.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
 
     def _again(self, schedule: Any, state: Any, batch: Any) -> Any:
-        """Forget the step, and make it with another schedule; return what that chose."""
+        """Forget the step, and make it with another schedule; return the choice of that."""
         self._set_auto(schedule)
         self._jitted.clear_cache()
         return self._jitted.lower(state, batch).plan.choices[0]
@@ -149,12 +149,12 @@ _like_flash.defvjp(_like_flash_forward, _like_flash_backward)
 
 
 def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_settings: Any) -> Any:
-    """Return arrays of the types of an attention's result and its sums, and keep for the backward pass what it keeps.
+    """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
 
     Parameters
     ----------
     query, key, value
-        Of shape [batch, tokens, heads, width]; what the kernel calls ``BTNH``.
+        Of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
     """
     return _like_flash(query, key, value)
 
@@ -175,7 +175,7 @@ def _end_before_training(jitted: multimesh.Jitted, handoff: Handoff, state: Any,
 
 
 def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
-    """Write what is asked for about a step; the program that is compiled for it is that of the next call."""
+    """Write the dump and the timelines that flags ask for. The next call runs the programs that this compiles."""
     if not (handoff.dump or handoff.profile):
         return
     compiled = jitted.prepare(state, batch)
@@ -217,7 +217,7 @@ def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any)
 
 
 def needs(lowered: multimesh.Lowered, state: Any) -> list[Need]:
-    """Return what each stage needs.
+    """Return the memory of each stage.
 
     Parameters
     ----------
@@ -250,8 +250,8 @@ def accumulate_microbatches(
 ) -> tuple[dict[str, Any], Any]:
     """Run MaxText's accumulation over microbatches as the microbatch loop.
 
-    A pipeline has no order in which one microbatch could hand its state to the next. But what MaxText hands on only
-    counts: microbatch i gets its counters from i.
+    A pipeline has no order in which one microbatch could hand its state to the next. But MaxText's state only counts,
+    so microbatch i gets its counters from i.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ def accumulate_microbatches(
         return jax.tree.unflatten(tree, moved)
 
     def final(path: Any, x: Any, stride: int) -> Any:
-        """State after all microbatches, where it was before: no layer says so of what only the next step reads."""
+        """State after all microbatches, on its submesh: only the next step reads it, so no layer says where it lies."""
         if not stride:
             return x
         return multimesh.task(lambda x: x + stride * length, "count", mesh=home(path))(x)
@@ -304,7 +304,7 @@ def accumulate_microbatches(
     stacked = jax.tree_util.tree_map_with_path(_is_stacked, micro.result[1])
     loop["stack"] = (jax.tree.map(lambda _: False, sums), stacked)
     total, aux = multimesh.microbatch(one, size=rows // length, **loop)((batch, numbers))
-    # MaxText reduces over the microbatches once more; what is summed already is one row.
+    # MaxText reduces over the microbatches once more; a sum is one row.
     aux = jax.tree.map(lambda stack, x: x if stack else jnp.asarray(x)[None], stacked, aux)
     state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
     return {**total, _PARAMETERS: init[_PARAMETERS], _STATE: state}, aux
@@ -357,7 +357,7 @@ _Count = tuple[int, int] | None
 
 
 def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
-    """Follow counters through a jaxpr; whatever does more than count makes anything else of them."""
+    """Follow counters through a jaxpr. An operation that does more than count ends them."""
     known: dict[Any, _Count] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def look(atom: Any) -> _Count:

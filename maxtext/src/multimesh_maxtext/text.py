@@ -23,7 +23,7 @@ BYTE_VOCABULARY = 384
 """Vocabulary for bytes: BYTE_TOKENS rounded up to a multiple of 128, so that tensor parallelism divides it."""
 
 _DTYPE = np.dtype("<u2")
-_INDEX_FORMAT = "1"  # what MaxText 0.2.5 reads
+_INDEX_FORMAT = "1"  # MaxText 0.2.5 reads this one
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ _HOLD = 4.0  # seconds that a trainer gets to end because another process of its
 _TAIL = 20  # lines of a failed trainer's log
 
 LOST = re.compile(r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone) .*)$", re.MULTILINE)
-"""What a trainer says of a process that was lost."""
+"""A line of a trainer's log on a process that was lost."""
 
 _REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
 """A setting that MaxText's configuration cannot have, and why, as pydantic prints it."""
@@ -85,7 +85,7 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
     except (TrainerFailedError, StoppedEarlyError) as ended:
         log = paths.log.read_text(encoding="utf-8", errors="replace")
         lost = [said for said in LOST.findall(log) if " ended with exit code " not in said]
-        if o.nodes > 1 and lost:  # whatever else failed, such as a checkpoint, is its fault
+        if o.nodes > 1 and lost:  # any other failure, such as a checkpoint's, comes from that
             error = ended if isinstance(ended, ProcessLostError) else ProcessLostError(f"{lost[0]}; see {paths.log}")
         else:
             error = refused(log) or explained(log, o.checkpoint) or ended
@@ -95,7 +95,7 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
 
 
 def forecast(start: Launch, paths: Paths) -> memory.Forecast:
-    """Run the process that forecasts; return what it found."""
+    """Run the process that forecasts; return its forecast."""
     paths.forecast.unlink(missing_ok=True)
     inspect(start, paths)
     return memory.read(paths.forecast)
@@ -121,7 +121,7 @@ def inspect(start: Launch, paths: Paths) -> None:
 
 
 def refused(log: str) -> UsageError | None:
-    """Return what MaxText's log says is wrong with the settings; ``None`` if MaxText took them."""
+    """Return the error of the settings in MaxText's log; ``None`` if MaxText took them."""
     _, found, told = log.rpartition(" for MaxTextConfig\n")
     told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("    For further"))
     wrong = [" ".join(": ".join(filter(None, said)).split()) for said in _REFUSED.findall(told)]

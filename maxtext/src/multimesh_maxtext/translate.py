@@ -1,4 +1,4 @@
-"""From a checked job to what MaxText is told: its configuration and its environment. Pure functions."""
+"""Translates a checked job to MaxText's configuration and environment. Pure functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PACKAGES = [
     for spec in map(find_spec, ("multimesh_maxtext", "multimesh"))
     if spec and spec.origin
 ]
-"""The folders that hold what the hooks import."""
+"""Folders of the packages that the hooks import."""
 
 _LOG_LEVELS = {
     "none": {"TF_CPP_MIN_LOG_LEVEL": "1"},
@@ -71,7 +71,7 @@ _NOWHERE = {
     "hoist_loop_convert": "the original's compiler",
     "compile_topology_num_slices": "MaxText's train_compile",
 }
-"""Flags that nothing here corresponds to, and what they are for."""
+"""Flags without a counterpart here, and their purpose."""
 
 _MB_FROM = 1000
 """``--fbmem`` counts GB below this, and MB from here on."""
@@ -101,7 +101,7 @@ class Paths:
 
     @property
     def log(self) -> Path:
-        """What MaxText prints."""
+        """MaxText's log."""
         return self.output / "maxtext.log"
 
     @property
@@ -116,7 +116,7 @@ class Paths:
 
     @property
     def schedule(self) -> Path:
-        """What ``--schedule auto`` chose, as the hooks of ``--backend multimesh`` write it."""
+        """The choice of ``--schedule auto``, as the hooks of ``--backend multimesh`` write it."""
         return self.output / "schedule.json"
 
     @property
@@ -136,7 +136,7 @@ class Paths:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """Patterns of what a run makes in the output folder, but for the folders of other processes."""
+        """Patterns of a run's files in the output folder, but for the folders of other processes."""
         own = (self.placement, self.forecast, self.timelines, self.schedule, self.restarts, self.text)
         logs, picture = f"{self.log.stem}*{self.log.suffix}", self.forecast.with_suffix(".svg").name
         return (*(path.name for path in own), logs, picture, "metrics.jsonl", RUN_NAME, "spmd")
@@ -260,7 +260,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     given = inherited.get("XLA_FLAGS", "")
     flags = [given, *xla_flags(o, devices=job.devices // o.nodes, users=given, process=paths.process)]
     packages = [str(folder) for folder in _PACKAGES if folder.name not in ("site-packages", "dist-packages")]
-    # A stray jax.py or numpy.py of the user's must not win: what is installed comes before what is inherited.
+    # A stray jax.py or numpy.py of the user's must not win: installed packages come before inherited folders.
     places = sysconfig.get_paths()
     installed = dict.fromkeys(places[name] for name in ("stdlib", "platstdlib", "platlib", "purelib"))
     users = [path for path in inherited.get("PYTHONPATH", "").split(":") if Path(path).is_absolute()]
@@ -362,7 +362,7 @@ def notes(options: Options, *, gpu_memory: int | None) -> list[str]:
 
 
 def _without_effect(options: Options, gpu_memory: int | None) -> str:
-    """Name the flags that nothing comes of, and what they are for."""
+    """Name the flags without effect, and their purpose."""
 
     def flag(name: str) -> str:
         return f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""What the values of flags may be, and how text becomes one."""
+"""The values that flags may have, and the functions that read them from text."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ XLA_SWITCHES = {
     "xla_loop_buffering": "double-buffer loops",
     "use_nccl_comm_split": "make communicators of subsets by splitting",
 }
-"""Switches that are on for GPUs unless told otherwise, and what they do."""
+"""Switches that are on for GPUs by default, and their effects."""
 
 XLA_THRESHOLDS = {
     "xla_ar_threshold": ("all-reduces", 2**32),
     "xla_ag_threshold": ("all-gathers", 2**32),
     "xla_rs_threshold": ("reduce-scatters", 2**25),
 }
-"""What is combined, and up to which size unless told otherwise."""
+"""Operations that XLA combines, and up to which size by default."""
 
 DEVICES = ("a100-40gb", "a100", "h100", "h200", "b200")
 """GPUs whose memory and peak `memory.DEVICES` has."""
