@@ -22,7 +22,7 @@ from multimesh_maxtext.reserve import writing
 from multimesh_maxtext.settings import read_values
 
 PARAMETERS = "load_parameters_path"
-"""MaxText's setting for a checkpoint that a run begins with the parameters of."""
+"""MaxText's setting for the checkpoint whose parameters a run begins with."""
 
 _LEAVES = "_METADATA"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -142,7 +142,7 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: floa
     checkpoints
         Where MaxText keeps its checkpoints.
     first
-        Of several processes the first reserves and says.
+        Whether this is the first of several processes. Only that reserves the folder and prints.
     patience
         Seconds to wait for another run that is about to end.
 
@@ -173,7 +173,7 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: floa
 
 
 def _check_parameters(job: Job) -> None:
-    """Refuse parameters to begin with that MaxText cannot take: it reads only the form of layers that the run has."""
+    """Refuse a checkpoint whose parameters MaxText cannot take: it only reads the run's own form of layers."""
     o = job.options
     given = str(read_values(o.settings).get(PARAMETERS) or "")
     if not given or "://" in given:

@@ -39,7 +39,7 @@ _READ_MORE = {
     "gemma4_small": "its last layers read keys and values of earlier ones",
     "deepseek4": "its layers read the tokens, and hand on several streams",
 }
-"""Decoder blocks whose layers read more than the result of the layer before, which a stage does not get."""
+"""Decoder blocks whose layers read more than the result of the layer before. A stage gets no more than that."""
 
 _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_block": (
@@ -72,7 +72,7 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "compiled_trainstep_file": (("",), "it holds one program"),
     "elastic_enabled": ((False,), "it changes the devices"),
 }
-"""MaxText's setting to the values that stages can run with, and why not others."""
+"""Settings of MaxText: the values that stages can run with, and why they cannot run with others."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def mesh_devices(self) -> int:
-        """Devices of MaxText's mesh: those of one stage where stages are programs of their own."""
+        """Devices of MaxText's mesh: those of one stage where each stage has programs of its own."""
         if not self.options.staged:
             return self.devices
         return self.devices // self.options.pp or 1  # fewer devices than stages are refused elsewhere
@@ -109,9 +109,10 @@ class Job:
 
     @functools.cached_property
     def route(self) -> tuple[int, ...]:
-        """Stage of each piece under ``--schedule auto``: down the stages and back up where that is estimated shorter.
+        """Stage of each piece under ``--schedule auto``; empty: the stages in turn.
 
-        That is for two pieces a stage, within the activations that the best table takes in turn. Empty: in turn.
+        Two pieces a stage may go down the stages and back up. They do where that is estimated shorter, with no more
+        activations than the best table of the stages in turn.
         """
         o = self.options
         if schedule_name(o) != multimesh.schedules.Auto.name or o.interleave != 2 or o.pp == 1:

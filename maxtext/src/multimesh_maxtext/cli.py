@@ -56,7 +56,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     argv
         The arguments, without the program's name.
     root
-        The repository, if this runs from one: where ``third_party/maxtext`` is looked for.
+        The repository, if this runs from one. It may hold ``third_party/maxtext``.
     """
     this = ALONE
     try:
@@ -163,7 +163,7 @@ def _make_way(o: Options, first: Paths, paths: Paths) -> None:
     Parameters
     ----------
     first
-        Where the first process writes, which this one may be.
+        Paths of the first process, which may be this one.
 
     Raises
     ------
@@ -297,7 +297,7 @@ def _found(start: Launch) -> Any:
 
 
 def _say_finished(o: Options, step: int) -> int:
-    """A job that is run again until it succeeds has succeeded."""
+    """Say that all steps were done before: a job that is run again until it succeeds has succeeded."""
     if o.json:
         print(json.dumps({"error": None, "exit_code": 0, "steps": [], "checkpoint": step - 1}))
     else:
@@ -386,7 +386,7 @@ def _dry_run(start: Launch, *, as_json: bool) -> int:
 
 
 def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, list[Pair]]:
-    """Compare a pipeline with its reference; an error of either, or that they differ, becomes the outcome's."""
+    """Compare a pipeline with its reference. An error of either, or a difference, becomes the error of the outcome."""
     if reference.error:
         return replace(outcome, error=reference.error, log=reference.log), []
     pairs = compare(outcome.steps, reference.steps)

@@ -18,7 +18,7 @@ from multimesh_maxtext.processes import absent, place
 from multimesh_maxtext.relayout import checked
 
 keeps_metrics = True
-"""MaxText empties the metrics file at step 0, which every evaluation of it has too. Here only ``run.py`` does."""
+"""Only ``run.py`` empties the metrics file. MaxText does at every step 0, and each evaluation has one."""
 
 _EVALUATION = 0x1F1F1F1F
 """MaxText changes these bits of the seed for the data to evaluate on."""
@@ -76,7 +76,7 @@ class Text:
     layout
         Of each array of a batch.
     seed
-        Of the order, which is another one each time that the text is used up.
+        Of the order. Each pass over the text has another order.
     first
         Number of the first batch.
     """

@@ -31,7 +31,7 @@ from multimesh_maxtext.step import StepFunction, accumulate_microbatches, like_f
 
 _stages: Stages | None = None
 _auto: multimesh.schedules.Auto | None = None
-"""Of ``--schedule auto``: with the memory and the costs that are known by now."""
+"""The schedule of ``--schedule auto``, with the memory and the costs that are known by now."""
 _made: list[tuple[Any, Any, Any]] = []
 """In a forecast: the model, the arguments and the layer of each kind of layer that was made."""
 
@@ -84,7 +84,7 @@ def first_device(_mesh: AbstractMesh) -> Any:
 
 
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
-    """Place the types and the shardings of the train state by stage, also of one that a checkpoint holds otherwise."""
+    """Place the types and shardings of the train state by stage. A checkpoint may hold it in another layout."""
     stages, below = _current(), _handoff().replicate_below
     if below:
         shardings = jax.tree.map(
@@ -112,12 +112,12 @@ def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any)
 
 
 def everywhere(x: Any) -> Any:
-    """Bring a scalar to every process, which MaxText reads in all of them."""
+    """Send a scalar to every process. MaxText reads it in all of them."""
     return processes.everywhere(x)
 
 
 def new_layer(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a layer of an unrolled model; for a forecast, where only shapes matter, the next ones like it are copies."""
+    """Make a layer of an unrolled model. A forecast only needs shapes, so it copies the first layer of each kind."""
     if not _handoff().forecast:
         return make(*args, **kwargs)
     owner = getattr(make, "__self__", None)

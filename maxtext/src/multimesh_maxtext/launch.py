@@ -29,10 +29,10 @@ FORESEE = ("multimesh_maxtext", "foresee")
 """The trainer that only forecasts: see `foresee`."""
 
 RUN = "MULTIMESH_RUN"
-"""Name of the environment variable that every trainer gets: the patched MaxText takes its batches from us then."""
+"""Environment variable of every trainer. Where it is set, the patched MaxText takes its batches from us."""
 
 VARIABLE = "MULTIMESH_MAXTEXT"
-"""... and of that which is set for a pipeline; without both the hooks of the patched MaxText do nothing."""
+"""Environment variable of a pipeline, with the hand-over. Without both variables the hooks do nothing."""
 
 SECONDS = "perf/step_seconds"
 """Name in the records of the time from the end of the step before to the end of a step."""
@@ -44,7 +44,7 @@ _DEFAULTS = {
 """Settings that we choose without a flag: a KEY=VALUE argument replaces them."""
 
 _CHECKPOINTED = {"run_name", "enable_checkpointing"}
-"""... but for these, where ``--checkpoint`` depends on them."""
+"""With ``--checkpoint`` the flag decides these of them."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def compile_module(file: str) -> None:
 def join(arguments: Sequence[str]) -> None:
     """Be MaxText's trainer as one of several processes, in this one.
 
-    It is told which. It finds the first by the variables of srun or mpirun, or by JAX_COORDINATOR_ADDRESS.
+    Variables tell its rank. It finds the first by those of srun or mpirun, or by JAX_COORDINATOR_ADDRESS.
     """
     # Only here: the command that starts the trainers never imports JAX.
     from orbax.checkpoint import v1 as ocp
@@ -275,7 +275,7 @@ def join(arguments: Sequence[str]) -> None:
     from multimesh import distributed
 
     rank, size = (os.environ.get(f"MULTIMESH_MAXTEXT_{name}") for name in ("RANK", "SIZE"))
-    # Each writes to a folder of its own, which its command names.
+    # Each command names another folder.
     distributed.initialize(
         num_processes=int(size) if size else None, process_id=int(rank) if rank else None, same_command=False
     )

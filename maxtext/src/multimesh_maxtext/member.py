@@ -26,7 +26,7 @@ class _Launcher:
     variables
         Those with rank, number and rank on this machine; of several names for one, the first that is set counts.
     address
-        A variable by which JAX finds process 0; without it the user says where that is. Empty: that is told.
+        A variable by which JAX finds process 0. Where it is not set, the user tells. Empty: JAX finds it anyway.
     """
 
     name: str

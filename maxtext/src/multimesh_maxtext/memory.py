@@ -97,7 +97,7 @@ def limit(job: Job, gpu_memory: int | None) -> int | None:
 
 
 UTILIZATION = 0.53
-"""Of a device's peak that its programs reach, for estimates: what is published for llama3 70B and 405B and gpt3 175B in
+"""Share of a device's peak that programs reach, for estimates: as published for llama3 70B and 405B and gpt3 175B in
 bfloat16 on 64 to 2304 H100 (NVIDIA's dgxc-benchmarking, v25: 0.49 to 0.56), without the bubble of equal stages."""
 
 

@@ -73,7 +73,7 @@ _SIZES = (
 class Model:
     """Sizes that the parallelism must divide.
 
-    ``name`` is MaxText's for the model, empty for none. ``settings`` are what MaxText needs to be told beside it,
+    ``name`` is MaxText's name of the model, empty for none. ``settings`` are the settings that MaxText gets beside it.
     ``resolved`` are all settings from files and flags.
     """
 

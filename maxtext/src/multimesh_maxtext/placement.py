@@ -30,7 +30,7 @@ Stack = tuple[str, int, Any]
 
 @dataclass(frozen=True)
 class Stages:
-    """A submesh per stage; layers are dealt in contiguous pieces, and these as the schedule's placement says.
+    """A submesh per stage. A piece has contiguous layers, and the schedule's placement gives each piece its stage.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class Stages:
         return jax.tree_util.tree_map_with_path(move, tree)
 
     def create(self, fn: Callable[[], Any], shardings: Any) -> Any:
-        """Compute ``fn()`` such that each leaf is made on its own devices; nowhere is the whole result held.
+        """Compute ``fn()``, each leaf on its own devices; no device holds the whole result.
 
         ``fn`` is traced once and compiled once a stage: XLA drops the computations for other stages.
         """

@@ -1,7 +1,7 @@
-"""The records of a run's steps: with the time that a step took, and never later than the checkpoint of a step.
+"""Adds the time of each step to its record, and writes the record before the checkpoint of the step.
 
-MaxText writes the record of a step once it has started the next one, after the checkpoint of the step. Its time is how
-long it took to start the step.
+MaxText writes the record of a step once it has started the next one, after the checkpoint of the step. Its own time of
+a step is how long it took to start it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Step:
         self.logger, self.metrics, self.took = logger, metrics, took
         self.begun = time.monotonic() - took.total_seconds()
         self._ended = 0.0
-        # Not of a pool, which would be waited for where a lost process leaves the step without an end.
+        # Python waits for threads of a pool, also where a lost process leaves the step without an end.
         self._thread = threading.Thread(target=self._wait, args=(dict(metrics["scalar"]),), daemon=True)
         self._thread.start()
 
@@ -50,7 +50,7 @@ def stepped(logger: Any, metrics: dict[str, Any], step: int, took: timedelta) ->
 
 
 def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
-    """Add the time of a step to its record; return whether it is to be written: not again after `saving`."""
+    """Add the time of a step to its record. Return whether to write the record: not again after `saving`."""
     global _last_end
     if kind != "train":
         return True

@@ -1,4 +1,4 @@
-"""Restores a checkpoint in the trainer's process, also one whose layers lie otherwise than the run's.
+"""Restores a checkpoint in the trainer's process. Its layers may have another layout than the run's.
 
 The names tell which layers an entry holds: ``layers_3`` that one, ``layers_0_3`` a stack of four, ``layers`` a stack of
 all. MaxText stacks parameters and their moments along their second dimension, everything else along the first.
@@ -123,8 +123,8 @@ def check_same(
     model, kept
         Shapes of the run's leaves, and of the checkpoint's.
     sources
-        Leaves of the checkpoint that hold one of the run's, where names of layers do not say so: `Relayout.leaf` checks
-        their shapes.
+        For a leaf of the run in another layout: the leaves of the checkpoint that hold it. `Relayout.leaf` checks their
+        shapes.
 
     Raises
     ------

@@ -84,8 +84,8 @@ def judge(
 ) -> None:
     """Return if every step ran and the loss is finite and falling.
 
-    Falling means that the mean loss of the last third of the steps is below that of the first third; a run of one step
-    is only asked for a finite loss, and so is a resumed run of whose earlier steps nothing is known.
+    Falling means that the mean loss of the last third of the steps is below that of the first third. A run of one step
+    only needs a finite loss, and so does a resumed run whose earlier steps are not known.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Restarts of a job that lost a process: when, why, and which steps were computed again.
 
-Those who start it again say how often they have in an environment variable: ``--spawn``, the batch scripts for Slurm,
-Kubernetes. Process 0 then notes why, in the output folder, where all processes write.
+``--spawn``, the batch scripts for Slurm, or Kubernetes start it again, and count that in an environment variable.
+Process 0 then notes why, in the output folder, where all processes write.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def attempt(options: Options, environment: Mapping[str, str]) -> int:
     Raises
     ------
     UsageError
-        Where that is asked for, and nothing here would do it.
+        For ``--max-restarts`` where nothing would start it again.
     """
     if options.max_restarts and not options.spawn and VARIABLE not in environment:
         raise UsageError(
@@ -97,7 +97,7 @@ def find_loss(options: Options, paths: Paths, number: int = 0) -> Loss:
 
 
 def _last_log(log: Path, number: int) -> str:
-    """Read the log of a process that may be starting again, and put its log aside, just now."""
+    """Read the log of a process. It may be starting again, and putting its log aside, at this moment."""
     for path in (before(log, number), log, before(log, number)):
         with suppress(OSError):
             return path.read_text(errors="replace")

@@ -21,7 +21,7 @@ from multimesh_maxtext.restarts import Loss, announce, find_loss, show
 from multimesh_maxtext.translate import Paths
 
 _POLL = 0.1  # seconds between looks at the processes
-_PATIENCE = 10.0  # seconds that the others get to end when one has failed, or all when told to
+_PATIENCE = 10.0  # seconds that the others get to end when one has failed, and that all get when told to end
 
 
 def spawn(argv: Sequence[str], options: Options, root: Path | None) -> int:
@@ -41,7 +41,7 @@ def spawn(argv: Sequence[str], options: Options, root: Path | None) -> int:
 
 
 def _own(argv: Sequence[str]) -> Iterator[str]:
-    """The words of a command line that are not for the one that starts the others."""
+    """The words of a command line for each process, without those for the process that starts them."""
     words = iter(argv)
     for word in words:
         if word == "--max-restarts":

@@ -37,7 +37,7 @@ _REDUCED = {
 """Results of which MaxText takes the largest, the least or the mean over the microbatches, not the sum."""
 
 _REPEATS = 2
-"""Measured runs of a step that ``--schedule auto`` takes the costs of its programs from."""
+"""``--schedule auto`` measures so many runs of a step for the costs of its programs."""
 
 _CALLS = ("jit", "checkpoint", "remat2")
 _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is how values leave a task
@@ -353,7 +353,7 @@ class _Microbatch:
 
 
 _Count = tuple[int, int] | None
-"""A counter's first value, as the number of an argument, and how often it was advanced; ``None`` is anything else."""
+"""A counter: the number of the argument with its first value, and its advance. ``None``: no counter."""
 
 
 def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:

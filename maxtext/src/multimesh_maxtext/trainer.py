@@ -45,12 +45,12 @@ LOST = re.compile(r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has
 """A line of a trainer's log on a process that was lost."""
 
 _REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
-"""A setting that MaxText's configuration cannot have, and why, as pydantic prints it."""
+"""A setting that MaxText refuses, and why, as pydantic prints it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The steps and evaluations that completed, and why the run is no success: ``None`` if it is; the log tells."""
+    """The steps and evaluations that completed, the error (``None`` for a success), and the log."""
 
     steps: list[Step]
     evaluations: list[Evaluation]
@@ -160,8 +160,8 @@ def follow(
 ) -> tuple[list[Step], int]:
     """Run the trainer to its end; its steps and its exit code.
 
-    Where one of several processes fails, a launcher ends the others, perhaps before they have learnt of it. So one that
-    is told to end waits ``hold`` seconds for its trainer, whose code is then not hidden by that of an interrupt.
+    Where one of several processes fails, a launcher ends the others, perhaps before they have learnt of it. So a
+    process that is told to end waits ``hold`` seconds for its trainer, and returns its code, not that of an interrupt.
     """
     steps: list[Step] = []
     with (
@@ -247,7 +247,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def keep_code() -> None:
-    """Let nobody end this process any more, which ends by itself with a code that says more than SIGTERM's."""
+    """Ignore SIGTERM from now on: this process ends by itself, with a code that says more."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -317,7 +317,7 @@ def keep_before(metrics: Path, step: int) -> list[Step]:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """Return a record; ``None`` for a torn line, left where MaxText emptied the file (it does so when it evaluates)."""
+    """Return a record; ``None`` for a torn line, which MaxText leaves where it empties the file."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:

@@ -24,7 +24,7 @@ DEFAULT_PERIOD = 100
 
 DEFAULT_EVAL_STEPS = 4
 JAX_FRACTION = 0.75
-"""Of a GPU's memory that JAX takes unless told otherwise."""
+"""Share of a GPU's memory that JAX takes by default."""
 
 _PACKAGES = [
     Path(spec.origin).resolve().parents[1]
@@ -77,12 +77,12 @@ _MB_FROM = 1000
 """``--fbmem`` counts GB below this, and MB from here on."""
 
 _LEAST_FRACTION = 0.05
-"""Of a GPU's memory: with less JAX cannot even load its libraries, and a wrong unit is likely."""
+"""Least share of a GPU's memory. With less JAX cannot even load its libraries; a wrong unit is likely."""
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Where one run reads and writes; ``process`` is the folder of another process than the first, below that one's."""
+    """Where one run reads and writes. ``process`` is this process's folder below that of the first, empty for that."""
 
     python: str
     maxtext: Path
@@ -219,7 +219,7 @@ def _grid(job: Job) -> dict[str, Any]:
 
 
 def per_device(rows: int, devices: int) -> float:
-    """Return the share that MaxText multiplies by the devices and truncates, such that it comes to ``rows`` again."""
+    """Return the share of a device. MaxText multiplies it by the devices and truncates: that gives ``rows`` again."""
     share = rows / devices
     while int(devices * share) < rows:
         share = math.nextafter(share, math.inf)
@@ -293,7 +293,7 @@ def xla_flags(options: Options, *, devices: int, users: str = "", process: str =
     devices
         Devices of this process; on the CPU platform XLA makes so many of the host.
     users
-        Flags that are there already: they come before our defaults, and flags of the command line before them.
+        Flags that are set already. They win over our defaults, and the command line wins over them.
     process
         Folder of one of several processes in that of ``--dump``.
     """

@@ -62,7 +62,7 @@ XLA_THRESHOLDS = {
 """Operations that XLA combines, and up to which size by default."""
 
 DEVICES = ("a100-40gb", "a100", "h100", "h200", "b200")
-"""GPUs whose memory and peak `memory.DEVICES` has."""
+"""GPUs in `memory.DEVICES`."""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
