@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import graphlib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 
 from multimesh.commands import forecast
-from test_house import FLOORS, GRAPH, MODULES
+from test_house import FLOORS, GRAPH, ROOT
+
+from tests import imports
 
 STYLE = """\
 text{font-family:Helvetica,Arial,'Liberation Sans',sans-serif;font-size:11px;fill:#1d2126}
@@ -61,7 +62,7 @@ def _box(x: float, y: float, width: float, height: float, kind: str, radius: flo
 def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """The edges of an acyclic graph that no longer path implies."""
     reach: dict[str, set[str]] = {}
-    for node in graphlib.TopologicalSorter(graph).static_order():
+    for node in imports.bottom_up(graph):
         below = graph.get(node, set())
         reach[node] = below.union(*(reach[other] for other in below))
     return {node: {b for b in below if not any(b in reach[c] for c in below - {b})} for node, below in graph.items()}
@@ -77,7 +78,8 @@ def rooms() -> dict[str, set[str]]:
 
 def _about(room: str) -> str:
     """The first sentence of a room's docstring."""
-    said = ast.get_docstring(ast.parse(MODULES[room].read_text(encoding="utf-8"))) or ""
+    path = ROOT / f"{room}.py" if (ROOT / f"{room}.py").exists() else ROOT / room / "__init__.py"
+    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return said.partition("\n\n")[0].replace("\n", " ").replace("`", "").partition(". ")[0].rstrip(".")
 
 

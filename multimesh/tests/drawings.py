@@ -35,6 +35,7 @@ def stale() -> list[str]:
 
 def main() -> None:
     """Write the pictures, or name those that are not current."""
+    sys.path.append(str(FOLDER.parents[1]))
     if sys.argv[1:] == ["--write"]:
         for name, text in drawings().items():
             (FOLDER / name).write_text(text, encoding="utf-8")
