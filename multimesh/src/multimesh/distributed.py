@@ -28,10 +28,10 @@ __all__ = [
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> None:
-    """Write a tree to a new folder; all processes call it, in the same order, and wait until it is whole.
+    """Write a tree to a new folder. All processes call it, in the same order, and wait until it is complete.
 
     Each process writes the shards that it holds, each shard once. The folder appears under its name when all is
-    written: whenever a process is killed, it is there whole or not at all, and what was saved before stays as it is.
+    written. If a process is killed, the folder is complete or not there, and earlier checkpoints stay as they are.
 
     Parameters
     ----------
@@ -39,14 +39,14 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         A folder that does not exist yet, on a file system of all processes: one for each checkpoint, ``"ck/100"``.
     tree
         A pytree of arrays of any dtype, keys of ``jax.random.key``, numbers, and None. Committed arrays may lie on any
-        devices, also with no shard in this process; all else is taken to be the same in all processes.
+        devices, also without a shard in this process. All other leaves must be the same in all processes.
 
     Raises
     ------
     UsageError
-        Where there is something at ``path``, or a leaf can't be saved; where the trees of the processes differ.
+        If ``path`` exists, a leaf can't be saved, or the trees of the processes differ.
     MultiMeshError
-        In every process, where one can't write.
+        In every process, if one can't write.
     MissingPartError
         Without the package orbax-checkpoint.
     """
@@ -55,24 +55,27 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
-    """Read a tree that `save` wrote; all processes call it.
+    """Read a tree of `save`. All processes call it.
 
-    There may be other processes than those that saved it, and other layouts: each reads what it is to hold.
+    The number of processes and the layouts may differ from those at the time of saving: each process reads the shards
+    that it is to hold.
 
     Parameters
     ----------
+    path
+        The folder that `save` wrote.
     like
-        A tree as the one saved, of arrays or of ``jax.ShapeDtypeStruct``: it says where each array is to lie. What has
-        no sharding, or is not committed, is read by every process.
+        A tree like the saved one, of arrays or of ``jax.ShapeDtypeStruct``, whose shardings say where each array goes.
+        Every process reads leaves that are not committed or have no sharding.
 
     Returns
     -------
-    The tree, with a NumPy array or a Python number in the place of each such.
+    The tree. A leaf is a NumPy array or a Python number if it is one in ``like``.
 
     Raises
     ------
     UsageError
-        Where there is no whole checkpoint, or its names, shapes or dtypes are others: the first difference.
+        If there is no complete checkpoint, or its names, shapes or dtypes differ; names the first difference.
     MissingPartError
         Without the package orbax-checkpoint.
     """
@@ -83,7 +86,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 def orbax_handler() -> Any:
     """Orbax's handler of ``jax.Array``, for arrays of which a process holds all shards or none.
 
-    With it Orbax's own checkpointers and managers save and restore such arrays, which they refuse else.
+    Orbax's own checkpointers and managers refuse such arrays. With this handler they save and restore them.
 
     Examples
     --------
@@ -95,7 +98,7 @@ def orbax_handler() -> Any:
 
 
 def orbax_state_handler() -> type:
-    """Class of a handler for Orbax's new checkpointer (``orbax.checkpoint.v1``): nested dictionaries of such arrays."""
+    """A handler class for Orbax's new checkpointer (``orbax.checkpoint.v1``): nested dictionaries of such arrays."""
     state: type = _checkpoints("orbax_state_handler", "orbax_state").StateHandler
     return state
 

@@ -1,4 +1,4 @@
-"""How processes agree: barriers, lines that they compare, and what each says to all, by JAX's key-value store."""
+"""How processes agree, by JAX's key-value store: barriers, compared lines, exchanged bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multimesh.core import _compat
 from multimesh.errors import LostProcessError, MultiMeshError, UsageError
 
 WAIT = 600.0
-"""Seconds that a process waits for the others to come to the same place."""
+"""Seconds that a process waits until the others come to the same place."""
 
 
 _plans = itertools.count(1)
@@ -28,19 +28,19 @@ def several() -> bool:
 
 
 def barrier(name: str, timeout: float = WAIT) -> None:
-    """Wait until every process is here; ``name`` is used once."""
+    """Wait until every process is here; use each ``name`` once."""
     _compat.key_value_store().wait_at_barrier(f"multimesh/{name}", int(1000 * timeout))
 
 
 def agree_on(name: str, lines: Iterable[str], timeout: float = WAIT) -> None:
-    """Compare lines with all other processes; ``name`` is used once.
+    """Compare lines with all other processes; use each ``name`` once.
 
     Raises
     ------
     UsageError
-        In every process, where they are not the same: which process differs, and in which line first.
+        In every process, if the lines are not the same: names the process that differs, and its first other line.
     LostProcessError
-        Where a process has not come here in time.
+        If a process has not come here in time.
     """
     me, count = jax.process_index(), jax.process_count()
     lines = list(lines)
@@ -49,7 +49,7 @@ def agree_on(name: str, lines: Iterable[str], timeout: float = WAIT) -> None:
     put(key(me), sha256(text).digest())
     if me == 0:
         said = [get(key(rank), name, rank, timeout) for rank in range(count)]
-        usual = max(said, key=said.count)  # of two that are as frequent, the first: that of process 0
+        usual = max(said, key=said.count)  # if two are as frequent, the first
         odd = [rank for rank in range(count) if said[rank] != usual]
         put(key("verdict"), f"{said.index(usual)} {' '.join(map(str, odd))}".encode())
     usually, *odd = map(int, get(key("verdict"), name, 0, timeout + 10).split())
@@ -66,7 +66,7 @@ def agree_on(name: str, lines: Iterable[str], timeout: float = WAIT) -> None:
 
 
 def _parting(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """Where the lines of an odd process part from the usual ones."""
+    """Where the lines of a process first differ from the usual ones."""
     pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing more")
     where, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -76,14 +76,14 @@ def _parting(ours: Sequence[str], theirs: Sequence[str]) -> str:
 
 
 def agree_on_plan(name: str, lines: Iterable[str]) -> int:
-    """Compare the lines of a plan's fingerprint with all other processes; the number of the plan, alike in all."""
+    """Compare a plan's fingerprint with all other processes. Returns the number of the plan, alike in all."""
     number = next(_plans)
     agree_on(f"plan {number} ({name})", lines)
     return number
 
 
 def exchanged(name: str, mine: bytes, timeout: float = WAIT) -> list[bytes]:
-    """What every process says, in all processes; ``name`` is used once."""
+    """Send bytes to all processes, and return those of every process; use each ``name`` once."""
     key = f"exchanged/{name}"
     put(f"multimesh/{key}/{jax.process_index()}", zlib.compress(mine))
     said = (get(f"multimesh/{key}/{rank}", name, rank, timeout) for rank in range(jax.process_count()))
@@ -93,14 +93,14 @@ def exchanged(name: str, mine: bytes, timeout: float = WAIT) -> list[bytes]:
 
 
 def forget(name: str, timeout: float = WAIT) -> None:
-    """Wait until every process has read what stands under ``multimesh/name/``, then delete it."""
+    """Wait until every process has read the values under ``multimesh/name/``, then delete them."""
     barrier(f"{name}/read", timeout)
     if jax.process_index() == 0:
         _compat.key_value_store().key_value_delete(f"multimesh/{name}/")
 
 
 def settle(name: str, error: MultiMeshError | None, timeout: float = WAIT) -> None:
-    """Wait for all processes; where one has an error all raise it; ``name`` is used once."""
+    """Wait for all processes. If one has an error, all raise it. Use each ``name`` once."""
     if several():
         me, count = jax.process_index(), jax.process_count()
         key = functools.partial("multimesh/settle/{}/{}".format, name)
@@ -115,12 +115,12 @@ def settle(name: str, error: MultiMeshError | None, timeout: float = WAIT) -> No
 
 
 def put(key: str, value: bytes) -> None:
-    """Say something to all processes; ``key`` is used once."""
+    """Leave a value for all processes; use each ``key`` once."""
     _compat.key_value_store().key_value_set_bytes(key, value)
 
 
 def get(key: str, what: str, rank: int, timeout: float) -> bytes:
-    """What process ``rank`` says under ``key``, when it says it."""
+    """Wait for the value that process ``rank`` leaves under ``key``, and return it."""
     store, deadline = _compat.key_value_store(), time.monotonic() + timeout
     while True:
         left = min(max(deadline - time.monotonic(), 0.001), 5)  # not all at once, so that Ctrl-C works

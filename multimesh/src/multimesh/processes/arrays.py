@@ -1,4 +1,4 @@
-"""Arrays of which this process has some shards, all, or none."""
+"""Arrays of which this process holds some shards, all, or none."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jax.sharding import NamedSharding
 
 
 def here(devices: Iterable[jax.Device]) -> bool:
-    """Whether one of them is of this process."""
+    """Whether one of these devices belongs to this process."""
     return any(device.process_index == jax.process_index() for device in devices)
 
 
 def absent(aval: Any, layout: Any) -> Any:
-    """An array of which this process has no shard."""
+    """An array of which this process holds no shard."""
     return jax.make_array_from_single_device_arrays(tuple(aval.shape), layout, [], dtype=aval.dtype)
 
 
 def place(x: Any, layout: NamedSharding) -> Any:
-    """A value that every process has, with a layout; no process hears of another."""
+    """Place a value that every process has in a layout. The processes do not communicate."""
     if not here(layout.device_set):
         return absent(jax.typeof(x), layout)
     if layout.is_fully_addressable:

@@ -1,6 +1,6 @@
-"""Checkpoints of arrays on any devices: each process writes and reads the shards that it holds, by Orbax.
+"""Checkpoints of arrays on any devices: each process writes and reads its own shards, by Orbax.
 
-`multimesh.distributed` has the functions for users, so that this module, and Orbax, is imported when one is called.
+`multimesh.distributed` has the public functions. They import this module, and Orbax, when one is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, Sharding
-from orbax.checkpoint._src.metadata.array_metadata_store import Store  # what keeps the kinds of random keys
+from orbax.checkpoint._src.metadata.array_metadata_store import Store  # keeps the kinds of random keys
 
 from multimesh.core import _compat
 from multimesh.errors import MultiMeshError, UsageError
@@ -29,13 +29,13 @@ from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here
 
 HALF = ".orbax-checkpoint-tmp"
-"""Ends the name of a checkpoint while it is written."""
+"""Ending of the name of a checkpoint that is being written."""
 
 _CONTENTS = "multimesh.json"
 _FORMAT = 1
 _KEY_KIND = "random_key_impl"  # Orbax's name
 _WIDER = {jnp.dtype(a): b for a, b in (("uint2", np.uint8), ("uint4", np.uint8), ("float8_e4m3", np.float16))}
-"""What holds the values of dtypes that Orbax does not know."""
+"""Dtypes that Orbax does not know, and wider ones that hold their values."""
 
 _NUMBERS = (bool, int, float, complex)
 _saves = itertools.count(1)
@@ -43,7 +43,7 @@ _saves = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Held:
-    """What Orbax reads of an array: the shards of this process, or one that nobody writes where it has none."""
+    """An array as Orbax sees it: with the shards of this process, or with one shard that nobody writes."""
 
     array: jax.Array
 
@@ -61,7 +61,7 @@ class _Held:
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
     """Orbax's handler of ``jax.Array``, also for arrays that one process holds alone, or that lie elsewhere.
 
-    What it writes is what Orbax's own writes in one process, so either reads what the other wrote.
+    It writes the same files as Orbax's own handler in one process, so either reads those of the other.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
 
     @property
     def _ext_metadata(self) -> Mapping[str, Mapping[str, str]]:
-        """Kinds of random keys, which Orbax's handler would note itself if it were given keys, not their data."""
+        """Kinds of random keys. Orbax notes them by itself only for keys, and it gets their data."""
         return self._kinds
 
     @_ext_metadata.setter
@@ -78,7 +78,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         del value
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
-        """Write what this process has of some arrays."""
+        """Write the shards that this process holds."""
         keys = [(info, x) for info, x in zip(infos, values, strict=True) if _is_key(x)]
         self._kinds = {info.name: {_KEY_KIND: str(jax.random.key_impl(x))} for info, x in keys}
         with _compat.without_mesh():
@@ -86,7 +86,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         return await super().serialize([_Held(x) for x in data] if agree.several() else data, infos, args)
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        """Read what this process is to have of some arrays."""
+        """Read the shards that this process is to hold."""
         layouts = [_layout(arg) for arg in args or ()]
         far = [i for i, layout in enumerate(layouts) if layout is not None and not here(layout.device_set)]
         near = [i for i in range(len(infos)) if i not in far]
@@ -101,7 +101,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         return [found[i] for i in range(len(infos))]
 
     async def _types(self, infos: Sequence[Any], args: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Types that arrays of a checkpoint will have."""
+        """Types of arrays in a checkpoint."""
         stored = await self._array_metadata_store.read(checkpoint_dir=infos[0].parent_dir)
         noted = itertools.chain.from_iterable((stored or {}).values())
         kinds = {each.param_name: each.ext_metadata[_KEY_KIND] for each in noted if each.ext_metadata}
@@ -154,7 +154,7 @@ def save(path: Path, tree: Any) -> None:
         if path.exists() and first:
             raise UsageError("there is something already; give every checkpoint a path of its own")
         if first:
-            shutil.rmtree(half, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(half, ignore_errors=True)  # left by a process that was killed
             half.mkdir(parents=True)
 
     def write() -> None:
@@ -166,7 +166,7 @@ def save(path: Path, tree: Any) -> None:
             if arrays:
                 _handler().finalize(_epath(half))
             (half / _CONTENTS).write_text(json.dumps(contents, indent=1), encoding="utf-8")
-            half.rename(path)  # from now on it is there, and whole
+            half.rename(path)  # now the checkpoint is there, and whole
 
     for name, part in (("begin", begin), ("write", write), ("finish", finish)):
         _together(f"{step}/{name}", path, part)
@@ -177,7 +177,7 @@ def _epath(path: Path) -> Any:
 
 
 def _together(name: str, path: Path, part: Callable[[], None]) -> None:
-    """Do a part of the work in every process; where one fails all raise its error."""
+    """Do a part of the work in every process. If it fails in one, all raise its error."""
     error: MultiMeshError | None = None
     try:
         part()
@@ -240,7 +240,7 @@ def _compare(path: Path, wanted: Mapping[str, str], kinds: Mapping[str, str]) ->
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """Leaves by their names, such as ``params/0/w``."""
+    """The leaves by their names, such as ``params/0/w``."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "tree"
@@ -272,14 +272,14 @@ def _size(x: Any) -> int:
 
 
 def _placed(x: Any) -> bool:
-    """Whether a leaf lies where its sharding says, and not simply in every process."""
+    """Whether a leaf has a sharding. Otherwise every process has it."""
     if isinstance(x, jax.Array):
         return bool(x.committed)
     return getattr(x, "sharding", None) is not None
 
 
 def _place(x: Any) -> str:
-    """Where a leaf lies, in words that are alike in all processes."""
+    """The devices of a leaf as text, alike in all processes."""
     return _parts(x.sharding, x.shape) if _placed(x) else ""
 
 
@@ -290,7 +290,7 @@ def _parts(layout: Sharding, shape: tuple[int, ...]) -> str:
 
 
 def _stored(x: Any) -> Any:
-    """A leaf as Orbax gets it: what has no place is written by the first process."""
+    """The leaf that Orbax gets. The first process writes leaves without a sharding."""
     if _is_key(x):
         x = jax.random.key_data(x)
     elif getattr(x, "dtype", None) in _WIDER:
@@ -305,7 +305,7 @@ def _restore_args(x: Any) -> Any:
 
 
 def _as(like: Any, found: Any, kind: str | None) -> Any:
-    """What was read, as the leaf that it takes the place of; an array without elements was not written."""
+    """Give what was read the type of the leaf ``like``. Arrays without elements were not written."""
     if isinstance(like, _NUMBERS) and not isinstance(like, np.generic):
         return type(like)(found.item())
     if kind is not None:

@@ -1,4 +1,4 @@
-"""``gather``: small arrays, wherever they lie, in every process."""
+"""``gather``: copy small arrays from any devices to every process."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from multimesh.errors import UsageError
 from multimesh.processes.agree import WAIT, forget, get, put, several
 
 SMALL = 64 * 2**20
-"""Bytes that `gather` brings at once."""
+"""The most bytes that `gather` copies."""
 
 
 _gathers = itertools.count(1)
 
 
 def gather(tree: Any, timeout: float = WAIT) -> Any:
-    """Bring a small tree to every process; all processes call it, in the same order.
+    """Copy a small tree to every process. All processes call it, in the same order.
 
     Parameters
     ----------
     tree
-        A pytree. Committed arrays may lie on any devices, also with no shard in this process; all else, as NumPy
-        arrays and numbers, is taken to be the same in all processes.
+        A pytree. Committed arrays may lie on any devices, also without a shard in this process. All other leaves, such
+        as NumPy arrays and numbers, must be the same in all processes.
+    timeout
+        Seconds to wait for the other processes.
 
     Returns
     -------
-    The tree with a NumPy array in place of each array, and keys of ``jax.random.key`` as such.
+    The tree with NumPy arrays in the place of arrays; keys of ``jax.random.key`` stay keys.
 
     Raises
     ------
     UsageError
-        Where the arrays that processes lack have more than 64 MiB together.
+        If the arrays have more than 64 MiB together.
+    LostProcessError
+        If another process has not called it in time.
     """
     leaves, structure = jax.tree.flatten(tree)
     keys = {i: x for i, x in enumerate(leaves) if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)}

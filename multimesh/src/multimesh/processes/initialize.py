@@ -1,4 +1,4 @@
-"""``initialize``: how processes are found, meet and compare what they run, and how one of them ends all."""
+"""``initialize``: find the processes of a job, let them meet and compare themselves; `fail` ends them all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Processes:
 
     @property
     def mode(self) -> str:
-        """How devices belong to processes; the first use starts JAX's backends."""
+        """How processes share the devices. The first use starts JAX's backends."""
         if jax.device_count() == len(self.hosts):
             return "one process per device"
         return "one process per host" if len(set(self.hosts)) == len(self.hosts) else "several devices per process"
@@ -76,30 +76,43 @@ def initialize(
 ) -> Processes:
     """Make this process one of several, in place of ``jax.distributed.initialize``.
 
-    What is not given is found as JAX does: from Slurm, Open MPI 4, Kubernetes, or mpi4py where that is the
-    ``cluster_detection_method``. All processes meet and compare what they run before JAX starts. From then on each
-    has a watcher: when a process fails, is killed, stopped or out of reach, all others end within seconds, with a line
-    that names it and exit code 17 (that of the failed one where it has one). SIGTERM ends a process, unless the
-    environment has ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
+    Arguments that are not given are found as JAX finds them: from Slurm, Open MPI 4, Kubernetes, or mpi4py as
+    ``cluster_detection_method``. All processes meet and compare themselves before JAX starts. From then on each has a
+    watcher. When a process fails, is killed, stopped or out of reach, all others end within seconds: with a line that
+    names it, and its exit code if it has one, else 17. SIGTERM ends a process, unless the environment has
+    ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
 
     Parameters
     ----------
     coordinator_address
         Host and port of process 0, ``"n1:61440"``, which all processes reach.
+    num_processes, process_id
+        The number of processes, and the number of this one, from 0.
+    local_device_ids
+        Ids of the devices of this process; by default all that it sees.
+    cluster_detection_method
+        As for ``jax.distributed.initialize``.
     initialization_timeout
         Seconds in which all processes must have started.
     heartbeat_timeout_seconds
         Seconds of silence after which JAX gives a process up. Watchers name it in half of that time.
     shutdown_timeout_seconds
-        Seconds that JAX's barrier at exit may take; all processes have come to their end before it.
+        Seconds that JAX's barrier at exit may take. All processes have come to their end before it.
+    coordinator_bind_address
+        Address at which process 0 listens; by default all of its addresses.
     same_command
         Whether command lines that differ are refused. The number and the host of a process may always differ.
+
+    Returns
+    -------
+    Processes
+        What was found.
 
     Raises
     ------
     UsageError
-        In every process: where one did not start, or process 0 can't be reached; where two have one number; where
-        versions, XLA_FLAGS, flags of JAX, or command lines differ. Where JAX has been used before.
+        In every process, if one did not start or can't reach process 0, if two have the same number, or if versions,
+        XLA_FLAGS, flags of JAX, or command lines differ. Also if JAX has been used before.
 
     Examples
     --------
@@ -141,7 +154,10 @@ def initialize(
 
 
 def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[str, Sequence[Any]]:
-    """What launched the processes; coordinator's address, number of processes, this one's, and its devices."""
+    """Find what the arguments leave open.
+
+    Returns the launcher; then the coordinator's address, the number of processes, that of this one, and its devices.
+    """
     address, *rest, devices = given
     if devices is None and (listed := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
         devices = [int(number) for number in listed.split(",")]
@@ -190,15 +206,16 @@ def _facts() -> dict[str, list[str]]:
 
 
 def count_step() -> None:
-    """Note that this process made a step, so that a message about it can say how many."""
+    """Count a call of a plan. Messages about this process say how many it made."""
     if _client is not None:
         _client.count_step()
 
 
 def fail(error: BaseException) -> NoReturn:
-    """End this process with ``error``, and all others: for a program that catches what it doesn't know how to mend.
+    """End this process with ``error``, and all others.
 
-    An error that nobody catches does the same. Without `initialize` the error is raised.
+    It is for code that catches errors it does not know. An uncaught error does the same. Without `initialize` the error
+    is raised.
     """
     if _client is None:
         raise error

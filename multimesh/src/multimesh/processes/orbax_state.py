@@ -1,4 +1,7 @@
-"""Orbax's new checkpointer for arrays that one process holds alone, or not at all, which its own handler refuses."""
+"""Handlers of Orbax's new checkpointer for arrays that one process holds alone, or not at all.
+
+Orbax's own handler refuses such arrays.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from multimesh.processes.checkpoints import ArrayHandler
 
 
 class Arrays(ArrayLeafHandler):
-    """Orbax's handler of ``jax.Array``, with what writes and reads them replaced."""
+    """Orbax's handler of ``jax.Array``, which writes and reads with ours."""
 
     def __init__(self, *, context: Any = None) -> None:
         super().__init__(context=context)
@@ -24,7 +27,7 @@ class Arrays(ArrayLeafHandler):
 
 
 class StateHandler(ocp.handlers.PyTreeHandler):
-    """Orbax's handler of nested dictionaries, with ours of the arrays in them."""
+    """Orbax's handler of nested dictionaries, with our handler for arrays."""
 
     def __init__(self, *, context: Any = None) -> None:
         leaves = StandardLeafHandlerRegistry()

@@ -31,14 +31,14 @@ from typing import Any
 
 TICK = 0.25  # seconds between two looks at the clock
 BEAT = 1.0  # seconds between two signs of life
-STOPPED = 3.0  # seconds that a process may be stopped; JAX aborts all others 5 to 10 s after one was
-HOLD = 1.0  # seconds in which the cause of an error may turn out to be that another process died
-GRACE = 3.0  # seconds that a process has to end by itself
-EXIT_INFO = 8  # that of what Linux knows of a process
-FOREIGN = 1 << 20  # bytes without an end of line, as only a stranger sends them
+STOPPED = 3.0  # seconds that a process may be stopped; JAX aborts all others after 5 to 10 s
+HOLD = 1.0  # seconds to wait whether the death of another process caused an error
+GRACE = 3.0  # seconds in which a process may end by itself
+EXIT_INFO = 8  # mask of the exit code, in PIDFD_GET_INFO
+FOREIGN = 1 << 20  # bytes without an end of line; only a stranger sends so many
 
 Message = dict[str, Any]
-Member = dict[str, Any]  # rank, count, host, pid, and facts: names of what must be alike, each with a list of words
+Member = dict[str, Any]  # rank, count, host, pid; facts must be alike: name to a list of words
 
 
 class RefusedError(Exception):
@@ -46,7 +46,7 @@ class RefusedError(Exception):
 
 
 class Line:
-    """A connection on which every line is a message."""
+    """A connection. Each line on it is a message."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
@@ -54,16 +54,16 @@ class Line:
         link.settimeout(GRACE)
 
     def fileno(self) -> int:
-        """What a selector waits for."""
+        """The file descriptor, for a selector."""
         return self.link.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message; reading finds out whether the other end is gone."""
+        """Send a message. If the other end is gone, reading will tell."""
         with contextlib.suppress(OSError):
             self.link.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """Return the messages that have come, None at the end. Something must have come."""
+        """Return the messages that have arrived; None at the end. Call it when something has arrived."""
         try:
             data = self.link.recv(1 << 16)
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -74,20 +74,20 @@ class Line:
         return None if not data or strange else messages
 
     def finish(self) -> None:
-        """Say that no more will come."""
+        """Say that no more messages follow."""
         with contextlib.suppress(OSError):
             self.link.shutdown(socket.SHUT_WR)
 
 
 def named(member: Mapping[str, Any]) -> str:
-    """Name a process as all messages do."""
+    """Name a process, as in all messages."""
     return f"process {member['rank']} of {member['count']} ({member['host']}, pid {member['pid']})"
 
 
 def difference(members: Sequence[Member]) -> str:
-    """Say in what processes differ that must be alike, and which of them; empty where they do not.
+    """Say in which facts processes differ, and which processes; empty if they do not.
 
-    A word may differ where it holds the process's own number or host, as in ``train.py 3`` and ``--log=/tmp/3.log``.
+    A word may differ if it holds the process's own number or host, as in ``train.py 3`` and ``--log=/tmp/3.log``.
     """
     first, *others = members
     said = []
@@ -114,7 +114,7 @@ def _neutral(word: str, member: Member) -> str:
 
 
 def _without(words: Sequence[str], of: Member, others: Sequence[str], other: Member) -> list[str]:
-    """The words of one process that another does not have."""
+    """The words that one process has and another lacks."""
     neutral = {_neutral(word, other) for word in others}
     return [word for word in words if word not in others and _neutral(word, of) not in neutral]
 
@@ -125,7 +125,7 @@ def _quoted(words: Sequence[str]) -> str:
 
 
 class Meeting:
-    """How the watchers find each other; `hub` and `guest` end with connections, or with `RefusedError`."""
+    """How the watchers find each other. `hub` and `guest` return connections, or raise `RefusedError`."""
 
     def __init__(self, own: Member, address: str, bind: str, timeout: float, process: Line) -> None:
         self._own, self._bind, self._timeout, self._process = own, bind, timeout, process
@@ -138,7 +138,7 @@ class Meeting:
         self._unknown: list[Line] = []
 
     def hub(self) -> tuple[dict[int, Line], list[Member]]:
-        """Wait at the coordinator's port until all are there; the connections by number, and who all are."""
+        """Wait at the coordinator's port for all others. Returns connections by process number, and all members."""
         try:
             server = self._listen()
         except OSError as error:
@@ -171,7 +171,7 @@ class Meeting:
         return self._links, found
 
     def guest(self) -> tuple[dict[int, Line], list[Member]]:
-        """Meet the hub; the connection to it, and who all are."""
+        """Meet the hub. Returns the connection to it, and all members."""
         why = "no answer"
         while time.monotonic() < self._deadline:
             try:
@@ -203,7 +203,7 @@ class Meeting:
         return socket.create_server((host.strip(":"), port), family=family, backlog=backlog)
 
     def _taken(self, error: OSError) -> str:
-        """Why process 0 cannot listen; another process 0 of this job, which has the port, is told too."""
+        """Say why process 0 cannot listen. If another process 0 of this job has the port, tell it too."""
         if error.errno == errno.EADDRINUSE:
             with contextlib.suppress(OSError):
                 line = Line(socket.create_connection((self._host, self._port), 2))
@@ -216,7 +216,7 @@ class Meeting:
         )
 
     def _introduce(self, line: Line) -> None:
-        """Read what a newcomer says, or that one of those who wait is gone."""
+        """Read what a newcomer says. Raises an error if a known process is gone."""
         messages = line.receive()
         known = next((rank for rank, other in self._links.items() if other is line), None)
         if messages is None and known is not None:
@@ -262,7 +262,7 @@ class Meeting:
 
     def _come(self) -> list[Any]:
         found = [key.fileobj for key, _ in self._ready.select(TICK)]
-        if self._process in found:  # it says nothing yet: it is gone
+        if self._process in found:  # it is gone: a process says nothing before the meeting
             raise SystemExit
         return found
 
@@ -273,18 +273,18 @@ def _split(address: str) -> tuple[str, int]:
 
 
 class Watch:
-    """What a watcher does after the meeting.
+    """The work of a watcher after the meeting.
 
     Parameters
     ----------
     links
-        Its connections to other watchers, by the number of their process.
+        Connections to other watchers, by the number of their process.
     steps
-        Eight bytes in which its process counts its steps.
+        Eight bytes in which the process counts its calls.
     silence
-        Seconds after which a watcher that says nothing is out of reach.
+        Seconds after which a silent watcher is out of reach.
     lost
-        Exit code of the others where a process is lost that has none.
+        Exit code of the others, if a process is lost without one.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class Watch:
             self._ready.register(line, selectors.EVENT_READ, rank)
         self._done: set[int] = set()
         self._alive, self._over = True, False
-        self._failed: list[tuple[float, Message]] = []  # at the hub: errors, and when they become the cause
+        self._failed: list[tuple[float, Message]] = []  # at the hub: errors, and when to decide by them
 
     def run(self) -> None:
         """Watch until all processes are done or one is lost."""
@@ -320,14 +320,14 @@ class Watch:
             before, now = now, time.monotonic()
             if self._failed and now > self._failed[0][0]:
                 self._decide(self._failed[0][1])
-            if now - before > BEAT + TICK:  # this watcher was stopped itself, as when a whole job is suspended
+            if now - before > BEAT + TICK:  # this watcher was stopped too: the whole job was suspended
                 self._heard, stopped = dict.fromkeys(self._links, now), now
             if now - beaten < BEAT or self._over:
                 continue
             beaten = now
             for line in self._links.values():
                 line.send()
-            if self._alive and os.getppid() != self._parent:  # something that it forked holds its socket open
+            if self._alive and os.getppid() != self._parent:  # a process that it forked holds its socket open
                 self._dead()
             if self._alive and state(self._parent) != "T":
                 stopped = now
@@ -338,7 +338,7 @@ class Watch:
                     self._report(rank, f"has been out of reach for {now - heard:.0f} s", near=False)
 
     def _read(self, rank: int | None) -> None:
-        """Read from another watcher, or from this one's process."""
+        """Read from another watcher (``rank``), or from the own process (None)."""
         line = self._process if rank is None else self._links[rank]
         messages = line.receive()
         if messages is None:
@@ -370,7 +370,10 @@ class Watch:
     def _report(
         self, rank: int, how: str, *, why: str = "", code: int | None = None, said: bool = False, near: bool = True
     ) -> None:
-        """Tell the hub what happened to a process, which may have ``said`` so; decide alone where that is not near."""
+        """Tell the hub what happened to a process.
+
+        ``said`` is whether the process told so itself. If ``near`` is False, decide without the hub.
+        """
         steps = struct.unpack("<q", self._steps[:8])[0] if rank == self._own["rank"] else 0
         count = f" after {steps} step{'s' * (steps != 1)}" if steps else ""
         text = f"{named(self._members[rank])} {how}{count}{f': {why}' if why else ''}"
@@ -381,14 +384,17 @@ class Watch:
             self._hear(cause)
 
     def _hear(self, cause: Message) -> None:
-        """Take what the hub decided; at the hub, decide, but hold an error until it can't be what a death led to."""
+        """Take the hub's decision. The hub itself decides, but holds an error for a while.
+
+        The error may be the result of another process's death.
+        """
         if self._own["rank"] or not cause["said"]:
             self._decide(cause)
         else:
             self._failed.append((time.monotonic() + HOLD, cause))
 
     def _decide(self, cause: Message) -> None:
-        """End this process, and at the hub all others, because of what happened to one."""
+        """End this process because of what happened to one; the hub ends all others too."""
         if self._over:
             return
         self._over = True
@@ -396,11 +402,11 @@ class Watch:
             if rank:
                 line.send(cause=cause)
         own = cause["rank"] == self._own["rank"]
-        if not own or not cause["said"]:  # otherwise it has said more itself
+        if not own or not cause["said"]:  # otherwise the process has said more itself
             text = cause["text"] if own else f"{named(self._own)} ends because {cause['text']}"
             with contextlib.suppress(OSError):
                 os.write(2, f"multimesh: {text}\n".encode())
-        self._others_leave(GRACE / 3)  # before process 0: with it JAX's service ends, which then aborts them
+        self._others_leave(GRACE / 3)  # before process 0 ends, and JAX's service in it, which would abort them
         self._process.send(end=cause["code"], own=own)
         until = time.monotonic() + GRACE
         while os.getppid() == self._parent and time.monotonic() < until:
@@ -425,7 +431,7 @@ class Watch:
         self._others_leave(GRACE)
 
     def _others_leave(self, seconds: float) -> None:
-        """At the hub, wait until the other watchers have gone, but not for long."""
+        """At the hub, wait a short time until the other watchers have gone."""
         if self._own["rank"]:
             return
         for line in self._links.values():
@@ -440,12 +446,12 @@ class Watch:
 
 
 def state(pid: int) -> str:
-    """State of a process in one letter, T where it is stopped; empty where the system does not tell."""
+    """State of a process in one letter (T: stopped); empty if the system does not tell."""
     return (_stat(pid) or [""])[0]
 
 
 def death(pid: int, handle: int | None) -> tuple[str, int | None]:
-    """How a process ended that has just done so, as far as the system still knows; and its exit code, if it had one."""
+    """Say how a process ended, as far as the system still knows. Also returns its exit code, or None."""
     fields = _stat(pid)
     code = int(fields[-1]) if fields else _code_after(handle)
     if not code:
@@ -457,14 +463,14 @@ def death(pid: int, handle: int | None) -> tuple[str, int | None]:
 
 
 def _handle(pid: int) -> int | None:
-    """What keeps the code of a process that its parent asked for before us."""
+    """A handle that keeps the exit code of a process, even if its parent asked for the code before us."""
     with contextlib.suppress(AttributeError, OSError):
         return os.pidfd_open(pid)
     return None
 
 
 def _code_after(handle: int | None) -> int | None:
-    """The code of a process that its parent has asked for; Linux tells since 6.15 (PIDFD_GET_INFO)."""
+    """The exit code of a process whose parent has asked for it; Linux tells since 6.15 (PIDFD_GET_INFO)."""
     info = bytearray(struct.pack("<Q56x", EXIT_INFO))
     with contextlib.suppress(OSError, ValueError):
         fcntl.ioctl(-1 if handle is None else handle, 0xC0 << 24 | len(info) << 16 | 0xFF << 8 | 11, info)
@@ -481,8 +487,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def main(given: Mapping[str, Any]) -> None:
-    """Meet, tell the process how that went, and watch."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the process, which decides
+    """Meet the others, tell the process the result, and watch."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the process
         signal.signal(number, signal.SIG_IGN)
     process, own = Line(socket.socket(fileno=given["socket"])), given["own"]
     meeting = Meeting(own, given["address"], given["bind"], given["timeout"], process)

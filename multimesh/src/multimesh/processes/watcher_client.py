@@ -1,6 +1,6 @@
-"""This process's end of its watcher: leave at once with one's own error, or when another process is lost.
+"""The connection of a process to its watcher. With an error the process leaves at once, and so do all others.
 
-JAX alone waits for all processes at exit, so one that fails would wait for those that wait for it.
+JAX alone waits for all processes at exit: a process that fails would wait for others, which wait for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from multimesh.errors import LostProcessError, UsageError
 from multimesh.processes import watcher
 
-NOTICE = 10.0  # seconds that a process waits for the end of the others before it says so
+NOTICE = 10.0  # seconds after which a process says that it waits for others
 
 
 class WatcherClient:
@@ -39,15 +39,18 @@ class WatcherClient:
         line.link.settimeout(None)
         sys.excepthook = self._uncaught
         sys.exit = self._sys_exit
-        atexit.register(self._finish)  # before JAX's, which was there first
+        atexit.register(self._finish)  # runs before JAX's handler, which was registered first
         threading.Thread(target=self._listen, name="multimesh-watcher-client", daemon=True).start()
 
     def count_step(self) -> None:
-        """Note that a step has been made, so that messages can say how far a process came."""
+        """Count a call of a plan. Messages say how far a process came."""
         self._steps[0] += 1
 
     def _leave(self, text: str, code: int) -> None:
-        """Tell why this process fails; returns when it may end, unless another's end turns out to be the cause."""
+        """Tell the watcher why this process fails.
+
+        It returns when this process may end. If the cause is the end of another process, it never returns.
+        """
         self._line.send(failed=text[:1000], code=code)
         self._told.wait(watcher.HOLD + watcher.GRACE)
 
@@ -66,7 +69,7 @@ class WatcherClient:
             _exit(LostProcessError.exit_code)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """End this process, without JAX's barrier at exit, because of an error that nobody catches."""
+        """End this process for an error that nobody catches, without JAX's barrier at exit."""
         if os.getpid() != self._pid:  # forked from it
             self._print(kind, error, traceback)
             return
@@ -76,12 +79,12 @@ class WatcherClient:
         _exit(code)
 
     def _sys_exit(self, status: Any = None) -> NoReturn:
-        """``sys.exit``, which leaves no other trace of its status for `_finish`."""
+        """``sys.exit``, which also keeps its status for `_finish`."""
         self._exit_status = status
         raise SystemExit(status)
 
     def _finish(self) -> None:
-        """Wait until all are done, however long that takes: JAX's own barrier at exit then has nothing to wait for."""
+        """Wait until all processes are done, however long that takes. JAX's own barrier at exit then need not wait."""
         if os.getpid() != self._pid:
             return
         if self._exit_status:  # neither None nor 0
@@ -114,7 +117,7 @@ def start(
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", watcher.__file__, json.dumps(given)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # whoever reads this process's output need not wait for the watcher's end
+            stdout=subprocess.DEVNULL,  # a reader of this process's output need not wait for the watcher
             pass_fds=(theirs.fileno(), file.fileno()),
             start_new_session=True,
         )
@@ -140,7 +143,7 @@ def _answer(line: watcher.Line) -> Mapping[str, Any]:
 
 
 def _exit(code: int) -> NoReturn:
-    """Leave without the handlers at exit, but with what was written so far, and without children of this process."""
+    """Leave without the handlers at exit. Output is written and children of this process are ended first."""
     with contextlib.suppress(Exception):
         logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
