@@ -1,4 +1,4 @@
-"""What pictures say of a program or a transfer when somebody points at it."""
+"""The texts of kernels and transfers in a picture, for readers who point at them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOISE = 1e-6  # of the whole: a shorter gap is not called waiting
 
 
 def of_programs(timeline: Spans) -> tuple[str, ...]:
-    """A few lines for each span: what it is, when it ran, what its submesh waited for, what was sent to and from it."""
+    """A few lines for each span: name, times, what its submesh waited for, and its transfers."""
     arriving: dict[int, list[Hop]] = collections.defaultdict(list)
     leaving: dict[int, list[Hop]] = collections.defaultdict(list)
     for hop in timeline.transfers:
@@ -34,7 +34,7 @@ def of_programs(timeline: Spans) -> tuple[str, ...]:
 
 
 def of_transfer(timeline: Spans, hop: Hop) -> str:
-    """Where a transfer comes from, where it goes, when, and how many bytes it moves."""
+    """A few lines for a transfer: source, target, times and bytes."""
     lines = [f"{_load(hop)} from {timeline.rows[hop.source]} to {timeline.rows[hop.target]}", _when(timeline, hop)]
     if hop.producer is not None:
         lines.append(f"made by {timeline.spans[hop.producer]}")
@@ -52,7 +52,7 @@ def _load(hop: Hop) -> str:
 
 
 def _reason(timeline: Spans, arriving: list[Hop]) -> str:
-    """The transfer that came last, by what made it."""
+    """The kernel behind the transfer that came last."""
     last = max(arriving, key=lambda hop: hop.end, default=None)
     if last is None or last.producer is None:
         return ""

@@ -1,4 +1,4 @@
-"""A timeline as one HTML file: the SVG picture, which explains what one points at, and can be enlarged."""
+"""A timeline as one HTML file: the SVG picture, with explanations and zoom."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A timeline as Chrome-trace JSON, the Trace Event Format, which ``ui.perfetto.dev`` opens.
+"""A timeline as Chrome-trace JSON (the Trace Event Format), for ``ui.perfetto.dev``.
 
-One process with a thread for each submesh and for each direction of transfers; programs and transfers are complete
-events (``X``), an arrow leads from a program through its transfer to the program that reads it (``s``, ``t``, ``f``),
-and a counter (``C``) shows what is alive on each submesh.
+One process has a thread for each submesh and for each direction of transfers. Kernels and transfers are complete events
+(``X``). An arrow leads from a kernel through its transfer to the kernel that reads it (``s``, ``t``, ``f``). A counter
+(``C``) shows the live memory of each submesh.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from multimesh.timelines.spans import Hop, Span, Spans
 
 _PID = 1
 _FIRST = 2  # thread of the first submesh: in Perfetto 0 is the idle thread, and 1 that of the process
-_TICK = 0.125  # microseconds; readers count nanoseconds, and cut off what a sum of other fractions leaves over
-_UNIT = 1000.0  # microseconds that stand for a unit of costs without one
+_TICK = 0.125  # microseconds; readers count nanoseconds, and would cut off other fractions
+_UNIT = 1000.0  # microseconds for one unit of relative costs
 
 
 def trace(timeline: Spans) -> str:
-    """JSON of a timeline; times without a unit are shown as milliseconds."""
+    """The JSON text of a timeline. Times without a unit are shown as milliseconds."""
     scale = 1e6 if timeline.unit == "s" else _UNIT
     lanes = sorted({(t.source, t.target) for t in timeline.transfers})
     tids = {lane: _FIRST + len(timeline.rows) + n for n, lane in enumerate(lanes)}
@@ -81,7 +81,7 @@ def _transfers(timeline: Spans, tids: dict[tuple[int, int], int], scale: float) 
 
 
 def _ends(timeline: Spans, transfer: Hop) -> list[tuple[Span, Span]]:
-    """Program that made what is sent, and each that reads it; those that take no time are not shown."""
+    """The kernel that made the sent arrays, with each kernel that reads them. Kernels without duration are left out."""
     if transfer.producer is None or not timeline.spans[transfer.producer].duration:
         return []
     readers = (timeline.spans[reader] for reader in transfer.consumers)
@@ -90,7 +90,7 @@ def _ends(timeline: Spans, transfer: Hop) -> list[tuple[Span, Span]]:
 
 def _counters(timeline: Spans, scale: float) -> Iterator[dict[str, Any]]:
     for row, steps in zip(timeline.rows, timeline.live, strict=False):
-        for time, alive in dict(steps).items():  # of several at one time the last
+        for time, alive in dict(steps).items():  # of several values at one time, the last
             event = {"ph": "C", "name": f"live on {row}", "pid": _PID, "tid": _PID, "ts": _us(time * scale)}
             yield event | {"args": {timeline.live_unit: alive}}
 

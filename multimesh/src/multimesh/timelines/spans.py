@@ -1,4 +1,4 @@
-"""Programs and transfers in time: the parts of a `Timeline`."""
+"""Kernels and transfers in time: the parts of a `Timeline`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multimesh.core.text import amount
 
 @dataclass(frozen=True)
 class Span:
-    """One program on a submesh from ``start`` to ``end``.
+    """One run of a kernel on a submesh, from ``start`` to ``end``.
 
     Attributes
     ----------
@@ -21,12 +21,11 @@ class Span:
     start, end
         In the unit of the timeline.
     phases
-        What the program covers: ``F``, ``B``, ``W``, several of them in one program (``FB``), or nothing outside of
-        microbatch loops.
+        The phases of the kernel: ``F``, ``B``, ``W``, several of them (``FB``), or empty outside of microbatch loops.
     name
-        Task names, or that of the program.
+        Task names, or the name of the kernel.
     stage, microbatch
-        Of a pipeline's program; None elsewhere.
+        In a pipeline; None elsewhere.
     """
 
     row: int
@@ -50,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Hop:
-    """Arrays on their way from a submesh to another; ``producer`` and ``consumers`` are indices of spans."""
+    """A transfer from one submesh to another; ``producer`` and ``consumers`` are indices of spans."""
 
     source: int
     target: int
@@ -66,7 +65,7 @@ Levels = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Spans:
-    """Fields of a `Timeline`, which says what they are, and what is counted from them."""
+    """The fields of a `Timeline`, and the figures that follow from them."""
 
     title: str
     note: str
@@ -79,7 +78,7 @@ class Spans:
 
     @functools.cached_property
     def makespan(self) -> float:
-        """Time from the start of the call to the end of its last program or transfer."""
+        """Time from the start of the call to the end of its last kernel or transfer."""
         return max([0.0, *(span.end for span in self.spans), *(t.end for t in self.transfers)])
 
     @functools.cached_property
@@ -97,9 +96,9 @@ class Spans:
 
     @functools.cached_property
     def period(self) -> float:
-        """Time of a step where steps follow each other: the longest from a submesh's first program to its last.
+        """Time of a step when steps follow each other: the longest from a submesh's first kernel to its last.
 
-        Programs that take no time do not count.
+        Kernels without duration do not count.
         """
         rows = [[s for s in self.row(number) if s.duration] for number in range(len(self.rows))]
         return max((max(s.end for s in row) - min(s.start for s in row) for row in rows if row), default=0.0)
@@ -116,11 +115,11 @@ class Spans:
 
     @functools.cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Most that is alive at once on each submesh."""
+        """The most that is alive at once on each submesh."""
         return tuple(max((amount for _, amount in steps), default=0) for steps in self.live)
 
     def row(self, number: int) -> tuple[Span, ...]:
-        """Programs of one submesh in the order of their start."""
+        """The spans of one submesh in the order of their start."""
         return tuple(self.spans[index] for index in self.order(number))
 
     def order(self, row: int) -> tuple[int, ...]:
@@ -135,6 +134,6 @@ class Spans:
 
 
 def levels(changes: Iterable[tuple[float, int, float]]) -> Levels:
-    """Running total of changes, each (time, order among those of that time, by how much)."""
+    """The running total of changes. A change is (time, order among those at that time, difference)."""
     ordered = sorted(changes)
     return tuple(zip((time for time, _, _ in ordered), itertools.accumulate(by for _, _, by in ordered), strict=True))

@@ -1,7 +1,7 @@
-"""A timeline as an SVG picture: a row a submesh, a box a program, a line a transfer.
+"""A timeline as an SVG picture: a row for each submesh, a box for each kernel, a line for each transfer.
 
-Colours are those of Okabe and Ito, which stay apart for every kind of colour vision. The picture brings its own
-background, light or dark as the viewer prefers, so that it can be read on any page.
+The colours of Okabe and Ito stay apart for every kind of colour vision. The picture has its own background, light or
+dark as the viewer prefers, so it can be read on any page.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MEANING = {
     "FB": "forward and backward in one kernel",
     "": "outside of the loop",
 }
-_FADE = 0.6  # how much white the last stage of a submesh has, where it has several
-_TURN = 0.36  # where forward ends and backward begins in a box that is both; not to scale
+_FADE = 0.6  # share of white in the last of several stages of a submesh
+_TURN = 0.36  # end of the forward in a box of forward and backward; not to scale
 _CHARACTER = 0.64  # widest average width of a character, in units of the font size
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _MARGIN = 88, 184, 74, 30, 14, 16
 _NARROWEST, _PAGE, _WIDEST = 660, 1000, 3000  # of the plot: at least, on a page, at most
-_ROOMY, _TIGHT = 22.0, 14.0  # width of a short program: comfortable, and just enough for two digits
+_ROOMY, _TIGHT = 22.0, 14.0  # width of a short kernel: comfortable, and just enough for two digits
 
 _STYLE = """\
 {id} text{{font-family:Helvetica,Arial,'Liberation Sans',sans-serif;font-size:11px;fill:#1d2126}}
@@ -65,7 +65,7 @@ class _Picture:
 
     @functools.cached_property
     def plot(self) -> float:
-        """Width of the plot: wide enough for the labels of short programs, within limits."""
+        """Width of the plot: wide enough for the labels of short kernels, within limits."""
         lengths = sorted(s.duration for s in self.timeline.spans if s.phases and s.duration)
         if not lengths:
             return _NARROWEST
@@ -147,7 +147,7 @@ class _Picture:
         return "\n".join(parts)
 
     def cells(self, row: int, name: str, hints: Sequence[str]) -> Iterator[str]:
-        """Boxes of one submesh, each with the number of its microbatch where that fits."""
+        """Boxes of one submesh, each with the number of its microbatch if there is room."""
         line = self.timeline
         chunks = self.chunks(row)
         yield "<g>"
@@ -176,7 +176,7 @@ class _Picture:
         yield "</g>"
 
     def transfers(self) -> Iterator[str]:
-        """A line from where an array was made to where it is read, behind the boxes."""
+        """A line for each transfer, behind the boxes."""
         for t in self.timeline.transfers:
             down = t.target > t.source
             start = self.y(t.source) + (_ROW if down else 0)
@@ -196,7 +196,7 @@ class _Picture:
         yield _text(_LEFT + self.plot + 20, y + 17, unit or "time", "soft")
 
     def legend(self, y: float) -> tuple[list[str], float]:
-        """Meaning of the colours, in as many lines as it takes; and where the next part begins."""
+        """The meaning of the colours, in as many lines as it takes, and the position of the next part."""
         line = self.timeline
         present = {s.phases for s in line.spans if s.duration}
         alone = "W" not in present
@@ -225,7 +225,7 @@ class _Picture:
         return tuple(sorted({s.stage for s in self.timeline.spans if s.row == row and s.stage is not None}))
 
     def fills(self, root: str) -> str:
-        """Style of every kind of box and of its label; later stages of a submesh are lighter."""
+        """Styles of every kind of box and label; later stages of a submesh are lighter."""
         most = max((len(self.chunks(row)) for row in range(len(self.timeline.rows))), default=1)
         rules = []
         for phase, colour in _COLOURS.items():
@@ -256,7 +256,7 @@ def _swatch(kind: str, x: float, y: float) -> str:
 
 
 def summary(timeline: Spans) -> str:
-    """The picture in words, for those who do not see it."""
+    """The picture in words, for readers who do not see it."""
     rows = [
         f"{name} computes {amount(busy, timeline.unit)} and is idle for {amount(idle, timeline.unit)} "
         f"({100 * bubble:.1f} %)"

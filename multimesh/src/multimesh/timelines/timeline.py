@@ -1,4 +1,4 @@
-"""When what runs where: the form that forecasts and measured runs share, and that pictures are made from."""
+"""When the kernels of a plan run. Forecasts and measured runs share this form, and pictures show it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from multimesh.timelines.svg import draw
 
 @dataclass(frozen=True)
 class Timeline(Spans):
-    """Programs and transfers of one call, by submesh and time.
+    """Kernels and transfers of one call, by submesh and time.
 
     Attributes
     ----------
     title
-        What ran: schedule and sizes.
+        Schedule and sizes.
     note
-        How the times came about, for the caption of a picture.
+        Where the times are from, for the caption of a picture.
     unit
-        ``s`` for seconds, or empty for units of the given costs.
+        ``s`` for seconds, or empty for the unit of the given costs.
     rows
         A name for each submesh.
     spans, transfers
         In the order in which they were dispatched.
     live
-        For each submesh (time, amount alive from then on), in order; several of one time follow each other at once.
+        For each submesh pairs (time, amount alive from then on), in order.
     live_unit
         ``bytes``, or ``activations`` (of one stage and microbatch).
     """
@@ -49,11 +49,11 @@ class Timeline(Spans):
         return "\n".join([self.title, self.note, "", *columns(parts), "", self.total])
 
     def to_svg(self, path: str | Path) -> None:
-        """Write a picture of it; see `multimesh.timelines.svg`."""
+        """Write a picture; see `multimesh.timelines.svg`."""
         Path(checks.path("to_svg: path", path)).write_text(draw(self), encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:
-        """Write the picture as a page that says what one points at; it is one file, and needs no network."""
+        """Write the picture as a page that explains each box. It is one file, and needs no network."""
         Path(checks.path("to_html: path", path)).write_text(page(self), encoding="utf-8")
 
     def to_perfetto(self, path: str | Path) -> None:
