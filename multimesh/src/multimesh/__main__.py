@@ -40,7 +40,7 @@ devices: two for data and two for tensor parallelism. Every batch is cut into mi
 through the stages; then SGD changes the parameters, each where it lives.
 
 The same function runs once more under plain jax.jit on one device, from the same start. The table shows the loss of
-both after each step. They are equal but for rounding, or the command fails. At the end each program is measured, and a
+both after each step. They are equal but for rounding, or the command fails. At the end each kernel is measured, and a
 page shows when it ran: open it in a browser, and point at a box. No GPU is needed. `multimesh-demo` does the same."""
 
 _FORECAST = """\
@@ -94,7 +94,7 @@ def _time(text: str) -> float:
 
 
 def _file(text: str) -> Path:
-    """Path of a file that can be written, as far as one can say before."""
+    """The path of a file that can be written, as far as one can tell before."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         reason = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
@@ -133,7 +133,7 @@ def _add_demo(commands: Any) -> None:
         default="1f1b",
         help="order in which a submesh runs its microbatches: gpipe (or fill-drain, with two stages on each submesh "
         "looped-bfs) all forwards, then all backwards; 1f1b one forward, one backward, which keeps fewer activations; "
-        "eager-1f1b the same with more forwards first, so that transfers take place beside programs; interleaved 1f1b "
+        "eager-1f1b the same with more forwards first, so that transfers take place beside kernels; interleaved 1f1b "
         "with two stages on each submesh, kimi-k2 with one forward more first; zb-h1 1f1b with the weight gradients "
         "apart, to fill idle time, zb-h2 all of it in more memory, interleaved-zb with two stages on each submesh; "
         "zb-v with the first and the last stage on one submesh, and so on inwards, dualpipe-v the same with forwards "
@@ -158,15 +158,15 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument(
         "--profile",
         action="store_true",
-        help="after the training, measure each program of a step and show a table of measured against forecast",
+        help="after the training, measure each kernel of a step and show a table of measured against forecast",
     )
     _add_pictures(demo)
     demo.add_argument(
         "--timeline",
         choices=("forecast", "measured"),
         default="forecast",
-        help="what --html, --svg and --perfetto show: the measured programs on submeshes that run at the same time, or "
-        "the measured run, one program at a time (default: %(default)s)",
+        help="what --html, --svg and --perfetto show: the measured kernels on submeshes that run at the same time, or "
+        "the measured run, one kernel at a time (default: %(default)s)",
     )
     demo.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
 
@@ -178,9 +178,7 @@ def _add_pictures(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a timeline as a page that explains each box you point at",
     )
-    command.add_argument(
-        "--svg", type=_file, metavar="FILE", help="draw the timeline: a row a submesh, a box a program"
-    )
+    command.add_argument("--svg", type=_file, metavar="FILE", help="draw the timeline: a row a submesh, a box a kernel")
     command.add_argument(
         "--perfetto", type=_file, metavar="FILE", help="write it as Chrome-trace JSON for ui.perfetto.dev"
     )
@@ -219,10 +217,10 @@ def _add_forecast(commands: Any) -> None:
 
 
 def virtual_devices(environ: dict[str, str], count: int) -> dict[str, str]:
-    """Environment variables, to be set before JAX is imported, that make ``count`` virtual CPU devices.
+    """Environment variables that make ``count`` virtual CPU devices, if they are set before JAX is imported.
 
-    A collective waits until each of its devices has a thread, so there must be more threads (``NPROC``) than programs
-    in flight.
+    A collective waits until each of its devices has a thread, so there must be more threads (``NPROC``) than kernels in
+    flight.
     """
     name = "--xla_force_host_platform_device_count"
     others = [flag for flag in environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] != name]
@@ -246,7 +244,7 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
         wanted = options.html = Path(tempfile.mkdtemp(prefix="multimesh-demo-")) / "timeline.html"
     if wanted:
         if not options.json:
-            print("measuring each program of a step ...", flush=True)
+            print("measuring each kernel of a step ...", flush=True)
         profile = demo.profile(job)
         if options.profile and not options.json:
             print(f"\n{profile}\n")
@@ -293,7 +291,7 @@ def run_demo() -> NoReturn:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command line and return its exit code; nothing but ``--help`` leaves by an exception."""
+    """Run a command line and return its exit code. Only ``--help`` leaves by an exception."""
     try:
         options = parser().parse_args(argv)
         if options.command is None:

@@ -28,7 +28,7 @@ Params = dict[str, Any]
 
 
 class LossesDifferError(DisagreementError):
-    """The pipeline's loss is not that of the same function on one device; ``found`` is what `run` would return."""
+    """The pipeline and one device have different losses; ``found`` is the result that `run` would return."""
 
     def __init__(self, message: str, found: dict[str, Any]):
         super().__init__(message)
@@ -37,7 +37,7 @@ class LossesDifferError(DisagreementError):
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: a schedule by name, the number of steps, and of microbatches a step."""
+    """A run: schedule, number of steps, microbatches of a step."""
 
     schedule: str = "1f1b"
     steps: int = 8
@@ -49,14 +49,14 @@ class Job:
         return mm.schedules.get(self.schedule).usual
 
     def homes(self, submeshes: tuple[Mesh, ...]) -> tuple[Mesh, ...]:
-        """Submesh of each stage."""
+        """The submesh of each stage."""
         placement = mm.schedules.get(self.schedule).placement(STAGES)
         return tuple(submeshes[placement[s % len(placement)]] for s in range(STAGES * self.chunks))
 
 
 @dataclass(frozen=True)
 class StepLosses:
-    """Loss of one step on the submeshes and on one device."""
+    """The loss of one step, on the submeshes and on one device."""
 
     step: int
     loss: float
@@ -64,17 +64,17 @@ class StepLosses:
 
     @property
     def difference(self) -> float:
-        """Relative to the reference; NaN where a loss is."""
+        """The difference relative to the reference; NaN if a loss is NaN."""
         return abs(self.loss - self.reference) / abs(self.reference)
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is rounding."""
+        """Whether the difference is only rounding."""
         return self.difference <= TOLERANCE
 
 
 def meshes() -> tuple[Mesh, ...]:
-    """One submesh a stage, of ``DATA x MODEL`` devices."""
+    """A submesh of ``DATA x MODEL`` devices for each stage."""
     count = STAGES * DATA * MODEL
     try:
         devices = jax.devices()
@@ -90,7 +90,7 @@ def meshes() -> tuple[Mesh, ...]:
 
 
 def init(chunks: int = 1) -> Params:
-    """Parameters as numpy arrays: the embedding and a list of layers for each stage, ``chunks`` of them a submesh."""
+    """NumPy parameters: the embedding, and the layers of each stage, with ``chunks`` stages on a submesh."""
     draw = np.random.default_rng(0).normal
 
     def matrix(*shape: int) -> np.ndarray:
@@ -112,7 +112,7 @@ def init(chunks: int = 1) -> Params:
 
 
 def place(params: Params, homes: tuple[Mesh, ...]) -> Params:
-    """Put parameters where they are used, on the submesh of their stage: heads and hidden units over ``model``."""
+    """Place the parameters on the submeshes of their stages, heads and hidden units over ``model``."""
     specs = {
         "qkv": PartitionSpec(None, "model"),
         "out": PartitionSpec("model"),
@@ -128,14 +128,14 @@ def place(params: Params, homes: tuple[Mesh, ...]) -> Params:
 
 
 def batch(step: int, rows: int) -> np.ndarray:
-    """Sequences of ``SEQUENCE + 1`` tokens that count upwards by 1, 2 or 3 from anywhere: something to learn."""
+    """Sequences of ``SEQUENCE + 1`` tokens that count up by 1, 2 or 3, from anywhere: something to learn."""
     draw = np.random.default_rng((1, step)).integers
     start, stride = draw(VOCAB, size=(rows, 1)), draw(1, 4, size=(rows, 1))
     return ((start + stride * np.arange(SEQUENCE + 1)) % VOCAB).astype(np.int32)
 
 
 def divided(tokens: np.ndarray, submeshes: tuple[Mesh, ...]) -> Any:
-    """Put a batch on the first stage, its rows over ``data``; the last stage gets the labels divided alike."""
+    """Place a batch on the first stage, its rows over ``data``; the last stage gets its labels the same way."""
     return jax.device_put(tokens, NamedSharding(submeshes[0], PartitionSpec("data")))
 
 
@@ -198,7 +198,7 @@ def train(options: Job, submeshes: tuple[Mesh, ...]) -> Iterator[StepLosses]:
 
 
 def plan(options: Job, submeshes: tuple[Mesh, ...]) -> mm.Plan:
-    """What `train` runs on the submeshes in each step."""
+    """The plan of a step of `train`."""
     return _jitted(options, submeshes).plan(*_first(options, submeshes))
 
 
@@ -220,14 +220,14 @@ def _first(options: Job, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
 
 
 def run(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
-    """Train, print unless ``quiet``, and return the same as data for JSON.
+    """Train, print unless ``quiet``, and return the printed table as data for JSON.
 
     Raises
     ------
     LossesDifferError
-        After printing, when a step's losses differ by more than rounding.
+        After printing, if the losses of a step differ by more than rounding.
     MissingPartError
-        When there are fewer than 8 devices.
+        If there are fewer than 8 devices.
     """
     submeshes = meshes()
     shown = plan(options, submeshes) if show_plan else None

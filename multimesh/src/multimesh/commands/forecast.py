@@ -1,4 +1,4 @@
-"""Idle time of schedules: simulated, beside what their papers state. Nothing here imports JAX."""
+"""Simulated idle time of schedules, beside the published figures. Nothing here imports JAX."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Published:
-    """Idle time of a submesh according to a paper.
+    """The idle time of a submesh in a paper.
 
     Attributes
     ----------
     idle, formula
-        Of every submesh in one step; with ``in_a_row`` of the busiest where steps follow each other, so that the next
-        one begins on a submesh as soon as this one has ended there.
+        The idle time of every submesh in one step. With ``in_a_row`` it is that of the busiest submesh when steps
+        follow each other, so that the next step begins on a submesh as soon as this one has ended there.
     unless
         The reason why it need not hold, or empty.
     in_a_row
         See ``idle``.
     bound
-        Whether it is the most.
+        Whether it is an upper bound.
     """
 
     idle: float
@@ -47,19 +47,19 @@ class Published:
 
 
 def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS) -> Published | None:
-    """Idle time that is published for a schedule with free transfers; None where nothing is.
+    """The published idle time of a schedule with free transfers, or None.
 
     ``costs`` are those of a whole submesh, in all its ``v`` stages together.
 
     GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019) and eager 1F1B: ``(p - 1) (tF + tB + tW)``. Interleaved
-    (Narayanan et al. 2021), and with one forward more Kimi K2: that divided by ``v``, where ``p`` divides ``m``; looped
+    (Narayanan et al. 2021), and Kimi K2 with one more forward: that divided by ``v``, if ``p`` divides ``m``. Looped
     BFS (Lamy-Poirier 2022): the same, for at least ``p`` microbatches. ZB-H1 (Qi et al. 2023): ``(p - 1) (tF + tB -
-    tW)``. It holds for at least ``p`` microbatches and ``tW <= tF``; the paper assumes equal times. Longer weight
-    gradients do not fit into the gaps that they fill. The same divided by ``v`` for the interleaved form.
+    tW)``, for at least ``p`` microbatches and ``tW <= tF`` (the paper assumes equal times): longer weight gradients do
+    not fit into the gaps. The interleaved form: the same divided by ``v``.
 
-    The papers of ZB-H2 (``(p - 1) (tF + tB - 2 tW)``) and ZB-V (none) look at steps in a row, and at equal times; the
-    first holds for ``2 tW <= tF + tB``. That of DualPipe, ``(p - 1) (tF&B + tB - 3 tW)`` in times of a stage and of a
-    whole backward, takes a forward and the backward beside it as one. In our tables each hands on its result at once.
+    The papers of ZB-H2 (``(p - 1) (tF + tB - 2 tW)``) and ZB-V (none) look at steps in a row, with equal times; the
+    first holds for ``2 tW <= tF + tB``. The paper of DualPipe, ``(p - 1) (tF&B + tB - 3 tW)`` in times of a stage and
+    of a whole backward, joins a forward and the backward beside it. In our tables each hands on its result at once.
     """
     p, v, m = shape.submeshes, shape.chunks, shape.microbatches
     full = (p - 1) * (costs["F"] + costs["B"] + costs["W"])
@@ -87,7 +87,7 @@ def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COS
 
 @dataclass(frozen=True)
 class Result:
-    """A simulated schedule and what is published for it, or what ``auto`` chose from."""
+    """A simulated schedule, with its published figures or the choice of ``auto``."""
 
     schedule: str
     shape: Shape
@@ -97,22 +97,22 @@ class Result:
 
     @property
     def idle(self) -> float:
-        """Longest idle time of a submesh."""
+        """The longest idle time of a submesh."""
         return max(self.timeline.idle)
 
     @property
     def in_a_row(self) -> float:
-        """Longest idle time of a submesh where steps follow each other, and nothing waits for all submeshes between."""
+        """The longest idle time of a submesh when steps follow each other and nothing waits for all submeshes."""
         return self.timeline.period - max(self.timeline.busy)
 
     @property
     def peaks(self) -> tuple[float, ...]:
-        """Most microbatches alive on each submesh; that in one of ``v`` stages counts ``1 / v``."""
+        """The most microbatches alive on each submesh; in one of ``v`` stages a microbatch counts ``1 / v``."""
         return tuple(peak / self.shape.chunks for peak in self.timeline.peaks)
 
     @property
     def agrees(self) -> bool | None:
-        """Whether submeshes are idle for the published time; None where nothing is published for this shape."""
+        """Whether submeshes are idle for the published time; None if nothing is published for this shape."""
         known = self.published
         if known is None or known.unless:
             return None
@@ -121,7 +121,7 @@ class Result:
         return all((0 if known.bound else known.idle) - slack <= idle <= known.idle + slack for idle in found)
 
     def to_json(self) -> dict[str, Any]:
-        """What the table says, as data."""
+        """The contents of the printed table, as data."""
         line, known = self.timeline, self.published
         return {
             "schedule": self.schedule,
@@ -143,7 +143,10 @@ class Result:
 
 
 def simulated(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, transfer: float = 0.0) -> Result:
-    """Simulate a schedule; ``costs`` are those of a whole submesh, of which each of its stages takes an equal share."""
+    """Simulate a schedule.
+
+    ``costs`` are those of a whole submesh; each of its stages takes an equal share.
+    """
     whole = checked(costs)
     share = {phase: time / shape.chunks for phase, time in whole.items()}
     schedule = schedules.get(name)
@@ -162,7 +165,7 @@ def simulated(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, 
 
 
 def table(results: Sequence[Result]) -> str:
-    """Text: simulated idle time of each schedule beside the published."""
+    """A text table: the simulated idle time of each schedule beside the published."""
     heads = ("schedule", "makespan", "idle", "in a row", "published", "", "bubble", "peak activations")
     rows = [_row(result) for result in results]
     lines = columns([(head, [row[i] for row in rows]) for i, head in enumerate(heads)], left=(0, 5))
@@ -190,9 +193,10 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def compared(name: str | None, submeshes: int, chunks: int | None, microbatches: int) -> list[tuple[str, Shape]]:
-    """Schedules to compare: the one named, or all.
+    """Schedules to compare: the named one, or all.
 
-    ``chunks`` are those of the schedule that is named, else of those that are meant for several and take any number.
+    ``chunks`` applies to the named schedule, and otherwise to all that take any number of stages and usually have
+    several.
     """
     if name is not None:
         return [(name, Shape(submeshes, chunks or schedules.get(name).usual, microbatches))]
