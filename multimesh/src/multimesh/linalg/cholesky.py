@@ -1,14 +1,14 @@
-"""Left-looking Cholesky factorization over superpanels, and what is solved with it, inside `jax.shard_map`.
+"""Left-looking Cholesky factorization over superpanels, and solves with the factor, inside `jax.shard_map`.
 
-Superpanel ``s`` of ``layout``, of width W, on a device that has m rows left:
+For superpanel ``s`` of ``layout``, of width W, on a device that has m rows left:
 
     C = A[mine, s] - L[mine, :s] @ all_gather(my rows of superpanel s of L[:, :s])^H      (m, W), one gemm
     l = cholesky(all_gather(C[first rows]))                                               (W, W)
     L[mine, s] = C @ inv(l)^H                                                             (m, W), one trsm
 
-No block is ever inverted: products with an inverse lose the digits that a nearly singular matrix has left. Every shape
-is static and the same on all devices. The gathers move N^2 / 2 numbers to each device in all. Each one waits until the
-one before is used, so that a device holds a quarter of a shard of them.
+No block is ever inverted: a product with an inverse loses the last digits of a nearly singular matrix. Every shape is
+static and the same on all devices. The gathers move N^2 / 2 numbers to each device in all. Each gather waits until the
+one before is used. So at one time a device holds gathered numbers as large as a quarter of a shard.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jax import Array, lax
 
 from multimesh.linalg.layout import Layout
 
-matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # float32 means float32 on GPUs too: no TF32
+matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # no TF32 on GPUs
 
 
 class Panels(NamedTuple):
-    """A factor: my rows of L from each superpanel on, the first ``height`` of which are in its diagonal block."""
+    """My rows of the factor L, from each superpanel on. The first ``height`` rows are in its diagonal block."""
 
     below: tuple[Array, ...]  # (padded - s * height, width)
     logdet: Array
@@ -38,7 +38,7 @@ def adjoint(x: Array) -> Array:
 
 
 def _cholesky(block: Array, layout: Layout) -> Array:
-    """Factor of a diagonal block."""
+    """The factor of a diagonal block."""
     factor = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
 
     def on_first(block: Array) -> Array:
@@ -49,7 +49,7 @@ def _cholesky(block: Array, layout: Layout) -> Array:
 
 
 def _gather(mine: Array, after: Array, layout: Layout) -> tuple[Array, Array]:
-    """Rows of all devices, fetched when ``after`` is known, and ``after``."""
+    """Gather rows from all devices once ``after`` is known; return them and ``after``."""
     mine, after = lax.optimization_barrier((mine, after))
     return lax.all_gather(mine, layout.axes, tiled=True), after
 
@@ -70,7 +70,10 @@ def _divided(c: Array, l: Array) -> Array:
 
 
 def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
-    """Factor of my shard of ``A``; ``in_order`` makes it that of ``A`` itself, not of a permutation of it."""
+    """Factor my shard of ``A``.
+
+    With ``in_order`` it is the factor of ``A`` itself, and not of a permutation of it.
+    """
     padded = layout.pad_matrix(layout.to_rows(a))
     height, width = layout.height, layout.width
     if in_order:
@@ -81,12 +84,12 @@ def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
     start = lax.axis_index(layout.axes) * height
     for s in range(layout.count):
         c = columns[s * height :, :, s].reshape(-1, width)
-        for some in reversed(layout.at_a_time(s)):  # the last panel first: nothing of this superpanel runs before it
+        for some in reversed(layout.at_a_time(s)):  # last panel first: nothing of this superpanel runs before it
             left = jnp.concatenate([below[j][(s - j) * height :] for j in some], 1)
             rows, c = _gather(left[:height], c, layout)
             c = c - matmul(left, adjoint(rows))
         l = _cholesky(lax.all_gather(c[:height], layout.axes, tiled=True), layout)
-        # My rows of l as they are: solved for again, their errors would grow like l's condition.
+        # My rows of l are taken as they are. A solve for them would multiply errors by the condition of l.
         mine = lax.dynamic_slice_in_dim(l, start, height)
         below.append(jnp.concatenate([mine, _divided(c[height:], l)]))
     diagonals = [jnp.diagonal(lax.dynamic_slice_in_dim(panel[:height], start, height, 1)) for panel in below]
@@ -97,16 +100,16 @@ def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
 
 
 def solve(panels: Panels, b: Array, layout: Layout) -> Array:
-    """``inv(A) @ b`` for ``b`` of shape (N, r) that every device has whole."""
+    """``inv(A) @ b``, for ``b`` of shape (N, r), whole on every device."""
     height = layout.height
     x = layout.to_panels(b)
-    done = jnp.zeros((layout.padded, b.shape[-1]), b.dtype)  # L @ y so far, on my rows from this superpanel on
+    done = jnp.zeros((layout.padded, b.shape[-1]), b.dtype)  # known part of L @ y, on my rows from this superpanel on
     for s, below in enumerate(panels.below):
         l, done = _gather(below[:height], done, layout)
         c = x[s] - lax.all_gather(done[:height], layout.axes, tiled=True) if s else x[s]
         x = x.at[s].set(_forward(l, c))
         done = done[height:] + matmul(below[height:], x[s])
-    mine = done  # my rows of x behind this superpanel: none yet
+    mine = done  # my rows of x behind this superpanel; none at first
     start = lax.axis_index(layout.axes) * height
     for s in reversed(range(layout.count)):
         l, mine = _gather(panels.below[s][:height], mine, layout)
@@ -118,7 +121,7 @@ def solve(panels: Panels, b: Array, layout: Layout) -> Array:
 
 
 def _solve_own(panels: Panels, x: Array, layout: Layout) -> Array:
-    """``inv(A) @ x`` for columns of ``x`` of my own, (count, width, k) in order of elimination."""
+    """``inv(A) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
     height, width = layout.height, layout.width
     x = x.reshape(layout.count * width, -1)
 
@@ -144,7 +147,7 @@ def _solve_own(panels: Panels, x: Array, layout: Layout) -> Array:
 
 
 def solve_columns(panels: Panels, b: Array, layout: Layout) -> Array:
-    """``inv(A) @ b`` for columns of ``b`` of my own, (N, r / devices)."""
+    """``inv(A) @ b``, for my own columns of ``b``, (N, r / devices)."""
     return layout.from_panels(_solve_own(panels, layout.to_panels(b), layout))
 
 
@@ -159,7 +162,7 @@ def inverse(panels: Panels, layout: Layout) -> Array:
 
 
 def lower_factor(panels: Panels, layout: Layout) -> Array:
-    """My shard of L, from panels made ``in_order``."""
+    """My shard of L, from panels that were made ``in_order``."""
     height = layout.height
     columns = [jnp.pad(below, ((s * height, 0), (0, 0))) for s, below in enumerate(panels.below)]
     rows = layout.from_cyclic(jnp.concatenate(columns, 1))[: layout.held]

@@ -23,7 +23,7 @@ from multimesh.linalg.layout import Layout
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "panels"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
 class CholeskyFactor:
-    """What `cho_factor` returns: the matrix itself, through which derivatives flow, and its factor in superpanels."""
+    """The result of `cho_factor`: the matrix, which carries derivatives, and its factor in superpanels."""
 
     a: Array
     panels: Panels
@@ -60,7 +60,7 @@ def factorize(a: Array, layout: Layout) -> Panels:
 
 
 def _multiply(a: Array, x: Array, layout: Layout) -> Array:
-    """``a @ x`` for ``a`` sharded as ``layout`` says; every device gathers the whole of ``x``, and of the result."""
+    """``a @ x``, for ``a`` sharded by ``layout``. Every device gathers the whole of ``x``, and of the result."""
 
     def run(a: Array, x: Array) -> Array:
         return lax.psum(shards.matmul(a, x), layout.cols) if layout.cols else shards.matmul(a, x)
@@ -72,7 +72,7 @@ def _multiply(a: Array, x: Array, layout: Layout) -> Array:
 
 
 def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
-    """``a @ x``, each device for columns of its own; it holds a few rows of ``a`` at a time, as does the derivative."""
+    """``a @ x``, on each device for its own columns. It and its derivative hold a few rows of ``a`` at a time."""
 
     def product(some: Array, x: Array) -> Array:
         rows = lax.all_gather(some, layout.rows) if layout.rows else some[None]
@@ -93,7 +93,7 @@ def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
 
 
 def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool) -> Array:
-    """``inv(a) @ b`` for ``b`` of shape (N, r), of which every device has all or, with ``columns``, its own columns."""
+    """``inv(a) @ b``, for ``b`` of shape (N, r). Every device has all of it or, with ``columns``, its own columns."""
     if b.ndim == 1:
         return backsolve(a, panels, b[:, None], layout, columns)[:, 0]
     axes = ((), layout.axes) if columns else ()
@@ -186,7 +186,7 @@ def _slogdet(a: Array, panels: Panels | None, *, layout: Layout) -> SlogdetResul
 
 
 def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int | None = None) -> Layout:
-    """How ``a`` is sharded, and cut into superpanels of about ``tile`` rows of each device, by default into 16."""
+    """The sharding of ``a``, cut into superpanels of about ``tile`` rows of each device, by default into 16."""
     if a.ndim != 2 or a.shape[0] != a.shape[1]:
         raise UsageError(
             f"{what}: the matrix must be square, got shape {a.shape}; use jax.vmap for a stack of matrices"
@@ -203,7 +203,7 @@ def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int | No
 
 
 def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> bool:
-    """Whether each device solves for columns of its own: ``b`` is sharded so, and its columns divide evenly."""
+    """Whether each device solves for its own columns: ``b`` is sharded by columns, and they divide evenly."""
     specs.check_dtype(what, b)
     if b.ndim not in (1, 2) or b.shape[0] != a.shape[0]:
         raise UsageError(
@@ -219,7 +219,7 @@ def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> boo
 
 
 def pair(spec: Any) -> tuple[Any, Any]:
-    """Specs of ``a`` and ``b``, of one spec or a pair."""
+    """The specs of ``a`` and ``b``, from one spec or a pair."""
     if isinstance(spec, (tuple, list)) and not isinstance(spec, P) and len(spec) == 2:
         return spec[0], spec[1]
     return spec, None
@@ -236,12 +236,17 @@ def cho_factor(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) 
     a
         Shape (N, N), sharded by rows, by columns or both. Both triangles are read.
     mesh, spec
-        How ``a`` is sharded, where it does not tell.
+        The sharding of ``a``, if the array does not carry it.
+
+    Returns
+    -------
+    CholeskyFactor
+        If ``a`` is not positive definite, solutions and determinants with it are NaN.
 
     Raises
     ------
     UsageError
-        If ``a`` is not square, has another dtype than float32, float64, complex64 or complex128, or is not sharded.
+        If ``a`` is not square or not sharded, or has another dtype than float32, float64, complex64 or complex128.
 
     Examples
     --------
@@ -256,8 +261,22 @@ def cho_factor(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) 
 def cho_solve(factor: CholeskyFactor, b: Array) -> Array:
     """Solve ``a @ x = b`` with the factor of ``a``.
 
-    ``b`` has shape (N,) or (N, r) and the dtype of ``a``. If it is sharded by columns and the devices divide their
-    number, so is ``x``; otherwise every device gets the whole of ``x``, which is NaN if ``a`` is not positive definite.
+    Parameters
+    ----------
+    factor
+        The result of `cho_factor`.
+    b
+        Shape (N,) or (N, r), with the dtype of ``a``.
+
+    Returns
+    -------
+    ``x``, in the shape of ``b``; NaN if ``a`` is not positive definite. It is sharded by columns if ``b`` is and the
+    devices divide their number. Otherwise every device gets all of it.
+
+    Raises
+    ------
+    UsageError
+        If ``factor`` is none, or shape or dtype of ``b`` do not fit.
     """
     if not isinstance(factor, CholeskyFactor):
         raise UsageError(f"cho_solve: the first argument is what cho_factor returns, got {type(factor).__name__}")
@@ -269,7 +288,7 @@ def cho_solve(factor: CholeskyFactor, b: Array) -> Array:
 def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) -> Array:
     """Solve ``a @ x = b`` for a Hermitian positive definite ``a``: `cho_factor` and `cho_solve` in one.
 
-    Shapes, results and errors are theirs. ``spec`` may also be a pair, of ``a`` and of ``b``.
+    Shapes, results and errors are as there. ``spec`` may also be a pair, for ``a`` and ``b``.
     """
     a, b = specs.as_array(a), specs.as_array(b)
     of_a, of_b = pair(spec)
@@ -278,10 +297,10 @@ def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) 
 
 
 def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P | None = None) -> SlogdetResult:
-    """Sign and logarithm of the determinant of a Hermitian positive definite matrix, or of the one that was factored.
+    """Sign and logarithm of the determinant of a Hermitian positive definite matrix, or of its factor.
 
-    The sign is 1; both are NaN if the matrix is not positive definite. The derivative is the inverse, sharded as ``a``;
-    second derivatives gather a matrix on every device.
+    The sign is 1. Both are NaN if the matrix is not positive definite. The derivative is the inverse, sharded as ``a``.
+    Second derivatives gather a matrix on every device. Errors are those of `cho_factor`.
     """
     if isinstance(a, CholeskyFactor):
         return _slogdet(a.a, a.panels, layout=a.layout)
@@ -292,8 +311,9 @@ def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P |
 def cholesky(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
     """The lower factor ``L`` of ``a = L @ L^H``, sharded as ``a``; NaN if ``a`` is not positive definite.
 
-    `cho_factor` needs less: it factors a permutation of ``a``, for which no row has to move. Derivatives gather a
-    matrix on every device. The program has at least as many superpanels as there are devices.
+    `cho_factor` needs less: it factors a permutation of ``a``, for which no row moves. Derivatives gather a matrix on
+    every device. The compiled code has at least as many superpanels as there are devices. Errors are those of
+    `cho_factor`.
     """
     a = specs.as_array(a)
     return _cholesky(a, layout=layout_of("cholesky", a, mesh, spec))

@@ -1,9 +1,9 @@
-"""How a matrix is cut: who holds which rows, and in which order they are eliminated.
+"""How a matrix is cut: the rows of each device, and the order in which they are eliminated.
 
-Device ``d`` of ``p`` holds contiguous rows of a Hermitian matrix. (Columns are conjugate rows. A matrix cut both ways
-is brought to rows by one all-to-all.) A superpanel is ``height`` rows of *every* device, ``width = p * height`` in all.
-Elimination goes superpanel by superpanel: a symmetric permutation of the matrix under which contiguous shards are
-block-cyclic, so that all devices have the same work at all times. Rows of the identity fill the last superpanel.
+Device ``d`` of ``p`` holds contiguous rows of a Hermitian matrix. Columns are conjugate rows. One all-to-all brings a
+matrix that is cut both ways to rows. A superpanel is ``height`` rows of *every* device, ``width = p * height`` in all.
+Elimination goes superpanel by superpanel. That is a symmetric permutation of the matrix under which contiguous shards
+are block-cyclic, so all devices have the same work at all times. Rows of the identity fill the last superpanel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh.core.specs import AnyMesh, Axes, entry, size
 
-FEWEST, USUAL, MOST = 8, 16, 32  # superpanels: fewer do more work in more memory, more make larger programs
+FEWEST, USUAL, MOST = 8, 16, 32  # superpanels: fewer do more work in more memory, more make larger executables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Layout:
 
     @cached_property
     def axes(self) -> Axes:
-        """All axes over which the work is spread."""
+        """All axes along which the work is split."""
         return self.rows + self.cols
 
     @cached_property
     def devices(self) -> int:
-        """Number of devices that share the work."""
+        """The number of devices that share the work."""
         return size(self.mesh, self.axes)
 
     @property
@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def padded(self) -> int:
-        """Rows of a device, with those of the identity."""
+        """Rows of a device, including rows of the identity."""
         return self.count * self.height
 
     @cached_property
@@ -59,32 +59,32 @@ class Layout:
 
     @property
     def held(self) -> int:
-        """Rows of a device when the matrix is cut by rows only."""
+        """Rows of a device, if the matrix is cut by rows only."""
         return math.ceil(self.order // self.groups / (self.devices // self.groups))
 
     @property
     def spec(self) -> P:
-        """The matrix's own spec."""
+        """The spec of the matrix."""
         return P(entry(self.rows), entry(self.cols))
 
     def with_panels(self, tile: int | None = None) -> Layout:
-        """With superpanels of about ``tile`` rows of each device: 8 to 32, by default 16, if there are so many rows."""
+        """Choose superpanels of about ``tile`` rows of each device: 8 to 32, by default 16, if the rows suffice."""
         tile = tile or math.ceil(self.held / USUAL)
         height = max(min(tile, math.ceil(self.held / FEWEST)), math.ceil(self.held / MOST))
         count = math.ceil(self.held / height)
         return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
 
     def in_order(self) -> Layout:
-        """With a number of superpanels that the devices divide, which `to_cyclic` needs."""
+        """Choose a number of superpanels that the devices divide; `to_cyclic` needs that."""
         count = self.devices * max(1, math.ceil(min(USUAL, self.held) / self.devices))
         return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
 
     def at_a_time(self, end: int) -> list[range]:
-        """Superpanels before ``end``, as many at a time as make a quarter of a shard of one superpanel's rows."""
+        """Superpanels before ``end``, in groups whose gathered rows make a quarter of a shard."""
         some = max(1, self.count**2 // (4 * self.devices))
         return [range(first, min(first + some, end)) for first in range(0, end, some)]
 
-    # What follows works on the shards of one device, inside `jax.shard_map`.
+    # The methods below work on the shards of one device, inside `jax.shard_map`.
 
     def to_rows(self, a: Array) -> Array:
         """My shard of a Hermitian matrix -> my rows, (held, order)."""
@@ -109,7 +109,7 @@ class Layout:
         return jnp.pad(b, ((0, 0), (0, self.padded - self.held), (0, 0)))
 
     def unpad(self, b: Array) -> Array:
-        """The opposite of `pad`."""
+        """The inverse of `pad`."""
         b = b[:, : self.held].reshape(self.groups, -1, b.shape[-1])
         return b[:, : self.order // self.groups].reshape(self.order, -1)
 
@@ -131,7 +131,7 @@ class Layout:
         return b.swapaxes(0, 1).reshape(self.count, self.width, -1)
 
     def from_panels(self, b: Array) -> Array:
-        """The opposite of `to_panels`."""
+        """The inverse of `to_panels`."""
         b = b.reshape(self.count, self.devices, self.height, -1).swapaxes(0, 1)
         return self.unpad(b.reshape(self.devices, self.padded, -1))
 
@@ -141,6 +141,6 @@ class Layout:
         return lax.all_to_all(a, self.axes, 1, 0, tiled=True).reshape(self.padded, -1)
 
     def from_cyclic(self, a: Array) -> Array:
-        """The opposite of `to_cyclic`."""
+        """The inverse of `to_cyclic`."""
         a = a.reshape(self.devices, self.count // self.devices, 1, self.height, -1)
         return lax.all_to_all(a, self.axes, 0, 2, tiled=True).reshape(self.padded, -1)

@@ -1,4 +1,4 @@
-"""`potrs`, the call of jaxmg."""
+"""`potrs`, with the arguments of jaxmg."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def potrs(
     return_logdet: bool = False,
     return_status: bool = False,
 ) -> Any:
-    """Solve ``a @ x = b`` for a Hermitian positive definite ``a``, as jaxmg's ``potrs``.
+    """Solve ``a @ x = b`` for a Hermitian positive definite ``a``, with the arguments of jaxmg's ``potrs``.
 
     Parameters
     ----------
@@ -35,21 +35,21 @@ def potrs(
     b
         Shape (N,) or (N, r), of the same dtype, whole on every device or sharded by columns.
     T_A
-        Rows of each device that are eliminated at a time. There are 8 to 32 such steps where a device has so many rows:
-        larger tiles make a smaller program, smaller ones less work.
+        Rows of each device that are eliminated at a time, in 8 to 32 superpanels if a device has so many rows. Larger
+        tiles make smaller executables, smaller tiles less work.
     mesh
-        Mesh of ``a``; by default the array tells.
+        Mesh of ``a``; by default that of the array.
     in_specs
-        How ``a`` is sharded, or a pair: ``a`` and ``b``. By default the arrays tell. If it names an axis that the mesh
-        lacks, the sharding of ``a`` itself is used, with a warning.
+        The spec of ``a``, or a pair for ``a`` and ``b``; by default those of the arrays. If it names an axis that the
+        mesh lacks, a warning says so, and the sharding of ``a`` itself is used.
     return_logdet, return_status
-        Return also ``log(det(a))``, and 0 or the number (from 1) of the first step that met a matrix which is not
-        positive definite; ``x`` and the determinant are NaN then.
+        Return also ``log(det(a))``, and a status: 0, or the number (from 1) of the first superpanel that is not
+        positive definite. ``x`` and the determinant are NaN then.
 
     Returns
     -------
-    ``x``, of the shape of ``b``; sharded by columns as ``b`` if the devices divide their number, otherwise whole on
-    every device. With ``return_logdet`` or ``return_status`` a tuple: ``x``, then what was asked for, in this order.
+    ``x``, in the shape of ``b``. It is sharded by columns if ``b`` is and the devices divide their number; otherwise
+    every device gets all of it. With ``return_logdet`` or ``return_status`` a tuple: ``x``, then these, in this order.
 
     Raises
     ------
