@@ -31,9 +31,9 @@ def fftn(
 ) -> Array:
     """``jnp.fft.fftn`` over two or three dimensions of a sharded array.
 
-    Of the transformed dimensions the first one must be sharded (a slab), or of three the first two (pencils), each over
-    one mesh axis or several; the last one is whole on every device. The other dimensions may be sharded too. The order
-    of ``axes`` says which is first.
+    Among the transformed dimensions the first must be sharded (a slab), or of three the first two (pencils), each over
+    one mesh axis or several. The last one is whole on every device. The other dimensions may be sharded too. ``axes``
+    has the order of the dimensions.
 
     ======  ==================  =======================  =============================
     ..      ``x``               result                   result with ``transposed``
@@ -53,17 +53,17 @@ def fftn(
     s, axes, norm
         As for ``jnp.fft.fftn``. ``transposed`` moves the transformed dimensions to the end.
     mesh, spec
-        How ``x`` is sharded, where it does not tell. A sharded dimension that does not divide is padded first.
+        The sharding of ``x``, if the array does not carry it. A sharded dimension that does not divide is padded first.
     transposed
-        Leave out the last local transposition, which a filter between two transforms does not need.
+        Leave out the last local transposition. A filter between two transforms does not need it.
     chunks
-        Cut each all-to-all into so many, which GPUs can overlap with transforms. A single transform of two dimensions
-        isn't cut.
+        Cut each all-to-all into this many parts. GPUs can overlap them with transforms. A single transform of two
+        dimensions isn't cut.
 
     Returns
     -------
-    The transform, of the shape and spec above. Y' is Y and Z' the size of the transformed Z, both padded with zeros to
-    a multiple of the devices that share them: `unpad` cuts them off.
+    The transform, with the shape and spec above. Y' is Y, and Z' the size of the transformed Z, both padded with zeros
+    to a multiple of the devices that share them. `unpad` removes the padding.
 
     Raises
     ------
@@ -89,9 +89,9 @@ def rfftn(
     transposed: bool = False,
     chunks: int = 1,
 ) -> Array:
-    """``jnp.fft.rfftn`` of a sharded array, which must be real; otherwise as `fftn`.
+    """``jnp.fft.rfftn`` of a real sharded array; otherwise as `fftn`.
 
-    The transformed Z has Z // 2 + 1 entries, padded as `fftn` says where it is sharded.
+    The transformed Z has Z // 2 + 1 entries. If it is sharded, it is padded as in `fftn`.
     """
     return _transform("rfftn", x, s, axes, norm, mesh, spec, transposed, chunks)
 
@@ -107,11 +107,11 @@ def ifftn(
     transposed: bool = False,
     chunks: int = 1,
 ) -> Array:
-    """``jnp.fft.ifftn`` of an array in the layout that `fftn` returns, with the same ``axes`` and ``transposed``.
+    """``jnp.fft.ifftn`` of an array in the layout of `fftn`'s result, with the same ``axes`` and ``transposed``.
 
-    ``mesh`` and ``spec`` are those of the transformed array. ``s`` are the sizes of the result, in the order of
-    ``axes``: needed where `fftn` padded one. The result is laid out as the argument of `fftn`; a sharded dimension that
-    does not divide is padded with zeros.
+    ``mesh`` and ``spec`` are those of the transformed array. ``s`` has the sizes of the result, in the order of
+    ``axes``; it is needed if `fftn` padded one. The result is sharded as the argument of `fftn`. A sharded dimension
+    that does not divide is padded with zeros. Errors are those of `fftn`.
     """
     return _transform("ifftn", x, s, axes, norm, mesh, spec, transposed, chunks)
 
@@ -127,9 +127,9 @@ def irfftn(
     transposed: bool = False,
     chunks: int = 1,
 ) -> Array:
-    """``jnp.fft.irfftn`` of an array in the layout that `rfftn` returns; otherwise as `ifftn`.
+    """``jnp.fft.irfftn`` of an array in the layout of `rfftn`'s result; otherwise as `ifftn`.
 
-    ``s`` is needed where the last of ``axes`` is sharded (pencils, two dimensions), as its size may be padded.
+    ``s`` is needed if the last of ``axes`` is sharded (pencils, two dimensions), since its size may be padded.
     """
     return _transform("irfftn", x, s, axes, norm, mesh, spec, transposed, chunks)
 
@@ -182,8 +182,8 @@ def _program(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
         return f(lay_out(x, layout.mesh, *given))
 
     program = jax.jit(run)
-    # Said again outside, as JAX forgets axes of one device in what it finds out, and the way back reads the spec. By
-    # ``out_shardings`` it would refuse cotangents in any other layout.
+    # The layout is set again outside: JAX drops axes of one device from specs that it derives, and the inverse reads
+    # the spec. With ``out_shardings``, JAX would refuse cotangents in any other layout.
     return lambda x: lay_out(program(x), layout.mesh, *made)
 
 
@@ -221,7 +221,7 @@ def _inverse_axes(what: str, order: list[Axes], transposed: bool) -> tuple[Axes,
     second: Axes = ()
     if transposed:
         whole, first = order[-1], order[0]
-        if len(order) == 3 and order[1]:  # of pencils the mesh axes have changed places
+        if len(order) == 3 and order[1]:  # pencils: the mesh axes have changed places
             whole, first, second = order[-1] if order[0] else order[1], order[1], order[0]
     else:
         whole, first, second = order[0], order[1], order[2] if len(order) == 3 else ()
@@ -236,7 +236,7 @@ def _inverse_axes(what: str, order: list[Axes], transposed: bool) -> tuple[Axes,
 
 
 def _sizes(what: str, shape: list[int], s: Any, layout: Decomposition, inverse: bool) -> tuple[int, ...]:
-    """Sizes of X, Y and Z where the array is not transformed."""
+    """Sizes of X, Y and Z before the transform."""
     if not (inverse and layout.real):
         return tuple(s or shape)
     axes = layout.second if len(shape) == 3 else layout.first

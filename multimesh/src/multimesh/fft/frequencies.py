@@ -1,4 +1,4 @@
-"""Frequencies that are sharded as the transforms are, and the way back from padded sizes."""
+"""Frequencies, sharded like the transforms, and the removal of padding."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from multimesh.errors import UsageError
 
 
 def fftfreq(n: int, d: float = 1.0, *, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None = None) -> Array:
-    """``jnp.fft.fftfreq(n, d)``, sharded by the one entry of ``spec`` and padded with zeros to a multiple of devices.
+    """``jnp.fft.fftfreq(n, d)``, sharded by the one entry of ``spec``, and padded with zeros to a multiple of devices.
 
-    With the entry that a transform's result has for a dimension, it matches that dimension in length and placement.
+    With the entry of a dimension of a transform's result, it has the length and placement of that dimension.
     """
     return _sharded("fftfreq", n, d, mesh, spec, dtype)
 
 
 def rfftfreq(n: int, d: float = 1.0, *, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None = None) -> Array:
-    """``jnp.fft.rfftfreq(n, d)``, sharded and padded as `fftfreq` is."""
+    """``jnp.fft.rfftfreq(n, d)``, sharded and padded as in `fftfreq`."""
     return _sharded("rfftfreq", n, d, mesh, spec, dtype)
 
 
@@ -43,9 +43,14 @@ def _sharded(what: str, n: int, d: float, mesh: AnyMesh, spec: P, dtype: jnp.dty
 
 
 def unpad(x: Array, shape: tuple[int, ...]) -> Array:
-    """``x`` without its padding: the leading part of this shape, that of the same result of ``jnp.fft``.
+    """Cut an array to its leading part of this shape: the shape of the same result of ``jnp.fft``.
 
-    Dimensions that lose something can't be sharded evenly any more, and become whole on every device.
+    Dimensions that shrink can't be sharded evenly any more, and become whole on every device.
+
+    Raises
+    ------
+    UsageError
+        If ``shape`` is no leading part of the shape of ``x``.
     """
     if len(shape) != x.ndim or any(not 0 <= n <= m for n, m in zip(shape, x.shape, strict=True)):
         raise UsageError(f"unpad: the shape {tuple(shape)} is no leading part of an array of shape {x.shape}")

@@ -1,12 +1,13 @@
 """The transforms of one device's shard, inside `jax.shard_map`.
 
-A dimension is transformed when a device has all of it; an all-to-all then shards it instead of the next one. X, Y and Z
-are the transformed dimensions, which stand last; ``p`` and ``q`` the devices along the mesh axes of X and Y:
+A dimension is transformed when a device has all of it. Then an all-to-all shards it instead of the next one. X, Y and Z
+are the transformed dimensions, which come last; ``p`` and ``q`` are the numbers of devices along the mesh axes of X and
+Y:
 
     slab     X/p Y Z    -> transform Y, Z -> X Y/p Z   -> transform X
     pencil   X/p Y/q Z  -> transform Z -> X/p Y Z/q    -> transform Y -> X Y/p Z/q  -> transform X
 
-The dimension in work stands last, where FFT libraries want it. Two dimensions are a slab without Y.
+The dimension in work comes last, as FFT libraries prefer. Two dimensions are a slab without Y.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from multimesh.core.specs import AnyMesh, Axes
 
 @dataclasses.dataclass(frozen=True)
 class Decomposition:
-    """A transform: which dimensions, their sizes, and who holds what."""
+    """A transform: its dimensions, their sizes, and the mesh axes that share them."""
 
     mesh: AnyMesh
     dims: tuple[int, ...]  # of the array: X, Y and Z, or X and Z
-    sizes: tuple[int, ...]  # of these dimensions where the array is not transformed
+    sizes: tuple[int, ...]  # of these dimensions, before the transform
     first: Axes  # mesh axes that share X
     second: Axes  # mesh axes that share Y: none in a slab
     batch: tuple[Axes, ...]  # mesh axes that share each of the other dimensions
@@ -39,7 +40,7 @@ class Decomposition:
 
     @property
     def turned(self) -> tuple[int, ...]:
-        """Where X, Y and Z stand in the transposed layout."""
+        """The positions of X, Y and Z in the transposed layout."""
         return (-1, -2) if len(self.dims) == 2 else (-1, -2, -3) if self.second else (-1, -3, -2)
 
     def _axes(self, of_dims: Sequence[Axes]) -> tuple[Axes, ...]:
@@ -48,7 +49,7 @@ class Decomposition:
 
     @property
     def before(self) -> tuple[Axes, ...]:
-        """Mesh axes of each dimension of the array that is not transformed."""
+        """Mesh axes of each dimension of the array before the transform."""
         return self._axes((self.first, ()) if len(self.dims) == 2 else (self.first, self.second, ()))
 
     @property
@@ -70,7 +71,7 @@ def _exchange(x: Array, axes: Axes, split: int, concat: int, layout: Decompositi
 
 
 def _chunked(f: Callable[[Array], Array], x: Array, dim: int, to: int, chunks: int) -> Array:
-    """``f``, by which ``dim`` becomes ``to``, of parts of ``x``: one can travel while another is transformed."""
+    """Apply ``f``, which makes ``to`` of ``dim``, to parts of ``x``: one can travel while another is transformed."""
     chunks = min(chunks, x.shape[dim])
     return f(x) if chunks <= 1 else jnp.concatenate([f(part) for part in jnp.array_split(x, chunks, dim)], to)
 
@@ -81,7 +82,7 @@ def forward(x: Array, layout: Decomposition) -> Array:
     fft = functools.partial(jnp.fft.fft, norm=norm)
     last = functools.partial(jnp.fft.rfft if layout.real else jnp.fft.fft, n=layout.sizes[-1], norm=norm)
 
-    # Turned before they are exchanged: to turn what comes out of an all-to-all is slower.
+    # Arrays are transposed before the all-to-all: to transpose its result is slower.
     def lines(x: Array) -> Array:  # X/p, Z -> Z/p, X
         return _exchange(last(x).swapaxes(-1, -2), layout.first, -2, -1, layout)
 
