@@ -43,7 +43,7 @@ class Instruction:
     task
         Names of the tasks in the kernel, joined by ``+``; for transfers that of the kernel that made the value.
     microbatch, phase, stage
-        Of a pipeline's kernels (phase ``F``, ``B`` or ``W``); None elsewhere.
+        Of a pipeline's kernels (phase ``F``, ``B``, ``W``, or ``L`` for what is late); None elsewhere.
     kernel
         Index into ``Plan.kernels`` of a RUN.
     ins, outs

@@ -44,7 +44,7 @@ def covered(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
     """Map each (stage, phase) that has a kernel to the phases that the kernel covers.
 
     B of a stage without W makes the weight gradients too. In a pipeline, B of a stage without F runs its forward too:
-    `jit` joins a forward and a backward that always follow each other.
+    `jit` joins a forward and a backward that always follow each other. What is late (L) covers none of them.
     """
     phases: dict[int, set[str]] = collections.defaultdict(set)
     for stage, phase in cells:
@@ -56,7 +56,7 @@ def covered(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
         for phase in found:
             front = "F" if phase == "B" and pipeline and "F" not in found else ""
             back = "W" if phase == "B" and "W" not in found else ""
-            covers[stage, phase] = front + phase + back
+            covers[stage, phase] = front + phase + back if phase in PHASES else ""
     return covers
 
 

@@ -18,11 +18,12 @@ from multimesh.core.text import amount
 from multimesh.timelines import hover
 from multimesh.timelines.spans import Span, Spans
 
-_COLOURS = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "": "#8a8f98"}
+_COLOURS = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "L": "#cc79a7", "": "#8a8f98"}
 _MEANING = {
     "F": "forward",
     "B": "backward",
     "W": "weight gradients",
+    "L": "late: waits for all stages",
     "FB": "forward and backward in one kernel",
     "": "outside of the loop",
 }
@@ -228,8 +229,9 @@ class _Picture:
         """Styles of every kind of box and label; later stages of a submesh are lighter."""
         most = max((len(self.chunks(row)) for row in range(len(self.timeline.rows))), default=1)
         rules = []
+        absent = {"L"}.difference(s.phases for s in self.timeline.spans)
         for phase, colour in _COLOURS.items():
-            for chunk in range(most if phase else 1):
+            for chunk in range(0 if phase in absent else most if phase else 1):
                 shade = _mixed(colour, _FADE * chunk / (most - 1) if most > 1 else 0.0)
                 name = (phase or "O") + (str(chunk) if chunk else "")
                 rules += [f"{root} .{name}{{fill:{shade}}}", f"{root} .t{name}{{fill:{_on(shade)}}}"]

@@ -43,15 +43,22 @@ def with_turns_joined(pipeline: Pipeline) -> Pipeline:
 
 
 def with_order(pipeline: Pipeline) -> Pipeline:
-    """One global order: by fronts where the schedule has them, else by the time at which each cell could start."""
-    schedule = pipeline.loop.mark.schedule
-    index = {(f.phase, f.stage): i for i, f in enumerate(pipeline.fragments)}
+    """One global order: by fronts where the schedule has them, else by the time at which each cell could start.
+
+    What is late in a microbatch runs when what it reads is there.
+    """
+    schedule, fragments = pipeline.loop.mark.schedule, pipeline.fragments
+    index = {(f.phase, f.stage): i for i, f in enumerate(fragments)}
     queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in pipeline.table]
+    late = [(i, k) for k in range(pipeline.loop.mark.count) for i, f in enumerate(fragments) if f.phase == "L"]
     sizes = len(pipeline.submeshes), pipeline.chunks
     front = {(index[c.phase, c.stage], c.microbatch): schedule.front(c, *sizes) for c in _cells(pipeline.table)}
     if None in front.values():
-        return replace(pipeline, cells=_by_start(pipeline.fragments, queues))
-    position = {cell: (rank, n) for rank, queue in enumerate(queues) for n, cell in enumerate(queue)}
+        return replace(pipeline, cells=_by_start(fragments, queues, late))
+    needs = _needs(fragments)
+    for i, k in late:
+        front[i, k] = max(front[j, k] for j in needs[i])
+    position = {cell: (rank, n) for rank, queue in enumerate([*queues, late]) for n, cell in enumerate(queue)}
     cells = tuple(sorted(front, key=lambda cell: (front[cell], *position[cell])))
     return replace(pipeline, cells=cells, fronts=tuple(map(front.__getitem__, cells)), ahead=schedule.ahead or 0)
 
@@ -74,10 +81,17 @@ def _read_elsewhere(first: Fragment, fragments: Sequence[Fragment]) -> bool:
     return any(v in given for f in fragments if f.stage != first.stage for v in (*f.ins, *f.after))
 
 
-def _by_start(fragments: Sequence[Fragment], rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
-    """Merge per-submesh orders into one global order by the time each cell could start."""
+def _needs(fragments: Sequence[Fragment]) -> list[set[int]]:
+    """Of each fragment those that it waits for."""
     maker = {o: i for i, f in enumerate(fragments) for o in f.made}
-    needs = [{maker[v] for v in (*f.ins, *f.after) if v in maker} - {i} for i, f in enumerate(fragments)]
+    return [{maker[v] for v in (*f.ins, *f.after) if v in maker} - {i} for i, f in enumerate(fragments)]
+
+
+def _by_start(
+    fragments: Sequence[Fragment], rows: Sequence[Sequence[tuple[int, int]]], late: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Merge per-submesh orders, and what is late, into one global order by the time each cell could start."""
+    needs = _needs(fragments)
     split = any(f.phase == "W" for f in fragments)
     times = run(
         rows,
@@ -86,7 +100,9 @@ def _by_start(fragments: Sequence[Fragment], rows: Sequence[Sequence[tuple[int, 
     )
     if len(times) < sum(map(len, rows)):
         raise internal_error("stages wait for each other although the table is valid")
-    return tuple(times)
+    for i, k in late:
+        times[i, k] = (max(times[j, k][1] for j in needs[i]),) * 2
+    return tuple(sorted(times, key=lambda cell: times[cell][0]))
 
 
 def check_states(pipeline: Pipeline) -> Pipeline:

@@ -34,7 +34,8 @@ class Pipeline:
     loop
         The loop.
     fragments
-        Its operations; from the pass ``stages`` on each has a stage.
+        Its operations; from the pass ``stages`` on each has a stage. Those of phase L are late: no table has them, they
+        run when what they read is there.
     results
         Values of an iteration that are read outside of it.
     submeshes, chunks

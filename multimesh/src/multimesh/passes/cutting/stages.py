@@ -21,6 +21,7 @@ from multimesh import ir
 from multimesh.core.submesh import Placement
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
 from multimesh.passes.cutting.parts import Pipeline
+from multimesh.passes.placing.owners import leading_to_tasks
 from multimesh.passes.placing.route import position
 from multimesh.schedules import Auto, Schedule
 
@@ -47,7 +48,9 @@ def stages(pipeline: Pipeline, schedule: Schedule) -> Pipeline:
     submeshes = tuple(dict.fromkeys((*(mesh for mesh in pipeline.loop.submeshes if mesh in met), *met)))
     route = [submeshes[rank] for rank in schedule.placement(len(submeshes))]
     ahead, behind = _along(forward, route), _along(backward, route[::-1])
-    total = (max([0, *ahead, *behind]) // max(1, len(route)) + 1) * len(route)
+    turned = [at for at, ops in behind.items() if any(op.task is not None for op in ops)]
+    total = (max([0, *ahead, *turned]) // max(1, len(route)) + 1) * len(route)
+    behind, late = _without_late(behind, total)
     groups: dict[tuple[str, int], Sequence[ir.Op]] = {}
     for start, size in _turns(route, total):
         end = total - start - size  # of the backward pass: its position from behind
@@ -66,6 +69,9 @@ def stages(pipeline: Pipeline, schedule: Schedule) -> Pipeline:
         Fragment(route[stage % len(route)], phase, level(phase, stage), tuple(ops), stage=stage)
         for (phase, stage), ops in ordered
     ]
+    for at, late_ops in late.items():
+        mesh = route[::-1][at % len(route)]
+        made.append(Fragment(mesh, "L", 4 * total + at, tuple(late_ops), stage=route.index(mesh)))
     return replace(
         pipeline,
         loop=replace(pipeline.loop, mark=replace(pipeline.loop.mark, schedule=schedule)),
@@ -85,6 +91,29 @@ def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[i
         at = found[id(part)] = position(route, part.mesh, max((found[b] for b in before), default=0))
         groups[at] += part.ops
     return groups
+
+
+def _without_late(behind: dict[int, list[ir.Op]], total: int) -> tuple[dict[int, list[ir.Op]], dict[int, list[ir.Op]]]:
+    """The backward pass by position, and what would take it beyond ``total`` positions with all that leads there.
+
+    That is operations outside of tasks that no task waits for, over what several submeshes make backward.
+    """
+    if max(behind, default=0) < total:
+        return behind, {}
+    on = {o: op.mesh for ops in behind.values() for op in ops for o in op.outs}
+    leading = leading_to_tasks(op for at in sorted(behind) for op in behind[at])
+    moved: set[ir.Value] = set()
+    kept: dict[int, list[ir.Op]] = {}
+    late: dict[int, list[ir.Op]] = {}
+    for at in sorted(behind):
+        for op in behind[at]:
+            free = op.task is None and leading.isdisjoint(op.outs)
+            if at >= total or (free and any(v in moved or on.get(v, op.mesh) != op.mesh for v in op.reads)):
+                moved.update(op.outs)
+                late.setdefault(at, []).append(op)
+            else:
+                kept.setdefault(at, []).append(op)
+    return kept, late
 
 
 def _turns(route: Sequence[Mesh], total: int) -> list[tuple[int, int]]:

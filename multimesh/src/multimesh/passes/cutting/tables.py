@@ -69,14 +69,8 @@ def _again(pipeline: Pipeline) -> str:
     if not late:
         return ""
     part = min(late, key=lambda p: (p.phase != "F", p.stage or 0))
-    own = [op for op in part.ops if any(op.reads)] or part.ops
-    op = next((op for op in own if op.task is None), own[0])
-    remedy = (
-        "put it into a task of the last stage"
-        if part.phase == "F"
-        else "where it waits for gradients of earlier stages, do it once, with what the loop returns"
-    )
-    who = f"of task {op.task.name!r}" if op.task else f"outside tasks; {remedy}"
+    op = next((op for op in part.ops if op.task is not None), part.ops[0])
+    who = f"of task {op.task.name!r}" if op.task else "outside tasks"
     return (
         f". {_compat.user_line(op.source) or 'A line that JAX did not record'}: submesh {describe(part.mesh)} gets a "
         f"stage more by this {op.prim.name} {who}"

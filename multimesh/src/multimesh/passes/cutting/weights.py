@@ -32,13 +32,13 @@ def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results:
         Values that are read outside of the loop: sums and stacks.
     """
     wanted = set(stages)
-    last = max((part.level for part in fragments), default=0)
+    last = max((part.level for part in fragments if part.phase != "L"), default=0)
     split: list[Fragment] = []
     for part in fragments:
         if part.phase != "B" or part.stage not in wanted:
             split.append(part)
             continue
-        others = [f for f in fragments if f is not part]
+        others = [f for f in fragments if f is not part and f.phase != "L"]  # what is late can wait for W
         elsewhere = {v for f in others for v in (*f.ins, *f.after)}
         received = {v for f in others if f.phase == "B" for v in f.outs}
         cotangents = {v for v in part.ins if v in received or v.aval.size == 1}

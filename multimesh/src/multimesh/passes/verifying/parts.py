@@ -75,7 +75,7 @@ def leaves_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
 
 
 def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
-    """A forward stage reads from forward stages before it, a backward stage from backward stages behind it."""
+    """A forward stage reads from forward stages before it, a backward stage from those behind; neither what is late."""
     for part in parts:
         if not _numbered(part):
             continue
@@ -89,6 +89,8 @@ def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
                     yield Fault(f"backward stage {f.stage} reads {shown(v)} of stage {other.stage}", _source(f))
                 elif other.phase == "B" and f.phase == "F":
                     yield Fault(f"forward stage {f.stage} reads {shown(v)} of the backward pass", _source(f))
+                elif other.phase == "L" and f.phase != "L":
+                    yield Fault(f"stage {f.phase}{f.stage} reads {shown(v)}, which is late", _source(f))
 
 
 def tasks_decide_the_stages(parts: Sequence[Part]) -> Iterator[Fault]:
