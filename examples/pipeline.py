@@ -71,7 +71,7 @@ def main():
     x = rng.normal(size=(ROWS, 16)).astype(np.float32)
     batch = {"x": x, "y": np.sin(2 * x)}
 
-    # 4. One jit. It traces `step` once, cuts it into programs, compiles them, and runs them as the plan says. The old
+    # 4. One jit. It traces `step` once, cuts it into kernels, compiles them, and runs them as the plan says. The old
     #    parameters are donated: their memory is used again for the new ones.
     train = mm.jit(step, donate_argnums=0)
     print(train.plan(params, batch), "\n")

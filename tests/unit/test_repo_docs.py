@@ -181,6 +181,15 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
         assert not has_remedy or any(message.remedy for message in fits), raised.value
 
 
+def test_the_reference_lists_names_that_are_there() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = " ".join(re.findall(r"<!-- made: api (.*) -->", page)).split()
+    assert len(names) > 60
+    for name in names:
+        module, _, last = f"multimesh.{name}".rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
+
+
 @pytest.mark.parametrize(("accelerator", "job"), [("cuda12 12.8.90", "gpu"), ("cpu", "cpu")])
 def test_readme_says_what_is_released(tmp_path: Path, accelerator: str, job: str) -> None:
     """As long as nothing is, it says so; what a release writes there names the image and the wheel of that release."""
