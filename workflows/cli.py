@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Lose what cannot be written; Python would complain once more while closing stdout."""
+    """Drop the output that cannot be written. Python would complain once more while closing stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -95,7 +95,7 @@ def _fail(*messages: str, code: int) -> int:
     except OSError:  # most often the error that is told
         _drop_output()
     for message in messages:
-        # What a server, an archive or a patch calls its files must not reach the terminal as control sequences.
+        # Names from a server, an archive or a patch must not reach the terminal as control sequences.
         shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
         print(f"error: {shown}", file=sys.stderr)
     return code

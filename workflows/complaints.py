@@ -1,4 +1,4 @@
-"""What the complaints of programs mean: the only place that reads the English of git, pip, apt and engines."""
+"""Reads the complaints of programs. No other module reads the English of git, pip, apt and engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def disk_full(said: str) -> bool:
 
 
 def of_pip(said: str, label: str) -> errors.WorkflowsError | None:
-    """Return what a failed pip complained of, if that is known."""
+    """Return the meaning of a failed pip's complaint, if it is known."""
     if OTHER_FILES.search(said):
         return errors.IntegrityError(
             f"{label}: the package index offers other files than the locked ones; do not use them"

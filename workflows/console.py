@@ -1,4 +1,4 @@
-"""What the user sees while work goes on: bars on a terminal, one line a phase elsewhere; always on stderr."""
+"""Shows work while it goes on: bars on a terminal, one line a phase elsewhere; always on stderr."""
 
 from __future__ import annotations
 

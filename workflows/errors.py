@@ -28,7 +28,7 @@ class ManifestError(WorkflowsError, exit_code=3):
 
 
 class PinError(WorkflowsError, exit_code=4):
-    """``sources.lock`` has no pin for what is wanted, or a pin of something else."""
+    """``sources.lock`` has no pin for the wanted component, or a pin of something else."""
 
 
 class DirtyTreeError(WorkflowsError, exit_code=5):
@@ -48,7 +48,7 @@ class IntegrityError(WorkflowsError, exit_code=8):
 
 
 class PatchError(WorkflowsError, exit_code=9):
-    """A patch does not apply, or touches what no patch may touch."""
+    """A patch does not apply, or touches a file that no patch may touch."""
 
 
 class DiskError(WorkflowsError, exit_code=10):
@@ -60,7 +60,7 @@ class ToolError(WorkflowsError, exit_code=11):
 
 
 class SeveralErrors(WorkflowsError):
-    """What went wrong in pieces of work that do not depend on each other; the exit code is that of the first."""
+    """Errors of pieces of work that do not depend on each other. The exit code is that of the first."""
 
     def __init__(self, messages: Sequence[str], exit_code: int) -> None:
         super().__init__("; ".join(messages))
@@ -69,7 +69,7 @@ class SeveralErrors(WorkflowsError):
 
 
 class EngineError(WorkflowsError, exit_code=13):
-    """No container engine answers, or it cannot do what is asked."""
+    """No container engine answers, or the one that does lacks an ability."""
 
 
 class BuildError(WorkflowsError, exit_code=14):

@@ -27,7 +27,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of ours; what is not there, or was spoilt, is an empty one."""
+    """Return the object in a JSON file of ours, an empty one where the file is missing or spoilt."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ FETCH = "3.13"  # the hash-locked uv knows one build of it, with its checksum
 UV_FOLDER = os.path.join(ROOT, "third_party", ".uv")
 LIMIT = 300  # seconds for fetching
 LOCKED, LOCK = os.path.join(ROOT, "requirements", "dev.txt"), os.path.join(ROOT, "third_party", ".venv.lock")
-# uv gives up at once where nothing answers; what the user has set stands.
+# uv gives up at once where nothing answers; the user's own settings stand.
 HURRIED = {"UV_HTTP_CONNECT_TIMEOUT": "5", "UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "1"}
 ENVIRONMENT_FAILED, DISK_FAILED, INTERRUPTED = 11, 10, 130
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def choose(named: str, offline: bool) -> Tuple[Python, str]:
-    """Return the Python to take, and what else there is to say of it."""
+    """Return the Python to take, and a remark on it."""
     here = look(os.path.join(ROOT, ".venv", "bin", "python"), "of .venv")
     if named:
         return obey(named, here)
@@ -66,7 +66,7 @@ def choose(named: str, offline: bool) -> Tuple[Python, str]:
 
 
 def obey(named: str, here: Python) -> Tuple[Python, str]:
-    """Take what ``$PYTHON`` names; an environment of the same version stays."""
+    """Take the Python that ``$PYTHON`` names; an environment of the same version stays."""
     asked = look(shutil.which(named) or named, "PYTHON")
     if asked.fault:
         found = search()
@@ -106,7 +106,7 @@ def take(offline: bool) -> Tuple[Python, str]:
 
 
 def fetch(old: Optional[Python]) -> Python:
-    """Fetch a Python with uv, which itself comes from the package index; both are pinned by what ``dev.txt`` locks.
+    """Fetch a Python with uv, which itself comes from the package index. The lock ``dev.txt`` pins both.
 
     Raises ``Failure`` where that is not possible within ``LIMIT``.
     """

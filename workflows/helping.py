@@ -1,4 +1,4 @@
-"""How commands are declared, so that the help of each begins with examples, before what it does and its options."""
+"""Declares commands. The help of each begins with examples; then come its purpose and its options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def command(
     examples: Sequence[str] = (),
     **options: Any,
 ) -> argparse.ArgumentParser:
-    """Add a command that does ``text`` by calling ``run``, which may return an exit code; return its parser."""
+    """Add a command with its purpose ``text``; it calls ``run``, which may return an exit code. Return its parser."""
     shown = "\n".join([*(f"  {example}" for example in examples), "", f"{text[0].upper()}{text[1:]}."])
     formatter = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = subparsers.add_parser(

@@ -21,7 +21,7 @@ _stopped = threading.Event()
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished program left: its exit status and its output."""
+    """The exit status and the output of a finished program."""
 
     argv: tuple[str, ...]
     returncode: int

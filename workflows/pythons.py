@@ -12,7 +12,7 @@ FETCHED = os.path.join(ROOT, "third_party", ".python")
 OLDEST, PREFERRED, NEWEST = (3, 11), (3, 12), (3, 14)
 PATIENCE = 20  # seconds that a program gets to answer
 
-# What pip and the packages that we install need; some are left out where Python was built, or packaged apart.
+# Modules that pip and our packages need. Some builds of Python leave them out, and some systems package them apart.
 QUESTION = """
 import importlib.util, json, platform, sys, sysconfig
 need = ("venv", "ensurepip", "zlib", "_ctypes", "_ssl", "_bz2", "_lzma")
@@ -25,7 +25,7 @@ print(json.dumps({
 
 
 class Python(NamedTuple):
-    """A program that may be a Python, and what it said of itself."""
+    """A program that may be a Python, and its answer about itself."""
 
     path: str  # of the Python itself: not of an environment, a link or a shim that leads to it
     origin: str
@@ -43,7 +43,7 @@ class Python(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is on this machine."""
+    """The Pythons of this machine."""
 
     taken: Optional[Python]  # the first from 3.12 on
     old: Optional[Python]  # the first 3.11, where there is none from 3.12 on
@@ -51,7 +51,7 @@ class Found(NamedTuple):
 
 
 def search() -> Found:
-    """Look at what is on this machine, in order, up to the first from 3.12 on."""
+    """Look at the Pythons of this machine, in order, up to the first from 3.12 on."""
     seen: Dict[str, Python] = {}
     for program, origin in candidates():
         if os.path.realpath(program) not in seen:
@@ -111,7 +111,7 @@ def look(program: str, origin: str) -> Python:
 
 
 def ask(command: List[str]) -> str:
-    """Run a command and return what it prints."""
+    """Run a command and return its output."""
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
     done = subprocess.run(command, stdin=null, stdout=pipe, stderr=pipe, timeout=PATIENCE, check=True)
     return os.fsdecode(done.stdout)
@@ -131,7 +131,7 @@ def unfit_for(told: Dict[str, Any]) -> str:
 
 
 def bare_of(told: Dict[str, Any]) -> str:
-    """Say what a Python that said this of itself lacks for making an environment."""
+    """Say what a Python lacks for making an environment, by its answer about itself."""
     if not told["missing"]:
         return ""
     if {"venv", "ensurepip"} & set(told["missing"]):

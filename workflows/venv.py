@@ -1,4 +1,4 @@
-"""Makes ``.venv`` with the Python that ``find_python`` chose, which runs this, and goes on in it."""
+"""Makes ``.venv`` with the Python that runs this, which ``find_python`` chose, and goes on in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENVIRONMENT_FAILED, DISK_FAILED, INTERRUPTED = 11, 10, 130
 
 
 class Failure(Exception):
-    """What keeps the environment from being made, in one line."""
+    """Why the environment cannot be made, in one line."""
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def read_stamp() -> object:
-    """Return what the last finished run left, or None; an environment whose Python is gone counts as none."""
+    """Return the note of the last finished run, or None; an environment whose Python is gone counts as none."""
     try:
         return json.loads(STAMP.read_text(encoding="utf-8")) if PYTHON.exists() else None
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def read_stamp() -> object:
 
 
 def make(stamp: object) -> None:
-    """Create or repair the environment and install what ``workflows`` itself needs."""
+    """Create or repair the environment and install the packages of ``workflows`` itself."""
     if not usable():
         print("making .venv", file=sys.stderr, flush=True)
         quietly([BASE, "-m", "venv", "--clear", str(VENV)], "python -m venv")
@@ -81,7 +81,7 @@ def usable() -> bool:
 
 
 def quietly(command: list[str], label: str) -> None:
-    """Run a command; show what it said only if it fails."""
+    """Run a command; show its output only if it fails."""
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if result.returncode:
         said = [line.strip() for line in (result.stdout + result.stderr).splitlines() if line.strip()]

@@ -36,7 +36,7 @@ _EMPTY = hashlib.sha256(b"").hexdigest()  # an entry that no cache minds being a
 
 @dataclass(frozen=True)
 class Settings:
-    """What a cache is asked to be. Without a password file, whoever reaches the port may read and write."""
+    """The settings of a cache. Without a password file, everybody who reaches the port may read and write."""
 
     backend: str
     host: str
@@ -53,7 +53,7 @@ class Settings:
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def check(self) -> None:
-        """Raise ``UsageError`` for what cannot be served, or should not."""
+        """Raise ``UsageError`` for settings that cannot be served, or should not."""
         try:
             host = ipaddress.ip_address(self.host)
         except ValueError:
@@ -92,11 +92,11 @@ class Place:
 
     @property
     def settings(self) -> Path:
-        """What the cache was started with."""
+        """The file with the settings that the cache was started with."""
         return self.root / "settings.json"
 
     def load(self) -> Settings | None:
-        """Return what the last cache here was started with."""
+        """Return the settings of the last cache here."""
         try:
             return Settings(**json.loads(self.settings.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -105,7 +105,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Hits:
-    """Lookups of actions, each of which either was there or had to be run."""
+    """Lookups of actions: those that were there, and those that had to be run."""
 
     hits: int
     misses: int
@@ -120,7 +120,7 @@ class Hits:
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a cache: ``state`` is ``running``, ``not answering`` or ``stopped``."""
+    """A look at a cache: ``state`` is ``running``, ``not answering`` or ``stopped``."""
 
     state: str
     settings: Settings | None
@@ -136,7 +136,7 @@ class Cache:
     settings: Settings | None
 
     def hits(self) -> Hits | None:
-        """Return its lookups until now, if it says; the difference of two is what a build got."""
+        """Return its lookups until now, if it tells. The difference of two is that of the build between them."""
         return _hits(self.settings) if self.settings else None
 
     def write_rc(self, path: Path, *, write: bool) -> None:
@@ -254,7 +254,7 @@ def shown_size(size: float) -> str:
 
 
 def read_password(file: str) -> str:
-    """Return the password in a file; what is in it never goes further than to the server's and Bazel's own files."""
+    """Return the password in a file. It goes no further than to the server's and Bazel's own files."""
     path = Path(file)
     try:
         if path.stat().st_mode & 0o077:
@@ -275,7 +275,7 @@ def remote_rc(address: str, password: str | None, *, write: bool) -> str:
 
 
 def disk_rc(folder: Path, max_bytes: int) -> str:
-    """Return Bazel's options for a cache in a folder, which Bazel (7.4 or later) keeps within its bound by itself."""
+    """Return Bazel's options for a cache in a folder. Bazel (7.4 or later) itself keeps it within its bound."""
     return f"build --disk_cache={folder}\nbuild --experimental_disk_cache_gc_max_size={max_bytes >> 20}M\n"
 
 
@@ -326,7 +326,7 @@ def _start_container(place: Place, settings: Settings, password: str | None, pin
 
 @contextlib.contextmanager
 def _engine() -> Iterator[docker.DockerClient]:
-    """Talk to the Docker engine; what it refuses is one line."""
+    """Talk to the Docker engine; its refusal becomes one line."""
     import docker  # takes longer than all else here
     from docker.context import ContextAPI
 
@@ -365,7 +365,7 @@ def _get(settings: Settings, path: str) -> str | None:
 
 
 def _session() -> requests.Session:
-    """Return a session that goes through no proxy: the cache is near, and what builds ask for is nobody's business."""
+    """Return a session that goes through no proxy: the cache is near, and its requests are nobody's business."""
     session = requests.Session()
     session.trust_env = False
     return session

@@ -1,1 +1,1 @@
-"""What the GitHub workflows do: each of their steps is one line that calls a command of this package."""
+"""The steps of the GitHub workflows. Each is one line there, which calls a command of this package."""

@@ -40,7 +40,7 @@ class GitHub:
         self._session = requests.Session()
         accepted = {"Accept": "application/vnd.github+json"}
         self._session.headers.update({"Authorization": f"Bearer {environ['GITHUB_TOKEN']}"} | accepted)
-        # A POST that was answered with 5xx may have worked: only what can be repeated is.
+        # A POST that was answered with 5xx may have worked, so no POST is repeated.
         status = (429, 500, 502, 503, 504)
         again = Retry(total=4, backoff_factor=1, status_forcelist=status, allowed_methods=("GET", "PATCH"))
         for scheme in ("https://", "http://"):

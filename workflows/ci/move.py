@@ -1,4 +1,4 @@
-"""What became of a pin that was asked to move."""
+"""The outcome of the move of a pin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Move:
-    """What became of one pin: ``fault`` says why it stayed."""
+    """The old and the new value of one pin; ``fault`` says why it stayed."""
 
     name: str
     old: str

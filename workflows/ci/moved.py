@@ -1,4 +1,4 @@
-"""Names what of JAX moved: the errors in a test run that say so, each once."""
+"""Names the parts of JAX that moved, by the errors of a test run; each once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 _KINDS = r"(?:AttributeError|ImportError|ModuleNotFoundError|TypeError)"
-# An error as `pytest --tb=short` prints it: where it was raised, the lines of code there, and what it says.
+# An error as `pytest --tb=short` prints it: where it was raised, the lines of code there, and its message.
 _ERROR = re.compile(rf"^(\S[^\n]*):\d+: in [^\n]*\n((?:    [^\n]*\n)*)E +({_KINDS}: [^\n]+)$", re.MULTILINE)
 _JAX = re.compile(r"\b(?:jax|jaxlib|jnp|lax)\b")
 _PLACE = re.compile(r" \([^()]*/[^()]*\)$")  # the file that an ImportError names differs with the machine
@@ -27,7 +27,7 @@ class Moved:
 
 
 def read(said: str) -> list[Moved]:
-    """Return the errors of a pytest run that say that a part of JAX is not what it was: the commonest first."""
+    """Return the errors of a pytest run that come from a moved part of JAX, the commonest first."""
     found = Counter[str]()
     for place, code, error in _ERROR.findall(said):
         if any(_JAX.search(each) for each in (place, code, error)):

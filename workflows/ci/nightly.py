@@ -1,4 +1,4 @@
-"""Runs our tests against the heads of jax and MaxText and against releases of jax; one issue says what breaks."""
+"""Runs our tests against the heads of jax and MaxText and against releases of jax; one issue names the failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workflows.sources import git, manifest
 from workflows.sources.workspace import Workspace
 
 LABEL = "nightly"
-# What is tested, as an issue names it. The releases are parts of `.ci/run`, which bring no lock.
+# The tested heads and releases, as an issue names them. The releases are parts of `.ci/run`, which bring no lock.
 HEADS = {"jax": "the head of jax", "maxtext": "the head of maxtext"}
 RELEASES = {"middle-jax": "jax 0.11.2 on Python 3.12", "newest-jax": "the newest jax of the package index"}
 NAMES = HEADS | RELEASES
@@ -28,7 +28,7 @@ _TAIL = 60  # lines of output in a report
 
 @dataclass(frozen=True)
 class Outcome:
-    """How our tests fared against one head, by its commit, or release, by its version; and what of JAX moved."""
+    """The result of our tests against one head (by its commit) or release (by its version), and moved parts of JAX."""
 
     component: str
     commit: str
@@ -109,7 +109,7 @@ def _outcome(raw: dict[str, Any]) -> Outcome:
 
 
 def issue(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """Return title and text of the issue about what fails: first the API that moved."""
+    """Return title and text of the issue about the failures: first the API that moved."""
     failed = [each for each in outcomes if not each.passed]
     title = f"Nightly: {' and '.join(NAMES[each.component] for each in failed)} breaks our tests"
     text = "| tested | commit or version | outcome | time |\n|---|---|---|---|\n"

@@ -1,4 +1,4 @@
-"""What README says of the last release: how to pull and run its image, and install its wheel."""
+"""README's part on the last release: how to pull and run its image, and install its wheel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Released:
 
     @property
     def lines(self) -> str:
-        """What README shows."""
+        """README's text."""
         how, job = ("--gpus all ", "validate-gpu.sh") if self.gpus else ("", "validate-cpu.sh")
         wheel = f"multimesh_jax-{self.tag[1:]}-py3-none-any.whl"
         return (

@@ -19,7 +19,7 @@ _JAX = re.compile(r"^(jax|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])=
 
 
 def lock(root: Path, name: str, *options: str) -> None:
-    """Lock ``requirements/NAME.in`` by hash; what is locked stays, as far as its text allows.
+    """Lock ``requirements/NAME.in`` by hash; locked versions stay, as far as its text allows.
 
     uv asks an index for every Python from the oldest on, and not for the one that runs. Where the newest release of a
     package does not serve all of them, each gets its own. All platforms are in one file.

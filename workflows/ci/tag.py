@@ -1,4 +1,4 @@
-"""What a tag must hold before anything is published: agreeing versions, a wheel that works, notes from the commits."""
+"""Checks a tag before anything is published: its versions agree, its wheels work, its notes come from commits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_pins(root: Path, spec: ImageSpec) -> None:
 
 
 def build_wheels(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
-    """Build each wheel twice, and yield it with its sha256 if both builds are one and it holds what it should."""
+    """Build each wheel twice, and yield it with its sha256 if both builds are one and its check passes."""
     date = proc.run(["git", "-C", root, "log", "-1", "--format=%ct"]).text
     version = versions(root)["multimesh/pyproject.toml"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _build(project: Path, folder: Path, date: str) -> Path:
 
 
 def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path, unpacked: Path) -> None:
-    """See that it holds what git tracks of the package, names its version, and imports away from the clone.
+    """See that it holds the files of the package that git tracks, names its version, and imports away from the clone.
 
     It is unpacked beside those that were checked before, which it may need.
     """
@@ -100,7 +100,7 @@ def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path
 
 
 def notes(root: Path, tag: str) -> str:
-    """Return release notes: what the commits since the tag before made possible."""
+    """Return release notes: the subjects of the commits since the tag before."""
     git = ["git", "-C", str(root)]
     before = proc.run([*git, "describe", "--tags", "--abbrev=0", "--match", "v*", f"{tag}^"], check=False)
     span = f"{before.text}..{tag}" if before.returncode == 0 else tag

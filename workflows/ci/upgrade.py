@@ -27,7 +27,7 @@ from workflows.sources.workspace import Workspace
 BRANCH, TITLE = "bump/pins", "Move pins to the newest releases"
 PINNED = ("sources.yaml", "sources.lock", "docker/images.lock", devcontainer.FILE, "requirements", "patches")
 PATCH, MOVES, VERDICT = "pins.patch", "moves.json", "verdict.json"
-# What is built where a pin moved: accelerator and stage.
+# The image to build where a pin moved: accelerator and stage.
 _BUILDS = {
     relock.NEWEST: ("cuda12", "runtime"),
     "cuda-base": ("cuda12", "runtime"),
@@ -54,7 +54,7 @@ def newest(component: Component, mirror: str | None) -> str:
 
 
 def upgrade(here: Workspace, mirror: str | None, reporter: console.Reporter) -> list[Move]:
-    """Move what can be moved; a pin that cannot stays as it was, and its move says why."""
+    """Move every pin that can move. Another stays as it was, and its move says why."""
     moves = []
     for component in manifest.load(here.manifest).components:
         if component.tag:
@@ -83,7 +83,7 @@ def _move(
 
 
 def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pattern[str]) -> str:
-    """Return what a file of the pinned jax names."""
+    """Return the name that a pattern finds in a file of the pinned jax."""
     jax, pin = manifest.load(here.manifest)["jax"], lock.load(here.lock)["jax"]
     with tempfile.TemporaryDirectory() as folder:
         repo = git.init(Path(folder, "jax"))
@@ -105,7 +105,7 @@ def _bazel(here: Workspace, mirror: str | None) -> Move:
 
 
 def checks(moves: Sequence[Move], network: str | None) -> list[list[str]]:
-    """Return the commands that show that what moved works: the CPU job, the oldest JAX, the images that hold it."""
+    """Return the commands that try moved pins: the CPU job, the oldest JAX, the images that hold them."""
     moved = {move.name for move in moves if not move.fault}
     built = sorted({_BUILDS[name] for name in moved & _BUILDS.keys()})
     options = ["--tag", "bump", "--validate", "small", *(["--network", network] if network else [])]
@@ -118,7 +118,7 @@ def checks(moves: Sequence[Move], network: str | None) -> list[list[str]]:
 
 
 def validate(root: Path, commands: Sequence[Sequence[str]]) -> tuple[bool, str]:
-    """Run commands until one fails; return whether all passed, and the end of what each of them said."""
+    """Run commands until one fails; return whether all passed, and the end of the output of each."""
     said = ""
     for argv in commands:
         done = proc.run(argv, cwd=root, check=False)
@@ -141,7 +141,7 @@ def report(moves: Sequence[Move], verdict: Mapping[str, Any]) -> str:
 
 
 def save(folder: Path, root: Path, moves: Sequence[Move]) -> None:
-    """Write what moved, as a patch and as rows of the report: an empty patch where nothing did."""
+    """Write the moves, as a patch and as rows of the report. The patch is empty where nothing moved."""
     folder.mkdir(parents=True, exist_ok=True)
     present = [name for name in PINNED if (root / name).exists()]
     diff = ["git", "diff", "--binary", "--no-renames", "HEAD", "--", *present]

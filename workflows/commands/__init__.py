@@ -1,1 +1,1 @@
-"""The command line, a module a command: each adds its options and prints what the folders beside this one find out."""
+"""The command line, a module a command. Each adds its options, and prints the results of the other folders."""

@@ -120,7 +120,7 @@ def run_publish(args: argparse.Namespace) -> None:
 
 
 def run_released(args: argparse.Namespace) -> None:
-    """Print what README now says, or the address of the pull request that makes it say so."""
+    """Print README's new text, or the address of the pull request with it."""
     last = released.write(ROOT, args.file, os.environ.get("GITHUB_REPOSITORY") or f"OWNER/{IMAGE}", args.tag)
     if last is None:
         print(f"{args.tag}: did not get the tag latest, so {released.PAGE} stays as it is")
@@ -150,7 +150,7 @@ def run_digest(args: argparse.Namespace) -> None:
 
 
 def run_devcontainer(args: argparse.Namespace) -> None:
-    """Print what was written."""
+    """Print the name of the file."""
     image = devcontainer.published(args.image)
     print(f"{devcontainer.write_prebuilt(ROOT, image).relative_to(ROOT)}: {image}")
 

@@ -48,7 +48,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what a command line asks for."""
+    """Run a command line."""
     request = flags.request(args)
     if request.actions.dry_run:
         dry_run(request)
@@ -77,12 +77,12 @@ def run(args: argparse.Namespace) -> None:
     pushed = publish.publish(ROOT, where, built, check, request, attesting) if request.actions.upload else None
     report(where, built, check, names, pushed, as_json=request.actions.json)
     if pushed is not None:
-        # Last: whatever becomes of the file, the digest was said.
+        # Last: also where the file cannot be written, the digest was printed.
         publish.write(publish.release_file(ROOT, request), pushed)
 
 
 def decide(where: Engine, request: Request) -> Attesting:
-    """Return what is done about attestations, and say so; an image that stays here has none."""
+    """Return how a push gets attestations, and say so. An image that stays here has none."""
     if not request.actions.upload:
         return NOTHING
     attesting = attest.decide(where, request, digests.load(ROOT))
@@ -186,7 +186,7 @@ def report(
     *,
     as_json: bool,
 ) -> None:
-    """Say what was made: for people with a table of layers, or as JSON."""
+    """Print the image that was made: for people with a table of layers, or as JSON."""
     if as_json:
         verdict = {"job": check.job, "seconds": check.seconds, "verdict": check.verdict}
         layers = build.layers(where, built.image_id)
@@ -211,7 +211,7 @@ def report(
 
 
 def run_promote(args: argparse.Namespace) -> None:
-    """Move the tags; print what they were."""
+    """Move the tags; print their old digests."""
     from workflows.image import publish, push, reference
     from workflows.image.registry import Policy, Registry
 

@@ -79,7 +79,7 @@ def _add_sync_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _chosen(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the groups that were asked for; packages for GPUs are of no use without what runs on them."""
+    """Return the groups that were asked for. With packages for GPUs come those that run on them."""
     groups = tuple(args.groups or quick.GROUPS)
     return ("run", *groups) if set(groups) & set(quick.CUDA) and "run" not in groups else groups
 
@@ -102,7 +102,7 @@ def run_bootstrap(args: argparse.Namespace) -> None:
 
 
 def run_sync(args: argparse.Namespace) -> None:
-    """Bring components in; print what happened."""
+    """Bring components in; print the outcomes."""
     from workflows.sources import sync
 
     if not 1 <= args.jobs <= MAX_JOBS:
@@ -159,7 +159,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_diff(args: argparse.Namespace) -> None:
-    """Print the difference of each tree to what the last sync left."""
+    """Print the changes of each tree since the last sync."""
     from workflows.sources import status
 
     print(status.diff(Workspace(), args.names), end="")

@@ -1,1 +1,1 @@
-"""Images: what to build, the engine that builds, the build, its check, and the way to a registry."""
+"""Images: the request, the engine that builds, the build, its check, and the way to a registry."""

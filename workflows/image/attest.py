@@ -1,4 +1,4 @@
-"""What lies beside a pushed image: attestations that its builder makes, and cosign's signature of its digest."""
+"""Attestations beside a pushed image, which its builder makes, and cosign's signature of its digest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PREDICATES = {"https://slsa.dev/provenance/": "provenance", "https://spdx.dev/D
 
 @dataclass(frozen=True)
 class Attesting:
-    """What a push does about attestations, and a line that says so.
+    """How a push gets attestations, and a line that says so.
 
     ``through`` is ``engine``: the build attaches them and the engine pushes them with the image; or ``builder``: it
     pushes the image again from its cache, with them.
@@ -48,7 +48,7 @@ NOTHING = Attesting(None, "none: nothing is pushed, or there is no engine to ask
 
 
 def decide(engine: Engine, request: Request, pins: ImageLock, environ: Mapping[str, str] = os.environ) -> Attesting:
-    """Return what is done about attestations; ``EngineError`` if they were asked for and the builder makes none."""
+    """Return how a push gets attestations; ``EngineError`` if options ask for them and the builder makes none."""
     actions = request.actions
     if actions.attest == "none":
         return Attesting(None, "none: --attest none")

@@ -1,4 +1,4 @@
-"""Run a build and take down what came of it; and what it would read of this tree although git does not track it."""
+"""Runs a build and notes its result. Finds files of this tree that a build would read and git does not track."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from workflows.sources import lock as sources
 IGNORE = f"{command.DOCKERFILE}.dockerignore"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
-# Only attestations say what buildx asks git.
+# Only attestations hold buildx's answers from git.
 _SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One build, ready to run: the exact command and what its environment adds."""
+    """One build, ready to run: the exact command and its additions to the environment."""
 
     argv: tuple[str, ...]
     access: network.Access
@@ -123,7 +123,7 @@ def execute(
     push: str | None = None,
     explain: Callable[[Steps, int, str], Exception] = progress.explain,
 ) -> tuple[Steps, str]:
-    """Run a build to its end, with all that it needs beside it; return its steps and what it wrote about its result.
+    """Run a build to its end, with all that it needs beside it; return its steps and the metadata that it wrote.
 
     ``push`` is that of ``plan``; ``explain`` makes an error of steps, exit status and base image.
     """
@@ -158,7 +158,7 @@ def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
     if found is None:
         raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
     size = int(found.get("Size") or 0)
-    if "Descriptor" in found:  # a containerd image store says that of its compressed layers
+    if "Descriptor" in found:  # a containerd image store gives the size of its compressed layers
         size = sum(layer["bytes"] for layer in layers(engine, str(found["Id"])))
     return Built(
         spec=spec,
@@ -184,7 +184,7 @@ def layers(engine: Engine, image: str) -> list[dict[str, Any]]:
 
 
 def untracked(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...]:
-    """Return what a build can read and no commit of ours holds; none where this repository is no tree of git.
+    """Return files that a build can read and no commit of ours holds; none where this repository is no tree of git.
 
     A token in ``.env``, a key, somebody's trial: files that git does not track, ignored ones too, or no longer looks
     at; trees without git; an override of MultiMesh. Where a given Python lies while a build runs is left out.
@@ -207,7 +207,7 @@ def untracked(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...
 
 
 def check_context(root: Path, *, jaxlib_from_source: bool = False) -> None:
-    """Refuse with ``PinError`` to push what holds such files."""
+    """Refuse with ``PinError`` to push an image with such files."""
     if files := untracked(root, jaxlib_from_source=jaxlib_from_source):
         more = f" and {len(files) - 5} more" if len(files) > 5 else ""
         raise errors.PinError(
@@ -223,7 +223,7 @@ def _others(tree: Path, *paths: str) -> list[str]:
 
 
 def _content(found: dict[str, Any]) -> str:
-    """Return a digest of what decides whether an image passes its check: not its labels, which every commit changes."""
+    """Return a digest of all that an image's check depends on. Labels do not count: every commit changes them."""
     config = {key: value for key, value in (found.get("Config") or {}).items() if key not in ("Labels", "Image")}
     document = json.dumps([found.get("RootFS"), config, found.get("Architecture")], sort_keys=True)
     return f"sha256:{hashlib.sha256(document.encode()).hexdigest()}"
@@ -270,12 +270,12 @@ def _revision(root: Path, *, odd: bool = False) -> str | None:
 
 
 def _component(root: Path, name: str, group: str) -> str:
-    """Return the commit of a patched component, marked where it differs, or raise what must be done first."""
+    """Return the commit of a patched component, marked where it differs, or raise an error with the remedy."""
     place = root / "third_party" / name
     inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
     if not inside.exists():
         raise errors.PinError(f"third_party/{name} is not there; run ./bootstrap.sh --group {group}")
-    held = _revision(place) if (place / ".git").exists() else None  # without git, nothing says what it holds
+    held = _revision(place) if (place / ".git").exists() else None  # without git, its content is not known
     pinned = sources.value(root / "sources.lock", name, "patched_commit")
     if pinned is None:
         raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m workflows lock {name}`")

@@ -18,7 +18,7 @@ _SHA256 = re.compile(r"\b[0-9a-f]{64}\b")
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found for one pin: the new value, or why there is none."""
+    """The answer for one pin: the new value, or why there is none."""
 
     name: str
     before: str | None

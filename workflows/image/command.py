@@ -1,4 +1,4 @@
-"""The exact command that builds an image: pure functions from what is wanted to argv."""
+"""The exact command that builds an image: pure functions from a request to argv."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workflows.sources import locked
 
 DOCKERFILE = "docker/Dockerfile"
 LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
-PYTHON = "3.12"  # that of an image is as new or newer; all of them get the same JAX
+PYTHON = "3.12"  # an image has this one or a newer one; all get the same JAX
 LABEL, OCI = "io.github.multimesh-jax", "org.opencontainers.image"
 # SHELL exists in Docker's format only, and Podman 4 does not find this ignore file by itself. Its layer cache is not
 # used: a change in what a step mounts from the sources (4.3) or from another stage (5.4 too) leaves the step as it was.
@@ -27,7 +27,7 @@ _PODMAN = ["--format", "docker", "--ignorefile", f"{DOCKERFILE}.dockerignore"]
 
 @dataclass(frozen=True)
 class Bases:
-    """The images that the Dockerfile starts from: that of the tools, and that of what runs."""
+    """The images that the Dockerfile starts from: one for the tools, one for the result."""
 
     build: ImagePin
     runtime: ImagePin
@@ -66,7 +66,7 @@ def labels(
         found = re.search(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
         return found.group(1) if found else "unknown"
 
-    # What is installed: the locked wheels bring CUDA with them, whatever the base image has.
+    # The installed versions: the locked wheels bring CUDA with them, whatever the base image has.
     wheels = first(r"^nvidia-cuda-runtime-cu12==(\S+)", "requirements/cuda12.txt")
     cuda = spec.cuda_version if spec.jaxlib == "source" else wheels
     found = base.build if spec.target != "runtime" else base.runtime
@@ -95,7 +95,7 @@ def jax(root: Path) -> str:
 
 
 def lock_digest(root: Path) -> str:
-    """Return one sha256 over every lock that decides what is in an image."""
+    """Return one sha256 over every lock that decides the content of an image."""
     sums = (hashlib.sha256((root / name).read_bytes()).digest() for name in LOCKS)
     return f"sha256:{hashlib.sha256(b''.join(sums)).hexdigest()}"
 
@@ -155,7 +155,7 @@ def build_argv(
             raise errors.EngineError("--skip-save needs docker: podman has no build without an image; leave it out")
         argv += ["--output", "type=cacheonly"] if engine.builder == "buildx" else []
     elif engine.builder == "buildx":
-        # A builder of its own keeps what it made, unless it is told to hand it over.
+        # A separate builder keeps its image, unless it is told to hand it over.
         argv += ["--output", f"type=image,name={push},push=true"] if push else ["--load"]
         argv += ["--metadata-file", str(result)]
     else:

@@ -1,4 +1,4 @@
-"""Makes an image of a running devcontainer, without what its user keeps in the environment."""
+"""Makes an image of a running devcontainer, without the secrets in its environment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def commit(engine: Engine, container: Mapping[str, Any], labels: Mapping[str, st
 
 
 def restored(container: Sequence[str], image: Sequence[str]) -> dict[str, str]:
-    """Return what the variables that a container got when it was started must be set to: as in its image, else empty.
+    """Return values for the variables that a container got when it was started: those of its image, else empty.
 
     ``UsageError`` where one of them has a name that no ``ENV`` instruction can take.
     """

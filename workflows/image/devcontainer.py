@@ -1,4 +1,4 @@
-"""``.devcontainer``: what it is built from follows ``images.lock``; a published image can replace the build."""
+"""``.devcontainer``: its base follows ``images.lock``; a published image can replace the build."""
 
 from __future__ import annotations
 

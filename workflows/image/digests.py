@@ -67,11 +67,11 @@ def load(root: Path) -> ImageLock:
 
 
 def save(root: Path, lock: ImageLock) -> None:
-    """Write new pins into ``images.lock``, whole or not at all; what it says about itself stays."""
+    """Write new pins into ``images.lock``, whole or not at all. Its text about itself stays."""
     raw = json.loads((root / FILE).read_text(encoding="utf-8"))
     for kind, pins in asdict(lock).items():
         raw[kind] = {name: {key: value for key, value in pin.items() if value != ""} for name, pin in pins.items()}
-    # An image of which no more is said takes one line.
+    # An image with no more than these two takes one line.
     text = re.sub(r'\{\s+("reference": "[^"]*"),\s+("digest": [^\s,]+)\s+\}', r"{\1, \2}", json.dumps(raw, indent=2))
     files.write(root / FILE, text + "\n")
 

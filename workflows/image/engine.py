@@ -1,4 +1,4 @@
-"""The container engine: which one answers, what it can do, and the questions that every command asks of it."""
+"""Finds the container engine and its abilities, and asks it the questions of every command."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Engine:
         return proc.run([*self.cli, *args], check=check, timeout_s=timeout_s)
 
     def inspect(self, image: str) -> dict[str, Any] | None:
-        """Return what the engine knows of an image, or None if it has none of that name."""
+        """Return the engine's description of an image, or None if it has none of that name."""
         result = self.run("image", "inspect", image, check=False)
         if result.returncode == 0:
             return dict(json.loads(result.text)[0])

@@ -1,4 +1,4 @@
-"""The options of ``docker/build.py``, which of them go together, and which values may reach an engine."""
+"""The options of ``docker/build.py``: those that go together, and the values that may reach an engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def request(args: argparse.Namespace) -> Request:
-    """Return what parsed options ask for; ``UsageError``: they do not fit together, or may not reach an engine."""
+    """Return the request of parsed options. ``UsageError``: they do not fit together, or may not reach an engine."""
     _check_together(args)
     _check_values(args)
     name = reference.make(args.repo, args.name, args.tag)
@@ -104,7 +104,7 @@ def _taken(kind: type[T], args: argparse.Namespace, **given: object) -> T:
 
 
 def _check_together(args: argparse.Namespace) -> None:
-    """Refuse what cannot be meant, before anything happens."""
+    """Refuse options that nobody can mean, before anything happens."""
     wheel, attests = args.jaxlib == "wheel", args.attest in ("provenance", "sbom")
 
     def refuse(refused: object, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""How a build reaches what it needs: pip's indexes, certificates, proxies, a Bazel cache; handed over as secrets."""
+"""Gives a build pip's indexes, certificates, proxies and a Bazel cache, as secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PIP_VARIABLE = "MULTIMESH_PIP_CONF"
 SYSTEM = (Path("/etc/xdg/pip/pip.conf"), Path("/etc/pip.conf"))
 _PLACES = ("index-url", "extra-index-url", "find-links")
-# What says where packages are; all else in a pip.conf is about the caller's own machine.
+# Options that say where packages are. All else in a pip.conf is about the caller's own machine.
 _KEYS = (*_PLACES, "trusted-host", "proxy", "timeout", "retries", "keyring-provider")
 _CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
@@ -28,7 +28,7 @@ _LONGEST_VARIABLE = 120_000
 
 @dataclass(frozen=True)
 class Access:
-    """What the build gets; options name files and variables, never what these hold."""
+    """Options and variables for the build. Options name files and variables, never their content."""
 
     options: tuple[str, ...]
     variables: Mapping[str, str]
@@ -89,7 +89,7 @@ def in_a_file(access: Access, folder: Path) -> Access:
 
 
 def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what pip would be told on this machine: its files in its order, then the environment."""
+    """Return pip's settings on this machine: its files in its order, then the environment."""
     home = Path(environ.get("HOME", "/nonexistent"))
     shared = filter(None, environ.get("XDG_CONFIG_DIRS", "").split(":"))
     user = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf"

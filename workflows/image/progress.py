@@ -1,4 +1,4 @@
-"""What a build is doing, from the plain progress of BuildKit or Podman; and, if it failed, which step, and why."""
+"""The steps of a build, from the plain progress of BuildKit or Podman. Names the step that failed, and the reason."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Steps:
 
     @property
     def failed(self) -> Step | None:
-        """The step that broke the build; not those that were stopped because of it."""
+        """The step that broke the build, not the steps that were stopped because of it."""
         stopped = re.compile("CANCELED$|.*context canceled")
         return next((step for step in self.by_id.values() if step.error and not stopped.match(step.error)), None)
 
@@ -181,7 +181,7 @@ def _printable(text: str) -> str:
 
 
 def explain(steps: Steps, returncode: int, base: str) -> errors.WorkflowsError:
-    """Return the error for a build that failed: which step, why, and what to do."""
+    """Return the error for a build that failed: the step, the reason, and the remedy."""
     step = steps.failed
     said = [line for line in step.said if not line.startswith(_NOISE)] if step else []
     error = [step.error] if step and step.error else []
@@ -220,6 +220,6 @@ def _telling(lines: Iterable[str]) -> str | None:
     """Return the line that says most: a program's own error, else the last one; of a long one, both ends."""
     kept = [line for line in lines if line and not line.startswith(_NOISE)]
     own = [line for line in kept if _TOLD.match(line)]
-    # apt and pip say what is wrong first, then what that means.
+    # apt and pip first say the fault, then its consequence.
     best = own[-3:][:1] or kept[-1:]
     return complaints.shortened(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else None

@@ -1,4 +1,4 @@
-"""From a checked image in the engine to public tags and ``release.json``; and what a release must not be made of."""
+"""From a checked image in the engine to public tags and ``release.json``. Refuses parts that no release may have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_locks(root: Path) -> Locks:
 
 
 def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool) -> list[str]:
-    """Return what keeps an image from being a release, a line for each: all that went into it must be pinned.
+    """Return a line for each part of an image that is not pinned. All parts of a release must be.
 
     What only a jaxlib from source needs (jax, xla, Bazel) counts where the image has one. ``unpinned`` are the images
     without a digest that it was made from or scanned by.
@@ -58,7 +58,7 @@ def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool
 
 
 def check_release(version: str, labels: Mapping[str, str], locks: Locks, unpinned: Sequence[str]) -> None:
-    """Refuse a release of what nobody could build again: ``SeveralErrors``, with all that stands against it.
+    """Refuse a release that nobody could build again: ``SeveralErrors``, with all reasons.
 
     ``labels`` are those that the image has or would get; ``unpinned`` as in ``null_pins``.
     """
@@ -88,7 +88,7 @@ def release_file(root: Path, request: Request) -> Path:
 
 
 def check_options(request: Request) -> None:
-    """Raise for what needs no engine to be seen: tags that cannot be, a key that is not there."""
+    """Raise errors that need no engine: of impossible tags, and of a missing key."""
     actions = request.actions
     if actions.promote:
         push.tags(request.spec.reference, latest=actions.latest, version=actions.release)
@@ -97,7 +97,7 @@ def check_options(request: Request) -> None:
 
 
 def check_before(root: Path, engine: Engine, request: Request, attesting: Attesting) -> None:
-    """Raise what would stop a push after the build: pins or trees that no release may have, or no right to push."""
+    """Raise errors that would stop a push after the build: pins or trees that no release may have, no right to push."""
     spec, actions = request.spec, request.actions
     if actions.build and not actions.commit:
         build.check_context(root, jaxlib_from_source=spec.jaxlib == "source")
@@ -120,7 +120,7 @@ def check_before(root: Path, engine: Engine, request: Request, attesting: Attest
 def publish(
     root: Path, engine: Engine, built: Built, check: Check, request: Request, attesting: Attesting
 ) -> dict[str, Any]:
-    """Push under a staging tag, verify, sign, move the public tags; return what ``release.json`` is to say.
+    """Push under a staging tag, verify, sign, move the public tags; return the content of ``release.json``.
 
     Until the last step every public tag is where it was.
     """
@@ -174,7 +174,7 @@ def record(
     signature: dict[str, str] | None,
     version: str | None,
 ) -> dict[str, Any]:
-    """Return what ``release.json`` says; ``size`` is in bytes to pull, ``attested`` begins with a line for people."""
+    """Return the content of ``release.json``. ``size``: bytes to pull; ``attested`` begins with a line for people."""
     reference = built.spec.reference
     sums = {name: hashlib.sha256((root / name).read_bytes()) for name in command.LOCKS if (root / name).is_file()}
     return {
@@ -206,7 +206,7 @@ def record(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what a ``release.json`` says."""
+    """Return the content of a ``release.json``."""
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _check(document)
@@ -217,7 +217,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Write ``release.json`` whole or not at all, and only if it is what its schema says."""
+    """Write ``release.json`` whole or not at all, and only if it follows its schema."""
     _check(document)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(path, document)
@@ -235,7 +235,7 @@ def planned_push(engine: Engine, image: str, request: Request) -> list[list[str]
 
 
 def planned_promotion(request: Request) -> list[list[str]]:
-    """Return what moves the public tags, as a command; DIGEST stands for what the registry answers."""
+    """Return the command that moves the public tags. DIGEST stands for the registry's answer."""
     reference, actions = request.spec.reference, request.actions
     if not actions.promote:
         return []
@@ -245,7 +245,7 @@ def planned_promotion(request: Request) -> list[list[str]]:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """Return what a person wants to know of a push."""
+    """Return the lines on a push that people read."""
     image = document["image"]
     states = {None: "new", image["digest"]: "as it was"}
     tags = [f"{each['tag']} ({states.get(each['before'], 'moved')})" for each in image["tags"]]

@@ -21,7 +21,7 @@ _FIXED = re.compile(rf"{_RELEASE.pattern}(-[0-9A-Za-z.-]+)?")
 
 @dataclass(frozen=True)
 class Pushed:
-    """What lies in the registry now; ``attempts`` says how often the engine had to be started."""
+    """The image in the registry; ``attempts`` says how often the engine had to be started."""
 
     manifest: Manifest
     attempts: int
@@ -29,7 +29,7 @@ class Pushed:
 
     @property
     def digest(self) -> str:
-        """Of the manifest: what pulls exactly these bytes."""
+        """Digest of the manifest, which pulls exactly these bytes."""
         return self.manifest.digest
 
 
@@ -43,7 +43,7 @@ class Moved:
 
 
 def push(engine: Engine, image_id: str, staging: Reference, policy: Policy, reporter: console.Reporter) -> Pushed:
-    """Push a staging tag of the engine and read back what came of it; see ``deliver``."""
+    """Push a staging tag of the engine and read it back; see ``deliver``."""
     layers: dict[str, bool] = {}
 
     def line(text: str) -> None:
@@ -67,7 +67,7 @@ def push(engine: Engine, image_id: str, staging: Reference, policy: Policy, repo
 def deliver(
     send: Callable[[], None], image_id: str, staging: Reference, policy: Policy, reporter: console.Reporter
 ) -> Pushed:
-    """Have an image sent to a staging tag, again after faults that pass, and read back what came of it.
+    """Have an image sent to a staging tag, again after faults that pass, and read it back.
 
     ``send`` raises what ``fault`` makes of a complaint. ``RegistryError``: the registry refuses (at once), or cannot be
     reached (after the last attempt). ``IntegrityError``: it holds another image than the one that was checked.
@@ -100,7 +100,7 @@ def deliver(
 
 
 def fault(said: str, label: str) -> Exception:
-    """Return what an engine's complaint means: try again, or over."""
+    """Return the error for an engine's complaint: try again, or over."""
     line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
     if complaints.network_failed(line):
         return Transient(complaints.shortened(line))
@@ -163,7 +163,7 @@ def promote(reference: Reference, digest: str, names: Sequence[str], policy: Pol
 
 
 def _still(names: Sequence[str], registry: Registry) -> Sequence[str]:
-    """Return the tags of a release without those that a newer one has."""
+    """Return the tags of a release, without the tags of a newer one."""
     release = next(filter(None, map(_RELEASE.fullmatch, names)), None)
     if release is None:
         return names

@@ -74,7 +74,7 @@ def pulled(image: str, tag: str) -> tuple[Reference, str]:
 
 
 def check_repository(text: str) -> str:
-    """Return a repository in lower case, or raise what is wrong with it."""
+    """Return a repository in lower case, or raise an error that says why it is none."""
     if "@" in text:
         raise errors.UsageError(
             "a repository has no user, password or digest in it; run `docker login`, and leave out @"
@@ -96,7 +96,7 @@ def check_repository(text: str) -> str:
 
 
 def check_image(text: str) -> str:
-    """Return the name of an image with or without a tag or a digest, or raise what is wrong with it."""
+    """Return the name of an image with or without a tag or a digest, or raise an error that says why it is none."""
     name, at, digest = text.partition("@")
     head, colon, tag = name.rpartition(":")
     if not colon or "/" in tag:
@@ -109,7 +109,7 @@ def check_image(text: str) -> str:
 
 
 def check_tag(text: str) -> str:
-    """Return a tag, or raise what is wrong with it."""
+    """Return a tag, or raise an error that says why it is none."""
     if not _TAG.fullmatch(text):
         raise errors.UsageError(
             f"tag {text[:140]!r}: 1 to 128 letters, digits, . _ and -, not beginning with . or -; choose another --tag"

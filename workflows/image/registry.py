@@ -36,7 +36,7 @@ _ATTESTS = "attestation-manifest"
 _OCI, _DOCKER = "application/vnd.oci.image", "application/vnd.docker.distribution.manifest"
 _INDEX_TYPES = (f"{_OCI}.index.v1+json", f"{_DOCKER}.list.v2+json")
 _TYPES = (*_INDEX_TYPES, f"{_OCI}.manifest.v1+json", f"{_DOCKER}.v2+json")
-_IDENTITY = "<token>"  # Docker's name for whoever has a token in place of a user and a password
+_IDENTITY = "<token>"  # Docker's name for a user with a token in place of a password
 
 
 class Transient(Exception):
@@ -67,7 +67,7 @@ class Policy:
 
 
 def retrying(action: Callable[[], T], policy: Policy, label: str, sleep: Callable[[float], None] = time.sleep) -> T:
-    """Return what an action returns, trying again after each ``Transient``; raise ``RegistryError`` after the last."""
+    """Return the result of an action. Try again after each ``Transient``; raise ``RegistryError`` after the last."""
     attempt = 1
     while True:
         try:
@@ -107,7 +107,7 @@ class Manifest:
 
     @property
     def document(self) -> dict[str, Any]:
-        """What it says."""
+        """Its content."""
         return dict(json.loads(self.content))
 
     @property
@@ -116,14 +116,14 @@ class Manifest:
         return self.media_type in _INDEX_TYPES
 
     def listed(self, *, attestations: bool = False) -> list[dict[str, Any]]:
-        """Return what an index lists: images, or the attestations about them; nothing of a plain manifest."""
+        """Return the entries of an index: images, or the attestations about them; none of a plain manifest."""
         found = self.document["manifests"] if self.is_index else []
         kinds = [(each.get("annotations") or {}).get("vnd.docker.reference.type") for each in found]
         return [each for each, kind in zip(found, kinds, strict=True) if (kind == _ATTESTS) == attestations]
 
 
 def find_login(host: str, path: str) -> HTTPBasicAuth | None:
-    """Return what ``docker login`` or ``podman login`` left for a repository, in a file or with a helper.
+    """Return the login that ``docker login`` or ``podman login`` left for a repository, in a file or with a helper.
 
     What a helper says is not repeated: it may be the password.
     """
@@ -266,7 +266,7 @@ class Registry:
         return dict(answer.json().get("config", {}).get("Labels") or {})
 
     def bytes_to_pull(self, manifest: Manifest) -> int:
-        """Return what configuration and layers take on the wire, in bytes: of all platforms where there are several."""
+        """Return the bytes of configuration and layers on the wire, of all platforms where there are several."""
         if manifest.is_index:
             return sum(self.bytes_to_pull(self.get(each["digest"])) for each in manifest.listed())
         return sum(int(each["size"]) for each in (manifest.document["config"], *manifest.document["layers"]))
@@ -301,7 +301,7 @@ class Registry:
         ``path`` is below the repository or absolute; a status that is not ``fine`` is ``Transient`` or an error.
         """
         url = self._address() + (path if path.startswith("/") else f"/v2/{self._path}/{path}")
-        # A token of a smaller scope may be answered with 403, which would look like a refusal.
+        # A registry may answer a token of a smaller scope with 403, as it answers a refused push.
         scope = "pull" if method == "GET" else "pull,push,delete" if "manifests/sha256" in path else "pull,push"
         for first in (True, False):
             known = {"Authorization": self._tokens[scope]} if scope in self._tokens else {}
@@ -366,7 +366,7 @@ class Registry:
         return f"Bearer {token}" if token else None
 
     def _fault(self, answer: requests.Response, method: str) -> Exception:
-        """Return what an answer means: try again, or over. Its body is not repeated: it may say what we sent."""
+        """Return the error for an answer: try again, or over. It leaves out the body, which may repeat our request."""
         status = answer.status_code
         if status == 429 or status >= 500:
             return Transient(f"answer {status}", retry_after(answer.headers.get("Retry-After")))

@@ -51,7 +51,7 @@ class State:
 
 
 def wishes(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return what the environment wants otherwise than the job's folder: options of sbatch, and flags of ``run.py``."""
+    """Return the environment's changes to the job's folder: options of sbatch, and flags of ``run.py``."""
     try:
         return shlex.split(environment.get(OPTIONS_VARIABLE, "")), shlex.split(environment.get(FLAGS_VARIABLE, ""))
     except ValueError as error:
@@ -95,7 +95,7 @@ def argv(options: list[str], flags: list[str]) -> list[str]:
 
 
 def bring(engine: Engine, image: str, folder: Path, *, pyxis: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the command that writes an image where nodes see it, and what the job is told."""
+    """Return the command that writes an image where nodes see it, and the job's variables that name it."""
     if pyxis:
         squashed, scheme = folder / "image.sqsh", {"docker": "dockerd", "podman": "podman"}[engine.kind]
         return ["enroot", "import", "--output", str(squashed), f"{scheme}://{image}"], {"IMAGE": str(squashed)}
@@ -109,10 +109,10 @@ def planned(engine: Engine, image: str) -> list[list[str]]:
 
 
 def run(root: Path, engine: Engine, image: str) -> str:
-    """Run the job with an image; return its verdict, with what was wanted otherwise, or raise ``SmokeError``."""
+    """Run the job with an image; return its verdict, with the environment's changes, or raise ``SmokeError``."""
     (options, flags), log = wishes(os.environ), root / LOG
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Below the repository, which a cluster's nodes are taken to see.
+    # Below the repository: we assume that a cluster's nodes see it.
     with tempfile.TemporaryDirectory(prefix="image-", dir=log.parent) as folder:
         log.unlink(missing_ok=True)
         command, told = bring(engine, image, Path(folder), pyxis=runs_containers())

@@ -1,4 +1,4 @@
-"""The check of an image before it gets its name: what it holds, then a validation job in a container or under Slurm."""
+"""The check of an image before it gets its name: its content, then a validation job in a container or under Slurm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Check:
 
 
 def check_means(job: str) -> None:
-    """Raise ``UsageError``, before an hour is spent on an image, for a job that needs what is not here."""
+    """Raise ``UsageError``, before an hour is spent on an image, for a job that this machine cannot run."""
     asked = ("nvidia-smi", "--list-gpus")
     if job == "medium" and not (shutil.which(asked[0]) and "GPU " in proc.run(asked, check=False).text):
         raise errors.UsageError(
@@ -46,7 +46,7 @@ def check_means(job: str) -> None:
 
 
 def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
-    """Check an image in a container, or return what is known from the last time: its bytes decide.
+    """Check an image in a container, or return the verdict of the last check of the same bytes.
 
     The job ``small`` is MaxText on 8 virtual CPU devices, without network or GPU; ``medium`` runs on the GPUs of this
     machine; ``large`` is llama3-8b under Slurm, every time it is asked for. ``SmokeError`` says what the image lacks or
@@ -79,7 +79,7 @@ def planned(engine: Engine, image: str, job: str) -> list[list[str]]:
 
 
 def _noted(root: Path) -> dict[str, Any]:
-    """Return the checks that were passed before, by what decides them; none where the note cannot be read."""
+    """Return the checks that images passed before, by their digests; none where the note cannot be read."""
     try:
         return dict(json.loads((root / _CHECKED).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -87,7 +87,7 @@ def _noted(root: Path) -> dict[str, Any]:
 
 
 def _check_contents(root: Path, engine: Engine, built: Built) -> None:
-    """Hold what lies in an image against what its target promises."""
+    """Compare the content of an image with the promise of its target."""
     user = str(((engine.inspect(built.image_id) or {}).get("Config") or {}).get("User") or "root")
     if user.partition(":")[0] in ("root", "0"):
         raise errors.SmokeError(f"{built.image_id}: runs as root; the last USER of its stage must be another")
@@ -103,7 +103,7 @@ def _check_contents(root: Path, engine: Engine, built: Built) -> None:
 def _argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
     """Return the command that runs a validation job in a container, as a user would."""
     means = ["--gpus", "all"] if job == "medium" else ["--network", "none"]
-    # Docker brings the program that --init starts; Podman wants a package of its own, and the job reaps what it starts.
+    # Docker brings the program that --init starts; Podman needs a package for it, and the job reaps its own processes.
     init = ["--init"] if engine.kind == "docker" else []
     options = ["--rm", *init, "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
     return [*engine.cli, "run", *options, image, f"/opt/maxtext/{_JOBS[job]}"]

@@ -1,4 +1,4 @@
-"""What image is wanted and what is to become of it: plain data, checked once. Fields are options of ``flags``."""
+"""The wanted image and its way from there: plain data, checked once. Fields are options of ``flags``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workflows.image.reference import Reference
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """What decides the bytes of an image; ``reference`` is its public name, given when it passed its check.
+    """All that decides the bytes of an image. It gets ``reference``, its public name, when it has passed its check.
 
     None for ``platform`` is the engine's own; for the others, what is pinned.
     """
@@ -29,7 +29,7 @@ class ImageSpec:
 
 @dataclass(frozen=True)
 class Means:
-    """How the build reaches what it needs; nothing of this stays in the image."""
+    """How the build reaches packages and sources. Nothing of this stays in the image."""
 
     pip_config: Path | None
     ca_bundle: Path | None
@@ -42,7 +42,7 @@ class Means:
 
 @dataclass(frozen=True)
 class Actions:
-    """What is done with the image; None for ``attest`` is all that the builder can."""
+    """The steps after the build. None for ``attest``: all that the builder can."""
 
     build: bool = True
     commit: str | None = None

@@ -1,1 +1,1 @@
-"""Third-party sources: what is wanted, exactly which bytes, how they get here and how they are changed."""
+"""Third-party sources: the wanted components, their exact bytes, their way here and their patches."""

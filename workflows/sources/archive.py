@@ -48,7 +48,7 @@ def download(
 def _from_index(wanted: str, sha256: str | None, path: Path, label: str) -> None:
     requirement = path.with_name("requirement.txt")
     requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
-    # The package may ask for a newer Python than ours: its patches are what makes it run here.
+    # The package may ask for a newer Python than ours. With its patches it runs here.
     options = ["--no-deps", "--ignore-requires-python", "--only-binary=:all:", "--no-input", "--progress-bar=off", "-q",
                "--disable-pip-version-check", *(["--require-hashes"] if sha256 else [])]  # fmt: skip
     command: list[str | Path] = [

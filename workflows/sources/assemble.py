@@ -16,7 +16,7 @@ from workflows.sources.patch import Patch
 from workflows.sources.workspace import Record, Workspace, observe
 
 _ATTEMPTS = 3
-# What running the sources leaves beside them; without this every tree would be dirty after its first use.
+# Files that running the sources leaves beside them. Without this every tree would be dirty after its first use.
 _EXCLUDE = "__pycache__/\n*.pyc\n*.egg-info/\n"
 
 
@@ -93,7 +93,7 @@ def _expect(what: str, pinned: str | None, found: str) -> None:
 
 
 def _seed(repo: git.Repo, seeds: Iterable[Path]) -> None:
-    """Link the packs and objects of earlier trees into this one, so that what is on disk is not fetched again."""
+    """Link the packs and objects of earlier trees into this one, so that nothing on this disk is fetched again."""
     for source in (source for seed in seeds for source in (seed / ".git" / "objects").glob("*/*")):
         target = repo.root / ".git" / "objects" / source.parent.name / source.name
         if source.name.startswith("tmp_") or source.parent.name == "info" or target.exists():
@@ -118,7 +118,7 @@ def _on_disk(repo: git.Repo, component: Component, pin: Pin) -> bool:
 
 
 def _obtained(repo: git.Repo, component: Component, pin: Pin, means: Means) -> str:
-    """Get the component's objects by the first transport that has them, verified; return what to call the source."""
+    """Get the component's objects by the first transport that has them, verified; return the name of the source."""
     if means.offline:
         raise errors.NetworkError(f"{component.name}: its source is not on this disk; run once without --offline")
     failures: list[errors.WorkflowsError] = []

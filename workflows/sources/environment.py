@@ -19,7 +19,7 @@ PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
 
 
 def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) -> None:
-    """Install what these groups need, unless the note that the last run left says that they have it.
+    """Install the packages of these groups, unless the note of the last run says that they are there.
 
     Raises ``ToolError`` where this is not the Python of the clone's ``.venv``, or pip fails; ``NetworkError`` where
     packages are missing and ``offline`` is set.

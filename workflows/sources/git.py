@@ -88,7 +88,7 @@ def fetch(repo: Repo, url: str, revision: str, *, label: str, on_progress: Progr
 
 
 def ask(url: str, ref: str, *, label: str) -> dict[str, str]:
-    """Return what a server says of a ref, and of what it points to when peeled (``ref^{}``), if it has them."""
+    """Return the hashes that a server has of a ref and of the peeled ref (``ref^{}``), if it has them."""
     nowhere = {"GIT_DIR": os.devnull}
     result = Repo(Path("/"))("ls-remote", "--end-of-options", url, ref, f"{ref}^{{}}", check=False, env=nowhere)
     if result.returncode:

@@ -119,7 +119,7 @@ def _check_paths(repo: git.Repo, patch: Patch) -> None:
 def check_tree(
     repo: git.Repo, tree: str, label: str, kind: type[errors.WorkflowsError], since: str | None = None
 ) -> None:
-    """Refuse links that leave a tree, submodules and unsafe names, in a tree or in what changed since a commit."""
+    """Refuse links that leave a tree, submodules and unsafe names, in a tree or in its changes since a commit."""
     fields = repo("diff-tree", "-r", "-z", "--no-renames", since or _EMPTY_TREE, tree).stdout.split(b"\0")
     for head, raw in zip(fields[0:-1:2], fields[1::2], strict=True):
         _, mode, _, blob, _ = head.split()

@@ -1,4 +1,4 @@
-"""Writes pins: what the patches on disk give; patches anew, from commits; another version, with its patches on it."""
+"""Writes pins: for the patches on disk, for patches made anew of commits, and for another version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLUG_LENGTH = 60
 
 
 def relock(here: Workspace, component: Component, pin: Pin, reporter: console.Reporter, *, always: bool) -> Pin:
-    """Return the pin with the patches on disk and what they give when built aside."""
+    """Return the pin with the patches on disk, and with the commit and tree that they give when built aside."""
     patches = patch.load_series(here.root, component.name)
     found = patch.digests(patches)
     if found == pin.patches and pin.patched_commit and not always:
@@ -58,7 +58,7 @@ def refresh(here: Workspace, component: Component, pin: Pin) -> tuple[Pin, tuple
 
 
 def _record(component: Component, place: Path) -> Record:
-    """Return what is recorded of a tree that can be refreshed."""
+    """Return the record of a tree that can be refreshed."""
     look, where = observe(place), f"third_party/{component.name}"
     if look.state == "missing":
         raise errors.UsageError(f"{where}: is not there; run `python -m workflows sync` first")
@@ -96,7 +96,7 @@ def _series(here: Workspace, component: Component, repo: git.Repo, base: str) ->
 
 
 def _gives(repo: git.Repo, commit: str, before: Patch) -> bool:
-    """Say whether an existing patch still gives what a commit holds."""
+    """Say whether an existing patch still gives the content of a commit."""
     try:
         again = patch.apply_series(repo, f"{commit}^", (before,))
     except errors.PatchError:
@@ -161,7 +161,7 @@ def _with_version(path: Path, name: str, version: str) -> str:
 
 
 def _resolve(here: Workspace, component: Component, mirror: str | None, reporter: console.Reporter) -> Pin:
-    """Find out the pins of a version and what the patches give on it."""
+    """Find the pins of a version, with the commit and tree that the patches give on it."""
     name, url = component.name, component.address(mirror)
     patches = patch.load_series(here.root, name)
     with here.stage() as (stage, _):

@@ -16,7 +16,7 @@ GROUPS = ("run", "source", "dev")
 CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
 ALL_GROUPS = (*GROUPS, *CUDA)
 STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
-# A note, and what it depends on: files, and folders, which may be missing.
+# A note, and the files and folders that it depends on; they may be missing.
 Note = tuple[str, tuple[str, ...], str]
 SOURCES: Note = ("third_party/.synced", ("sources.yaml", "sources.lock"), "patches")
 PACKAGES: Note = (
@@ -45,7 +45,7 @@ def signature(root: str, note: Note) -> str:
 
 
 def remember(root: str, note: Note, inputs: str, lines: list[str]) -> None:
-    """Write a note, with the signature of what it depends on.
+    """Write a note, with the signature of the files that it depends on.
 
     A line of ``SOURCES`` has name, groups and commit (or ``->`` and a link's target, or nothing) of a component; one of
     ``PACKAGES`` is a group whose packages are installed.
@@ -73,7 +73,7 @@ def forget(root: str) -> None:
 
 
 def in_place(root: str, groups: list[str]) -> dict[str, str] | None:
-    """Return what each component of these groups (none: of all) holds if all are as noted and clean, else None."""
+    """Return the state of each component of these groups (none: of all) if all are as noted and clean, else None."""
     lines = recall(root, SOURCES)
     if lines is None:
         return None
@@ -150,5 +150,5 @@ def answer(argv: list[str]) -> None:
         sys.stdout.write(first + "".join(f"{name:{width}}  kept  {holds}\n" for name, holds in shown.items()))
         sys.stdout.flush()
     except OSError:
-        return  # the full command meets the same and knows what to say
+        return  # the full command meets the same error and explains it
     os._exit(0)  # nothing is open; taking Python down in order would cost as much as the answer did

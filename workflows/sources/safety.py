@@ -1,4 +1,4 @@
-"""What a manifest, an archive or a patch may name: paths inside their tree, and urls that are only addresses."""
+"""Checks names in a manifest, an archive or a patch: paths stay inside their tree, urls are only addresses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def link_fault(path: str, target: str) -> str | None:
 
 
 def shown(url: str) -> str:
-    """Return a url as an error may show it: without what could be a password."""
+    """Return a url as an error may show it, without any part that could be a password."""
     return re.sub(r"//[^/]*@", "//***@", url)
 
 

@@ -1,4 +1,4 @@
-"""What lies in ``third_party/`` against what the lock says; and what of it nothing needs any more."""
+"""Compares ``third_party/`` with the lock, and finds leftovers there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLEAN, _COMMAND = "clean", "python -m workflows"
 
 @dataclass(frozen=True)
 class Line:
-    """One component: what is pinned, what is there, and how the two compare.
+    """One component: its pin, its tree, and how the two compare.
 
     Attributes
     ----------
@@ -88,12 +88,12 @@ def _compare(component: Component, pin: Pin | None, patches: Sequence[patch.Patc
 
 
 def clean(lines: Iterable[Line]) -> bool:
-    """Say whether everything that is here is as locked; what was not fetched does not count."""
+    """Say whether all trees here are as locked. A component that was not fetched does not count."""
     return all(line.state in (CLEAN, "missing") for line in lines)
 
 
 def as_table(lines: Sequence[Line]) -> str:
-    """Return one table, and below it what is missing from the lock."""
+    """Return one table, and below it the pins that the lock lacks."""
     rows = []
     for line in lines:
         state = line.state + (f" ({len(line.changed)} files)" if line.changed else "")
@@ -105,7 +105,7 @@ def as_table(lines: Sequence[Line]) -> str:
 
 
 def diff(here: Workspace, names: Sequence[str]) -> str:
-    """Return, as a patch, what was changed in these components (default: all) since the last sync, committed or not."""
+    """Return, as a patch, the changes in these components (default: all) since the last sync, committed or not."""
     wanted = manifest.load(here.manifest)
     parts = []
     for component in [wanted[name] for name in names] or [each for each in wanted.components if not each.link]:

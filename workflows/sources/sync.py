@@ -1,4 +1,4 @@
-"""Makes ``third_party/`` hold what the lock says: looks, decides, builds in a stage, moves into place."""
+"""Brings ``third_party/`` to the state of the lock: looks, decides, builds in a stage, moves into place."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from workflows.sources.manifest import Component, Transport
 from workflows.sources.workspace import Observed, Workspace, observe, read_record
 
 Override = Path | tuple[str, str]
-"""What the user wants in place of a component: a folder of this machine, or a url and a commit."""
+"""The user's replacement of a component: a folder of this machine, or a url and a commit."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to sync and how."""
+    """The components to sync, and how."""
 
     groups: tuple[str, ...]
     jobs: int = 4
@@ -35,7 +35,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Wish:
-    """What should lie at one place: the tree of a recipe, or a link."""
+    """The wanted content of one place: the tree of a recipe, or a link."""
 
     name: str
     recipe: Recipe | None = None
@@ -44,7 +44,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened to one component, or in a dry run: what would."""
+    """The outcome for one component; in a dry run, the one that is expected."""
 
     name: str
     action: str  # kept, created, replaced or failed
@@ -75,7 +75,7 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
         with ThreadPoolExecutor(options.jobs, thread_name_prefix="sync") as pool:
             try:
                 outcomes = list(pool.map(lambda wish: _outcome(here, wish, options, means, left), wishes))
-            except BaseException:  # an interrupt stops all that runs and leaves what is finished
+            except BaseException:  # an interrupt stops running work and leaves finished work
                 proc.stop_all()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
@@ -90,7 +90,7 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
 
 
 def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], override: Override | None) -> Wish:
-    """Say what should lie where."""
+    """Return the wanted content of each place."""
     name = component.name
     if isinstance(override, Path):
         return Wish(name, target=str(override))
@@ -124,7 +124,7 @@ def locked_recipe(here: Workspace, component: Component, pins: Mapping[str, Pin]
 
 
 def _right(wish: Wish, look: Observed) -> bool:
-    """Say whether what lies there is what should."""
+    """Say whether a place has its wanted content."""
     if wish.recipe is None:
         return look.state == "link" and look.target == wish.target
     record, recipe = look.record, wish.recipe
@@ -136,7 +136,7 @@ def _right(wish: Wish, look: Observed) -> bool:
 
 
 def _refusal(here: Workspace, name: str, look: Observed) -> str | None:
-    """Say why what lies there may not simply be replaced, or return None."""
+    """Say why the content of a place may not simply be replaced, or return None."""
     if look.state == "dirty":
         more = f" and {len(look.changed) - 3} more" if len(look.changed) > 3 else ""
         return f"has changes that no commit holds ({', '.join(look.changed[:3])}{more})"
@@ -160,7 +160,7 @@ def _kept(here: Workspace, name: str) -> Outcome:
 def _outcome(
     here: Workspace, wish: Wish, options: Options, means: Means | None = None, left: Sequence[Path] = ()
 ) -> Outcome:
-    """Bring one component into place, or without means say what that would do."""
+    """Bring one component into place; without means only return the expected outcome."""
     try:
         look = observe(here.place(wish.name))
         if _right(wish, look):

@@ -1,4 +1,4 @@
-"""Where things lie in a clone, what lies there, and what makes a sync safe: one at a time, and first in a stage."""
+"""The folders of a clone that sources touch, and their state. A sync is safe: one at a time, first in a stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = Literal["missing", "clean", "dirty", "commits", "unknown", "link"]
 
 @dataclass(frozen=True)
 class Record:
-    """What this tooling wrote into a tree when it made it.
+    """The record that this tooling wrote into a tree when it made it.
 
     ``commit`` is the branch's commit after the patches, ``base`` the one before; ``source`` says where the bytes came
     from, ``override`` what the user named instead of the lock, if anything; ``series`` is a digest of the patches, and
@@ -37,7 +37,7 @@ class Record:
     tree: str = ""
 
     def write(self, place: Path) -> None:
-        """Record in a tree what it holds."""
+        """Write the record into a tree."""
         files.write_json(place / _RECORD, asdict(self))
 
 
@@ -76,7 +76,7 @@ def observe(place: Path) -> Observed:
 
 
 def read_record(place: Path) -> Record | None:
-    """Return what this tooling recorded in a tree, or None for a tree that is not its own."""
+    """Return the record in a tree, or None for a tree that this tooling did not make."""
     try:
         return Record(**files.read_object(place / _RECORD))
     except TypeError:
