@@ -65,6 +65,7 @@ class Program:
     inner: bool  # a gradient inside of the first task
     count: int
     rows: int
+    clip: bool  # the gradients of each microbatch, by their norm
 
     @property
     def stages(self) -> int:
@@ -128,6 +129,7 @@ def program(seed: int) -> Program:
         dtype == "float32" and maybe(0.15),
         choose((2, 4)) if p < 3 else 4,
         2,
+        dtype == "float32" and gradient == "inside" and maybe(0.4),
     )
 
 
@@ -292,6 +294,9 @@ def step(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
 
     def gradients_of(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
         grads, (state, results) = jax.grad(loss, has_aux=True)(weights, x, c, state, key, number)
+        if given.clip:
+            norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in grads))
+            grads = [g / jnp.maximum(norm, 1) for g in grads]
         return (state, (grads, results)) if given.carry is not None else (grads, results)
 
     if given.gradient == "none":

@@ -52,6 +52,7 @@ def test_the_seeds_draw_everything():
     assert {p.checkpoint for p in drawn} == {"none", "stage", "model"}
     assert any(p.carry is not None and not p.read for p in drawn)
     assert any(p.key is not None for p in drawn)
+    assert any(p.clip for p in drawn)
 
 
 def check_forward(graph: graphs.Graph) -> None:
