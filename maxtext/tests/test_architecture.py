@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,12 @@ def test_of_the_library_only_public_names_are_used(file: Path):
 )
 def test_what_is_private_is_found(source: str):
     assert len(list(private_uses(source))) == 1
+
+
+def test_the_readme_names_every_module():
+    table = (ROOT / "maxtext" / "README.md").read_text(encoding="utf-8").partition("## Where things are")[2]
+    named = set(re.findall(r"`(\w+)`", table))
+    assert sorted({path.stem for path in SOURCES} - {"__init__", "__main__"} - named) == []
 
 
 def test_imports_go_one_way():
