@@ -149,7 +149,7 @@ def test_a_profile_measures_every_program_one_after_another(step):
     assert len(found.costs.programs) == len(plan.kernels)
     assert all(seconds > 0 for seconds in found.costs.programs)
     assert found.call > 0
-    assert "one program at a time" in found.measured.note
+    assert "one kernel at a time" in found.measured.note
     again = plan.forecast(found.costs)
     assert (again.makespan, again.idle) == (found.forecast.makespan, found.forecast.idle)
 
@@ -178,7 +178,7 @@ def test_measured_against_forecast_in_one_table(step):
 
 def test_costs_of_another_plan(step):
     compiled, args = step
-    message = "costs: measured on a plan of 9 programs, but this one has 10; profile it"
+    message = "costs: measured on a plan of 9 kernels, but this one has 10; profile it"
     with pytest.raises(mm.UsageError, match=message):
         plan_of("gpipe", 2, 2).forecast(compiled.profile(*args, repeats=1).costs)
 

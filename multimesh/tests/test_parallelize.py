@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import TRANSFORMER, plain
-from multimesh.frontend.parallelize import programs
+from multimesh.frontend.parallelize import makers
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm
@@ -201,7 +201,7 @@ def test_parameters_are_made_where_they_live():
     shardings, shapes = zip(*((x.sharding, x.shape) for x in jax.tree.leaves(params)), strict=True)
     wide = jax.make_jaxpr(lambda: [jax.random.normal(jax.random.key(0), [64 * n for n in s]) for s in shapes])()
     whole = sum(x.size * x.dtype.itemsize for x in wide.out_avals)
-    for program, positions in programs(wide, shardings):
+    for program, positions in makers(wide, shardings):
         stats = program.memory_analysis()
         assert {shardings[i].mesh for i in positions} in ({meshes[0]}, {meshes[1]})
         assert stats.output_size_in_bytes <= whole / 4 + 64  # two stages, two devices along `model`

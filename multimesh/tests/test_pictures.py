@@ -97,7 +97,7 @@ def test_who_points_at_a_program_learns_what_it_waited_for_and_how_much_was_sent
     )
     rows = ("submesh 0", "submesh 1")
     timeline = Timeline("two", "", "s", rows, spans, (Hop(0, 1, 2e-3, 3e-3, 4096, 0, (1,)),))
-    first, second, third = hover.of_programs(timeline)
+    first, second, third = hover.of_spans(timeline)
     assert first == "F0 front microbatch 0\n0 us to 2 ms (2 ms)\nsends 4.1 kB to submesh 1"
     assert second.splitlines()[2:] == [
         "after waiting 3 ms for F0 front microbatch 0 of submesh 0",

@@ -166,11 +166,11 @@ def _transform(
         shape = [shape[place] for place in layout.turned]  # X, Y, Z
     sizes = _sizes(what, shape, s, layout, inverse)
     layout = Decomposition(mesh, dims, sizes, first, second, batch, "r" in what, transposed, norm, chunks)
-    return _program(layout, inverse)(x)
+    return _compiled(layout, inverse)(x)
 
 
 @functools.cache
-def _program(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
+def _compiled(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
     given, made = (layout.after, layout.before) if inverse else (layout.before, layout.after)
     in_spec, out_spec = (P(*map(entry, axes)) for axes in (given, made))
     f = functools.partial(shards.inverse if inverse else shards.forward, layout=layout)
@@ -181,10 +181,10 @@ def _program(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
         x = jnp.pad(x, [(0, n) for n in missing]) if any(missing) else x
         return f(lay_out(x, layout.mesh, *given))
 
-    program = jax.jit(run)
+    compiled = jax.jit(run)
     # The layout is set again outside: JAX drops axes of one device from specs that it derives, and the inverse reads
     # the spec. With ``out_shardings``, JAX would refuse cotangents in any other layout.
-    return lambda x: lay_out(program(x), layout.mesh, *made)
+    return lambda x: lay_out(compiled(x), layout.mesh, *made)
 
 
 def _dims(what: str, ndim: int, s: Any, axes: Any) -> tuple[int, ...]:

@@ -136,14 +136,14 @@ class _Maker:
                 leaves[i] = arrays.absent(shape, sharding)
         for i, held in _compat.captured(self._closed).items():
             leaves[i] = arrays.place(held, shardings[i])
-        for program, positions in self._programs(shardings):
-            for i, leaf in zip(positions, program(), strict=True):
+        for maker, positions in self._makers(shardings):
+            for i, leaf in zip(positions, maker(), strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(tree, leaves)
 
     @functools.cache  # noqa: B019 - lives as long as the functions that `parallelize` returns
-    def _programs(self, shardings: tuple[NamedSharding, ...]) -> tuple[tuple[Any, tuple[int, ...]], ...]:
-        return tuple(programs(self._closed, shardings))
+    def _makers(self, shardings: tuple[NamedSharding, ...]) -> tuple[tuple[Any, tuple[int, ...]], ...]:
+        return tuple(makers(self._closed, shardings))
 
     def _called(self) -> Any:
         given = self._fn()
@@ -153,7 +153,7 @@ class _Maker:
         return given
 
 
-def programs(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+def makers(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Compile a function for each submesh of this process; it makes the results on that submesh, in their layouts.
 
     Yields each function with the positions of its results.
@@ -164,8 +164,8 @@ def programs(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[
         if i not in held and here(sharding.device_set):
             groups[sharding.mesh].append(i)
     for positions in groups.values():
-        program = jax.jit(_compat.part(closed, positions), out_shardings=[shardings[i] for i in positions])
-        yield program.lower().compile(), tuple(positions)
+        maker = jax.jit(_compat.part(closed, positions), out_shardings=[shardings[i] for i in positions])
+        yield maker.lower().compile(), tuple(positions)
 
 
 def _types(tree: Any) -> list[Any]:

@@ -53,7 +53,7 @@ class Run:
 class Alone:
     """Measures a plan of one process: one program or transfer at a time."""
 
-    note = "one program at a time, each waited for: nothing overlaps here"
+    note = "one kernel at a time, each waited for: nothing overlaps here"
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._plan = runner, runner.compiled.plan
@@ -122,7 +122,7 @@ class Together:
     ordinary call; threads wait for what arrives.
     """
 
-    note = "all processes at the same time, each of which waits for its programs"
+    note = "all processes at the same time, each of which waits for its kernels"
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._plan = runner, runner.compiled.plan

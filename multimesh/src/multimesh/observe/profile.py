@@ -112,14 +112,14 @@ class Profile:
 
     def totals(self) -> list[str]:
         """Makespan of the measured run, of the forecast and of an ordinary call, and what they mean."""
-        alone = "one program at a time, each waited for"
+        alone = "one kernel at a time, each waited for"
         lines = [
             f"measured  {amount(self.measured.makespan, 's'):>8}  {alone}{', in each process' * (self.processes > 1)}",
             f"forecast  {amount(self.forecast.makespan, 's'):>8}  submeshes and transfers at the same time",
             f"a call    {amount(self.call, 's'):>8}  as it runs without profiling",
         ]
         if self.serial:
-            lines.append("XLA runs the multi-device CPU programs of a process one after another: they do not overlap.")
+            lines.append("XLA runs the multi-device CPU kernels of a process one after another: they do not overlap.")
         return lines
 
 

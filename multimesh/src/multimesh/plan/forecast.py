@@ -45,7 +45,7 @@ def forecast(plan: PlanData, costs: Costs | Mapping[Any, float] = UNIT_COSTS) ->
     known = costs if isinstance(costs, Costs) else costs_of(plan, costs)
     if len(known.programs) != len(plan.kernels):
         raise UsageError(
-            f"costs: measured on a plan of {len(known.programs)} programs, but this one has {len(plan.kernels)}; "
+            f"costs: measured on a plan of {len(known.programs)} kernels, but this one has {len(plan.kernels)}; "
             "profile it as well"
         )
     return assembled(plan, _times(plan, known), f"forecast, {known.note}", known.unit)

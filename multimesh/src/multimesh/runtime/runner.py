@@ -143,10 +143,10 @@ class Runner:
             op = first_invalid(kernel, self.compiled.plan, args, {"nan": jnp.isnan, "inf": jnp.isinf}[kind])
         if op is None:
             return FloatingPointError(
-                f"invalid value ({kind}) encountered in program {kernel.name!r}; for the operation and its line run "
+                f"invalid value ({kind}) encountered in kernel {kernel.name!r}; for the operation and its line run "
                 "without donate_argnums"
             )
-        task = f"task {op.task.name!r}" if op.task else f"an operation outside tasks (program {kernel.name!r})"
+        task = f"task {op.task.name!r}" if op.task else f"an operation outside tasks (kernel {kernel.name!r})"
         line = _compat.user_line(op.source)
         return FloatingPointError(f"{line}: {task}: invalid value ({kind}) encountered in {op.prim.name}")
 

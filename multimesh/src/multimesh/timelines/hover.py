@@ -10,7 +10,7 @@ from multimesh.timelines.spans import Hop, Span, Spans
 _NOISE = 1e-6  # of the whole: a shorter gap is not called waiting
 
 
-def of_programs(timeline: Spans) -> tuple[str, ...]:
+def of_spans(timeline: Spans) -> tuple[str, ...]:
     """A few lines for each span: name, times, what its submesh waited for, and its transfers."""
     arriving: dict[int, list[Hop]] = collections.defaultdict(list)
     leaving: dict[int, list[Hop]] = collections.defaultdict(list)
@@ -22,7 +22,7 @@ def of_programs(timeline: Spans) -> tuple[str, ...]:
     free = [0.0] * len(timeline.rows)
     said = [""] * len(timeline.spans)
     for number, span in sorted(enumerate(timeline.spans), key=lambda pair: (pair[1].start, pair[1].end)):
-        lines = [str(span) or "program", _when(timeline, span)]
+        lines = [str(span) or "kernel", _when(timeline, span)]
         waited = span.start - free[span.row]
         if waited > _NOISE * timeline.makespan:
             lines.append(f"after waiting {amount(waited, timeline.unit)}{_reason(timeline, arriving[number])}")

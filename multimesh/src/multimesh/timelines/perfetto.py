@@ -24,7 +24,7 @@ def trace(timeline: Spans) -> str:
     scale = 1e6 if timeline.unit == "s" else _UNIT
     lanes = sorted({(t.source, t.target) for t in timeline.transfers})
     tids = {lane: _FIRST + len(timeline.rows) + n for n, lane in enumerate(lanes)}
-    events = [*_names(timeline, lanes), *_programs(timeline, scale), *_transfers(timeline, tids, scale)]
+    events = [*_names(timeline, lanes), *_kernels(timeline, scale), *_transfers(timeline, tids, scale)]
     events += _counters(timeline, scale)
     found = {
         "traceEvents": events,
@@ -46,7 +46,7 @@ def _metadata(kind: str, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": _PID, "tid": tid, "args": args}
 
 
-def _programs(timeline: Spans, scale: float) -> Iterator[dict[str, Any]]:
+def _kernels(timeline: Spans, scale: float) -> Iterator[dict[str, Any]]:
     for span in timeline.spans:
         if span.duration:
             known = {"task": span.name, "stage": span.stage, "microbatch": span.microbatch}
@@ -73,7 +73,7 @@ def _transfers(timeline: Spans, tids: dict[tuple[int, int], int], scale: float) 
         for made, read in _ends(timeline, transfer):
             number += 1
             flow = {"id": number}
-            last = max(made.start * scale, _us(made.end * scale) - _TICK)  # an arrow starts inside of its program
+            last = max(made.start * scale, _us(made.end * scale) - _TICK)  # an arrow starts inside of its kernel
             yield _event("s", name, "flow", _FIRST + made.row, last) | flow
             if lasting:
                 yield _event("t", name, "flow", tid, start) | flow

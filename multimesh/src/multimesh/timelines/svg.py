@@ -115,7 +115,7 @@ class _Picture:
         yield from self.axis()
         yield from (self.track(row) for row in range(len(line.rows)))
         yield from self.transfers()
-        hints = hover.of_programs(line)
+        hints = hover.of_spans(line)
         for row in range(len(line.rows)):
             yield from self.cells(row, name, hints)
         yield from legend
