@@ -12,9 +12,9 @@ from importlib import metadata
 
 
 class MultiMeshError(Exception):
-    """Something that MultiMesh cannot do with what it was given; the message names the place and the remedy.
+    """MultiMesh cannot do something with its arguments. The message names the place and the remedy.
 
-    In a released package a note below the message links to the page that lists the messages of its module.
+    In a released package a note below the message links to the page with the messages of its module.
     """
 
     exit_code = 1
@@ -38,7 +38,7 @@ def _page() -> str:
 
 
 class UsageError(MultiMeshError):
-    """Arguments or flags that do not fit together; found before anything is traced or started."""
+    """Arguments or flags do not fit together. It is found before anything is traced or started."""
 
     exit_code = 2
 
@@ -56,11 +56,11 @@ class DisagreementError(MultiMeshError):
 
 
 class LostProcessError(MultiMeshError):
-    """Another process of the job was killed, stopped, or has not come; also the exit code of those that end with it."""
+    """Another process of the job was killed, stopped, or has not come. All others end with its exit code."""
 
     exit_code = 17
 
 
 def internal_error(what: str) -> MultiMeshError:
-    """Error of a case that the passes should have excluded."""
+    """The error of a case that the passes should have excluded."""
     return MultiMeshError(f"internal error of MultiMesh: {what}; please report it with the function that you compiled")

@@ -123,7 +123,7 @@ def place(params: Params, homes: tuple[Mesh, ...]) -> Params:
         [{k: jax.device_put(w, NamedSharding(mesh, specs[k])) for k, w in layer.items()} for layer in layers]
         for mesh, layers in zip(homes, params["stages"], strict=True)
     ]
-    home = NamedSharding(homes[0], PartitionSpec())  # the last stage, which reads it too, is sent a copy if elsewhere
+    home = NamedSharding(homes[0], PartitionSpec())  # the last stage reads it too, and gets a copy if it is elsewhere
     return {"embedding": jax.device_put(params["embedding"], home), "stages": stages}
 
 
@@ -158,7 +158,7 @@ def _normalised(x: Any) -> Any:
 def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, Any], tuple[Params, Any]]:
     """``(params, tokens) -> (new params, loss)``; runs under `multimesh.jit` and under ``jax.jit``."""
     homes = options.homes(submeshes)
-    axes = {"rows": "data"}  # the constraint's name for rows, and the axis of a submesh that divides them
+    axes = {"rows": "data"}  # logical axis of rows, and the axis of a submesh that divides them
 
     def hidden(layers: list[Params], x: Any) -> Any:
         return functools.reduce(lambda x, w: block(w, x), layers, x)

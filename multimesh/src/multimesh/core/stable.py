@@ -26,7 +26,7 @@ def atoms(given: Iterable[Any], numbers: dict[Any, int]) -> str:
 
 
 def _atom(atom: Any, numbers: dict[Any, int]) -> str:
-    """A value or a variable of a jaxpr as its number; where it first appears, with its type."""
+    """The number of a value or of a variable of a jaxpr. Where it first appears, it has its type."""
     if hasattr(atom, "val"):
         return f"{text(atom.val)}:{_type(atom.aval)}"
     name = f"%{numbers[atom]}" if atom in numbers else ""

@@ -1,4 +1,4 @@
-"""A cache that belongs to functions: what is kept for one lives as long as that function."""
+"""A cache that belongs to functions. Its entries live as long as their function."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _lock = threading.Lock()
 
 
 def kept(fn: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
-    """Return what was made for ``key`` of a function, and make it the first time.
+    """Return the cached value for ``key`` of a function; ``make`` it the first time.
 
-    It is kept as long as the function lives. If the function or the key is no dictionary key, it is made each time. It
-    must not refer to the function, or neither is ever freed: see `weak`.
+    It is cached as long as the function lives. If the function or the key is no dictionary key, it is made each time.
+    The value must not refer to the function, or neither is ever freed: see `weak`.
     """
     try:
         with _lock:

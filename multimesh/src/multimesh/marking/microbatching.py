@@ -171,7 +171,7 @@ def _hide(looped: Any, index: str) -> None:
 def _schedule(schedule: str | schedules.Schedule, custom: Any) -> schedules.Schedule:
     if custom is None:
         return schedules.get(schedule)
-    if schedule not in ("1f1b", "custom"):  # the default, or what it is
+    if schedule not in ("1f1b", "custom"):  # the default, or the name of a custom schedule
         raise UsageError(f"microbatch: schedule={str(schedule)!r} and custom_schedule= are two orders; drop one")
     return custom if isinstance(custom, schedules.Custom) else schedules.custom(custom)
 

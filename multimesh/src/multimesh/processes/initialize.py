@@ -106,7 +106,7 @@ def initialize(
     Returns
     -------
     Processes
-        What was found.
+        The processes of the job.
 
     Raises
     ------
@@ -190,7 +190,7 @@ def _check(address: Any, count: Any, rank: Any) -> None:
 
 
 def _facts() -> dict[str, list[str]]:
-    """What must be alike in all processes, in words."""
+    """The facts that must be alike in all processes, as words."""
     given = _XLA_FLAG.findall(os.environ.get("XLA_FLAGS", ""))
     facts = {"command line": sys.argv, "XLA_FLAGS": [flag for flag in given if not flag.startswith("--xla_dump_to=")]}
     facts["python"] = [".".join(platform.python_version_tuple()[:2])]
