@@ -13,12 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
-from multimesh_maxtext import values
 from multimesh_maxtext.errors import DoesNotFitError
-from multimesh_maxtext.memory import DEVICES, UTILIZATION, Device, Need, check_fits, estimate_tokens, show_size
+from multimesh_maxtext.memory import UTILIZATION, Need, check_fits, estimate_tokens, show_size
 from multimesh_maxtext.model import Model
 from multimesh_maxtext.step import needs
-from multimesh_maxtext.values import parse_size
+from multimesh_maxtext.values import Device, parse_size
 
 GIB = 2**30
 
@@ -59,7 +58,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers(need: Need, remedy: str):
 
 
 def test_an_estimate_counts_operations_of_the_model_and_leaves_the_bubble_out():
-    assert tuple(DEVICES) == values.DEVICES
     sizes = {"layers": 2, "embedding": 8, "mlp": 32, "query_heads": 2, "kv_heads": 1, "experts": 1, "vocabulary": 100}
     model = Model("", **sizes, settings={}, resolved={"head_dim": 4, "mlp_activations": ["silu", "linear"]})
     matrices = 100 * 8 + 2 * (2 * 8 * 4 * 3 + 3 * 8 * 32)  # the logits'; projections and gated mlp of each layer

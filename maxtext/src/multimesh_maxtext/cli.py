@@ -34,6 +34,7 @@ from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
 from multimesh_maxtext.trainer import Outcome, forecast, inspect, keep_code, tail, terminate_as_interrupt, train
 from multimesh_maxtext.translate import Paths, notes
+from multimesh_maxtext.values import DEVICES
 
 INTERRUPTED = 130
 
@@ -312,7 +313,7 @@ def _dump(start: Launch, paths: Paths, o: Options, *, quiet: bool) -> None:
 
 
 def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:
-    o, device = job.options, memory.DEVICES[job.options.device] if job.options.device else None
+    o, device = job.options, DEVICES[job.options.device] if job.options.device else None
     tokens = device and memory.estimate_tokens(job.model, o.sequence_length, job.devices, device, found.bubble)
     if o.json:
         if o.forecast:

@@ -13,6 +13,7 @@ from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import DoesNotFitError
 from multimesh_maxtext.model import Model
 from multimesh_maxtext.translate import JAX_FRACTION, fbmem_mib, memory_fraction
+from multimesh_maxtext.values import DEVICES, Device
 
 
 @dataclass(frozen=True)
@@ -60,23 +61,6 @@ def read(file: Path) -> Forecast:
     """Return a forecast."""
     found = json.loads(file.read_text())
     return Forecast(tuple(Need(**need) for need in found["needs"]), found["bubble"])
-
-
-@dataclass(frozen=True)
-class Device:
-    """An accelerator: MiB of memory as its driver shows them, and bfloat16 operations a second without sparsity."""
-
-    memory: int
-    peak: float
-
-
-DEVICES = {
-    "a100-40gb": Device(40_960, 312e12),
-    "a100": Device(81_920, 312e12),
-    "h100": Device(81_559, 989e12),
-    "h200": Device(143_771, 989e12),
-    "b200": Device(183_359, 2250e12),
-}
 
 
 def limit(job: Job, gpu_memory: int | None) -> int | None:

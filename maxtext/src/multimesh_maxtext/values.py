@@ -5,27 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from multimesh import schedules
 
 BACKENDS = ("multimesh", "spmd", "cuda", "cpu", "legate")
 
-SCHEDULES = (
-    "fill-drain",
-    "gpipe",
-    "looped-bfs",
-    "1f1b",
-    "eager-1f1b",
-    "interleaved",
-    "kimi-k2",
-    "zb-h1",
-    "zb-h2",
-    "interleaved-zb",
-    "zb-v",
-    "dualpipe-v",
-    "wavefront",
-    "prefetch-wavefront",
-    "auto",
-    "custom",
-)
+SCHEDULES = (*schedules.names(), "auto", "custom")
 
 ATTENTION = ("autoselected", "dot_product", "flash", "cudnn_flash_te", "cudnn_flash_jax")
 
@@ -61,8 +47,22 @@ XLA_THRESHOLDS = {
 }
 """Operations that XLA combines, and up to which size by default."""
 
-DEVICES = ("a100-40gb", "a100", "h100", "h200", "b200")
-"""GPUs in `memory.DEVICES`."""
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator: MiB of memory as its driver shows them, and bfloat16 operations a second without sparsity."""
+
+    memory: int
+    peak: float
+
+
+DEVICES = {
+    "a100-40gb": Device(40_960, 312e12),
+    "a100": Device(81_920, 312e12),
+    "h100": Device(81_559, 989e12),
+    "h200": Device(143_771, 989e12),
+    "b200": Device(183_359, 2250e12),
+}
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
