@@ -32,7 +32,7 @@ from typing import Any
 TICK = 0.25  # seconds between two looks at the clock
 BEAT = 1.0  # seconds between two signs of life
 STOPPED = 3.0  # seconds that a process may be stopped; JAX aborts all others after 5 to 10 s
-HOLD = 1.0  # seconds to wait whether the death of another process caused an error
+HOLD = 1.0  # seconds in which the death of another process may turn out to be the cause of an error
 GRACE = 3.0  # seconds in which a process may end by itself
 EXIT_INFO = 8  # mask of the exit code, in PIDFD_GET_INFO
 FOREIGN = 1 << 20  # bytes without an end of line; only a stranger sends so many

@@ -32,7 +32,7 @@ class Custom(Schedule):
         return any(cell.phase == "W" for row in self.rows for cell in row)
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """The row of each stage. In turn, unless the first stages of the rows are in order and none is missing."""
+        """The row of each stage; rows in turn if a stage is missing, or if the rows do not begin in order."""
         home = {cell.stage: rank for rank, row in reversed([*enumerate(self.rows)]) for cell in row}
         found = tuple(home[stage] for stage in sorted(home))
         turns = tuple(range(submeshes))
