@@ -76,7 +76,7 @@ class Plan(PlanData):
         costs
             The ``costs`` of a profile, those of `estimate`, or a mapping in a unit of your choice: of phases ``F``,
             ``B``, ``W``, of tasks, of (stage, phase), of (task, phase), and of ``transfer``. See
-            `multimesh.plan.costs.costs_of`.
+            `multimesh.plan.kernel_costs.costs_of`.
 
         Returns
         -------
