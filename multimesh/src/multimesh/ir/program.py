@@ -61,6 +61,11 @@ class Op:
         """Values among the inputs."""
         return (i for i in self.ins if isinstance(i, Value))
 
+    @property
+    def needs(self) -> Iterator[Value]:
+        """Values that must exist before it runs, read or not."""
+        return itertools.chain(self.reads, self.after)
+
     def __str__(self) -> str:
         where = f" @{self.task.name}" if self.task else f" @{self.mesh.devices.flat[0]}" if self.mesh else ""
         outs = ", ".join(f"{v}:{_short(v.aval)}" for v in self.outs)
@@ -133,6 +138,8 @@ class Loop:
         outer = itertools.chain(self.consts.values(), self.slices.values(), (s.init for s in self.sums))
         outer = itertools.chain(outer, (c.init for c in self.carries.values()))
         return (v for v in outer if isinstance(v, Value))
+
+    needs = reads
 
     @property
     def outs(self) -> tuple[Value, ...]:
@@ -212,8 +219,7 @@ def live(items: Iterable[AnyItem], wanted: Iterable[Atom]) -> list[AnyItem]:
         effects = item.effects if isinstance(item, Op) else any(op.effects for op in item.ops)
         if effects or any(o in needed for o in item.outs):
             kept.append(item)
-            needed.update(item.reads)
-            needed.update(item.after if isinstance(item, Op) else ())
+            needed.update(item.needs)
     kept.reverse()
     return kept
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
@@ -44,6 +45,11 @@ class Fragment:
     def after(self) -> set[ir.Value]:
         """Values that must exist before it runs although it does not read them."""
         return {v for op in self.ops for v in op.after}
+
+    @property
+    def needs(self) -> Iterator[ir.Value]:
+        """Values that must exist before it runs."""
+        return itertools.chain(self.ins, self.after)
 
     def __str__(self) -> str:
         head = f"{self.phase or '-'} level {self.level} {self.task or 'unmarked'} @{self.mesh.devices.flat[0]}"
@@ -90,7 +96,7 @@ def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
     for i, op in enumerate(ops):
         if op.mesh is None:
             raise internal_error(f"unplaced operation {op}")
-        before = sorted({maker[v] for v in (*op.reads, *op.after) if v in maker})
+        before = sorted({maker[v] for v in op.needs if v in maker})
         for j in before:
             readers[j].append(i)
         back = phased and (op.backward or any(keys[j][1] == "B" for j in before))
@@ -113,7 +119,7 @@ def _coalesce(ops: Sequence[ir.Op], groups: dict[_Key, list[int]]) -> None:
     maker = {o: i for i, op in enumerate(ops) for o in op.outs}
     readers: dict[_Key, set[_Key]] = collections.defaultdict(set)
     for i, op in enumerate(ops):
-        for v in (*op.reads, *op.after):
+        for v in op.needs:
             if v in maker and group_of[maker[v]] != group_of[i]:
                 readers[group_of[maker[v]]].add(group_of[i])
     for key in sorted(groups, key=lambda key: -key[2]):
@@ -138,7 +144,7 @@ def with_interfaces(fragments: Sequence[Fragment], results: set[ir.Value]) -> tu
         if ops:
             kept.append(replace(part, ops=ops))
             made = {o for op in ops for o in op.outs}
-            wanted.update(v for op in ops for v in (*op.reads, *op.after) if v not in made)
+            wanted.update(v for op in ops for v in op.needs if v not in made)
     kept.reverse()
     done = []
     for part in kept:
@@ -153,7 +159,7 @@ def join(first: Fragment, second: Fragment, fragments: Sequence[Fragment], resul
     """One fragment of two, with the phase of the second; ``fragments`` are all those of the loop."""
     ops = first.ops + second.ops
     made = first.made | second.made
-    elsewhere = {v for f in fragments if f is not first and f is not second for v in (*f.ins, *f.after)}
+    elsewhere = {v for f in fragments if f is not first and f is not second for v in f.needs}
     ins = dict.fromkeys((*first.ins, *(v for v in second.ins if v not in first.made)))
     outs = dict.fromkeys(o for op in ops for o in op.outs if o in made and (o in elsewhere or o in results))
     return replace(second, ops=ops, ins=tuple(ins), outs=tuple(outs))

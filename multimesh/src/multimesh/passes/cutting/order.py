@@ -78,13 +78,13 @@ def _back_to_back(table: Sequence[Sequence[Cell]], first: str, second: str) -> s
 def _read_elsewhere(first: Fragment, fragments: Sequence[Fragment]) -> bool:
     """Whether another stage reads what ``first`` makes, and so waits for no more than that."""
     given = set(first.outs)
-    return any(v in given for f in fragments if f.stage != first.stage for v in (*f.ins, *f.after))
+    return any(v in given for f in fragments if f.stage != first.stage for v in f.needs)
 
 
 def _needs(fragments: Sequence[Fragment]) -> list[set[int]]:
     """Of each fragment those that it waits for."""
     maker = {o: i for i, f in enumerate(fragments) for o in f.made}
-    return [{maker[v] for v in (*f.ins, *f.after) if v in maker} - {i} for i, f in enumerate(fragments)]
+    return [{maker[v] for v in f.needs if v in maker} - {i} for i, f in enumerate(fragments)]
 
 
 def _by_start(

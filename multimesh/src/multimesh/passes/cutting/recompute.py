@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.ir import graph
 from multimesh.ir.primitives import known
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
 from multimesh.passes.cutting.parts import Pipeline
@@ -68,7 +69,7 @@ def _send_less(ops: Sequence[ir.Op], *, backward: bool) -> tuple[ir.Op, ...]:
         for (position, *_), copy in local.copies:
             copies[position].append(replace(copy, mesh=mesh, backward=backward))
         for i in readers if backward else mine:
-            done[i] = _renamed(done[i], rename)
+            done[i] = graph.rename_op(done[i], rename)
     return tuple(op for i, given in enumerate(done) for op in (given, *copies[i]))
 
 
@@ -92,7 +93,7 @@ def _localised(part: Fragment, maker: _Maker, own_inputs: set[ir.Value]) -> Frag
     rename = local.run(v for v in part.ins if v in maker)
     if not rename:
         return part
-    return replace(part, ops=(*(op for _, op in local.copies), *(_renamed(op, rename) for op in part.ops)))
+    return replace(part, ops=(*(op for _, op in local.copies), *(graph.rename_op(op, rename) for op in part.ops)))
 
 
 def _firm(ops: Sequence[ir.Op], maker: _Maker) -> set[ir.Value]:
@@ -149,7 +150,7 @@ class _Localiser:
         self._repeated: dict[int, ir.Op] = {}
         self._made: set[ir.Value] = set()
 
-    def run(self, crossing: Iterable[ir.Value]) -> dict[ir.Value, ir.Value]:
+    def run(self, crossing: Iterable[ir.Value]) -> dict[ir.Value, ir.Atom]:
         """New names of the values that are made here again; ``copies`` then holds what makes them, in order."""
         for value in sorted(crossing, key=lambda v: self._maker[v][0], reverse=True):
             op = self._op(value)
@@ -204,14 +205,8 @@ class _Localiser:
     def _inputs_cost(self, value: ir.Value, costs: dict[ir.Value, int]) -> int:
         return sum(costs.get(v, v.nbytes) for v in dict.fromkeys(self._op(value).reads))
 
-    def _copied(self) -> dict[ir.Value, ir.Value]:
-        rename: dict[ir.Value, ir.Value] = {}
+    def _copied(self) -> dict[ir.Value, ir.Atom]:
+        rename: dict[ir.Value, ir.Atom] = {}
         for op in sorted(self._repeated.values(), key=lambda op: self._maker[op.outs[0]][0]):
-            outs = tuple(ir.Value(o.aval) for o in op.outs)
-            self.copies.append((self._maker[op.outs[0]][0], replace(_renamed(op, rename), outs=outs)))
-            rename.update(zip(op.outs, outs, strict=True))
+            self.copies.append((self._maker[op.outs[0]][0], graph.repeat_op(op, rename)))
         return rename
-
-
-def _renamed(op: ir.Op, rename: dict[ir.Value, ir.Value]) -> ir.Op:
-    return replace(op, ins=tuple(rename.get(i, i) if isinstance(i, ir.Value) else i for i in op.ins))

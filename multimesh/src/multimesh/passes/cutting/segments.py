@@ -16,7 +16,7 @@ def cut(program: ir.Program) -> Parts:
     read_at: dict[ir.Value, set[int]] = collections.defaultdict(set)
     for item, epoch in zip(program.items, epochs, strict=True):
         if isinstance(item, ir.Op):
-            for v in (*item.reads, *item.after):
+            for v in item.needs:
                 read_at[v].add(epoch)
     outside = {v for loop in program.loops for v in loop.reads} | set(ir.values(program.outputs))
 
@@ -52,6 +52,6 @@ def _epochs(program: ir.Program) -> list[int]:
         if isinstance(item, ir.Op) and epochs[i] == 0 and late is not None and not item.effects:
             epochs[i] = late
         at = epochs[i] - 1 if isinstance(item, ir.Loop) else epochs[i]
-        for v in (*item.reads, *(item.after if isinstance(item, ir.Op) else ())):
+        for v in item.needs:
             first_read[v] = min(first_read.get(v, at), at)
     return epochs

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core.submesh import Placement
+from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
 from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.placing.owners import leading_to_tasks
@@ -87,7 +88,7 @@ def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[i
     found: dict[int, int] = {}
     groups: dict[int, list[ir.Op]] = collections.defaultdict(list)
     for part in parts:
-        before = {id(maker[v]) for v in (*part.ins, *part.after) if v in maker} - {id(part)}
+        before = {id(maker[v]) for v in part.needs if v in maker} - {id(part)}
         at = found[id(part)] = position(route, part.mesh, max((found[b] for b in before), default=0))
         groups[at] += part.ops
     return groups
@@ -130,17 +131,13 @@ def _shared(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[int, list
     number: dict[ir.Value, int] = {}
     chosen: list[int | None] = []
     for op in ops:
-        before = [number[v] for v in (*op.reads, *op.after) if v in number]
+        before = [number[v] for v in op.needs if v in number]
         own = [] if op.task is None else [share[op.task]]
         at = max([*before, *own], default=None)
         chosen.append(at)
         if at is not None:
             number.update(dict.fromkeys(op.outs, at))
-    first: dict[ir.Value, int] = {}
     groups: dict[int, list[ir.Op]] = collections.defaultdict(list)
-    for op, at in zip(reversed(ops), reversed(chosen), strict=True):
-        at = min((first[o] for o in op.outs if o in first), default=0) if at is None else at
-        for v in (*op.reads, *op.after):
-            first[v] = min(first.get(v, at), at)
-        groups[at].insert(0, op)
+    for op, group in zip(ops, graph.with_first_reader(ops, chosen, 0), strict=True):
+        groups[group].append(op)
     return groups

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from multimesh import ir
 from multimesh.core.submesh import Placement
+from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment
 from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
 
@@ -67,7 +68,7 @@ def pieces(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
     turned: set[ir.Value] = set()
     chosen: list[int | None] = []
     for op in part.ops:
-        before = [piece_of[v] for v in (*op.reads, *op.after) if v in piece_of]
+        before = [piece_of[v] for v in op.needs if v in piece_of]
         back = joined and (op.backward or any(v in turned for v in op.reads))
         if back:
             turned.update(op.outs)
@@ -84,19 +85,7 @@ def pieces(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
         chosen.append(at)
     if len(kinds) < 2:
         return (part,)
-    return _assembled(part, _with_first_reader(part.ops, chosen, len(kinds) - 1), len(kinds))
-
-
-def _with_first_reader(ops: Sequence[ir.Op], chosen: Sequence[int | None], last: int) -> list[int]:
-    """Pieces of all operations: those without one yet go with their first reader, or into the last piece."""
-    first: dict[ir.Value, int] = {}
-    done = [0] * len(ops)
-    for i in reversed(range(len(ops))):
-        op, at = ops[i], chosen[i]
-        done[i] = min((first[o] for o in op.outs if o in first), default=last) if at is None else at
-        for v in (*op.reads, *op.after):
-            first[v] = min(first.get(v, last), done[i])
-    return done
+    return _assembled(part, graph.with_first_reader(part.ops, chosen, len(kinds) - 1), len(kinds))
 
 
 def _assembled(part: Fragment, piece: Sequence[int], count: int) -> tuple[Fragment, ...]:

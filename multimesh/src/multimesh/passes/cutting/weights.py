@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
 from multimesh.passes.cutting.scans import split_scan
 
@@ -39,7 +40,7 @@ def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results:
             split.append(part)
             continue
         others = [f for f in fragments if f is not part and f.phase != "L"]  # what is late can wait for W
-        elsewhere = {v for f in others for v in (*f.ins, *f.after)}
+        elsewhere = {v for f in others for v in f.needs}
         received = {v for f in others if f.phase == "B" for v in f.outs}
         cotangents = {v for v in part.ins if v in received or v.aval.size == 1}
         tied = _repeated_forward(part.ops, cotangents)
@@ -94,7 +95,7 @@ def _split(
             op = parts[0]
             later.append(parts[1])
         here.append(op)
-        needed.update((*op.reads, *op.after))
+        needed.update(op.needs)
     here.reverse()
     later.reverse()
     return tuple(here), _with_copies(here, later, repeatable)
@@ -119,15 +120,8 @@ def _with_copies(here: Sequence[ir.Op], later: Sequence[ir.Op], repeatable: set[
     rename: dict[ir.Value, ir.Atom] = {}
     copies: list[ir.Op] = []
     for op in reversed(copied):
-        op = _renamed(op, rename)
         if op.prim is _compat.optimization_barrier_p:  # a program of its own needs no tie to its cotangents
             rename.update((o, i) for o, i in zip(op.outs, op.ins, strict=True) if o in repeatable)
         else:
-            outs = tuple(ir.Value(o.aval) for o in op.outs)
-            copies.append(replace(op, outs=outs))
-            rename.update(zip(op.outs, outs, strict=True))
-    return (*copies, *(_renamed(op, rename) for op in later))
-
-
-def _renamed(op: ir.Op, rename: dict[ir.Value, ir.Atom]) -> ir.Op:
-    return replace(op, ins=tuple(rename.get(i, i) if isinstance(i, ir.Value) else i for i in op.ins))
+            copies.append(graph.repeat_op(op, rename))
+    return (*copies, *(graph.rename_op(op, rename) for op in later))

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment
 from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
 from multimesh.passes.placing.place import task_meshes
@@ -319,7 +320,7 @@ class _Builder:
 
     def _layouts(self, outputs: Sequence[tuple[str, Any]], alike: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         """Layout of results and accumulators: that of the argument which each replaces or is combined with."""
-        producer = {o: i for i in self.program.items if isinstance(i, ir.Op) for o in i.outs}
+        producer = graph.makers(i for i in self.program.items if isinstance(i, ir.Op))
         label: dict[ir.Value, int] = {}
 
         def settled(v: ir.Value) -> bool:

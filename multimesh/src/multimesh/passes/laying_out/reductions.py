@@ -30,6 +30,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.stable import text
 from multimesh.errors import internal_error
+from multimesh.ir import graph
 from multimesh.ir.evaluate import evaluate
 from multimesh.ir.primitives import Group, linear_in, sums_over
 from multimesh.passes.laying_out.autoshard import Axes, Layouts, Node
@@ -112,8 +113,8 @@ class _Search:
 
     def __init__(self, loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value]):
         self._axes = axes
-        self._maker = {o: op for op in loop.ops for o in op.outs}
-        self._uses = collections.Counter(v for op in loop.ops for v in (*op.reads, *op.after))
+        self._maker = graph.makers(loop.ops)
+        self._uses = collections.Counter(v for op in loop.ops for v in op.needs)
         self._uses.update(ir.values([*loop.leaves, *linked]))
         self._of_weights: dict[Mesh, set[str]] = collections.defaultdict(set)
         for (value, mesh, _), names in axes.items():

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from multimesh import ir
+from multimesh.ir import graph
 from multimesh.plan.plan import Plan
 
 
@@ -38,7 +39,7 @@ def fold_transposes(ops: Sequence[ir.Op], results: Iterable[ir.Value]) -> tuple[
     """
     reads = collections.Counter(v for op in ops for v in op.reads)
     reads.update(results)
-    maker = {o: op for op in ops for o in op.outs}
+    maker = graph.makers(ops)
     swapped: dict[ir.Value, ir.Op] = {}
     for op in ops:
         if op.prim.name != "transpose" or not isinstance(op.ins[0], ir.Value):

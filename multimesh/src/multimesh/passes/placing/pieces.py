@@ -26,9 +26,9 @@ from typing import NamedTuple
 from jax.extend.core import primitives
 
 from multimesh import ir
+from multimesh.ir import graph
 from multimesh.ir.primitives import elementwise, is_small, reorders
 from multimesh.passes.placing.conditionals import selected
-from multimesh.passes.reading.loops import rename_loop, rename_op
 
 _COMBINES = {
     "reduce_sum": primitives.add_p,
@@ -132,7 +132,7 @@ class _Cutter:
 
     def op(self, op: ir.Op) -> Iterator[ir.Op]:
         """What an operation becomes."""
-        new = rename_op(op, self._rename)
+        new = graph.rename_op(op, self._rename)
         if new.task is None and all(is_small(v) or v in self._of_scalars for v in new.reads):
             self._of_scalars.update(new.outs)
         if op.prim.name == "cond" and op.outs and op.outs[0] in self._chosen:
@@ -183,7 +183,7 @@ class _Cutter:
 
     def loop(self, loop: ir.Loop, rows: set[ir.Value]) -> Iterator[ir.Item]:
         """What a loop becomes: it reads pieces, and sums pieces."""
-        loop = rename_loop(loop, self._rename)
+        loop = graph.rename_loop(loop, self._rename)
         before, _ = self.whole([*loop.slices.values(), *ir.values(c.init for c in loop.carries.values())])
         yield from before
         consts: dict[ir.Value, ir.Atom] = {}

@@ -17,13 +17,13 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.submesh import Placement
 from multimesh.errors import MultiMeshError
+from multimesh.ir import graph
 from multimesh.ir.primitives import is_small
 from multimesh.ir.program import all_ops
 from multimesh.passes.placing.follow import Follower, Homes, State
 from multimesh.passes.placing.owners import Owners
 from multimesh.passes.placing.pieces import in_pieces
 from multimesh.passes.placing.route import in_order
-from multimesh.passes.reading.loops import rename_loop
 
 Moved = dict[ir.Value, ir.Value]
 
@@ -83,7 +83,7 @@ def _placed(
         if isinstance(item, ir.Op):
             walked.follow(item)
         else:
-            loop = rename_loop(item, walked.renamed)
+            loop = graph.rename_loop(item, walked.renamed)
             walked.items.append(_place_loop(loop, state, default, rows, moved))
     results = [walked.output(o) for o in program.outputs]
     wanted = {v: mesh for i, mesh in replaced.items() for v in ir.values([results[i]])}
@@ -142,7 +142,7 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
     def resolve(ops: Sequence[ir.Item]) -> list[ir.Item]:
         if not any(isinstance(i, ir.Op) and "logical" in i.params and i.task is None for i in ops):
             return list(ops)
-        producer = {o: i for i in ops if isinstance(i, ir.Op) for o in i.outs}
+        producer = graph.makers(i for i in ops if isinstance(i, ir.Op))
         rename: dict[tuple[ir.Value, Placement | None], ir.Value] = {}
         out: list[ir.Item] = []
         readers: dict[ir.Value, dict[Placement, None]] = collections.defaultdict(dict)

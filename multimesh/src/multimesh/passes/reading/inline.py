@@ -19,6 +19,7 @@ from multimesh.core import _compat
 from multimesh.core.specs import stripped
 from multimesh.core.submesh import Placement, carry_over, describe
 from multimesh.errors import MultiMeshError, UsageError
+from multimesh.ir import graph
 from multimesh.ir.primitives import is_pure
 from multimesh.marking import marks, registrations
 from multimesh.passes.reading import loops
@@ -263,7 +264,7 @@ class _Inliner:
         """Let tasks and loops read what was given to a task, not the copy that it gives back."""
         for item in items:
             through = isinstance(item, ir.Loop) or item.task is not None
-            yield loops.rename_item(item, self.passed) if through else item
+            yield graph.rename_item(item, self.passed) if through else item
 
     def _device_put(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Value]:
         """One operation for each value, a constraint on the submesh that it is put on, which sends it there."""
@@ -322,7 +323,7 @@ class _Inliner:
         fixed, carried = _compat.scan_counts(eqn.params)
         states = args[fixed : fixed + carried]
         passed = {copy: arg for copy in self.passed if (arg := self._original(copy)) in states}  # a sum or none is one
-        ops = [loops.rename_op(op, passed) for op in ops]
+        ops = [graph.rename_op(op, passed) for op in ops]
         kept = [
             state if isinstance(r, ir.Value) and passed.get(r) is state else r
             for state, r in zip(states, results, strict=False)

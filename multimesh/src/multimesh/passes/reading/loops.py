@@ -17,6 +17,7 @@ from typing import Any
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.errors import MultiMeshError
+from multimesh.ir import graph
 from multimesh.ir.primitives import is_zero, known, reorders
 from multimesh.ir.program import LoopMark
 from multimesh.passes.reading.repeats import live_with_originals
@@ -39,16 +40,13 @@ def from_scan(
     num_consts, num_carry = _compat.scan_counts(eqn.params)
     consts: dict[ir.Value, ir.Atom] = dict(zip(args[:num_consts], ins[:num_consts], strict=True))
     slices: dict[ir.Value, Any] = dict(zip(args[num_consts + num_carry :], ins[num_consts + num_carry :], strict=True))
-    producer = {o: op for op in ops for o in op.outs}
+    producer = graph.makers(ops)
     inner = args[num_consts : num_consts + num_carry]
     sums: list[ir.Sum] = []
     joins: list[ir.Op] = []
     carries: dict[ir.Value, ir.Carry] = {}
     spent: set[int] = set()
-    readers: dict[ir.Value, list[ir.Op]] = collections.defaultdict(list)
-    for op in ops:
-        for v in op.reads:
-            readers[v].append(op)
+    readers = graph.readers(ops)
     returned = collections.Counter(ir.values(results))
     for carry_in, carry_out, init, out in zip(inner, results, ins[num_consts:], outs, strict=False):
         if carry_out is carry_in:
@@ -146,9 +144,9 @@ def _without_passed(program: ir.Program) -> ir.Program:
     rename: dict[ir.Value, ir.Atom] = {s.out: s.init for loop in loops for s in loop.sums if s.leaf is None}
     items = [
         replace(item, sums=tuple(s for s in item.sums if s.leaf is not None)) if isinstance(item, ir.Loop) else item
-        for item in (rename_item(item, rename) for item in program.items)
+        for item in (graph.rename_item(item, rename) for item in program.items)
     ]
-    outputs = tuple(_renamed(o, rename) for o in program.outputs)
+    outputs = tuple(graph.renamed(o, rename) for o in program.outputs)
     return replace(program, items=tuple(_topological(items)), outputs=outputs)
 
 
@@ -179,14 +177,14 @@ def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
     rename: dict[ir.Value, ir.Atom] = {
         inner: first.stacks[outer] for inner, outer in second.slices.items() if outer in first.stacks
     }
-    ops = tuple(replace(rename_op(op, rename), backward=True) for op in second.ops)
+    ops = tuple(replace(graph.rename_op(op, rename), backward=True) for op in second.ops)
     return replace(
         first,
         ops=first.ops + ops,
         consts={**first.consts, **second.consts},
         slices={**first.slices, **{k: v for k, v in second.slices.items() if k not in rename}},
-        sums=first.sums + tuple(replace(s, leaf=_renamed(s.leaf, rename)) for s in second.sums),
-        stacks={**first.stacks, **{o: _renamed(i, rename) for o, i in second.stacks.items()}},
+        sums=first.sums + tuple(replace(s, leaf=graph.renamed(s.leaf, rename)) for s in second.sums),
+        stacks={**first.stacks, **{o: graph.renamed(i, rename) for o, i in second.stacks.items()}},
         carries={**second.carries, **first.carries},
     )
 
@@ -199,7 +197,7 @@ def separate(program: ir.Program) -> ir.Program:
     """
     program = replace(program, items=tuple(_pruned(program)))
     bodies: dict[ir.Value, ir.Atom] = {}
-    producer = {o: i for i in program.items if isinstance(i, ir.Op) for o in i.outs}
+    producer = graph.makers(i for i in program.items if isinstance(i, ir.Op))
     items: list[ir.Item] = []
     for item in program.items:
         if isinstance(item, ir.Op):
@@ -231,7 +229,7 @@ def _linked(loop: ir.Loop, bodies: dict[ir.Value, ir.Atom]) -> ir.Loop:
 def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.Loop, list[ir.Op]]:
     uses = collections.Counter(v for op in loop.ops for v in op.reads)
     uses.update(ir.values(loop.leaves))
-    inner = {o: op for op in loop.ops for o in op.outs}
+    inner = graph.makers(loop.ops)
     dropped: set[int] = set()
     sums: list[ir.Sum] = []
     joins: list[ir.Op] = []
@@ -275,11 +273,11 @@ def _without_literals(loop: ir.Loop) -> ir.Loop:
         return loop
     return replace(
         loop,
-        ops=tuple(rename_op(op, rename) for op in loop.ops),
+        ops=tuple(graph.rename_op(op, rename) for op in loop.ops),
         consts={k: v for k, v in loop.consts.items() if k not in rename},
-        sums=tuple(replace(s, leaf=_renamed(s.leaf, rename)) for s in loop.sums),
-        stacks={o: _renamed(i, rename) for o, i in loop.stacks.items()},
-        carries={k: replace(c, leaf=_renamed(c.leaf, rename)) for k, c in loop.carries.items()},
+        sums=tuple(replace(s, leaf=graph.renamed(s.leaf, rename)) for s in loop.sums),
+        stacks={o: graph.renamed(i, rename) for o, i in loop.stacks.items()},
+        carries={k: replace(c, leaf=graph.renamed(c.leaf, rename)) for k, c in loop.carries.items()},
     )
 
 
@@ -366,35 +364,6 @@ def _pruned(program: ir.Program) -> list[ir.Item]:
         kept.append(item)
     kept.reverse()
     return kept
-
-
-def _renamed(atom: ir.Atom, rename: dict[ir.Value, ir.Atom]) -> ir.Atom:
-    while isinstance(atom, ir.Value) and atom in rename:
-        atom = rename[atom]
-    return atom
-
-
-def rename_op(op: ir.Op, rename: dict[ir.Value, ir.Atom]) -> ir.Op:
-    """The operation with its operands replaced."""
-    if not any(v in rename for v in op.reads):
-        return op
-    return replace(op, ins=tuple(_renamed(i, rename) for i in op.ins))
-
-
-def rename_item(item: ir.Item, rename: dict[ir.Value, ir.Atom]) -> ir.Item:
-    """The item with outer values replaced."""
-    return rename_op(item, rename) if isinstance(item, ir.Op) else rename_loop(item, rename)
-
-
-def rename_loop(loop: ir.Loop, rename: dict[ir.Value, ir.Atom]) -> ir.Loop:
-    """The loop with outer values replaced."""
-    return replace(
-        loop,
-        consts={k: _renamed(v, rename) for k, v in loop.consts.items()},
-        slices={k: _renamed(v, rename) for k, v in loop.slices.items()},
-        sums=tuple(replace(s, init=_renamed(s.init, rename)) for s in loop.sums),
-        carries={k: replace(c, init=_renamed(c.init, rename)) for k, c in loop.carries.items()},
-    )
 
 
 def _topological(items: Iterable[ir.Item]) -> list[ir.Item]:

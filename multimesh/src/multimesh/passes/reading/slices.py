@@ -17,6 +17,7 @@ from dataclasses import replace
 from jax.extend.core import primitives
 
 from multimesh import ir
+from multimesh.ir import graph
 from multimesh.ir.primitives import halves, is_zero
 
 
@@ -31,10 +32,10 @@ def slices_outside(program: ir.Program) -> ir.Program:
 
 def _moved(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
     """The loop between what is cut before it and joined after it; later loops read ``rows`` of some iterations."""
-    maker = {o: op for op in loop.ops for o in op.outs}
+    maker = graph.makers(loop.ops)
     given = [o for o in maker if o in rows]
     results = {*ir.values(loop.leaves), *given}
-    uses = collections.Counter(v for op in loop.ops for v in (*op.reads, *op.after))
+    uses = collections.Counter(v for op in loop.ops for v in op.needs)
     uses.update(ir.values((*loop.leaves, *given)))
     before: list[ir.Op] = []
     after: list[ir.Op] = []

@@ -33,7 +33,7 @@ def in_order(ops: Iterable[ir.Op], given: Iterable[ir.Value], where: str) -> Ite
     """Faults of operations that read, or wait for, what is neither given nor made before."""
     known = set(given)
     for op in ops:
-        for v in (*op.reads, *op.after):
+        for v in op.needs:
             if v not in known:
                 yield Fault(f"{op.prim.name} reads {shown(v)} {where}, before anything makes it", op.source)
         known.update(op.outs)

@@ -35,7 +35,7 @@ def operations_are_in_order(parts: Sequence[Part]) -> Iterator[Fault]:
     """An operation of a fragment comes after those of it that it reads."""
     for fragment in _all(parts):
         made = fragment.made
-        given = {v for op in fragment.ops for v in (*op.reads, *op.after) if v not in made}
+        given = {v for op in fragment.ops for v in op.needs if v not in made}
         yield from in_order(fragment.ops, given, "in a fragment")
 
 
@@ -81,7 +81,7 @@ def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
             continue
         maker = {o: f for f in part.fragments for o in f.made}
         for f in part.fragments:
-            for v in (*f.ins, *f.after):
+            for v in f.needs:
                 other = maker.get(v, f)
                 if other.phase == f.phase == "F" and (other.stage or 0) > (f.stage or 0):
                     yield Fault(f"forward stage {f.stage} reads {shown(v)} of stage {other.stage}", _source(f))
@@ -123,7 +123,7 @@ def _rounds(ops: Sequence[ir.Op], way: Sequence[object], fixed: set[ir.Op]) -> t
     end = -1
     last = None
     for op in ops:
-        place = max((at[v] for v in (*op.reads, *op.after) if v in at), default=0)
+        place = max((at[v] for v in op.needs if v in at), default=0)
         if op in fixed:
             place = position(way, op.mesh, place)
             end = max(end, place)
@@ -154,7 +154,7 @@ def cells_run_after_their_inputs(parts: Sequence[Part]) -> Iterator[Fault]:
         for n, k in part.cells:
             done.add((n, k))
             f = part.fragments[n]
-            for v in (*f.ins, *f.after):
+            for v in f.needs:
                 if v in maker and (maker[v], k) not in done:
                     early, late = (f"{each.phase}{each.stage}" for each in (f, part.fragments[maker[v]]))
                     yield Fault(f"{early} of microbatch {k} runs before {late}, which makes {shown(v)}", _source(f))
