@@ -87,7 +87,7 @@ class Job:
 
     @property
     def mesh_devices(self) -> int:
-        """Devices of MaxText's mesh: those of one stage where each stage has programs of its own."""
+        """Devices of MaxText's mesh: those of one stage where each stage has kernels of its own."""
         if not self.options.staged:
             return self.devices
         return self.devices // self.options.pp or 1  # fewer devices than stages are refused elsewhere

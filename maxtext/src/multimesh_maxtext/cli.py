@@ -335,13 +335,13 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
         console.print(schedule["schedule"]["text"], highlight=False, markup=False)
     picture = paths.forecast.with_suffix(".svg")
     console.print(
-        f"devices wait {100 * found.bubble:.1f} % of a step, by operations of their programs, transfers take no time: "
+        f"devices wait {100 * found.bubble:.1f} % of a step, by operations of their kernels, transfers take no time: "
         f"see {picture}",
         highlight=False,
     )
     if tokens:
         console.print(
-            f"estimate, not a measurement: {tokens:,.0f} tokens/s on {job.devices} {o.device}, whose programs reach "
+            f"estimate, not a measurement: {tokens:,.0f} tokens/s on {job.devices} {o.device}, whose kernels reach "
             f"{100 * memory.UTILIZATION:.0f} % of its peak",
             highlight=False,
         )

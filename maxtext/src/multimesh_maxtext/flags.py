@@ -32,7 +32,7 @@ def _processes(root: argparse.ArgumentParser) -> None:
         choices=BACKENDS,
         default="multimesh",
         help=(
-            "what runs the pipeline: 'multimesh' gives every stage programs of its own (default); 'spmd' is "
+            "the way a pipeline runs: 'multimesh' gives every stage kernels of its own (default); 'spmd' is "
             "MaxText alone, its own pipeline in one program; 'cuda' and 'cpu' are spmd on that platform; 'legate' is "
             "an old name of 'multimesh'. Without --pp all are MaxText as it is"
         ),
@@ -125,7 +125,7 @@ def _loop(root: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=(
             "order of the microbatches in a pipeline of backend multimesh (default 1f1b, with --interleave "
-            "interleaved; spmd has only MaxText's own); auto measures the programs of a step before the first, "
+            "interleaved; spmd has only MaxText's own); auto measures the kernels of a step before the first, "
             "searches for the shortest order in the memory of 1f1b, or up to --device-memory, and writes "
             f"schedule.json. Names: {', '.join(SCHEDULES)}"
         ),
@@ -274,7 +274,7 @@ def _outputs(root: argparse.ArgumentParser) -> None:
         group,
         "--profile",
         "record a profile of some steps after the first (xplane, in the output folder); backend multimesh also "
-        "measures every program and draws timelines of the step (default off)",
+        "measures every kernel and draws timelines of the step (default off)",
     )
 
 
@@ -399,7 +399,7 @@ def _dumps(root: argparse.ArgumentParser) -> None:
         "--hlo",
         type=Path,
         metavar="FILE",
-        help="compile this HLO module, as text, for the devices of this process, say what it takes, and end",
+        help="compile this HLO module, as text, for the devices of this process, print its memory, and end",
     )
 
 
@@ -414,7 +414,7 @@ def _compiler(root: argparse.ArgumentParser) -> None:
         "keep each parameter that has fewer elements than a batch has tokens whole on every device of its stage "
         "(default off)",
     )
-    _switch(group, "--fuse-tasks", "make one program of the tasks that a stage runs one after the other (default on)")
+    _switch(group, "--fuse-tasks", "make one kernel of the tasks that a stage runs one after the other (default on)")
     _switch(group, "--only-fuse-loop-tasks", "... only inside the microbatch loop (default off)")
 
 
@@ -427,7 +427,7 @@ def _realm(root: argparse.ArgumentParser) -> None:
         ("--zcmem", "GB", "pinned host memory"),
         ("--sysmem", "GB", "host memory"),
         ("--host-offload-min-reuse-distance", "N", "offload values that rest for this many tasks; see --remat"),
-        ("--compile-topology-num-slices", "N", "for MaxText's train_compile, which is not what runs here"),
+        ("--compile-topology-num-slices", "N", "for MaxText's train_compile, which does not run here"),
     ):
         group.add_argument(flag, type=count(0), metavar=metavar, help=text)
     group.add_argument("--network", choices=("none", "gasnetex", "ucx"), help="network layer; JAX finds its own")

@@ -28,7 +28,7 @@ class Need:
         Rows of the step and its other arguments, copies of parameters for other stages among them.
     gradients, activations, workspace
         At the moment of the step when most memory is in use: sums of gradients, values that the schedule keeps
-        between programs, and the running program's own memory.
+        between kernels, and the running kernel's own memory.
     """
 
     parameters: int
@@ -46,7 +46,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The memory of each stage, and the share of a step that devices wait for each other, by operations of programs."""
+    """The memory of each stage, and the share of a step that devices wait for each other, by operations of kernels."""
 
     needs: tuple[Need, ...]
     bubble: float
@@ -81,7 +81,7 @@ def limit(job: Job, gpu_memory: int | None) -> int | None:
 
 
 UTILIZATION = 0.53
-"""Share of a device's peak that programs reach, for estimates: as published for llama3 70B and 405B and gpt3 175B in
+"""Share of a device's peak that kernels reach, for estimates: as published for llama3 70B and 405B and gpt3 175B in
 bfloat16 on 64 to 2304 H100 (NVIDIA's dgxc-benchmarking, v25: 0.49 to 0.56), without the bubble of equal stages."""
 
 

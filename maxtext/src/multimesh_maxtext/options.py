@@ -133,7 +133,7 @@ class Options(argparse.Namespace):
 
     @property
     def staged(self) -> bool:
-        """Whether each stage has programs of its own. With one stage, any backend is MaxText as it is."""
+        """Whether each stage has kernels of its own. With one stage, any backend is MaxText as it is."""
         return self.backend == "multimesh" and self.pp > 1
 
     @property

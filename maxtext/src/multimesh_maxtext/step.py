@@ -37,7 +37,7 @@ _REDUCED = {
 """Results of which MaxText takes the largest, the least or the mean over the microbatches, not the sum."""
 
 _REPEATS = 2
-"""``--schedule auto`` measures so many runs of a step for the costs of its programs."""
+"""``--schedule auto`` measures so many runs of a step for the costs of its kernels."""
 
 _CALLS = ("jit", "checkpoint", "remat2")
 _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is how values leave a task
@@ -80,7 +80,7 @@ class StepFunction:
         return Ahead()
 
     def _choose(self, state: Any, batch: Any, *, measured: bool) -> None:
-        """Choose the order of ``--schedule auto``; measure the programs first where a second copy of the state fits."""
+        """Choose the order of ``--schedule auto``; measure the kernels first where a second copy of the state fits."""
         if not self._handoff.chosen:
             return
         lowered = self._jitted.lower(state, batch)
@@ -175,7 +175,7 @@ def _end_before_training(jitted: multimesh.Jitted, handoff: Handoff, state: Any,
 
 
 def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
-    """Write the dump and the timelines that flags ask for. The next call runs the programs that this compiles."""
+    """Write the dump and the timelines that flags ask for. The next call runs the kernels that this compiles."""
     if not (handoff.dump or handoff.profile):
         return
     compiled = jitted.prepare(state, batch)

@@ -314,7 +314,7 @@ def xla_flags(options: Options, *, devices: int, users: str = "", process: str =
                 f"--xla_gpu_threshold_for_windowed_einsum_mib={options.collective_matmul}",
                 "--xla_gpu_multi_streamed_windowed_einsum=true",
             ]
-    # The programs of a pipeline are many: only where they are asked for, beside the plan.
+    # A pipeline has many kernels: only where a flag asks for them, beside the plan.
     if options.dump and (options.dump_hlo or options.dump_all_passes or not options.staged):
         folder = options.dump.resolve() / process / ("xla" if options.staged else "")
         flags.append(f'--xla_dump_to="{folder}"')
