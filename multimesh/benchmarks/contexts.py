@@ -1,4 +1,4 @@
-"""What task fusion and recomputation save: programs, transfers and live bytes of a step, and its CPU time.
+"""What task fusion and recomputation save: kernels, transfers and live bytes of a step, and its CPU time.
 
 8 transformer layers, each a task of its own, gated between the stages by unmarked arithmetic that the backward pass
 reads on the other side; 4 stages of 2 devices, 8 microbatches, 1f1b.
@@ -64,7 +64,7 @@ def measure(options: dict[str, bool], count: int) -> dict[str, Any]:
     arrays, size = plan.traffic()
     row = {
         "without": ", ".join(name.removeprefix("enable_") for name in options) or "-",
-        "programs": len(plan.kernels),
+        "kernels": len(plan.kernels),
         "runs": sum(s.kind == "RUN" for s in plan.instructions),
         "arrays sent": arrays,
         "MB sent": size / 1e6,

@@ -1,6 +1,6 @@
 """The runtime's own cost: CPU time of the calling thread in a warm step, less that of the bare calls that it makes.
 
-The bare calls are the step's programs, batched transfers and frees, written out as one straight Python function.
+The bare calls are the step's kernels, batched transfers and frees, written out as one straight Python function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMIT_US = 25.0
 
 
 def straight_line(compiled: Any, args: Sequence[Any]) -> Callable[..., list[Any]]:
-    """The same program calls and transfers, written out as a function without slots, loops or decisions."""
+    """The same calls of kernels and transfers, written out as a function without slots, loops or decisions."""
     names: dict[str, Any] = {"put": jax.device_put}
     runner = compiled.runner
     layouts = runner.compiled.layouts

@@ -181,7 +181,7 @@ def main() -> None:
     lines += [training(size, schedule, args.runs) for schedule in schedules]
     lines += numerics(count, *((1024, 64) if args.cpu else (8192, 256)), args.runs)
     own = [dispatch.measure(size, schedule, args.runs)["own us per RUN"] for schedule in schedules]
-    about = machine(count) | {"the runtime's own cost per program": f"{max(own):.0f} us"}
+    about = machine(count) | {"the runtime's own cost per kernel": f"{max(own):.0f} us"}
     out = ROOT / "build" / "gpu.md"
     out.parent.mkdir(exist_ok=True)
     out.write_text(table(about, lines), encoding="utf-8")

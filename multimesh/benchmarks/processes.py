@@ -240,7 +240,7 @@ def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
 
 
 def dispatched(work: Work, rounds: int) -> report.Row:
-    """Median CPU time of the calling thread in the call of a program, and in those of a transfer where it takes part.
+    """Median CPU time of the calling thread in the call of a kernel, and in those of a transfer where it takes part.
 
     In one process a transfer is one call.
     """
@@ -251,7 +251,7 @@ def dispatched(work: Work, rounds: int) -> report.Row:
 
     step, args = work.pipeline("1f1b")
     runner, leaves = step.lower(*args).compile().runner, jax.tree.leaves(args)
-    owners, found = processes(runner.compiled.plan), {"a program": [], "a send": [], "a receive": []}
+    owners, found = processes(runner.compiled.plan), {"a kernel": [], "a send": [], "a receive": []}
     for n in range(rounds + 1):
         with exchange.turn, _compat.explicit_transfers():
             env = runner.staged(leaves)
@@ -262,7 +262,7 @@ def dispatched(work: Work, rounds: int) -> report.Row:
                 spent = 1e6 * (time.thread_time() - start)
                 sends = jax.process_index() in owners[part.submeshes[0]]
                 if n:
-                    found["a program" if part.kernel is not None else "a send" if sends else "a receive"].append(spent)
+                    found["a kernel" if part.kernel is not None else "a send" if sends else "a receive"].append(spent)
                 for slot, array in zip(outs, results):  # noqa: B905 - a process has no results of what it only sends
                     env[slot] = array
                 for slot in frees:

@@ -1,4 +1,4 @@
-"""What JAX itself costs underneath a step: calls of programs, transfers, the cache of compilations, other processes.
+"""What JAX itself costs underneath a step: calls of executables, transfers, the cache of compilations, other processes.
 
 Microseconds of the main thread's CPU time: the least and the median of many rounds. Run it in turns with two
 versions of JAX.
