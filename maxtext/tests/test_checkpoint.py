@@ -283,10 +283,10 @@ def test_the_trainer_says_what_is_wrong_with_a_checkpoint(tmp_path: Path):
 
 def test_maxtext_says_what_is_wrong_with_the_parameters_to_begin_with(tmp_path: Path):
     log = (
-        "I checkpointing.py:947] restoring params from /given/7\n"
+        "I checkpointing.py:947] restoring params from /tmp/7\n"
         "ValueError: Checkpoint does not match the model:\n  - 'a/b': shape (1,)\n  - 'c': missing\nVerify it"
     )
-    told = "load_parameters_path=/given/7 is of another model: 'a/b': shape (1,) and 1 more; use the flags that it was"
+    told = "load_parameters_path=/tmp/7 is of another model: 'a/b': shape (1,) and 1 more; use the flags that it was"
     assert [str(explained(log, folder))[: len(told)] for folder in (tmp_path, None)] == [told, told]
 
 

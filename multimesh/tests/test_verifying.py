@@ -269,7 +269,7 @@ def test_a_broken_plan(passes, rule):
 
 def test_every_rule_has_a_test():
     tested = {*PROGRAMS, *CUT, *ORDERED, *PLANS}
-    rules = (*verifying.programs.rules_after("reductions"), *verifying.parts.RULES, *verifying.plans.RULES)
+    rules = (*verifying.programs.rules_after("reductions"), *verifying.cut.RULES, *verifying.plans.RULES)
     assert {rule.__name__ for rule in rules} == tested
 
 

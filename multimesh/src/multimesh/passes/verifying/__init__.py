@@ -14,7 +14,7 @@ from typing import Any
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.errors import internal_error
-from multimesh.passes.verifying import parts, plans, programs
+from multimesh.passes.verifying import cut, plans, programs
 from multimesh.passes.verifying.faults import Fault
 from multimesh.plan.plan import Plan
 
@@ -59,5 +59,5 @@ def faults(name: str, made: Any) -> Iterator[tuple[str, Fault]]:
         for rule in plans.RULES:
             yield from ((rule.__name__, fault) for fault in rule(made))
     else:
-        for law in parts.RULES:
+        for law in cut.RULES:
             yield from ((law.__name__, fault) for fault in law(made.parts))
