@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import pydantic
 import yaml
 
 from multimesh_maxtext.errors import UsageError
@@ -49,8 +50,6 @@ def find_wrong_settings(settings: Sequence[str], package: Path) -> Iterator[tupl
 
 def _refusal(make: Callable[[], Any], key: str, value: str) -> str:
     """Return why MaxText does not take a value; empty where it may."""
-    import pydantic  # only here: most command lines have no settings
-
     try:
         read = yaml.safe_load(value)
     except yaml.YAMLError:
