@@ -109,7 +109,8 @@ def _without_late(behind: dict[int, list[ir.Op]], total: int) -> tuple[dict[int,
     for at in sorted(behind):
         for op in behind[at]:
             free = op.task is None and leading.isdisjoint(op.outs)
-            if at >= total or (free and any(v in moved or on.get(v, op.mesh) != op.mesh for v in op.reads)):
+            awaited = (*op.reads, *op.after)
+            if at >= total or (free and any(v in moved or on.get(v, op.mesh) != op.mesh for v in awaited)):
                 moved.update(op.outs)
                 late.setdefault(at, []).append(op)
             else:
