@@ -372,14 +372,14 @@ def _xla(root: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="overlap matrix products from this size with the gather or scatter of their operands (default: do not)",
     )
-    for name, text in XLA_SWITCHES.items():
+    for name, (text, _) in XLA_SWITCHES.items():
         _switch(group, f"--{name.replace('_', '-')}", f"{text} (default on)")
-    for name, (what, size) in XLA_THRESHOLDS.items():
+    for name, (operations, size, _) in XLA_THRESHOLDS.items():
         group.add_argument(
             f"--{name.replace('_', '-')}",
             type=count(0),
             metavar="BYTES",
-            help=f"combine {what} up to this size (default {size})",
+            help=f"combine {operations} up to this size (default {size})",
         )
 
 

@@ -17,7 +17,7 @@ from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import index_path
-from multimesh_maxtext.values import XLA_THRESHOLDS
+from multimesh_maxtext.values import XLA_SWITCHES, XLA_THRESHOLDS
 
 RUN_NAME = "train"
 DEFAULT_PERIOD = 100
@@ -40,24 +40,7 @@ _LOG_LEVELS = {
     "spew": {"JAX_LOGGING_LEVEL": "DEBUG", "TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "1"},
 }
 
-_SWITCHES = {
-    "latency_hiding_scheduler": ("--xla_gpu_enable_latency_hiding_scheduler",),
-    "xla_pipelining": (
-        "--xla_gpu_enable_pipelined_all_reduce",
-        "--xla_gpu_enable_pipelined_all_gather",
-        "--xla_gpu_enable_pipelined_reduce_scatter",
-    ),
-    "xla_loop_buffering": ("--xla_gpu_enable_while_loop_double_buffering",),
-    "use_nccl_comm_split": ("--xla_gpu_enable_nccl_comm_splitting",),
-}
-
-_THRESHOLDS = {
-    "xla_ar_threshold": "--xla_gpu_all_reduce_combine_threshold_bytes",
-    "xla_ag_threshold": "--xla_gpu_all_gather_combine_threshold_bytes",
-    "xla_rs_threshold": "--xla_gpu_reduce_scatter_combine_threshold_bytes",
-}
-
-GPU_ONLY = ("collective_matmul", *_SWITCHES, *_THRESHOLDS, "debug_nccl", "fbmem")
+GPU_ONLY = ("collective_matmul", *XLA_SWITCHES, *XLA_THRESHOLDS, "debug_nccl", "fbmem")
 
 PIPELINE_ONLY = ("dump_mpmd_passes", "autoshard", "replicate_small_params", "fuse_tasks", "only_fuse_loop_tasks")
 """Flags that scripts of the original give to jobs without a pipeline too."""
@@ -301,13 +284,13 @@ def xla_flags(options: Options, *, devices: int, users: str = "", process: str =
     if options.platform == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={devices}")
     else:
-        for name, switches in _SWITCHES.items():
+        for name, (_, switches) in XLA_SWITCHES.items():
             given = getattr(options, name)
             value = str(given is not False).lower()
             flags += [f"{switch}={value}" for switch in switches if given is not None or switch not in users]
-        for name, flag in _THRESHOLDS.items():
+        for name, (_, default, flag) in XLA_THRESHOLDS.items():
             given = getattr(options, name)
-            size = XLA_THRESHOLDS[name][1] if given is None else given
+            size = default if given is None else given
             flags += [f"{flag}={size}"] if given is not None or flag not in users else []
         if options.collective_matmul is not None:
             flags += [

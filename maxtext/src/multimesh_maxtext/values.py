@@ -33,19 +33,28 @@ REMAT = (  # MaxText also reads "none", and recomputes everything
 )
 
 XLA_SWITCHES = {
-    "latency_hiding_scheduler": "move collectives so that computation hides them",
-    "xla_pipelining": "pipeline collectives of a loop over its iterations",
-    "xla_loop_buffering": "double-buffer loops",
-    "use_nccl_comm_split": "make communicators of subsets by splitting",
+    "latency_hiding_scheduler": (
+        "move collectives so that computation hides them",
+        ("--xla_gpu_enable_latency_hiding_scheduler",),
+    ),
+    "xla_pipelining": (
+        "pipeline collectives of a loop over its iterations",
+        tuple(f"--xla_gpu_enable_pipelined_{name}" for name in ("all_reduce", "all_gather", "reduce_scatter")),
+    ),
+    "xla_loop_buffering": ("double-buffer loops", ("--xla_gpu_enable_while_loop_double_buffering",)),
+    "use_nccl_comm_split": (
+        "make communicators of subsets by splitting",
+        ("--xla_gpu_enable_nccl_comm_splitting",),
+    ),
 }
-"""Switches that are on for GPUs by default, and their effects."""
+"""Switches that are on for GPUs by default: their effects, and XLA's flags for them."""
 
 XLA_THRESHOLDS = {
-    "xla_ar_threshold": ("all-reduces", 2**32),
-    "xla_ag_threshold": ("all-gathers", 2**32),
-    "xla_rs_threshold": ("reduce-scatters", 2**25),
+    "xla_ar_threshold": ("all-reduces", 2**32, "--xla_gpu_all_reduce_combine_threshold_bytes"),
+    "xla_ag_threshold": ("all-gathers", 2**32, "--xla_gpu_all_gather_combine_threshold_bytes"),
+    "xla_rs_threshold": ("reduce-scatters", 2**25, "--xla_gpu_reduce_scatter_combine_threshold_bytes"),
 }
-"""Operations that XLA combines, and up to which size by default."""
+"""Operations that XLA combines: up to which size by default, and XLA's flag for that."""
 
 
 @dataclass(frozen=True)
