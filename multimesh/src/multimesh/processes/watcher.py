@@ -370,10 +370,7 @@ class Watch:
     def _report(
         self, rank: int, how: str, *, why: str = "", code: int | None = None, said: bool = False, near: bool = True
     ) -> None:
-        """Tell the hub what happened to a process.
-
-        ``said`` is whether the process told so itself. If ``near`` is False, decide without the hub.
-        """
+        """Tell the hub what happened to a process (``said``: by itself). Unless ``near``, decide without the hub."""
         steps = struct.unpack("<q", self._steps[:8])[0] if rank == self._own["rank"] else 0
         count = f" after {steps} step{'s' * (steps != 1)}" if steps else ""
         text = f"{named(self._members[rank])} {how}{count}{f': {why}' if why else ''}"
@@ -384,10 +381,7 @@ class Watch:
             self._hear(cause)
 
     def _hear(self, cause: Message) -> None:
-        """Take the hub's decision. The hub itself decides, but holds an error for a while.
-
-        The error may be the result of another process's death.
-        """
+        """Take the hub's decision. The hub holds an error for a while: another process's death may be its cause."""
         if self._own["rank"] or not cause["said"]:
             self._decide(cause)
         else:
