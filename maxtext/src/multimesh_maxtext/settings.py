@@ -6,6 +6,7 @@ The types are those of MaxText's configuration classes. They come from the sourc
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,7 +83,9 @@ def find_types(package: Path) -> Mapping[str, Callable[[], Any]]:
     for source in _SOURCES:
         body = ast.parse((package / source).read_text(encoding="utf-8")).body
         classes |= {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-        exec(compile(ast.Module([node for node in body if _is_type(node)], []), source, "exec"), names)  # noqa: S102
+        for node in filter(_is_type, body):
+            with contextlib.suppress(NameError):  # it is made of more than types
+                exec(compile(ast.Module([node], []), source, "exec"), names)  # noqa: S102
     types: dict[str, Callable[[], Any]] = {}
     waiting = [_ROOT]
     while waiting:
