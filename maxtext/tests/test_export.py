@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,3 +62,49 @@ def test_layers_that_are_scanned_in_groups_stay_so(tmp_path: Path):
         export(tmp_path / "ck", 7, tmp_path / "out", unrolled=True)
     assert export(tmp_path / "ck", 7, tmp_path / "out")["scan_layers"]
     np.testing.assert_equal(ocp.load(tmp_path / "out", checkpointable_name="items"), state)
+
+
+SIZES = {"num_decoder_layers": 4, "emb_dim": 64, "mlp_dim": 128, "num_query_heads": 4, "num_kv_heads": 4}
+MODEL = [*(f"base_{name}={size}" for name, size in SIZES.items()), "head_dim=16", "vocab_size=256"]
+
+
+def huggingface(maxtext: Path, parameters: Path, target: Path) -> dict[str, np.ndarray]:
+    """What MaxText's own tool makes of parameters; with a tokenizer of our own, for want of a network."""
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(target / "tokenizer")
+    tool: list[Any] = [
+        sys.executable,
+        "-m",
+        "maxtext.checkpoint_conversion.to_huggingface",
+        maxtext / "maxtext/configs/base.yml",
+    ]
+    tool += ["--override_model_architecture", f"--hf_model_path={target / 'tokenizer'}", "model_name=llama3.1-8b"]
+    tool += [*MODEL, "override_model_config=true", "scan_layers=true", "skip_jax_distributed_system=true"]
+    tool += [f"load_parameters_path={parameters}", f"base_output_directory={target}"]
+    subprocess.run(tool, env={**os.environ, "PYTHONPATH": str(maxtext)}, check=True, capture_output=True)
+    return load_file(target / "model.safetensors")
+
+
+@pytest.mark.full
+def test_what_a_pipeline_of_stacks_trained_is_exported_as_what_one_program_trained(
+    run: Callable[..., Any], maxtext: Path, tmp_path: Path
+):
+    flags = "--model-name llama3.1-8b --num-layers 4 --model-dims 64 --mlp-dims 128 --num-heads 4 vocab_size=256"
+    flags += " --sequence-length 32 --batch-size 8 --microbatch-size 2 --num-steps 3 dtype=float32 --scan-layers"
+    made = []
+    for grid in ("--cpus 2 --pp 2", "--backend spmd --cpus 1"):
+        folder = tmp_path / str(len(made))
+        training = [*flags.split(), *grid.split(), "--attention", "dot_product", "--output", folder / "out"]
+        done = run(*training, "--checkpoint", folder / "ck")
+        assert done.code == 0, done.stderr
+        done = run("--checkpoint", folder / "ck", "--export", folder / "parameters", "--json")
+        assert (done.code, done.json["scan_layers"]) == (0, True), done.stderr
+        made.append(huggingface(maxtext, folder / "parameters/items", folder / "hf"))
+    assert made[0].keys() == made[1].keys()
+    assert len(made[0]) == 3 + 9 * 4
+    for name, array in made[0].items():
+        np.testing.assert_allclose(array, made[1][name], rtol=1e-5, atol=1e-7)
