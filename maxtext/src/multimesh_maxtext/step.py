@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class StepFunction:
         """Run. The first call compiles; it writes the placement, and the plan and timelines that flags ask for."""
         with multimesh.context(**self._handoff.context):
             if self._first and self._trains:
-                self._choose(state, batch, measured=True)
+                self._choose(state, batch)
                 _inspect(self._jitted, self._handoff, state, batch)
             result = self._jitted(state, batch)
         if self._first and self._trains:
@@ -73,34 +73,36 @@ class StepFunction:
 
     def lower(self, state: Any, batch: Any) -> Ahead:
         """Stand in for a compilation of which MaxText only prints the memory. A run that does not train ends here."""
-        with multimesh.context(**self._handoff.context):
-            if self._handoff.forecast or self._handoff.dump_only:
-                self._choose(state, batch, measured=False)
-            _end_before_training(self._jitted, self._handoff, state, batch)
+        if self._handoff.forecast or self._handoff.dump_only:
+            with multimesh.context(**self._handoff.context):
+                lowered = self._jitted.lower(state, batch)
+                if self._handoff.chosen:
+                    self._write(lowered.plan.choices[0])
+                _end_before_training(lowered, self._handoff, state)
         return Ahead()
 
-    def _choose(self, state: Any, batch: Any, *, measured: bool) -> None:
+    def _choose(self, state: Any, batch: Any) -> None:
         """Choose the order of ``--schedule auto``; measure the kernels first where a second copy of the state fits."""
         if not self._handoff.chosen:
             return
-        lowered = self._jitted.lower(state, batch)
-        (choice,) = lowered.plan.choices
-        limit = self._handoff.limit
-        fits = not limit or all(need.total + need.arguments <= limit for need in lowered.memory_forecast())
-        if measured and fits:
-            compiled = self._jitted.prepare(state, batch)
+        compiled, limit = _prepared(self._jitted, state, batch), self._handoff.limit
+        (choice,) = compiled.plan.choices
+        if not limit or all(need.total + need.arguments <= limit for need in compiled.lowered.memory_forecast()):
             schedule = compiled.profile(state, batch, repeats=_REPEATS).schedule
             better = schedule.choose(*choice.shape)
             choice = better if better.taken.table == choice.taken.table else self._again(schedule, state, batch)
-        elif measured:
+        else:
             print("schedule auto: a second copy of the state does not fit, so costs are estimated, not measured")
-        Path(self._handoff.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
+        self._write(choice)
 
     def _again(self, schedule: Any, state: Any, batch: Any) -> Any:
         """Forget the step, and make it with another schedule; return the choice of that."""
         self._set_auto(schedule)
         self._jitted.clear_cache()
-        return self._jitted.lower(state, batch).plan.choices[0]
+        return _prepared(self._jitted, state, batch).plan.choices[0]
+
+    def _write(self, choice: Any) -> None:
+        Path(self._handoff.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
 
 
 class Ahead:
@@ -159,28 +161,31 @@ def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_
     return _like_flash(query, key, value)
 
 
-def _end_before_training(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
-    """Write a forecast, or dump the compiled step, and end the process; return if neither is asked for."""
+def _prepared(jitted: multimesh.Jitted, state: Any, batch: Any) -> multimesh.Compiled:
+    """Compile the step for the next call of it."""
+    compiled = jitted.prepare(state, batch)
+    if not isinstance(compiled, multimesh.Compiled):
+        raise LauncherError("nothing in this step is a task, so there is no plan")
+    return compiled
+
+
+def _end_before_training(lowered: multimesh.Lowered, handoff: Handoff, state: Any) -> NoReturn:
+    """Write a forecast, or dump the compiled step, and end the process."""
     if handoff.forecast:
-        lowered = jitted.lower(state, batch)
         timeline = lowered.plan.forecast(lowered.plan.estimate())
         timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
         memory.write(needs(lowered, state), timeline.bubble, Path(handoff.forecast))
-        sys.exit()
-    if handoff.dump_only:
-        lowered = jitted.lower(state, batch)
+    else:
         lowered.compile()
         _dump(lowered, handoff)
-        sys.exit()
+    sys.exit()
 
 
 def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
     """Write the dump and the timelines that flags ask for. The next call runs the kernels that this compiles."""
     if not (handoff.dump or handoff.profile):
         return
-    compiled = jitted.prepare(state, batch)
-    if not isinstance(compiled, multimesh.Compiled):
-        raise LauncherError("--dump and --profile: nothing in this step is a task, so there is no plan to write")
+    compiled = _prepared(jitted, state, batch)
     if handoff.dump:
         _dump(compiled.lowered, handoff)
     if handoff.profile:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ class Made:
         """The choice that ``auto`` made."""
         return self.plan.choices[0]
 
+    @functools.cached_property
     def needs(self) -> tuple[MemoryForecast, ...]:
         """The bytes that a device of each submesh needs."""
         with uncollected():
@@ -48,14 +50,14 @@ class Made:
 
     def over(self, limit: float) -> float:
         """How many bytes the submesh with the largest need is above a limit; at most 0 if all fits."""
-        return max(need.total for need in self.needs()) - limit
+        return max(need.total for need in self.needs) - limit
 
     def room(self, limit: float) -> tuple[float, ...]:
         """The memory that is left for activations on each submesh, within a limit for a device.
 
         The forecast counts bytes on a device, and the choice those of whole arrays.
         """
-        pairs = zip(self.needs(), self.choice.taken.peaks, strict=True)
+        pairs = zip(self.needs, self.choice.taken.peaks, strict=True)
         return tuple(
             max(0.0, limit - need.total + need.values) * (peak / need.values if need.values else 1.0)
             for need, peak in pairs
@@ -130,7 +132,7 @@ def _usual(made: Made, again: Callable[[Schedule], Made | None]) -> float:
     published = {c.name: c for c in made.choice.candidates if c.name != FOUND}
     name = "1f1b" if "1f1b" in published else min(published.values(), key=lambda c: max(c.peaks)).name
     usual = made if made.choice.taken.name == name else again(get(name)) or made
-    return max(need.total for need in usual.needs())
+    return max(need.total for need in usual.needs)
 
 
 def _memory_of(plan: Plan) -> float | None:
