@@ -1,6 +1,6 @@
 """A pipeline over two processes, each on a core of its own: what is lost to waiting, and what calls and transfers cost.
 
-Two stages of linear layers with tanh, by schedule and transport, take turns with one SPMD program over both processes
+Two stages of linear layers with tanh, by schedule, take turns with one SPMD program over both processes
 (dp 2), with the whole in one process, and with halves: what each process has to compute, without a word between them.
 A step takes as long as the slower process. Ratios to halves are that of the minima and that of the medians; ``ideal``
 is what an ideal schedule's bubble leaves. The forecast is that of the plan with its measured times.
@@ -9,6 +9,7 @@ is what an ideal schedule's bubble leaves. The forecast is that of the plan with
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import socket
@@ -79,9 +80,7 @@ def measure(args: argparse.Namespace, rank: int, count: int) -> None:
         found["steps"][m] = compared(Work(args.width, args.rows, m), args.rounds, args.svg)
         args.svg = None
     work = Work(args.width, args.rows, args.microbatches[0])
-    for transport in ("pull", "ppermute") if count > 1 else ("copy",):
-        with mm.context(transport=None if count == 1 else transport):
-            found["own"].append({"transport": transport, **dispatched(work, args.rounds)})
+    found["own"].append({"transport": "pull" if count > 1 else "copy", **dispatched(work, args.rounds)})
     print(json.dumps(found), flush=True)
 
 
@@ -185,20 +184,10 @@ def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
     contenders: dict[str, Callable[[], Any]] = {}
     profiles: dict[str, Any] = {}
 
-    def add(name: str, schedule: str, transport: str | None = None) -> None:
-        with mm.context(transport=transport):
-            step, args = work.pipeline(schedule)
-            profiles[name] = step.profile(*args)
-
-        def call() -> Any:
-            with mm.context(transport=transport):
-                return step(*args)
-
-        contenders[name] = call
-
     for schedule in SCHEDULES:
-        add(schedule, schedule)
-    add("1f1b, ppermute", "1f1b", "ppermute")
+        step, args = work.pipeline(schedule)
+        profiles[schedule] = step.profile(*args)
+        contenders[schedule] = functools.partial(step, *args)
     halves, whole = work.whole(m // 2), work.whole(m)
     contenders |= {"SPMD dp 2": work.spmd(), "halves": halves}
     contenders["one process"] = lambda: whole() if me == 0 else None

@@ -65,6 +65,8 @@ def test_unknown_options_and_other_types_raise_at_once():
         mm.context(fuse=True)
     with pytest.raises(mm.UsageError, match=r"enable_task_fusion: give True, False or None .* not 1"):
         mm.enable_task_fusion(1)
+    with pytest.raises(mm.UsageError, match=r"transport: give one of pull, device_put or None .* not 'ppermute'"):
+        mm.context(transport="ppermute")
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -10,7 +10,7 @@ import pytest
 from spawning import run
 
 CASES = Path(__file__).with_name("process_cases.py")
-TRANSPORTS = ("pull", "device_put", "ppermute")
+TRANSPORTS = ("pull", "device_put")
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "wavefront", "prefetch-wavefront")
 OTHERS = ("looped-bfs", "interleaved", "kimi-k2", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v")
 

@@ -66,7 +66,7 @@ def ignoring() -> bool:
     return _options.get().ignore_transforms
 
 
-TRANSPORTS = ("pull", "device_put", "ppermute")
+TRANSPORTS = ("pull", "device_put")
 
 
 def context(**options: bool | str | None) -> Manager:
@@ -80,8 +80,7 @@ def context(**options: bool | str | None) -> Manager:
         of the same name explains each.
     transport
         How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``; the default if there are
-        CPUs), ``"device_put"`` (NCCL; the default otherwise) or ``"ppermute"``, with which sender and receiver wait for
-        each other.
+        CPUs) or ``"device_put"`` (NCCL; the default otherwise).
 
     Raises
     ------

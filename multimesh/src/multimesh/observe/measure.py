@@ -134,7 +134,7 @@ class Together:
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(_copies(args)))
         offset = clocks.offset(name)
-        seen = self._part(name, env)
+        seen = self._part(env)
         shifted = [
             [[n, *(time + offset.seconds for time in times)] for n, times in found]
             for found in (seen.runs.items(), ((n, [at]) for n, at in seen.sent.items()), seen.got.items())
@@ -147,9 +147,9 @@ class Together:
         errors = sorted((error for error, *_ in told), reverse=True)
         return merged(self._plan, every, sum(errors[:2]))
 
-    def _part(self, name: str, env: list[Any]) -> Seen:
+    def _part(self, env: list[Any]) -> Seen:
         """Run this process's steps, with all slots as they are before."""
-        seen, beside = Seen(), self._runner.beside
+        seen = Seen()
         arriving: dict[int, Future[None]] = {}  # slot to what notes when it is there
         running: tuple[int, float, Sequence[Any], set[int]] | None = None
         unsent: list[int] = []  # calls that wait for the program that runs
@@ -171,7 +171,7 @@ class Together:
         with ThreadPoolExecutor(_WAITERS) as pool:
             for step, (call, ins, outs, frees) in zip(self._runner.parts, self._runner.steps, strict=True):
                 moves = step.kernel is None
-                if not moves or not beside:
+                if not moves:
                     finish()
                     for slot in arriving.keys() & set(ins):
                         arriving.pop(slot).result()
@@ -190,8 +190,6 @@ class Together:
                 if moves and self._me in self._owners[step.submeshes[1]]:
                     arrival = pool.submit(arrived, step.number, start, results)
                     arriving.update(dict.fromkeys(outs, arrival))
-                if moves and not beside:
-                    self._all_arrived(f"{name}/{step.number}", step, arriving.get(outs[0]))
                 for slot, array in zip(outs, results):  # noqa: B905 - a process has no results of what it only sends
                     env[slot] = array
                 del results
@@ -199,15 +197,6 @@ class Together:
                     env[slot] = None
             finish()
         return seen
-
-    def _all_arrived(self, name: str, step: Step, arrival: Future[None] | None) -> None:
-        """Wait until those that receive say that they have it: the programs of who sends would wait for that too."""
-        store, receivers = _compat.key_value_store(), self._owners[step.submeshes[1]]
-        if arrival is not None:
-            arrival.result()
-            store.key_value_set(f"multimesh/{name}/{self._me}", "")
-        for rank in receivers:
-            store.blocking_key_value_get(f"multimesh/{name}/{rank}", int(1000 * agree.WAIT))
 
     def call(self, args: Sequence[Any]) -> float:
         """Seconds from the first process's start of an ordinary call to the last one's end."""

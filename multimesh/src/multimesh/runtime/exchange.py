@@ -1,4 +1,4 @@
-"""Arrays on their way between processes: who sends which pieces to whom, and three transports that carry them.
+"""Arrays on their way between processes: who sends which pieces to whom, and the transports that carry them.
 
 Every process makes the same calls in the same order, each as far as it takes part. What a call is called, its key, is
 made of the plan, the number of its run, and the place of the call in the plan: the same in all processes.
@@ -43,13 +43,10 @@ class Carrier(Protocol):
         Whether a process that neither sends nor receives has to make the call too.
     late
         Whether a piece is read after the call returned, so that it must not be donated.
-    beside
-        Whether programs run while arrays are on their way.
     """
 
     everyone: bool
     late: bool
-    beside: bool
 
     def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """A function of a key and the pieces that this process sends; it returns those that it gets.
@@ -62,7 +59,7 @@ class Carrier(Protocol):
 class Pull:
     """Shards pulled over TCP through ``jax.experimental.transfer``: the two parties, in any order, beside programs."""
 
-    everyone, late, beside = False, True, True
+    everyone, late = False, True
 
     def __init__(self) -> None:
         from jax.experimental import transfer
@@ -113,8 +110,6 @@ def _number(key: Key, target: int) -> int:
 class Put:
     """``jax.device_put`` between processes: on GPUs NCCL. The two parties, in one order; on CPUs all processes."""
 
-    beside = True
-
     def __init__(self) -> None:
         self.everyone = self.late = jax.devices()[0].platform == "cpu"
         if self.everyone and not _compat.device_put_address():
@@ -146,61 +141,7 @@ class Put:
         return carry
 
 
-class Permute:
-    """``lax.ppermute`` on the two devices: each waits for the other in the order of its programs."""
-
-    everyone = late = beside = False
-
-    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
-        """See `Carrier`."""
-        pairs = [pair for route in way for pair in by_devices(route) if here(pair[:2])]
-        programs = [self._program(pair, types) for pair in pairs]
-        mine = jax.process_index()
-        blanks = {
-            parcel: jax.device_put(np.zeros((1, *types[parcel.array].shape), types[parcel.array].dtype), target)
-            for source, target, parcels in pairs
-            if target.process_index == mine
-            for parcel in parcels
-        }
-
-        def carry(key: Key, pieces: Pieces) -> Pieces:
-            got: Pieces = {}
-            for (source, _, parcels), program in zip(pairs, programs, strict=True):
-                sends = source.process_index == mine
-                locals_ = [pieces[parcel][None] if sends else blanks[parcel] for parcel in parcels]
-                results = program(locals_)
-                if not sends:
-                    got.update((p, x.addressable_data(0)[0]) for p, x in zip(parcels, results, strict=True))
-            return got
-
-        return carry
-
-    def _program(
-        self, pair: tuple[jax.Device, jax.Device, tuple[Parcel, ...]], types: Sequence[jax.ShapeDtypeStruct]
-    ) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        source, target, parcels = pair
-        mesh = Mesh(np.array([source, target]), ("pair",))
-        layout = NamedSharding(mesh, PartitionSpec("pair"))
-        spec = PartitionSpec("pair")
-        shapes = [(2, *types[parcel.array].shape) for parcel in parcels]
-
-        @jax.jit
-        @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        def moved(arrays: Sequence[Any]) -> Any:
-            return [jax.lax.ppermute(x, "pair", [(0, 1)]) for x in arrays]
-
-        def call(arrays: Sequence[Any]) -> Sequence[Any]:
-            both = [
-                jax.make_array_from_single_device_arrays(shape, layout, [x])
-                for shape, x in zip(shapes, arrays, strict=True)
-            ]
-            results: Sequence[Any] = moved(both)
-            return results
-
-        return call
-
-
-CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (Pull, Put, Permute), strict=True))
+CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (Pull, Put), strict=True))
 
 
 def carrier(name: str | None) -> Carrier:

@@ -37,7 +37,6 @@ class Runner:
     behind but donated arguments that were already consumed.
     """
 
-    beside = True  # whether transfers run beside programs
     _everyone = False  # whether this process takes part in moves between others
 
     def __init__(self, compiled: CompiledPlan, names: Sequence[str]):
@@ -204,7 +203,7 @@ class PartRunner(Runner):
         self._sources: dict[tuple[Any, ...], bool] = {}  # where arguments lie: whether another process has part in it
         if number is not None:
             self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
-            self._everyone, self.beside = self._exchange.carrier.everyone, self._exchange.carrier.beside
+            self._everyone = self._exchange.carrier.everyone
         super().__init__(compiled, names)
         for slot in kept:
             if not here(compiled.layouts[slot].device_set):
