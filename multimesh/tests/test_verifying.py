@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from multimesh.passes import pipeline, verifying
 from multimesh.passes.cutting.fragment import with_interfaces
 from multimesh.passes.cutting.parts import Pipeline
-from multimesh.plan.instructions import Instruction, Slot, Transfer
+from multimesh.plan.instructions import Free, Recv, Send, Slot, Transfer
 
 import multimesh as mm
 from multimesh import ir
@@ -233,9 +233,9 @@ def with_transfer_to_another_type(plan):
     target = 1 - source
     ends = Transfer(n, source, target, (a,), (b,))
     steps = (
-        Instruction("SEND", source, ins=(a,), peer=target, transfer=n),
-        Instruction("RECV", target, outs=(b,), peer=source, transfer=n),
-        Instruction("FREE", target, ins=(b,)),
+        Send(source, target, n, (a,)),
+        Recv(target, source, n, (b,)),
+        Free(target, (b,)),
     )
     slots = (*plan.slots, Slot(target, (3,), plan.slots[a].dtype, 12))
     return replace(plan, slots=slots, transfers=(*plan.transfers, ends), instructions=(*steps, *plan.instructions))

@@ -265,10 +265,9 @@ class Compiled:
         plan = self.plan
         totals = [{"flops": 0.0, "bytes accessed": 0.0} for _ in plan.submeshes]
         costs = [program.cost_analysis() or {} if program else {} for program in self.compiled_plan.programs]
-        for step in plan.instructions:
-            if step.kind == "RUN" and step.kernel is not None:
-                for key in totals[step.submesh]:
-                    totals[step.submesh][key] += float(costs[step.kernel].get(key, 0.0))
+        for run in plan.runs:
+            for key in totals[run.submesh]:
+                totals[run.submesh][key] += float(costs[run.kernel].get(key, 0.0))
         return tuple(totals)
 
 

@@ -15,7 +15,7 @@ import jax
 from multimesh.core import _compat
 from multimesh.observe import clocks
 from multimesh.plan.forecast import Times, timed
-from multimesh.plan.instructions import Transfer
+from multimesh.plan.instructions import Free, Send, Transfer
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
 from multimesh.runtime.project import Step, processes, steps
@@ -63,30 +63,29 @@ class Alone:
             sources, targets = ([layouts[slot] for slot in slots] for slots in (transfer.ins, transfer.outs))
             return transport.mover(sources, targets, [self._plan.slots[slot] for slot in transfer.ins])
 
-        self._moves = {n: move(transfer) for n, _, transfer in timed(self._plan) if transfer is not None}
+        self._moves = {n: move(item) for n, item in timed(self._plan) if isinstance(item, Transfer)}
 
     def run(self, args: Sequence[Any]) -> Run:
         """Every program and transfer by itself."""
         env = _ready(self._runner.staged(_copies(args)))
-        waited = {number: transfer for number, _, transfer in timed(self._plan)}
+        waited, programs = dict(timed(self._plan)), self._runner.compiled.programs
         times: dict[int, tuple[float, float]] = {}
         origin = clocks.now()
-        for number, step in enumerate(self._plan.instructions):
+        for number, instruction in enumerate(self._plan.instructions):
             if number in waited:
                 start = clocks.now()
-                given = [env[slot] for slot in step.ins]
-                transfer = waited[number]
-                made = step.outs if transfer is None else transfer.outs
-                call = self._moves[number] if step.kernel is None else self._runner.compiled.programs[step.kernel]
+                item = waited[number]
+                given = [env[slot] for slot in item.ins]
+                call = self._moves[number] if isinstance(item, Transfer) else programs[item.kernel]
                 with _compat.explicit_transfers():
                     results = call(*given)
                 del given
                 jax.block_until_ready(results)
                 times[number] = (start - origin, clocks.now() - origin)
-                for slot, array in zip(made, results, strict=True):
+                for slot, array in zip(item.outs, results, strict=True):
                     env[slot] = array
-            elif step.kind == "FREE":
-                for slot in step.ins:
+            elif isinstance(instruction, Free):
+                for slot in instruction.ins:
                     env[slot] = None
         return Run(times, {number: end - start for number, (start, end) in times.items()})
 
@@ -239,7 +238,8 @@ def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Run:
 
 def _shares(plan: Plan, step: Step) -> dict[int, float]:
     """Part of a call that each of its SENDs takes: that of its bytes."""
-    sizes = {n: plan.bytes_of(plan.transfers[plan.instructions[n].transfer or 0]) for n in step.instructions}
+    sends = ((n, plan.instructions[n]) for n in step.instructions)
+    sizes = {n: plan.bytes_of(plan.transfers[send.transfer]) for n, send in sends if isinstance(send, Send)}
     total = sum(sizes.values())
     return {n: size / total if total else 1 / len(sizes) for n, size in sizes.items()}
 

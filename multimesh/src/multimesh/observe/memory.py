@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from multimesh import ir
 from multimesh.ir.primitives import known as facts
 from multimesh.passes.laying_out.propagate import Inner, Known, kernel_axes, ways
-from multimesh.plan.instructions import Instruction
+from multimesh.plan.instructions import Free, Recv, Run
 from multimesh.plan.plan import Plan
 
 
@@ -47,52 +47,47 @@ def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
         slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
         for slot, layout in zip(plan.slots, plan.layouts, strict=True)
     ]
-    runs = {step.kernel: step for step in reversed(plan.instructions)}  # the first of each kernel
-    work = {number: _workspace(plan, runs[number], known, bodies) for number, known in kernels.items()}
-    static = {slot for _, slot in (*plan.inputs, *plan.constants)}
+    work = {number: _workspace(plan, plan.first_runs[number], known, bodies) for number, known in kernels.items()}
     held = [0] * len(plan.submeshes)
-    for slot in static:
+    for slot in plan.given:
         held[plan.slots[slot].submesh] += sizes[slot]
-    return tuple(MemoryForecast(a, *peak) for a, peak in zip(held, _peaks(plan, sizes, work, static), strict=True))
+    return tuple(MemoryForecast(a, *peak) for a, peak in zip(held, _peaks(plan, sizes, work), strict=True))
 
 
-def _peaks(
-    plan: Plan, sizes: Sequence[int], work: Mapping[int, int], static: set[int]
-) -> Iterable[tuple[int, int, int]]:
+def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterable[tuple[int, int, int]]:
     """Sums, values and workspace on each submesh when the three together are largest."""
-    runs = [step for step in plan.instructions if step.kernel is not None]
-    sums = {slot for step in runs for slot in step.ins[: len(plan.kernels[step.kernel or 0].sums)]}
+    sums = {slot for run in plan.runs for slot in run.ins[: len(plan.kernels[run.kernel].sums)]}
     args = {slot: arg for arg, slot in plan.inputs}
     live: list[dict[int, int]] = [{} for _ in plan.submeshes]
     total = [[0, 0] for _ in plan.submeshes]  # of others, of sums
     peak = [(0, 0, 0)] * len(plan.submeshes)
-    for step in plan.instructions:
-        mine, alive = live[step.submesh], total[step.submesh]
-        if step.kind == "FREE":
-            for slot in step.ins:
+    for instruction in plan.instructions:
+        mine, alive = live[instruction.submesh], total[instruction.submesh]
+        if isinstance(instruction, Free):
+            for slot in instruction.ins:
                 alive[slot in sums] -= mine.pop(slot, 0)
-        elif step.kind in ("RUN", "RECV"):
-            reused = _reused(plan, step, args)
-            for slot in (slot for slot in step.outs if slot not in static):
+        elif isinstance(instruction, (Run, Recv)):
+            reused, running = set[int](), 0
+            if isinstance(instruction, Run):
+                reused, running = _reused(plan, instruction, args), work.get(instruction.kernel, 0)
+            for slot in (slot for slot in instruction.outs if slot not in plan.given):
                 size = 0 if slot in reused else sizes[slot]
                 alive[slot in sums] += size - mine.get(slot, 0)
                 mine[slot] = size
-            running = 0 if step.kernel is None else work.get(step.kernel, 0)
-            peak[step.submesh] = max(peak[step.submesh], (alive[True], alive[False], running), key=sum)
+            known = peak[instruction.submesh]
+            peak[instruction.submesh] = max(known, (alive[True], alive[False], running), key=sum)
     return peak
 
 
-def _reused(plan: Plan, step: Instruction, args: Mapping[int, int]) -> set[int]:
+def _reused(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
     """Results that take over the buffer of a donated argument."""
-    if step.kernel is None:
-        return set()
-    donated = {args[step.ins[i]] for i in plan.donations.get(step.kernel, ()) if step.ins[i] in args}
-    return {slot for slot in step.outs if plan.like.get(slot, (None,))[0] in donated}
+    donated = {args[run.ins[i]] for i in plan.donations.get(run.kernel, ()) if run.ins[i] in args}
+    return {slot for slot in run.outs if plan.like.get(slot, (None,))[0] in donated}
 
 
-def _workspace(plan: Plan, run: Instruction, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
+def _workspace(plan: Plan, run: Run, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
     """Bytes of the arrays that a program makes for itself, at the moment when most of them are alive."""
-    kernel = plan.kernels[run.kernel or 0]
+    kernel = plan.kernels[run.kernel]
     mesh = plan.submeshes[kernel.submesh]
     # Sums that it reduces over devices; those that wait for the end of the loop it only adds. A microbatch's term is
     # there as a product (in the peak), as it is laid out and reduced, and as it is added.

@@ -14,6 +14,7 @@ from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.observe.measure import Alone, Run, Together
 from multimesh.plan.forecast import assembled, forecast, timed
+from multimesh.plan.instructions import Transfer
 from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
@@ -149,12 +150,12 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
 def _medians(plan: Plan, runs: Sequence[Run]) -> Costs:
     programs: dict[int, list[float]] = collections.defaultdict(list)
     transfers: dict[tuple[int, int, int], list[float]] = collections.defaultdict(list)
-    for number, step, transfer in timed(plan):
+    for number, item in timed(plan):
         lengths = [run.lasts[number] for run in runs]
-        if transfer is not None:
-            transfers[transfer.source, transfer.target, plan.bytes_of(transfer)] += lengths
+        if isinstance(item, Transfer):
+            transfers[item.source, item.target, plan.bytes_of(item)] += lengths
         else:
-            programs[step.kernel or 0] += lengths
+            programs[item.kernel] += lengths
     return Costs(
         tuple(statistics.median(programs.get(k, [0.0])) for k in range(len(plan.kernels))),
         {key: statistics.median(lengths) for key, lengths in transfers.items()},

@@ -14,7 +14,7 @@ from typing import Any
 
 from multimesh.core.stable import atoms, text
 from multimesh.ir.program import Op
-from multimesh.plan.instructions import PlanData
+from multimesh.plan.instructions import PlanData, record
 
 
 def digest(plan: PlanData) -> str:
@@ -34,7 +34,8 @@ def lines(plan: PlanData) -> Iterator[str]:
         yield f"kernel {n} {kernel.name} submesh {kernel.submesh} {kernel.make} ({rows}; {ins}) -> ({sums}; {outs})"
         yield from (f"  {_operation(op, numbers)}" for op in kernel.ops)
     yield from (f"slot {i} {text(slot)}" for i, slot in enumerate(plan.slots))
-    yield from (text(step) for step in (*plan.transfers, *plan.instructions))
+    yield from map(text, plan.transfers)
+    yield from (f"Instruction{text([*record(instruction).values()])}" for instruction in plan.instructions)
     for array, slot in plan.constants:
         yield f"constant s{slot} {text(array)}"
     shown = ("settings", "submeshes", "kernels", "slots", "transfers", "instructions", "constants", "derived")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from multimesh.errors import UsageError
-from multimesh.plan.instructions import Instruction, PlanData, Transfer
+from multimesh.plan.instructions import Free, PlanData, Run, Send, Transfer
 from multimesh.plan.kernel_costs import Costs, costs_of
 from multimesh.schedules.costs import UNIT_COSTS
 from multimesh.schedules.scheduler import run
@@ -19,17 +19,17 @@ from multimesh.timelines.timeline import Timeline
 
 def title(plan: PlanData) -> str:
     """Schedules and sizes of a plan."""
-    numbers = {step.microbatch for step in plan.instructions if step.microbatch is not None}
-    stages = {(step.submesh, step.stage) for step in plan.instructions if step.kind == "RUN" and step.phase == "B"}
+    cells = [(run.submesh, run.cell) for run in plan.runs if run.cell]
+    numbers = {cell.microbatch for _, cell in cells}
+    stages = {(submesh, cell.stage) for submesh, cell in cells if cell.phase == "B"}
     most = max(collections.Counter(submesh for submesh, _ in stages).values(), default=1)
     names = " and ".join(dict.fromkeys(plan.schedules)) or "plan"
     return sizes(names, len(plan.submeshes), most, len(numbers))
 
 
-def _span(plan: PlanData, step: Instruction, start: float, end: float) -> Span:
+def _span(plan: PlanData, run: Run, start: float, end: float) -> Span:
     """Span of a RUN."""
-    name = step.task or plan.kernels[step.kernel or 0].name
-    return Span(step.submesh, start, end, plan.shown(step), name, step.stage, step.microbatch)
+    return Span(run.submesh, start, end, plan.shown(run.cell), plan.name(run), run.stage, run.microbatch)
 
 
 Times = Mapping[int, tuple[float, float]]
@@ -57,26 +57,27 @@ def _times(plan: PlanData, costs: Costs) -> Times:
     lasts: list[float] = [0.0] * len(plan.instructions)
     needs: dict[int, set[int]] = {}
     maker: dict[int, int] = {}  # slot to what last filled it
-    for number, step, transfer in timed(plan):
-        needs[number] = {maker[slot] for slot in step.ins if slot in maker}
-        if transfer is not None:
-            link = (transfer.source, transfer.target)
-            lasts[number] = costs.transfers.get((*link, plan.bytes_of(transfer)), costs.transfer)
+    for number, item in timed(plan):
+        needs[number] = {maker[slot] for slot in item.ins if slot in maker}
+        if isinstance(item, Transfer):
+            link = (item.source, item.target)
+            lasts[number] = costs.transfers.get((*link, plan.bytes_of(item)), costs.transfer)
             rows[link].append(number)
         else:
-            lasts[number] = costs.programs[step.kernel or 0]
-            rows[step.submesh,].append(number)
-        maker.update(dict.fromkeys(step.outs if transfer is None else transfer.outs, number))
+            lasts[number] = costs.programs[item.kernel]
+            rows[item.submesh,].append(number)
+        maker.update(dict.fromkeys(item.outs, number))
     return run(list(rows.values()), needs.__getitem__, lasts.__getitem__)
 
 
-def timed(plan: PlanData) -> Iterator[tuple[int, Instruction, Transfer | None]]:
-    """Yield what takes time, with its number: each RUN, and each SEND with its transfer."""
-    for number, step in enumerate(plan.instructions):
-        if step.kind == "RUN":
-            yield number, step, None
-        elif step.kind == "SEND":
-            yield number, step, plan.transfers[step.transfer or 0]
+def timed(plan: PlanData) -> Iterator[tuple[int, Run | Transfer]]:
+    """Yield what takes time: each RUN, and of each SEND its transfer, with the number of the instruction."""
+    for number, instruction in enumerate(plan.instructions):
+        match instruction:
+            case Run():
+                yield number, instruction
+            case Send():
+                yield number, plan.transfers[instruction.transfer]
 
 
 def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
@@ -89,36 +90,33 @@ def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
     maker: dict[int, int] = {}  # slot to the span that makes it
     carrier: dict[int, int] = {}  # slot to the transfer that brings it
     readers: dict[int, list[int]] = collections.defaultdict(list)
-    for number, step, transfer in timed(plan):
-        if transfer is not None:
-            made = max((maker[slot] for slot in transfer.ins if slot in maker), default=None)
-            carrier.update(dict.fromkeys(transfer.outs, len(transfers)))
-            ends = (transfer.source, transfer.target)
-            transfers.append(Hop(*ends, *times[number], plan.bytes_of(transfer), made))
+    for number, item in timed(plan):
+        if isinstance(item, Transfer):
+            made = max((maker[slot] for slot in item.ins if slot in maker), default=None)
+            carrier.update(dict.fromkeys(item.outs, len(transfers)))
+            transfers.append(Hop(item.source, item.target, *times[number], plan.bytes_of(item), made))
         else:
-            for hop in dict.fromkeys(carrier[slot] for slot in step.ins if slot in carrier):
+            for hop in dict.fromkeys(carrier[slot] for slot in item.ins if slot in carrier):
                 readers[hop].append(len(spans))
-            maker.update(dict.fromkeys(step.outs, len(spans)))
-            spans.append(_span(plan, step, *times[number]))
+            maker.update(dict.fromkeys(item.outs, len(spans)))
+            spans.append(_span(plan, item, *times[number]))
     sends = tuple(replace(t, consumers=tuple(readers[n])) for n, t in enumerate(transfers))
     rows = tuple(f"submesh {i}" for i in range(len(plan.submeshes)))
     return Timeline(title(plan), note, unit, rows, tuple(spans), sends, _live(plan, times))
 
 
 def _live(plan: PlanData, times: Times) -> tuple[Levels, ...]:
-    given = {slot for _, slot in (*plan.inputs, *plan.constants)}
     until: dict[int, tuple[float, int]] = {}  # slot to the end of its last use, and the number of that
     alive: set[int] = set()
     changes: list[list[tuple[float, int, float]]] = [[] for _ in plan.submeshes]
-    for number, step, transfer in timed(plan):
+    for number, item in timed(plan):
         start, end = times[number]
-        made = step.outs if transfer is None else transfer.outs
-        for slot in (*step.ins, *made):
+        for slot in (*item.ins, *item.outs):
             until[slot] = max(until.get(slot, (0.0, 0)), (end, 2 * number + 1))
-        for slot in set(made) - alive - given:
+        for slot in set(item.outs) - alive - plan.given:
             alive.add(slot)
             changes[plan.slots[slot].submesh].append((start, 2 * number, plan.slots[slot].nbytes))
-    for step in plan.instructions:
-        for slot in alive.intersection(step.ins) if step.kind == "FREE" else ():
-            changes[step.submesh].append((*until[slot], -plan.slots[slot].nbytes))
+    for instruction in plan.instructions:
+        for slot in alive.intersection(instruction.ins) if isinstance(instruction, Free) else ():
+            changes[instruction.submesh].append((*until[slot], -plan.slots[slot].nbytes))
     return tuple(levels(part) for part in changes)

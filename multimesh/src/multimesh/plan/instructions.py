@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core.submesh import carry_over
-from multimesh.schedules import Choice
+from multimesh.schedules import Cell, Choice
 from multimesh.schedules.costs import covered
 
 
@@ -29,9 +29,10 @@ class Transfer:
     outs: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Instruction:
-    """One step of a plan.
+    """An entry of a plan: a `Run`, `Send`, `Recv` or `Free`.
+
+    What only other kinds have is empty: the ``kernel`` of a SEND is None.
 
     Attributes
     ----------
@@ -43,7 +44,8 @@ class Instruction:
     task
         Names of the tasks in the kernel, joined by ``+``; for transfers that of the kernel that made the value.
     microbatch, phase, stage
-        Of a pipeline's kernels (phase ``F``, ``B``, ``W``, or ``L`` for what is late); None elsewhere.
+        Of a pipeline's kernels (phase ``F``, ``B``, ``W``, or ``L`` for what is late) and the microbatch of their
+        transfers; None elsewhere.
     kernel
         Index into ``Plan.kernels`` of a RUN.
     ins, outs
@@ -54,24 +56,114 @@ class Instruction:
         Index into ``Plan.transfers`` of a SEND or RECV.
     """
 
-    kind: str
+    kind: ClassVar[str]
     submesh: int
-    task: str = ""
-    microbatch: int | None = None
-    phase: str | None = None
-    stage: int | None = None
-    kernel: int | None = None
     ins: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
-    peer: int | None = None
-    transfer: int | None = None
+
+    if not TYPE_CHECKING:  # the library asks for the type first; a user may filter by an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the empty value of an attribute that only other kinds have."""
+            if name in _EMPTY:
+                return _EMPTY[name]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __str__(self) -> str:
-        label = f"{self.phase or ''}{'' if self.stage is None else self.stage}"
-        cell = "" if self.microbatch is None else f" microbatch {self.microbatch}"
-        peer = {"SEND": f" to {self.peer}", "RECV": f" from {self.peer}"}.get(self.kind, "")
+        match self:
+            case Run(cell=Cell(phase, stage, microbatch), task=task):
+                about = f" {phase}{stage} microbatch {microbatch} {task}"
+            case Run(task=task):
+                about = f" {task}"
+            case Send() | Recv():
+                loop = "" if self.microbatch is None else f" microbatch {self.microbatch}"
+                about = f"{loop} {'to' if isinstance(self, Send) else 'from'} {self.peer} {self.task}"
+            case _:
+                about = " "
         slots = f"{_slots(self.ins)}{' -> ' + _slots(self.outs) if self.outs else ''}"
-        return f"{self.submesh}: {self.kind:4}{' ' + label if label else ''}{cell}{peer} {self.task} {slots}".rstrip()
+        return f"{self.submesh}: {self.kind:4}{about} {slots}".rstrip()
+
+
+@dataclass(frozen=True)
+class Run(Instruction):
+    """Run a kernel; ``cell`` is its place in the table of a pipeline."""
+
+    kind = "RUN"
+    submesh: int
+    task: str
+    kernel: int
+    ins: tuple[int, ...] = ()
+    outs: tuple[int, ...] = ()
+    cell: Cell | None = None
+
+    @property
+    def phase(self) -> str | None:
+        """Phase of the cell."""
+        return self.cell.phase if self.cell else None
+
+    @property
+    def stage(self) -> int | None:
+        """Stage of the cell."""
+        return self.cell.stage if self.cell else None
+
+    @property
+    def microbatch(self) -> int | None:
+        """Microbatch of the cell."""
+        return self.cell.microbatch if self.cell else None
+
+
+@dataclass(frozen=True)
+class Send(Instruction):
+    """Send the arrays of a transfer to the submesh ``peer``."""
+
+    kind = "SEND"
+    submesh: int
+    peer: int
+    transfer: int
+    ins: tuple[int, ...]
+    task: str = ""
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True)
+class Recv(Instruction):
+    """Receive the arrays of a transfer from the submesh ``peer``."""
+
+    kind = "RECV"
+    submesh: int
+    peer: int
+    transfer: int
+    outs: tuple[int, ...]
+    task: str = ""
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True)
+class Free(Instruction):
+    """Empty slots."""
+
+    kind = "FREE"
+    submesh: int
+    ins: tuple[int, ...]
+
+
+_EMPTY: Mapping[str, Any] = {
+    "task": "",
+    "microbatch": None,
+    "phase": None,
+    "stage": None,
+    "kernel": None,
+    "ins": (),
+    "outs": (),
+    "peer": None,
+    "transfer": None,
+}
+
+
+def record(instruction: Instruction) -> dict[str, Any]:
+    """Return all attributes of an instruction by name, empty or not."""
+    found = {"kind": instruction.kind, "submesh": instruction.submesh}
+    return found | {name: getattr(instruction, name) for name in _EMPTY}
 
 
 def _slots(slots: tuple[int, ...]) -> str:
@@ -136,21 +228,39 @@ class PlanData:
             return carry_over(spec, where.shape, mesh)
         return NamedSharding(mesh, PartitionSpec(over, *carry_over(spec, where.shape[1:], mesh).spec))
 
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Every RUN, in order."""
+        return tuple(i for i in self.instructions if isinstance(i, Run))
+
+    @functools.cached_property
+    def first_runs(self) -> Mapping[int, Run]:
+        """The first RUN of each kernel, in order."""
+        found: dict[int, Run] = {}
+        for run in self.runs:
+            found.setdefault(run.kernel, run)
+        return found
+
+    @functools.cached_property
+    def given(self) -> frozenset[int]:
+        """Slots that are full before the first instruction: arguments and constants."""
+        return frozenset(slot for _, slot in (*self.inputs, *self.constants))
+
     def peak_bytes(self) -> tuple[int, ...]:
         """Most bytes of intermediate values alive at once, per submesh: whole arrays, without arguments."""
-        given = {slot for _, slot in (*self.inputs, *self.constants)}
         live = [0] * len(self.submeshes)
         peak = [0] * len(self.submeshes)
         alive: set[int] = set()
-        for step in self.instructions:
-            if step.kind == "FREE":
-                live[step.submesh] -= sum(self.slots[slot].nbytes for slot in alive.intersection(step.ins))
-                alive -= set(step.ins)
+        for instruction in self.instructions:
+            at = instruction.submesh
+            if isinstance(instruction, Free):
+                live[at] -= sum(self.slots[slot].nbytes for slot in alive.intersection(instruction.ins))
+                alive.difference_update(instruction.ins)
                 continue
-            made = set(step.outs) - alive - given
+            made = set(instruction.outs) - alive - self.given
             alive |= made
-            live[step.submesh] += sum(self.slots[slot].nbytes for slot in made)
-            peak[step.submesh] = max(peak[step.submesh], live[step.submesh])
+            live[at] += sum(self.slots[slot].nbytes for slot in made)
+            peak[at] = max(peak[at], live[at])
         return tuple(peak)
 
     def traffic(self) -> tuple[int, int]:
@@ -163,10 +273,15 @@ class PlanData:
 
     @functools.cached_property
     def covers(self) -> Mapping[tuple[int, str], str]:
-        """For each (stage, phase) with a kernel: the phases that it covers, such as ``FBW`` of a joined last stage."""
-        return covered((s.stage, s.phase) for s in self.instructions if s.stage is not None and s.phase is not None)
+        """For each (stage, phase) with a program: the phases that it covers, such as ``FBW`` of a joined last stage."""
+        return covered((run.cell.stage, run.cell.phase) for run in self.runs if run.cell)
 
-    def shown(self, step: Instruction) -> str:
-        """Phases of a RUN as pictures show them: F, B, W, FB for forward and backward in one kernel, or nothing."""
-        joined = step.phase == "B" and self.covers[step.stage or 0, "B"].startswith("F")
-        return "FB" if joined else step.phase or ""
+    def shown(self, cell: Cell | None) -> str:
+        """Phases of a cell as pictures show them: F, B, W, FB for forward and backward in one kernel, or nothing."""
+        if cell is None:
+            return ""
+        return "FB" if cell.phase == "B" and self.covers[cell.stage, "B"].startswith("F") else cell.phase
+
+    def name(self, run: Run) -> str:
+        """Name of the tasks that a RUN runs, or else of its kernel."""
+        return run.task or self.kernels[run.kernel].name

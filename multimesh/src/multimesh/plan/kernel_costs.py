@@ -9,7 +9,8 @@ from typing import Any
 from multimesh.core import checks
 from multimesh.errors import UsageError
 from multimesh.ir.flops import of_ops
-from multimesh.plan.instructions import Instruction, PlanData
+from multimesh.plan.instructions import PlanData, Run, Send
+from multimesh.schedules import Cell
 from multimesh.schedules.costs import PHASES, Key, StageCosts, cost
 
 NOTE = "estimated: operations on each device, from shapes; transfers take no time"
@@ -59,30 +60,30 @@ def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
         For a key that nothing in the plan has, a phase without a cost, and what is no cost.
     """
     given = dict(checks.pairs("costs", given, "a mapping of a phase, task or stage to a time"))
-    runs = {step.kernel: step for step in plan.instructions if step.kind == "RUN" and step.kernel is not None}
-    covers = plan.covers
+    runs, covers = plan.first_runs, plan.covers
     known: dict[Key, None] = {"transfer": None}
-    for step in runs.values():
-        phases = covers.get((step.stage or 0, step.phase or ""), "") if step.phase else ""
-        known |= dict.fromkeys([key for p in phases for key in _keys(step, p)])
-        known[step.task] = None
+    for run in runs.values():
+        if run.cell:
+            phases = covers[run.cell.stage, run.cell.phase]
+            known |= dict.fromkeys(key for p in phases for key in _keys(run.cell.stage, run.task, p))
+        known[run.task] = None
     for key in given:
         if key not in known and key not in PHASES:
             names = ", ".join(sorted({repr(k) for k in known if isinstance(k, str) and k}))
             raise UsageError(f"costs: {key!r} is no phase, task or stage of this plan; it has {names}")
     times = {key: cost(value, repr(key)) for key, value in given.items()}
 
-    def time(step: Instruction) -> float:
-        if step.phase is None:
-            return times.get(step.task, 0.0)
-        phases = covers[step.stage or 0, step.phase]
-        if step.task in times and not any(key in times for phase in phases for key in _keys(step, phase)[:2]):
-            return times[step.task]
+    def time(run: Run) -> float:
+        if run.cell is None:
+            return times.get(run.task, 0.0)
+        stage, task, phases = run.cell.stage, run.task, covers[run.cell.stage, run.cell.phase]
+        if task in times and not any(key in times for phase in phases for key in _keys(stage, task, phase)[:2]):
+            return times[task]
         total = 0.0
         for phase in phases:
-            key = next((k for k in _keys(step, phase) if k in times), None)
-            if key is None and phase == step.phase:
-                raise UsageError(f"costs: none for {phase} of stage {step.stage} (task {step.task!r})")
+            key = next((k for k in _keys(stage, task, phase) if k in times), None)
+            if key is None and phase == run.cell.phase:
+                raise UsageError(f"costs: none for {phase} of stage {stage} (task {task!r})")
             total += times[key] if key is not None else 0.0
         return total
 
@@ -91,8 +92,8 @@ def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
     return Costs(programs, {}, times.get("transfer", 0.0), "", f"costs given: {shown}")
 
 
-def _keys(step: Instruction, phase: str) -> tuple[Key, ...]:
-    return ((step.stage or 0, phase), (step.task, phase), phase)
+def _keys(stage: int, task: str, phase: str) -> tuple[Key, ...]:
+    return ((stage, phase), (task, phase), phase)
 
 
 def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> StageCosts:
@@ -105,24 +106,24 @@ def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> Stage
     hops = [0.0] * (len(times) - 1)
     made_by: dict[int, int] = {}  # slot to the stage that makes it
     sent: dict[int, tuple[int, float]] = {}  # slot to where what it holds was made, and what the transfer took
-    for step in plan.instructions:
-        transfer = plan.transfers[step.transfer] if step.kind == "SEND" and step.transfer is not None else None
-        if transfer is not None:
-            lasts = costs.transfers.get((transfer.source, transfer.target, plan.bytes_of(transfer)), costs.transfer)
-            origin = next((made_by[slot] for slot in transfer.ins if slot in made_by), None)
-            sent.update(dict.fromkeys(transfer.outs, (origin, lasts)) if origin is not None else {})
-        if step.kind != "RUN" or step.stage is None or step.phase is None:
-            continue
-        made_by.update(dict.fromkeys(step.outs, step.stage))
-        for origin, lasts in (sent[slot] for slot in step.ins if slot in sent):
-            if abs(origin - step.stage) == 1:
-                boundary = min(origin, step.stage)
-                hops[boundary] = max(hops[boundary], lasts)
-        covers = plan.covers[step.stage, step.phase]
-        total = estimated.of(step.stage, covers)
-        for phase in covers:
-            share = estimated.of(step.stage, phase) / total if total else 1 / len(covers)
-            times[step.stage][PHASES.index(phase)] = costs.programs[step.kernel or 0] * share
+    for instruction in plan.instructions:
+        match instruction:
+            case Send(transfer=number):
+                transfer = plan.transfers[number]
+                lasts = costs.transfers.get((transfer.source, transfer.target, plan.bytes_of(transfer)), costs.transfer)
+                origin = next((made_by[slot] for slot in transfer.ins if slot in made_by), None)
+                sent.update(dict.fromkeys(transfer.outs, (origin, lasts)) if origin is not None else {})
+            case Run(kernel=kernel, ins=ins, outs=outs, cell=Cell(own_phase, stage)):
+                made_by.update(dict.fromkeys(outs, stage))
+                for origin, lasts in (sent[slot] for slot in ins if slot in sent):
+                    if abs(origin - stage) == 1:
+                        boundary = min(origin, stage)
+                        hops[boundary] = max(hops[boundary], lasts)
+                covers = plan.covers[stage, own_phase]
+                total = estimated.of(stage, covers)
+                for phase in covers:
+                    share = estimated.of(stage, phase) / total if total else 1 / len(covers)
+                    times[stage][PHASES.index(phase)] = costs.programs[kernel] * share
     measured = tuple((f, b, w) for f, b, w in times)
     note = costs.note.removeprefix("costs ")
     return StageCosts(measured, tuple(hops), estimated.activations, costs.unit, estimated.sizes, note, estimated.kept)

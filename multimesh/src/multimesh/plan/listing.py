@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
-from multimesh.plan.instructions import Instruction, PlanData
+from multimesh.plan.instructions import PlanData, Run
 
 _NARROWEST = 40
 _ROWS = 24  # submeshes that are shown; of more, the first and the last
@@ -25,19 +25,17 @@ def text(plan: PlanData, width: int | None = None) -> str:
     """
     width = max(_NARROWEST, width or shutil.get_terminal_size().columns)
     count, size = plan.traffic()
-    kinds = collections.Counter(step.kind for step in plan.instructions)
     peaks = plan.peak_bytes()
     meshes = [
         _cut(f"submesh {i}: {describe(mesh)}, peak {amount(peaks[i], 'bytes')}", width)
         for i, mesh in enumerate(plan.submeshes)
     ]
-    total = f"{len(plan.kernels)} kernels, {kinds['RUN']} runs, {count} arrays ({amount(size, 'bytes')}) sent"
+    total = f"{len(plan.kernels)} kernels, {len(plan.runs)} runs, {count} arrays ({amount(size, 'bytes')}) sent"
     lines = [*_middle(meshes, "submeshes"), *textwrap.wrap(total, width), *textwrap.wrap(_held(plan), width)]
-    runs: list[list[Instruction]] = [[] for _ in plan.submeshes]
-    for step in plan.instructions:
-        if step.kind == "RUN":
-            runs[step.submesh].append(step)
-    stages = [sorted({step.stage for step in row if step.stage is not None}) for row in runs]
+    runs: list[list[Run]] = [[] for _ in plan.submeshes]
+    for run in plan.runs:
+        runs[run.submesh].append(run)
+    stages = [sorted({run.cell.stage for run in row if run.cell}) for row in runs]
     several = any(len(found) > 1 for found in stages)
     legend = _legend(plan, several)
     if legend:
@@ -46,7 +44,7 @@ def text(plan: PlanData, width: int | None = None) -> str:
     heads = [f"{i}, stage {found[0]}" if moved and found else str(i) for i, found in enumerate(stages)]
     wide = max(map(len, heads))
     rows = [
-        f"{head:<{wide}} | {_row([_cell(plan, step, several) for step in row], width - wide - 3)}"
+        f"{head:<{wide}} | {_row([_cell(plan, run, several) for run in row], width - wide - 3)}"
         for head, row in zip(heads, runs, strict=True)
     ]
     chosen = [_cut(line, width) for choice in plan.choices for line in ("", *str(choice).splitlines())]
@@ -68,17 +66,17 @@ def _held(plan: PlanData) -> str:
 
 def _legend(plan: PlanData, several: bool) -> str:
     """What the cells say, for the kinds that there are."""
-    present = {plan.shown(step) for step in plan.instructions if step.kind == "RUN" and step.phase}
+    present = {plan.shown(run.cell) for run in plan.runs}
     number = "s.m" if several else "m"
     named = _KINDS | ({"FB": "both in one kernel"} if {"F", "B"} <= present else {})
     kinds = ", ".join(f"{kind}{number} {meaning}" for kind, meaning in named.items() if kind in present)
     return f"{kinds}, of {'stage s, ' if several else ''}microbatch m" if kinds else ""
 
 
-def _cell(plan: PlanData, step: Instruction, several: bool) -> str:
-    if step.phase is None:
-        return _cut(step.task or plan.kernels[step.kernel or 0].name, _NAME)
-    return f"{plan.shown(step)}{f'{step.stage}.' if several else ''}{step.microbatch}"
+def _cell(plan: PlanData, run: Run, several: bool) -> str:
+    if run.cell is None:
+        return _cut(plan.name(run), _NAME)
+    return f"{plan.shown(run.cell)}{f'{run.cell.stage}.' if several else ''}{run.cell.microbatch}"
 
 
 def _cut(line: str, width: int) -> str:

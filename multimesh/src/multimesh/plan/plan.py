@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multimesh.plan import fingerprint
-from multimesh.plan.instructions import PlanData
+from multimesh.plan.instructions import PlanData, record
 from multimesh.plan.kernel_costs import Costs, estimate
 from multimesh.schedules.costs import UNIT_COSTS
 
@@ -135,7 +135,8 @@ class Plan(PlanData):
                     for s in self.slots
                 ],
                 "instructions": [
-                    {k: v for k, v in vars(step).items() if v not in (None, (), "")} for step in self.instructions
+                    {k: v for k, v in record(instruction).items() if v not in (None, (), "")}
+                    for instruction in self.instructions
                 ],
                 "transfers": [vars(transfer) for transfer in self.transfers],
                 "inputs": self.inputs,

@@ -18,7 +18,7 @@ from multimesh import ir
 from multimesh.core import _compat, checks
 from multimesh.errors import MultiMeshError
 from multimesh.ir.evaluate import evaluate
-from multimesh.plan.instructions import Instruction, Kernel
+from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
 from multimesh.runtime import executables
 
@@ -50,19 +50,15 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
         Compiler options for XLA; `with_defaults` says what they are where they are not given.
     """
     options = with_defaults(plan, options)
-    first_run: dict[int, Instruction] = {}
-    for step in plan.instructions:
-        if step.kind == "RUN" and step.kernel is not None:
-            first_run.setdefault(step.kernel, step)
     alike: dict[Any, list[_Program]] = {}  # what determines a program's code to the kernels that have it
     with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
             running: dict[int, concurrent.futures.Future[Any]] = {}
-            for number, step in first_run.items():
-                mesh = plan.submeshes[step.submesh]
+            for number, run in plan.first_runs.items():
+                mesh = plan.submeshes[run.submesh]
                 if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
                     continue
-                program = _lower(plan, number, step)
+                program = _lower(plan, run)
                 group = alike.setdefault(executables.program_text(program.lowered, mesh) or number, [])
                 group.append(program)
                 if len(group) == 1:
@@ -95,15 +91,15 @@ class _Program:
         return executables.on_other_devices(compiled, self.lowered, self.mesh, options) or self.compile(options)
 
 
-def _lower(plan: Plan, number: int, step: Instruction) -> _Program:
-    kernel = plan.kernels[number]
+def _lower(plan: Plan, run: Run) -> _Program:
+    number, kernel = run.kernel, plan.kernels[run.kernel]
     given = [
         jax.ShapeDtypeStruct(plan.slots[slot].shape, plan.slots[slot].dtype, sharding=_auto(plan.layouts[slot]))
-        for slot in step.ins
+        for slot in run.ins
     ]
     jitted = jax.jit(
         kernel_function(kernel, plan),
-        out_shardings=[_auto(plan.layouts[slot]) for slot in step.outs],
+        out_shardings=[_auto(plan.layouts[slot]) for slot in run.outs],
         donate_argnums=plan.donations.get(number, ()),
         keep_unused=True,
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from multimesh.plan.instructions import Free, Run, Send
 from multimesh.plan.plan import Plan
 from multimesh.runtime.transport import Piece, Way
 
@@ -63,25 +64,27 @@ def steps(plan: Plan, by_route: bool = True) -> tuple[Step, ...]:
     """
     found: list[Step] = []
     moves: dict[tuple[int, ...], int] = {}  # since the last program: the pair of submeshes to the place in found
-    for number, step in enumerate(plan.instructions):
-        if step.kind == "RUN":
-            found.append(Step(len(found), (step.submesh,), step.kernel, step.ins, step.outs, (number,)))
-            moves.clear()
-        elif step.kind == "SEND":
-            transfer = plan.transfers[step.transfer or 0]
-            route = (transfer.source, transfer.target) if by_route else ()
-            if route not in moves:
-                moves[route] = len(found)
-                found.append(Step(len(found), (transfer.source, transfer.target), None, (), (), ()))
-            at = found[moves[route]]
-            found[moves[route]] = replace(
-                at,
-                ins=at.ins + transfer.ins,
-                outs=at.outs + transfer.outs,
-                instructions=(*at.instructions, number),
-            )
-        elif step.kind == "FREE":
-            found[-1] = replace(found[-1], frees=found[-1].frees + step.ins)
+    for number, instruction in enumerate(plan.instructions):
+        match instruction:
+            case Run(submesh, kernel=kernel, ins=ins, outs=outs):
+                found.append(Step(len(found), (submesh,), kernel, ins, outs, (number,)))
+                moves.clear()
+            case Send(transfer=index):
+                transfer = plan.transfers[index]
+                ends = transfer.source, transfer.target
+                route = ends if by_route else ()
+                if route not in moves:
+                    moves[route] = len(found)
+                    found.append(Step(len(found), ends, None, (), (), ()))
+                at = found[moves[route]]
+                found[moves[route]] = replace(
+                    at,
+                    ins=at.ins + transfer.ins,
+                    outs=at.outs + transfer.outs,
+                    instructions=(*at.instructions, number),
+                )
+            case Free(ins=emptied):
+                found[-1] = replace(found[-1], frees=found[-1].frees + emptied)
     return tuple(found)
 
 

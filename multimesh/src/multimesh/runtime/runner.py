@@ -17,7 +17,7 @@ from multimesh.core import _compat
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
 from multimesh.plan import fingerprint
-from multimesh.plan.instructions import Instruction
+from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, place
@@ -196,7 +196,7 @@ class PartRunner(Runner):
         plan, self._name = compiled.plan, name
         self._owners = processes(plan)
         self._exchange: exchange.Exchange | None = None
-        donated = {slot for run in plan.instructions if run.kernel is not None for slot in _donated_by(plan, run)}
+        donated = {slot for run in plan.runs for slot in _donated_by(plan, run)}
         kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
         self._lent = frozenset(donated | kept)  # a later program, or one of the next call, may reuse their buffers
         self._known: dict[Any, Callable[..., Sequence[Any]]] = {}
@@ -321,13 +321,12 @@ def _donated(compiled: CompiledPlan) -> frozenset[int]:
     """Slots of arguments whose buffers a program may reuse."""
     plan = compiled.plan
     given = {slot for _, slot in plan.inputs}
-    runs = (step for step in plan.instructions if step.kernel is not None)
-    return frozenset(given.intersection(slot for step in runs for slot in _donated_by(plan, step)))
+    return frozenset(given.intersection(slot for run in plan.runs for slot in _donated_by(plan, run)))
 
 
-def _donated_by(plan: Plan, run: Instruction) -> list[int]:
+def _donated_by(plan: Plan, run: Run) -> list[int]:
     """Slots whose buffers a RUN may reuse."""
-    return [run.ins[i] for i in plan.donations.get(run.kernel or 0, ())]
+    return [run.ins[i] for i in plan.donations.get(run.kernel, ())]
 
 
 _Alike = tuple[tuple[int, int], ...]

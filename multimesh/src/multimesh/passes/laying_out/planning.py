@@ -16,8 +16,9 @@ from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment
 from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
 from multimesh.passes.placing.place import task_meshes
-from multimesh.plan.instructions import Instruction, Kernel, Slot, Transfer
+from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send, Slot, Transfer
 from multimesh.plan.plan import Plan
+from multimesh.schedules import Cell
 
 _Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
 
@@ -52,7 +53,7 @@ class _Builder:
     meshes: list[Mesh] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
-    steps: list[Instruction] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     inputs: dict[tuple[int, int], None] = field(default_factory=dict)
     constants: list[tuple[Any, int]] = field(default_factory=list)
@@ -136,10 +137,10 @@ class _Builder:
         for (submesh, other, task, microbatch), values in routes.items():
             ins = tuple(self._slot(v, submesh, microbatch) for v in values)
             outs = tuple(self._slot(v, other, microbatch) for v in values)
-            common: dict[str, Any] = {"task": task, "microbatch": microbatch, "transfer": len(self.transfers)}
-            self.transfers.append(Transfer(len(self.transfers), submesh, other, ins, outs))
-            self.steps.append(Instruction("SEND", submesh, ins=ins, peer=other, **common))
-            self.steps.append(Instruction("RECV", other, outs=outs, peer=submesh, **common))
+            number = len(self.transfers)
+            self.transfers.append(Transfer(number, submesh, other, ins, outs))
+            self.instructions.append(Send(submesh, other, number, ins, task, microbatch))
+            self.instructions.append(Recv(other, submesh, number, outs, task, microbatch))
 
     def segment(self, part: Segment) -> None:
         """Run each fragment once."""
@@ -149,7 +150,7 @@ class _Builder:
             kernel = self._kernel(Kernel(name, submesh, f.ops, ins=f.ins, outs=f.outs))
             ins = tuple(self._slot(v, submesh) for v in f.ins)
             outs = tuple(self._slot(v, submesh) for v in f.outs)
-            self.steps.append(Instruction("RUN", submesh, name, kernel=kernel, ins=ins, outs=outs))
+            self.instructions.append(Run(submesh, name, kernel, ins, outs))
             self._send(f.outs, submesh, name)
 
     def loop(self, part: Pipeline) -> None:
@@ -162,7 +163,7 @@ class _Builder:
             outs = tuple(self._slot(s.out, submesh) for s in mine)
             self._accumulators += outs
             self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
-            self.steps.append(Instruction("RUN", submesh, "zeros", kernel=kernel, outs=outs))
+            self.instructions.append(Run(submesh, "zeros", kernel, outs=outs))
         kernels = [self._stage_kernel(part.loop, f) for f in part.fragments]
         waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
         for n, (index, microbatch) in enumerate(part.cells):
@@ -179,7 +180,7 @@ class _Builder:
             rows = tuple(self._slot(inner, submesh, k) for k in range(part.loop.mark.count))
             kernel = self._kernel(Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack"))
             outs = (self._slot(out, submesh),)
-            self.steps.append(Instruction("RUN", submesh, "stack", kernel=kernel, ins=rows, outs=outs))
+            self.instructions.append(Run(submesh, "stack", kernel, rows, outs))
         for c in part.loop.carries.values():
             home = self._submesh(self.program.homes[c.out])
             self._index[c.out, home, None] = self._slot(c.leaf, home, part.loop.mark.count - 1)
@@ -225,7 +226,8 @@ class _Builder:
                 ins.append(self._slot(loop.linked.get(v, v), submesh, microbatch))
         outs = (*sums, *(self._slot(v, submesh, microbatch) for v in kernel.outs))
         task = f.task
-        self.steps.append(Instruction("RUN", submesh, task, microbatch, f.phase, f.stage, number, tuple(ins), outs))
+        cell = Cell(f.phase, f.stage, microbatch) if f.phase and f.stage is not None else None
+        self.instructions.append(Run(submesh, task, number, tuple(ins), outs, cell))
         return task
 
     def _state(self, carry: ir.Carry, submesh: int, microbatch: int) -> int:
@@ -240,13 +242,13 @@ class _Builder:
         outputs, passed = self._outputs()
         like = self._layouts(outputs, alike) | passed
         kept = {value for kind, value in outputs if kind == "slot"}
-        last = self._last_use()
+        last = {slot: n for n, i in enumerate(self.instructions) for slot in (*i.ins, *i.outs)}  # its last use
         loops = [part for part in self.parts if isinstance(part, Pipeline)]
         plan = Plan(
             tuple(self.meshes),
             tuple(self.kernels),
             tuple(self.slots),
-            tuple(self.steps),
+            tuple(self.instructions),
             tuple(self.transfers),
             tuple(self.inputs),
             tuple(self.constants),
@@ -293,7 +295,7 @@ class _Builder:
             made = tuple(op.outs[0] for op in ops)
             ins, outs = (tuple(self._slot(v, submesh) for v in group) for group in (values, made))
             kernel = self._kernel(Kernel("results", submesh, ops, ins=values, outs=made))
-            self.steps.append(Instruction("RUN", submesh, "results", kernel=kernel, ins=ins, outs=outs))
+            self.instructions.append(Run(submesh, "results", kernel, ins, outs))
             for position, slot in zip(positions, outs, strict=True):
                 source = outputs[position][1]
                 outputs[position] = "slot", slot
@@ -310,13 +312,6 @@ class _Builder:
         if atom in self.program.consts:
             return "literal", self.program.consts[atom]
         return "slot", self._slot(atom, self._submesh(self.program.homes[atom]))
-
-    def _last_use(self) -> dict[int, int]:
-        last: dict[int, int] = {}
-        for n, step in enumerate(self.steps):
-            for slot in (*step.ins, *step.outs):
-                last[slot] = n
-        return last
 
     def _layouts(self, outputs: Sequence[tuple[str, Any]], alike: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         """Layout of results and accumulators: that of the argument which each replaces or is combined with."""
@@ -361,19 +356,19 @@ def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozen
     arg_of = {slot: arg for arg, slot in plan.inputs}
     held = kept | {slot for _, slot in plan.constants}
     donations: dict[int, tuple[int, ...]] = {}
-    for n, step in enumerate(plan.instructions):
-        if step.kind != "RUN" or step.kernel is None:
+    for n, run in enumerate(plan.instructions):
+        if not isinstance(run, Run):
             continue
-        kernel = plan.kernels[step.kernel]
+        kernel = plan.kernels[run.kernel]
         if kernel.sums:
-            donations[step.kernel] = tuple(range(len(kernel.sums)))
-        elif kernel.make == "ops" and step.phase is None:
+            donations[run.kernel] = tuple(range(len(kernel.sums)))
+        elif kernel.make == "ops" and run.cell is None:
             free = [
                 i
-                for i, slot in enumerate(step.ins)
+                for i, slot in enumerate(run.ins)
                 if last[slot] == n and slot not in held and (slot not in arg_of or arg_of[slot] in donated)
             ]
-            donations[step.kernel] = _matched(plan, step, free, arg_of)
+            donations[run.kernel] = _matched(plan, run, free, arg_of)
     return donations
 
 
@@ -385,12 +380,12 @@ def _aliased(plan: Plan) -> set[int]:
     return {arg for arg, sets in on.items() if sum(map(len, sets)) > len(set().union(*sets))}
 
 
-def _matched(plan: Plan, step: Instruction, free: Sequence[int], arg_of: dict[int, int]) -> tuple[int, ...]:
+def _matched(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, int]) -> tuple[int, ...]:
     """Positions among ``free`` whose buffers can hold one result each, the argument that a result replaces first."""
     chosen: list[int] = []
-    open_results = list(step.outs)
+    open_results = list(run.outs)
     for i in free:
-        arg = arg_of.get(step.ins[i])
+        arg = arg_of.get(run.ins[i])
         same = next((o for o in open_results if arg is not None and plan.like.get(o) == (arg,)), None)
         if same is not None:
             open_results.remove(same)
@@ -403,7 +398,7 @@ def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[In
     for slot, n in last.items():
         if slot not in held:
             ends[n].append(slot)
-    for n, step in enumerate(plan.instructions):
-        yield step
+    for n, instruction in enumerate(plan.instructions):
+        yield instruction
         if ends[n]:
-            yield Instruction("FREE", step.submesh, ins=tuple(ends[n]))
+            yield Free(instruction.submesh, tuple(ends[n]))

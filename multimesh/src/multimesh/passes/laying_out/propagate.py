@@ -24,7 +24,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.ir.primitives import links
 from multimesh.passes.laying_out.autoshard import constraint, entries
-from multimesh.plan.instructions import Instruction, Kernel
+from multimesh.plan.instructions import Kernel, Run, Send
 from multimesh.plan.plan import Plan
 
 Axes = tuple[tuple[str, ...], ...]
@@ -101,14 +101,13 @@ def _pinned(
     pinned |= {slot: plan.layout(slot, PartitionSpec()) for _, slot in plan.constants}
     fixed = set(pinned)
     zeros = {k for k, kernel in enumerate(plan.kernels) if kernel.make == "zeros"}
-    sums = {slot for step in plan.instructions if step.kernel in zeros for slot in step.outs}
+    sums = {slot for run in plan.runs if run.kernel in zeros for slot in run.outs}
     pinned |= {slot: plan.layout(slot, PartitionSpec()) for slot in sums}
     for slot, args in plan.like.items():
         agreed = {plan.layout(slot, spec) for spec in {given(arg, slot) for arg in args} or {PartitionSpec()}}
         if len(agreed) == 1 and slot not in fixed:
             pinned[slot] = agreed.pop()
-    runs = [step for step in plan.instructions if step.kind == "RUN" and step.microbatch is not None]
-    states = {s for step in runs for s in step.outs} - sums  # these keep one layout in all microbatches
+    states = {s for run in plan.runs if run.cell for s in run.outs} - sums  # these keep one layout in all microbatches
     for position, spec in out_specs.items():
         kind, slot = plan.outputs[position]
         if kind == "slot" and slot not in fixed | states:
@@ -336,20 +335,21 @@ class _Slots(_Arrays):
     def _follow(self) -> None:
         """Carry axes through the plan in its order: from operands to results, from sender to receiver."""
         made: dict[int, tuple[_Array, ...]] = {}
-        for step in self._plan.instructions:
-            if step.kind == "SEND":
-                transfer = self._plan.transfers[step.transfer or 0]
+        for instruction in self._plan.instructions:
+            if isinstance(instruction, Send):
+                transfer = self._plan.transfers[instruction.transfer]
                 for source, target in zip(transfer.ins, transfer.outs, strict=True):
                     self._settle(target, self._received(self.array[source], transfer.target))
                     if source in self.memory_kinds:
                         self.memory_kinds[target] = self.memory_kinds[source]
-            elif step.kind == "RUN" and step.kernel is not None:
-                kernel = self._plan.kernels[step.kernel]
-                if step.kernel not in made:
-                    made[step.kernel] = self._program(step.kernel, kernel, step)
-                for slot, array in zip(step.outs, made[step.kernel], strict=True):
+            elif isinstance(instruction, Run):
+                number, outs = instruction.kernel, instruction.outs
+                kernel = self._plan.kernels[number]
+                if number not in made:
+                    made[number] = self._program(number, kernel, instruction)
+                for slot, array in zip(outs, made[number], strict=True):
                     self._settle(slot, array)
-                for slot, value in zip(step.outs, (*kernel.sums, *kernel.outs), strict=True):
+                for slot, value in zip(outs, (*kernel.sums, *kernel.outs), strict=True):
                     kind = _compat.memory_kind(value.aval)  # what jax.checkpoint offloads waits on the host
                     if kind is not None:
                         self.memory_kinds[slot] = kind
@@ -367,10 +367,10 @@ class _Slots(_Arrays):
             self.same(source, self._sent[source, submesh])
         return self._sent[source, submesh]
 
-    def _program(self, number: int, kernel: Kernel, step: Instruction) -> tuple[_Array, ...]:
+    def _program(self, number: int, kernel: Kernel, run: Run) -> tuple[_Array, ...]:
         """Arrays of the results of a kernel."""
         mesh = self._plan.submeshes[kernel.submesh]
-        given = [self.array[slot] for slot in step.ins]
+        given = [self.array[slot] for slot in run.ins]
         env = self.values[number] = {}
         if kernel.make == "ops":
             rest = given[len(kernel.sums) :]

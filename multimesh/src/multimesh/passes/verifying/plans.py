@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.passes.verifying.faults import Fault, in_order, kind, shown, twice
-from multimesh.plan.instructions import Instruction, Kernel
+from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send
 from multimesh.plan.plan import Plan
 
 Rule = Callable[[Plan], Iterator[Fault]]
@@ -36,23 +36,24 @@ def kernels_assign_once(plan: Plan) -> Iterator[Fault]:
 
 def slots_are_where_they_are_used(plan: Plan) -> Iterator[Fault]:
     """A kernel runs on its submesh, with slots of that submesh; so do the ends of a transfer."""
-    for step in plan.instructions:
-        if step.kernel is not None and plan.kernels[step.kernel].submesh != step.submesh:
-            yield Fault(f"'{step}' is of another submesh than its kernel", _source(plan.kernels[step.kernel]))
-        for slot in (*step.ins, *step.outs):
-            if plan.slots[slot].submesh != step.submesh:
-                yield Fault(f"'{step}' uses s{slot} of submesh {plan.slots[slot].submesh}", _of(plan, step))
+    for run in plan.runs:
+        if plan.kernels[run.kernel].submesh != run.submesh:
+            yield _fault(plan, run, "is of another submesh than its kernel")
+    for instruction in plan.instructions:
+        for slot in (*instruction.ins, *instruction.outs):
+            if plan.slots[slot].submesh != instruction.submesh:
+                yield _fault(plan, instruction, f"uses s{slot} of submesh {plan.slots[slot].submesh}")
 
 
 def slots_are_written_before_they_are_read(plan: Plan) -> Iterator[Fault]:
     """An instruction reads arguments, constants and what an instruction before it wrote; so does the caller."""
-    full = _given(plan)
-    for step in plan.instructions:
-        if step.kind != "FREE":
-            for slot in step.ins:
+    full = set(plan.given)
+    for instruction in plan.instructions:
+        if not isinstance(instruction, Free):
+            for slot in instruction.ins:
                 if slot not in full:
-                    yield Fault(f"'{step}' reads s{slot}, which is empty", _of(plan, step))
-            full.update(step.outs)
+                    yield _fault(plan, instruction, f"reads s{slot}, which is empty")
+            full.update(instruction.outs)
     for position, (what, slot) in enumerate(plan.outputs):
         if what == "slot" and slot not in full:
             yield Fault(f"result {position} is s{slot}, which is empty")
@@ -60,12 +61,12 @@ def slots_are_written_before_they_are_read(plan: Plan) -> Iterator[Fault]:
 
 def slots_are_written_once(plan: Plan) -> Iterator[Fault]:
     """A slot is written once, but for the accumulator that a kernel reads and writes."""
-    full = _given(plan)
-    for step in plan.instructions:
-        for slot in step.outs:
-            sums = plan.kernels[step.kernel].sums if step.kernel is not None else ()
-            if slot in full and slot not in step.ins[: len(sums)]:
-                yield Fault(f"'{step}' writes s{slot}, which holds something else", _of(plan, step))
+    full = set(plan.given)
+    for instruction in plan.instructions:
+        sums = plan.kernels[instruction.kernel].sums if isinstance(instruction, Run) else ()
+        for slot in instruction.outs:
+            if slot in full and slot not in instruction.ins[: len(sums)]:
+                yield _fault(plan, instruction, f"writes s{slot}, which holds something else")
             full.add(slot)
 
 
@@ -73,15 +74,15 @@ def slots_are_freed_once(plan: Plan) -> Iterator[Fault]:
     """A slot is freed once, after its last use; a result or a constant never."""
     kept = {slot for what, slot in plan.outputs if what == "slot"} | {slot for _, slot in plan.constants}
     freed: set[int] = set()
-    for step in plan.instructions:
-        for slot in (*step.ins, *step.outs):
+    for instruction in plan.instructions:
+        for slot in (*instruction.ins, *instruction.outs):
             if slot in freed:
-                yield Fault(f"'{step}' uses s{slot} after it was freed", _of(plan, step))
-        if step.kind == "FREE":
-            freed.update(step.ins)
-            for slot in kept.intersection(step.ins):
-                yield Fault(f"'{step}' frees s{slot}, which is a result or a constant")
-    used = {slot for step in plan.instructions for slot in (*step.ins, *step.outs)}
+                yield _fault(plan, instruction, f"uses s{slot} after it was freed")
+        if isinstance(instruction, Free):
+            freed.update(instruction.ins)
+            for slot in kept.intersection(instruction.ins):
+                yield _fault(plan, instruction, f"frees s{slot}, which is a result or a constant")
+    used = {slot for instruction in plan.instructions for slot in (*instruction.ins, *instruction.outs)}
     for slot in sorted(used - freed - kept):
         yield Fault(f"s{slot} is never freed")
 
@@ -100,52 +101,50 @@ def donated_slots_are_not_read_again(plan: Plan) -> Iterator[Fault]:
     """What a kernel may overwrite is read by nothing after it, unless the kernel wrote it anew."""
     kept = {slot for what, slot in plan.outputs if what == "slot"} | {slot for _, slot in plan.constants}
     gone: dict[int, Instruction] = {}
-    for step in plan.instructions:
-        if step.kind == "FREE":
+    for instruction in plan.instructions:
+        if isinstance(instruction, Free):
             continue
-        for slot in step.ins:
+        for slot in instruction.ins:
             if slot in gone:
-                yield Fault(f"'{step}' reads s{slot}, which '{gone[slot]}' may have overwritten", _of(plan, step))
-        donated = plan.donations.get(step.kernel, ()) if step.kernel is not None else ()
-        for slot in {step.ins[i] for i in donated} - set(step.outs):
-            gone[slot] = step
+                yield _fault(plan, instruction, f"reads s{slot}, which '{gone[slot]}' may have overwritten")
+        donated = plan.donations.get(instruction.kernel, ()) if isinstance(instruction, Run) else ()
+        for slot in {instruction.ins[i] for i in donated} - set(instruction.outs):
+            gone[slot] = instruction
             if slot in kept:
-                yield Fault(f"'{step}' may overwrite s{slot}, which is a result or a constant", _of(plan, step))
+                yield _fault(plan, instruction, f"may overwrite s{slot}, which is a result or a constant")
 
 
 def slots_are_of_the_types_of_values(plan: Plan) -> Iterator[Fault]:
     """A kernel's values have the shape and dtype of their slots."""
-    for step in plan.instructions:
-        if step.kernel is None:
-            continue
-        kernel = plan.kernels[step.kernel]
+    for run in plan.runs:
+        kernel = plan.kernels[run.kernel]
         ins, outs = _values(kernel)
-        if (len(ins), len(outs)) != (len(step.ins), len(step.outs)):
-            yield Fault(f"'{step}' has not as many slots as kernel {kernel.name} has values", _of(plan, step))
-        for v, slot in zip((*ins, *outs), (*step.ins, *step.outs), strict=False):
+        if (len(ins), len(outs)) != (len(run.ins), len(run.outs)):
+            yield _fault(plan, run, f"has not as many slots as kernel {kernel.name} has values")
+        for v, slot in zip((*ins, *outs), (*run.ins, *run.outs), strict=False):
             if v is None:
                 continue
             stacked = v in kernel.rows
             shape, dtype = kind(v)
             held = plan.slots[slot].shape[1:] if stacked else plan.slots[slot].shape
             if (held, plan.slots[slot].dtype) != (shape, dtype):
-                yield Fault(f"s{slot} of '{step}' holds {kind(plan.slots[slot])}, not {shown(v)}", _of(plan, step))
+                yield _fault(plan, run, f"has {kind(plan.slots[slot])} in s{slot}, not {shown(v)}")
 
 
 def readers_see_the_type_that_was_made(plan: Plan) -> Iterator[Fault]:
     """What a kernel reads has the weak type with which another one made it, on whichever submesh."""
     weak: dict[int, bool] = {}
-    for step in plan.instructions:
-        if step.kind == "SEND" and step.transfer is not None:
-            ends = plan.transfers[step.transfer]
+    for instruction in plan.instructions:
+        if isinstance(instruction, Send):
+            ends = plan.transfers[instruction.transfer]
             weak.update((b, weak[a]) for a, b in zip(ends.ins, ends.outs, strict=False) if a in weak)
-        elif step.kernel is not None:
-            kernel = plan.kernels[step.kernel]
+        elif isinstance(instruction, Run):
+            kernel = plan.kernels[instruction.kernel]
             ins, outs = _values(kernel)
-            for v, slot in zip(ins, step.ins, strict=False):
+            for v, slot in zip(ins, instruction.ins, strict=False):
                 if v is not None and v not in (*kernel.sums, *kernel.rows) and weak.get(slot, _weak(v)) != _weak(v):
-                    yield Fault(f"'{step}' reads {shown(v)}, made with another weak type", _of(plan, step))
-            made = zip(outs[len(kernel.sums) :], step.outs[len(kernel.sums) :], strict=False)
+                    yield _fault(plan, instruction, f"reads {shown(v)}, made with another weak type")
+            made = zip(outs[len(kernel.sums) :], instruction.outs[len(kernel.sums) :], strict=False)
             weak.update((slot, _weak(v)) for v, slot in made)
 
 
@@ -163,17 +162,17 @@ def transfers_have_equal_ends(plan: Plan) -> Iterator[Fault]:
 
 def transfers_are_sent_then_received(plan: Plan) -> Iterator[Fault]:
     """Each transfer is sent once and received once after that, as it says itself."""
-    steps: dict[int, list[Instruction]] = collections.defaultdict(list)
-    for step in plan.instructions:
-        if step.transfer is not None:
-            steps[step.transfer].append(step)
+    ends: dict[int, list[Send | Recv]] = collections.defaultdict(list)
+    for instruction in plan.instructions:
+        if isinstance(instruction, (Send, Recv)):
+            ends[instruction.transfer].append(instruction)
     for n, transfer in enumerate(plan.transfers):
-        found = [(s.kind, s.submesh, s.peer, s.ins, s.outs) for s in steps.pop(n, [])]
-        ends = transfer.source, transfer.target
-        want = [("SEND", *ends, transfer.ins, ()), ("RECV", *ends[::-1], (), transfer.outs)]
+        found, source, target = ends.pop(n, []), transfer.source, transfer.target
+        about = (found[0].task, found[0].microbatch) if found else ("", None)
+        want = [Send(source, target, n, transfer.ins, *about), Recv(target, source, n, transfer.outs, *about)]
         if found != want or transfer.id != n:
-            yield Fault(f"transfer {transfer.id} is not sent, then received: {found}")
-    yield from (Fault(f"there is no transfer {n}, which '{found[0]}' names") for n, found in steps.items())
+            yield Fault(f"transfer {transfer.id} is not sent, then received: {', '.join(map(str, found))}")
+    yield from (Fault(f"there is no transfer {n}, which '{found[0]}' names") for n, found in ends.items())
 
 
 def layouts_fit(plan: Plan) -> Iterator[Fault]:
@@ -210,10 +209,6 @@ def _computing(plan: Plan) -> Iterator[Kernel]:
     return (kernel for kernel in plan.kernels if kernel.make == "ops")
 
 
-def _given(plan: Plan) -> set[int]:
-    return {slot for _, slot in (*plan.inputs, *plan.constants)}
-
-
 def _values(kernel: Kernel) -> tuple[list[ir.Value | None], list[ir.Value]]:
     """Values of a kernel's arguments, None for the microbatch number, and of its results.
 
@@ -238,6 +233,7 @@ def _source(kernel: Kernel) -> Any:
     return next((op.source for op in reversed(kernel.ops)), None)
 
 
-def _of(plan: Plan, step: Instruction) -> Any:
-    """Source of the last operation that an instruction runs."""
-    return None if step.kernel is None else _source(plan.kernels[step.kernel])
+def _fault(plan: Plan, instruction: Instruction, what: str) -> Fault:
+    """A fault of an instruction; its source is that of the last operation that it runs."""
+    source = _source(plan.kernels[instruction.kernel]) if isinstance(instruction, Run) else None
+    return Fault(f"'{instruction}' {what}", source)
