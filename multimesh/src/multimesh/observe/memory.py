@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from multimesh import ir
 from multimesh.ir.primitives import known as facts
 from multimesh.passes.laying_out.propagate import Inner, Known, kernel_axes, ways
-from multimesh.plan.instructions import Free, Recv, Run
+from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
 
 
@@ -58,24 +58,20 @@ def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterabl
     """Sums, values and workspace on each submesh when the three together are largest."""
     sums = {slot for run in plan.runs for slot in run.ins[: len(plan.kernels[run.kernel].sums)]}
     args = {slot: arg for arg, slot in plan.inputs}
-    live: list[dict[int, int]] = [{} for _ in plan.submeshes]
+    held: dict[int, int] = {}
     total = [[0, 0] for _ in plan.submeshes]  # of others, of sums
     peak = [(0, 0, 0)] * len(plan.submeshes)
-    for instruction in plan.instructions:
-        mine, alive = live[instruction.submesh], total[instruction.submesh]
-        if isinstance(instruction, Free):
-            for slot in instruction.ins:
-                alive[slot in sums] -= mine.pop(slot, 0)
-        elif isinstance(instruction, (Run, Recv)):
-            reused, running = set[int](), 0
-            if isinstance(instruction, Run):
-                reused, running = _reused(plan, instruction, args), work.get(instruction.kernel, 0)
-            for slot in (slot for slot in instruction.outs if slot not in plan.given):
-                size = 0 if slot in reused else sizes[slot]
-                alive[slot in sums] += size - mine.get(slot, 0)
-                mine[slot] = size
-            known = peak[instruction.submesh]
-            peak[instruction.submesh] = max(known, (alive[True], alive[False], running), key=sum)
+    for instruction, filled, emptied in plan.liveness():
+        at, running = instruction.submesh, 0
+        held |= {slot: sizes[slot] for slot in filled}
+        if isinstance(instruction, Run):
+            held |= dict.fromkeys(filled & _reused(plan, instruction, args), 0)
+            running = work.get(instruction.kernel, 0)
+        for slot in filled:
+            total[at][slot in sums] += held[slot]
+        for slot in emptied:
+            total[at][slot in sums] -= held[slot]
+        peak[at] = max(peak[at], (total[at][True], total[at][False], running), key=sum)
     return peak
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from multimesh.errors import UsageError
-from multimesh.plan.instructions import Free, PlanData, Run, Send, Transfer
+from multimesh.plan.instructions import Free, PlanData, Recv, Run, Send, Transfer
 from multimesh.plan.kernel_costs import Costs, costs_of
 from multimesh.schedules.costs import UNIT_COSTS
 from multimesh.schedules.scheduler import run
@@ -107,16 +107,16 @@ def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
 
 def _live(plan: PlanData, times: Times) -> tuple[Levels, ...]:
     until: dict[int, tuple[float, int]] = {}  # slot to the end of its last use, and the number of that
-    alive: set[int] = set()
+    sent: dict[int, int] = {}  # transfer to its SEND
     changes: list[list[tuple[float, int, float]]] = [[] for _ in plan.submeshes]
-    for number, item in timed(plan):
-        start, end = times[number]
-        for slot in (*item.ins, *item.outs):
-            until[slot] = max(until.get(slot, (0.0, 0)), (end, 2 * number + 1))
-        for slot in set(item.outs) - alive - plan.given:
-            alive.add(slot)
-            changes[plan.slots[slot].submesh].append((start, 2 * number, plan.slots[slot].nbytes))
-    for instruction in plan.instructions:
-        for slot in alive.intersection(instruction.ins) if isinstance(instruction, Free) else ():
-            changes[instruction.submesh].append((*until[slot], -plan.slots[slot].nbytes))
+    for number, (instruction, filled, emptied) in enumerate(plan.liveness()):
+        if isinstance(instruction, Send):
+            sent[instruction.transfer] = number
+        at = sent[instruction.transfer] if isinstance(instruction, Recv) else number
+        if not isinstance(instruction, Free):
+            start, end = times[at]
+            for slot in (*instruction.ins, *instruction.outs):
+                until[slot] = max(until.get(slot, (0.0, 0)), (end, 2 * at + 1))
+            changes[instruction.submesh] += ((start, 2 * at, plan.slots[slot].nbytes) for slot in filled)
+        changes[instruction.submesh] += ((*until[slot], -plan.slots[slot].nbytes) for slot in emptied)
     return tuple(levels(part) for part in changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -246,20 +246,27 @@ class PlanData:
         """Slots that are full before the first instruction: arguments and constants."""
         return frozenset(slot for _, slot in (*self.inputs, *self.constants))
 
+    def liveness(self) -> Iterator[tuple[Instruction, set[int], set[int]]]:
+        """Yield each instruction with the slots that it fills and those that it empties.
+
+        A kernel that adds to an accumulator fills nothing. Arguments and constants are never filled or emptied.
+        """
+        full: set[int] = set()
+        for instruction in self.instructions:
+            filled = set(instruction.outs) - full - self.given
+            emptied = full.intersection(instruction.ins) if isinstance(instruction, Free) else set[int]()
+            full |= filled
+            full -= emptied
+            yield instruction, filled, emptied
+
     def peak_bytes(self) -> tuple[int, ...]:
         """Most bytes of intermediate values alive at once, per submesh: whole arrays, without arguments."""
         live = [0] * len(self.submeshes)
         peak = [0] * len(self.submeshes)
-        alive: set[int] = set()
-        for instruction in self.instructions:
+        for instruction, filled, emptied in self.liveness():
             at = instruction.submesh
-            if isinstance(instruction, Free):
-                live[at] -= sum(self.slots[slot].nbytes for slot in alive.intersection(instruction.ins))
-                alive.difference_update(instruction.ins)
-                continue
-            made = set(instruction.outs) - alive - self.given
-            alive |= made
-            live[at] += sum(self.slots[slot].nbytes for slot in made)
+            live[at] += sum(self.slots[slot].nbytes for slot in filled)
+            live[at] -= sum(self.slots[slot].nbytes for slot in emptied)
             peak[at] = max(peak[at], live[at])
         return tuple(peak)
 
