@@ -35,7 +35,7 @@ def straight_line(compiled: Any, args: Sequence[Any]) -> Callable[..., list[Any]
     for slot, array in runner.constants.items():
         names[f"c{slot}"] = array
         lines.append(f"    v{slot} = c{slot}")
-    for n, (call, ins, outs, frees) in enumerate(runner.steps):
+    for n, (call, ins, outs, frees, _) in enumerate(runner.calls):
         names[f"call{n}"] = call
         results = "".join(f"v{o}, " for o in outs)
         assign = f"{results}= " if outs else ""
@@ -74,7 +74,7 @@ def measure(size: Size, schedule: str, steps: int) -> report.Row:
         "pp": size.stages,
         "schedule": schedule,
         "RUN": runs,
-        "transfers": len(compiled.runner.steps) - runs,
+        "transfers": len(compiled.runner.calls) - runs,
         "step ms": 1e3 * total,
         "bare calls ms": 1e3 * bare_s,
         "own us per RUN": 1e6 * (total - bare_s) / runs,

@@ -234,28 +234,30 @@ def dispatched(work: Work, rounds: int) -> report.Row:
     In one process a transfer is one call.
     """
     import jax
-    from multimesh.core import _compat
     from multimesh.runtime import exchange
     from multimesh.runtime.project import processes
+    from multimesh.runtime.runner import observed
 
     step, args = work.pipeline("1f1b")
     runner, leaves = step.lower(*args).compile().runner, jax.tree.leaves(args)
     owners, found = processes(runner.compiled.plan), {"a kernel": [], "a send": [], "a receive": []}
-    for n in range(rounds + 1):
-        with exchange.turn, _compat.explicit_transfers():
+
+    def observe(action: Any, call: Any) -> Any:
+        sends = jax.process_index() in owners[action.submeshes[0]]
+        times = found["a kernel" if action.kernel is not None else "a send" if sends else "a receive"]
+
+        def timed(*given: Any) -> Any:
+            start = time.thread_time()
+            results = call(*given)
+            times.append(1e6 * (time.thread_time() - start))
+            return results
+
+        return timed
+
+    for calls in (runner.calls, *[observed(runner.calls, observe)] * rounds):
+        with exchange.turn:
             env = runner.staged(leaves)
-            for part, (call, ins, outs, frees) in zip(runner.parts, runner.steps, strict=True):
-                given = [env[slot] for slot in ins]
-                start = time.thread_time()
-                results = call(*given)
-                spent = 1e6 * (time.thread_time() - start)
-                sends = jax.process_index() in owners[part.submeshes[0]]
-                if n:
-                    found["a kernel" if part.kernel is not None else "a send" if sends else "a receive"].append(spent)
-                for slot, array in zip(outs, results):  # noqa: B905 - a process has no results of what it only sends
-                    env[slot] = array
-                for slot in frees:
-                    env[slot] = None
+            runner.run(env, calls)
             jax.block_until_ready(env)
     return {
         name: f"{statistics.median(times):.0f} ({len(times) // rounds})" if times else ""

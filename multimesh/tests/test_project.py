@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS
-from multimesh.runtime.project import by_devices, project, routes, steps
+from multimesh.runtime.project import by_devices, project, routes, whole
 from multimesh.runtime.transport import way
 from pipelines import Split, gradient, submeshes
 
@@ -33,29 +33,26 @@ def pipeline(schedule):
     return f.plan(TRANSFORMER.init(4), TRANSFORMER.batch(16, 0))
 
 
-def ways(plan, step):
-    moved = zip(step.ins, step.outs, strict=True)
+def ways(plan, action):
+    moved = zip(action.ins, action.outs, strict=True)
     return [way(plan.layouts[a], plan.layouts[b], plan.slots[a].shape) for a, b in moved]
 
 
 def check(plan, owner):
-    """Parts in the order of the whole, in which no step is missing; replayed, all come to their end."""
+    """Parts in the order of the whole, in which no action is missing; replayed, all come to their end."""
     count = 1 + max(owner(d) for mesh in plan.submeshes for d in mesh.devices.flat)
     parts = [project(plan, process, owner) for process in range(count)]
-    whole = {
-        step.number: step
-        for step in steps(plan, by_route=len({owner(d) for m in plan.submeshes for d in m.devices.flat}) > 1)
-    }
-    assert set().union(*({s.number for s in part} for part in parts)) == set(whole)
-    freed = collections.Counter(slot for part in parts for step in part for slot in step.frees)
+    actions = {action.number: action for action in whole(plan, owner)}
+    assert set().union(*({a.number for a in part} for part in parts)) == set(actions)
+    freed = collections.Counter(slot for part in parts for action in part for slot in action.frees)
     for process, part in enumerate(parts):
-        assert [s.number for s in part] == sorted(s.number for s in part)
+        assert [a.number for a in part] == sorted(a.number for a in part)
         mine = {i for i, mesh in enumerate(plan.submeshes) if process in map(owner, mesh.devices.flat)}
-        for step in part:
-            whole_step = whole[step.number]
-            assert (step.kernel, step.ins, step.outs) == (whole_step.kernel, whole_step.ins, whole_step.outs)
-            assert mine & set(step.submeshes)
-    for slot in (slot for step in whole.values() for slot in step.frees):
+        for action in part:
+            same = actions[action.number]
+            assert (action.kernel, action.ins, action.outs) == (same.kernel, same.ins, same.outs)
+            assert mine & set(action.submeshes)
+    for slot in (slot for action in actions.values() for slot in action.frees):
         mesh = plan.submeshes[plan.slots[slot].submesh]
         assert freed[slot] == len(set(map(owner, mesh.devices.flat)))
     replay(plan, parts, owner)
@@ -71,24 +68,24 @@ def replay(plan, parts, owner):
         moved = False
         for me, queue in enumerate(left):
             while queue:
-                step = queue[0]
+                action = queue[0]
                 needed = []
-                if step.kernel is None:
-                    found = routes(ways(plan, step), owner)
+                if action.kernel is None:
+                    found = routes(ways(plan, action), owner)
                     for route in found:
-                        if route.source == me and ("sent", step.number, me, route.target) not in sent:
-                            sent["sent", step.number, me, route.target] += 1
-                            assert {step.ins[p.array] for p in route.parcels} <= env[me]
+                        if route.source == me and ("sent", action.number, me, route.target) not in sent:
+                            sent["sent", action.number, me, route.target] += 1
+                            assert {action.ins[p.array] for p in route.parcels} <= env[me]
                     needed = [r for r in found if r.target == me != r.source]
                 else:
-                    assert set(step.ins) <= env[me]
-                if any(not sent["sent", step.number, r.source, me] for r in needed):
+                    assert set(action.ins) <= env[me]
+                if any(not sent["sent", action.number, r.source, me] for r in needed):
                     break
                 moved = True
                 queue.popleft()
                 here = [i for i, mesh in enumerate(plan.submeshes) if me in map(owner, mesh.devices.flat)]
-                env[me] |= {slot for slot in step.outs if plan.slots[slot].submesh in here}
-                env[me] -= set(step.frees)
+                env[me] |= {slot for slot in action.outs if plan.slots[slot].submesh in here}
+                env[me] -= set(action.frees)
     assert not any(left), "a process waits for ever"
 
 
@@ -108,10 +105,10 @@ def test_parts_of_random_graphs(seed):
     check(mm.jit(jax.grad(loss, argnums=(0, 1, 2))).plan(*graphs.inputs()), OWNERS[owner])
 
 
-def test_one_process_has_every_step_and_as_few_calls_as_can_be():
+def test_one_process_has_every_action_and_as_few_calls_as_can_be():
     plan = pipeline("1f1b")
     (part,) = [project(plan, 0, lambda d: 0)]
-    kinds = [step.kernel is None for step in part]
+    kinds = [action.kernel is None for action in part]
     assert not any(a and b for a, b in itertools.pairwise(kinds))
     assert sum(map(len, (s.ins for s in part if s.kernel is None))) == plan.traffic()[0]
 
@@ -122,8 +119,8 @@ def test_grouping_does_not_depend_on_the_process():
     for owner in OWNERS.values():
         numbers = collections.defaultdict(set)
         for process in range(8):
-            for step in project(plan, process, owner):
-                numbers[step.number].add((step.kernel, step.ins, step.outs))
+            for action in project(plan, process, owner):
+                numbers[action.number].add((action.kernel, action.ins, action.outs))
         assert all(len(found) == 1 for found in numbers.values())
 
 
@@ -141,4 +138,4 @@ def test_every_byte_crosses_once_where_cuts_fit():
 def test_all_processes_make_all_moves_where_the_transport_wants_it():
     plan = pipeline("1f1b")
     parts = [project(plan, process, OWNERS["4x2"], everyone=True) for process in range(4)]
-    assert len({tuple(s.number for s in part if s.kernel is None) for part in parts}) == 1
+    assert len({tuple(a.number for a in part if a.kernel is None) for part in parts}) == 1

@@ -1,8 +1,9 @@
-"""Runs of a compiled plan in which programs and transfers are waited for: when each started and ended."""
+"""Runs of a compiled plan under an observer that waits for kernels and transfers: when each started and ended."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,15 +13,14 @@ from typing import Any
 
 import jax
 
-from multimesh.core import _compat
 from multimesh.observe import clocks
-from multimesh.plan.forecast import Times, timed
-from multimesh.plan.instructions import Free, Send, Transfer
+from multimesh.plan.forecast import Times
+from multimesh.plan.instructions import Send
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
-from multimesh.runtime.project import Step, processes, steps
-from multimesh.runtime.runner import Runner, copied
-from multimesh.runtime.transport import Call, Transport
+from multimesh.runtime.project import Action, actions, processes, whole
+from multimesh.runtime.runner import Runner, copied, observed
+from multimesh.runtime.transport import Call
 
 _WAITERS = 64  # threads, each of which waits for the arrays of a call
 _profiles = itertools.count(1)
@@ -51,42 +51,30 @@ class Run:
 
 
 class Alone:
-    """Measures a plan of one process: one program or transfer at a time."""
+    """Measures a plan of one process: one kernel or transfer at a time."""
 
     note = "one kernel at a time, each waited for: nothing overlaps here"
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self._plan = runner, runner.compiled.plan
-        layouts, transport = runner.compiled.layouts, Transport()
-
-        def move(transfer: Transfer) -> Call:
-            sources, targets = ([layouts[slot] for slot in slots] for slots in (transfer.ins, transfer.outs))
-            return transport.mover(sources, targets, [self._plan.slots[slot] for slot in transfer.ins])
-
-        self._moves = {n: move(item) for n, item in timed(self._plan) if isinstance(item, Transfer)}
+        self._runner = runner
+        self._calls = runner.bound(actions(runner.compiled.plan, lambda transfer: transfer.id))
 
     def run(self, args: Sequence[Any]) -> Run:
-        """Every program and transfer by itself."""
+        """Every kernel and transfer by itself."""
         env = _ready(self._runner.staged(_copies(args)))
-        waited, programs = dict(timed(self._plan)), self._runner.compiled.programs
         times: dict[int, tuple[float, float]] = {}
         origin = clocks.now()
-        for number, instruction in enumerate(self._plan.instructions):
-            if number in waited:
+
+        def observe(action: Action, call: Call) -> Call:
+            def waited(*given: Any) -> Sequence[Any]:
                 start = clocks.now()
-                item = waited[number]
-                given = [env[slot] for slot in item.ins]
-                call = self._moves[number] if isinstance(item, Transfer) else programs[item.kernel]
-                with _compat.explicit_transfers():
-                    results = call(*given)
-                del given
-                jax.block_until_ready(results)
-                times[number] = (start - origin, clocks.now() - origin)
-                for slot, array in zip(item.outs, results, strict=True):
-                    env[slot] = array
-            elif isinstance(instruction, Free):
-                for slot in instruction.ins:
-                    env[slot] = None
+                results = _ready(call(*given))
+                times[action.instructions[0]] = start - origin, clocks.now() - origin
+                return results
+
+            return waited
+
+        self._runner.run(env, observed(self._calls, observe))
         return Run(times, {number: end - start for number, (start, end) in times.items()})
 
     def call(self, args: Sequence[Any]) -> float:
@@ -97,12 +85,12 @@ class Alone:
 
 @dataclass
 class Seen:
-    """What one process saw of a run, by number of the step: in the time of process 0.
+    """What one process saw of a run, by number of the action: in the time of process 0.
 
     Attributes
     ----------
     runs
-        Start and end of its programs.
+        Start and end of its kernels.
     sent
         When the arrays of a call were there to be sent.
     got
@@ -114,26 +102,79 @@ class Seen:
     got: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
-class Together:
-    """Measures a plan with all other processes, which all make the same calls.
+class _Watch:
+    """Observes what one process does of a run, one kernel at a time.
 
-    Each runs its part, one program at a time. While a program runs, the transfers that follow are under way, as in an
-    ordinary call; threads wait for what arrives.
+    While a kernel runs, the transfers that follow are under way, as in an ordinary call; threads wait for what arrives.
     """
+
+    def __init__(self, plan: Plan, pool: ThreadPoolExecutor) -> None:
+        self.seen = Seen()
+        self._here, self._pool = [jax.process_index() in owners for owners in processes(plan)], pool
+        self._arriving: dict[int, Future[None]] = {}  # slot to what notes when it is there
+        self._running: tuple[Action, float, Sequence[Any]] | None = None
+        self._unsent: list[int] = []  # calls that wait for the kernel that runs
+
+    def __call__(self, action: Action, call: Call) -> Call:
+        """See `Observer`."""
+        return functools.partial(self._move if action.kernel is None else self._run, action, call)
+
+    def _run(self, action: Action, call: Call, *given: Any) -> Sequence[Any]:
+        self.finish()
+        for slot in self._arriving.keys() & set(action.ins):
+            self._arriving.pop(slot).result()
+        start = clocks.now()
+        results = call(*given)
+        self._running = action, start, results
+        return results
+
+    def _move(self, action: Action, call: Call, *given: Any) -> Sequence[Any]:
+        start = clocks.now()
+        results = call(*given)
+        sends, receives = (self._here[submesh] for submesh in action.submeshes)
+        if sends and self._running is not None and not set(self._running[0].outs).isdisjoint(action.ins):
+            self._unsent.append(action.number)
+        elif sends:
+            self.seen.sent[action.number] = start
+        if receives:
+            arrival = self._pool.submit(self._arrived, action.number, start, results)
+            self._arriving.update(dict.fromkeys(action.outs, arrival))
+        return results
+
+    def _arrived(self, number: int, asked: float, results: Sequence[Any]) -> None:
+        jax.block_until_ready(results)
+        self.seen.got[number] = asked, clocks.now()
+
+    def finish(self) -> None:
+        """Wait for the kernel that runs."""
+        if self._running is not None:
+            action, start, results = self._running
+            jax.block_until_ready(results)
+            self.seen.runs[action.number] = start, clocks.now()
+            self.seen.sent.update(dict.fromkeys(self._unsent, self.seen.runs[action.number][1]))
+            self._unsent.clear()
+            self._running = None
+
+
+class Together:
+    """Measures a plan with all other processes, which all make the same calls."""
 
     note = "all processes at the same time, each of which waits for its kernels"
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._plan = runner, runner.compiled.plan
-        self._me, self._owners = jax.process_index(), processes(self._plan)
         self._name, self._rounds = f"profile {next(_profiles)}", itertools.count()
 
     def run(self, args: Sequence[Any]) -> Run:
-        """All processes' programs and transfers on one clock."""
+        """All processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(_copies(args)))
         offset = clocks.offset(name)
-        seen = self._part(env)
+        with ThreadPoolExecutor(_WAITERS) as pool:
+            watch = _Watch(self._plan, pool)
+            self._runner.run(env, observed(self._runner.calls, watch))
+            watch.finish()
+        seen = watch.seen
         shifted = [
             [[n, *(time + offset.seconds for time in times)] for n, times in found]
             for found in (seen.runs.items(), ((n, [at]) for n, at in seen.sent.items()), seen.got.items())
@@ -145,57 +186,6 @@ class Together:
         ]
         errors = sorted((error for error, *_ in told), reverse=True)
         return merged(self._plan, every, sum(errors[:2]))
-
-    def _part(self, env: list[Any]) -> Seen:
-        """Run this process's steps, with all slots as they are before."""
-        seen = Seen()
-        arriving: dict[int, Future[None]] = {}  # slot to what notes when it is there
-        running: tuple[int, float, Sequence[Any], set[int]] | None = None
-        unsent: list[int] = []  # calls that wait for the program that runs
-
-        def finish() -> None:
-            nonlocal running
-            if running is not None:
-                number, start, results, _ = running
-                jax.block_until_ready(results)
-                seen.runs[number] = start, clocks.now()
-                seen.sent.update(dict.fromkeys(unsent, seen.runs[number][1]))
-                unsent.clear()
-                running = None
-
-        def arrived(number: int, asked: float, results: Sequence[Any]) -> None:
-            jax.block_until_ready(results)
-            seen.got[number] = asked, clocks.now()
-
-        with ThreadPoolExecutor(_WAITERS) as pool:
-            for step, (call, ins, outs, frees) in zip(self._runner.parts, self._runner.steps, strict=True):
-                moves = step.kernel is None
-                if not moves:
-                    finish()
-                    for slot in arriving.keys() & set(ins):
-                        arriving.pop(slot).result()
-                given = [env[slot] for slot in ins]
-                start = clocks.now()
-                with _compat.explicit_transfers():
-                    results = call(*given)
-                del given
-                if not moves:
-                    running = step.number, start, results, set(outs)
-                elif self._me in self._owners[step.submeshes[0]]:
-                    if running is not None and not running[3].isdisjoint(ins):
-                        unsent.append(step.number)
-                    else:
-                        seen.sent[step.number] = start
-                if moves and self._me in self._owners[step.submeshes[1]]:
-                    arrival = pool.submit(arrived, step.number, start, results)
-                    arriving.update(dict.fromkeys(outs, arrival))
-                for slot, array in zip(outs, results):  # noqa: B905 - a process has no results of what it only sends
-                    env[slot] = array
-                del results
-                for slot in frees:
-                    env[slot] = None
-            finish()
-        return seen
 
     def call(self, args: Sequence[Any]) -> float:
         """Seconds from the first process's start of an ordinary call to the last one's end."""
@@ -210,35 +200,36 @@ class Together:
 def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Run:
     """One run of what all processes saw.
 
-    A program or transfer of several processes starts when all of them have come to it. A transfer lasts from when it
+    A kernel or transfer of several processes starts when all of them have come to it. A transfer lasts from when it
     was sent and asked for to its arrival.
     """
-    programs: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
+    kernels: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
     arrivals: dict[int, float] = {}
     for n, (_, end) in (found for seen in every for found in seen.got.items()):
         arrivals[n] = max(end, arrivals.get(n, end))
     for seen in every:
         for n, found in seen.runs.items():
-            programs[n].append(found)
+            kernels[n].append(found)
     times: dict[int, tuple[float, float]] = {}
     lasts: dict[int, float] = {}
-    for step in steps(plan, by_route=len(frozenset().union(*processes(plan))) > 1):
-        if step.kernel is not None:
-            span = max(start for start, _ in programs[step.number]), max(end for _, end in programs[step.number])
-            times[step.instructions[0]], lasts[step.instructions[0]] = span, span[1] - span[0]
+    for action in whole(plan):
+        number = action.number
+        if action.kernel is not None:
+            span = max(start for start, _ in kernels[number]), max(end for _, end in kernels[number])
+            times[action.instructions[0]], lasts[action.instructions[0]] = span, span[1] - span[0]
             continue
-        end = arrivals[step.number]
-        sent = min(end, max(seen.sent[step.number] for seen in every if step.number in seen.sent))
-        asked = min(end, max(seen.got[step.number][0] for seen in every if step.number in seen.got))
-        for n, share in _shares(plan, step).items():
+        end = arrivals[number]
+        sent = min(end, max(seen.sent[number] for seen in every if number in seen.sent))
+        asked = min(end, max(seen.got[number][0] for seen in every if number in seen.got))
+        for n, share in _shares(plan, action).items():
             times[n], lasts[n] = (sent, end), share * (end - max(sent, asked))
     origin = min((start for start, _ in times.values()), default=0.0)
     return Run({n: (start - origin, end - origin) for n, (start, end) in times.items()}, lasts, error)
 
 
-def _shares(plan: Plan, step: Step) -> dict[int, float]:
+def _shares(plan: Plan, action: Action) -> dict[int, float]:
     """Part of a call that each of its SENDs takes: that of its bytes."""
-    sends = ((n, plan.instructions[n]) for n in step.instructions)
+    sends = ((n, plan.instructions[n]) for n in action.instructions)
     sizes = {n: plan.bytes_of(plan.transfers[send.transfer]) for n, send in sends if isinstance(send, Send)}
     total = sum(sizes.values())
     return {n: size / total if total else 1 / len(sizes) for n, size in sizes.items()}

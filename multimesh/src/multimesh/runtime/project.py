@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from multimesh.plan.instructions import Free, Run, Send
+from multimesh.plan.instructions import Free, Run, Send, Transfer
 from multimesh.plan.plan import Plan
 from multimesh.runtime.transport import Piece, Way
 
@@ -28,15 +28,15 @@ def owner(device: jax.Device) -> int:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A program to run or arrays to move.
+class Action:
+    """One call: a kernel to run, or arrays to move.
 
     Attributes
     ----------
     number
         Its place in the whole plan, the same in all processes.
     submeshes
-        That of the program; of arrays that move, where they are and where they go.
+        That of the kernel; of arrays that move, where they are and where they go.
     kernel
         Index into ``Plan.kernels``; None for arrays that move.
     ins, outs
@@ -56,33 +56,22 @@ class Step:
     frees: tuple[int, ...] = ()
 
 
-def steps(plan: Plan, by_route: bool = True) -> tuple[Step, ...]:
-    """All that a plan does, in its order.
-
-    Transfers between two programs are one call; ``by_route`` one for each pair of submeshes, in the order of their
-    first transfers.
-    """
-    found: list[Step] = []
-    moves: dict[tuple[int, ...], int] = {}  # since the last program: the pair of submeshes to the place in found
+def actions(plan: Plan, group: Callable[[Transfer], Any]) -> tuple[Action, ...]:
+    """All that a plan does, in its order; transfers of one group between two kernels are one call."""
+    found: list[Action] = []
+    moves: dict[Any, int] = {}  # since the last kernel: group to the place in found
     for number, instruction in enumerate(plan.instructions):
         match instruction:
             case Run(submesh, kernel=kernel, ins=ins, outs=outs):
-                found.append(Step(len(found), (submesh,), kernel, ins, outs, (number,)))
+                found.append(Action(len(found), (submesh,), kernel, ins, outs, (number,)))
                 moves.clear()
             case Send(transfer=index):
                 transfer = plan.transfers[index]
-                ends = transfer.source, transfer.target
-                route = ends if by_route else ()
-                if route not in moves:
-                    moves[route] = len(found)
-                    found.append(Step(len(found), ends, None, (), (), ()))
-                at = found[moves[route]]
-                found[moves[route]] = replace(
-                    at,
-                    ins=at.ins + transfer.ins,
-                    outs=at.outs + transfer.outs,
-                    instructions=(*at.instructions, number),
-                )
+                at = moves.setdefault(group(transfer), len(found))
+                if at == len(found):
+                    found.append(Action(at, (transfer.source, transfer.target), None, (), (), ()))
+                ins, outs = found[at].ins + transfer.ins, found[at].outs + transfer.outs
+                found[at] = replace(found[at], ins=ins, outs=outs, instructions=(*found[at].instructions, number))
             case Free(ins=emptied):
                 found[-1] = replace(found[-1], frees=found[-1].frees + emptied)
     return tuple(found)
@@ -93,20 +82,21 @@ def processes(plan: Plan, owner: Owner = owner) -> tuple[frozenset[int], ...]:
     return tuple(frozenset(map(owner, mesh.devices.flat)) for mesh in plan.submeshes)
 
 
-def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = False) -> tuple[Step, ...]:
-    """What one process does: programs of its submeshes, and moves to or from them; with ``everyone`` all moves.
+def whole(plan: Plan, owner: Owner = owner) -> tuple[Action, ...]:
+    """All actions of a plan: as few as can be in one process; in several, a call for each pair of submeshes."""
+    several = len(frozenset().union(*processes(plan, owner))) > 1
+    return actions(plan, lambda transfer: (transfer.source, transfer.target) if several else ())
 
-    A plan of one process has as few calls as can be; of several, one call is one route.
-    """
-    owners = processes(plan, owner)
-    mine = {submesh for submesh, found in enumerate(owners) if process in found}
-    whole = steps(plan, by_route=len(frozenset().union(*owners)) > 1)
-    found: list[Step] = []
-    for step in whole:
-        frees = tuple(slot for slot in step.frees if plan.slots[slot].submesh in mine)
-        if not mine.isdisjoint(step.submeshes) or (everyone and step.kernel is None):
-            found.append(replace(step, frees=frees))
-        elif frees:  # of what an earlier step of this process read or made
+
+def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = False) -> tuple[Action, ...]:
+    """What one process does: kernels of its submeshes, and moves to or from them; with ``everyone`` all moves."""
+    mine = {submesh for submesh, found in enumerate(processes(plan, owner)) if process in found}
+    found: list[Action] = []
+    for action in whole(plan, owner):
+        frees = tuple(slot for slot in action.frees if plan.slots[slot].submesh in mine)
+        if not mine.isdisjoint(action.submeshes) or (everyone and action.kernel is None):
+            found.append(replace(action, frees=frees))
+        elif frees:  # of what an earlier action of this process read or made
             found[-1] = replace(found[-1], frees=found[-1].frees + frees)
     return tuple(found)
 

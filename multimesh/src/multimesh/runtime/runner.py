@@ -1,10 +1,10 @@
-"""Runs a compiled plan: one pass over a flat list of steps, no decisions left to make."""
+"""Runs a compiled plan: one pass over a flat list of calls, no decisions left to make."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,10 +24,19 @@ from multimesh.processes.arrays import absent, here, place
 from multimesh.processes.initialize import count_step
 from multimesh.runtime import exchange
 from multimesh.runtime.compiling import CompiledPlan, first_invalid
-from multimesh.runtime.project import Step, owner, processes, project
-from multimesh.runtime.transport import Transport
+from multimesh.runtime.project import Action, owner, processes, project
+from multimesh.runtime.transport import Call, Transport
 
-_Step = tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Calls = tuple[tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Action], ...]
+"""Functions to call in order: each with the slots that it reads, writes and empties, and what it stands for."""
+
+Observer = Callable[[Action, Call], Call]
+"""What is called in place of an action's function, to see when it starts and ends."""
+
+
+def observed(calls: Calls, observer: Observer) -> Calls:
+    """The same calls under an observer."""
+    return tuple((observer(action, call), ins, outs, frees, action) for call, ins, outs, frees, action in calls)
 
 
 class Runner:
@@ -52,8 +61,7 @@ class Runner:
             self._blank[slot] = array
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
         self._transport = Transport()
-        self.parts = project(plan, jax.process_index(), everyone=self._everyone)
-        self.steps = tuple(self._steps())
+        self.calls = self.bound(project(plan, jax.process_index(), everyone=self._everyone))
         self._donated = _donated(compiled)
         self._aliases = _aliases(compiled, self._donated)
 
@@ -73,20 +81,7 @@ class Runner:
         env = self.staged(args)
         if self._aliases:
             self._check_buffers(env)
-        with _compat.explicit_transfers():
-            for call, ins, outs, frees in self.steps:
-                try:
-                    results = call(*[env[i] for i in ins])
-                except Exception as error:
-                    kind = _compat.invalid_value(error)
-                    if kind is None:
-                        raise
-                    raise self._invalid(call, [env[i] for i in ins], kind) from None
-                for slot, array in zip(outs, results):  # noqa: B905 - the lengths were fixed when the plan was made
-                    env[slot] = array
-                del results
-                for slot in frees:
-                    env[slot] = None
+        self.run(env, self.calls)
         results = [
             env[value] if kind == "slot" else copied(args[value] if kind == "arg" else value)
             for kind, value in self._outputs
@@ -97,6 +92,28 @@ class Runner:
             results[position] = self._relaid(position, results[position], layout)
         return results
 
+    def run(self, env: list[Any], calls: Calls) -> None:
+        """Make the calls, with all slots in ``env``."""
+        with _compat.explicit_transfers():
+            for call, ins, outs, frees, action in calls:
+                try:
+                    results = call(*[env[i] for i in ins])
+                except Exception as error:
+                    kind = _compat.invalid_value(error)
+                    if kind is None or action.kernel is None:
+                        raise
+                    raise self._invalid(action.kernel, [env[i] for i in ins], kind) from None
+                for slot, array in zip(outs, results):  # noqa: B905 - a process has no results of what it only sends
+                    env[slot] = array
+                del results
+                for slot in frees:
+                    env[slot] = None
+
+    def bound(self, actions: Iterable[Action]) -> Calls:
+        """The calls that these actions are in this process."""
+        moves, programs = self._mover, self.compiled.programs
+        return tuple((moves(a) if a.kernel is None else programs[a.kernel], a.ins, a.outs, a.frees, a) for a in actions)
+
     def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
         placed: Sequence[Any] = jax.device_put(list(arrays), list(layouts))
         return placed
@@ -104,15 +121,9 @@ class Runner:
     def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
         return jax.device_put(result, layout)
 
-    def _steps(self) -> Iterator[_Step]:
-        """(call, inputs, outputs, frees) of programs and transfers in order."""
-        for step in self.parts:
-            call = self._mover(step) if step.kernel is None else self.compiled.programs[step.kernel]
-            yield call, step.ins, step.outs, step.frees
-
-    def _mover(self, step: Step) -> Callable[..., Sequence[Any]]:
-        sources, targets = ([self.compiled.layouts[slot] for slot in slots] for slots in (step.ins, step.outs))
-        return self._transport.mover(sources, targets, [self.compiled.plan.slots[slot] for slot in step.ins])
+    def _mover(self, action: Action) -> Call:
+        sources, targets = ([self.compiled.layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
+        return self._transport.mover(sources, targets, [self.compiled.plan.slots[slot] for slot in action.ins])
 
     def _check_buffers(self, env: Sequence[Any]) -> None:
         """XLA would refuse a donated buffer that is there twice on one device, and end the process on several.
@@ -135,9 +146,9 @@ class Runner:
                         "give one of them as a copy: jnp.copy(x)"
                     )
 
-    def _invalid(self, program: Any, args: Sequence[Any], kind: str) -> FloatingPointError:
-        """What ``jax_debug_nans`` and ``jax_debug_infs`` raise of a program, with the task and the user's line."""
-        kernel = self.compiled.plan.kernels[self.compiled.programs.index(program)]
+    def _invalid(self, number: int, args: Sequence[Any], kind: str) -> FloatingPointError:
+        """What ``jax_debug_nans`` and ``jax_debug_infs`` raise of a kernel, with the task and the user's line."""
+        kernel = self.compiled.plan.kernels[number]
         with jax.debug_nans(False), jax.debug_infs(False):
             op = first_invalid(kernel, self.compiled.plan, args, {"nan": jnp.isnan, "inf": jnp.isinf}[kind])
         if op is None:
@@ -199,7 +210,7 @@ class PartRunner(Runner):
         donated = {slot for run in plan.runs for slot in _donated_by(plan, run)}
         kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
         self._lent = frozenset(donated | kept)  # a later program, or one of the next call, may reuse their buffers
-        self._known: dict[Any, Callable[..., Sequence[Any]]] = {}
+        self._known: dict[Any, Call] = {}
         self._sources: dict[tuple[Any, ...], bool] = {}  # where arguments lie: whether another process has part in it
         if number is not None:
             self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
@@ -233,13 +244,13 @@ class PartRunner(Runner):
     def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
         return self._moved_to(len(self._inputs) + position, result, layout)
 
-    def _mover(self, step: Step) -> Callable[..., Sequence[Any]]:
+    def _mover(self, action: Action) -> Call:
         plan, layouts = self.compiled.plan, self.compiled.layouts
-        if len(frozenset().union(*(self._owners[submesh] for submesh in step.submeshes))) == 1:
-            return super()._mover(step) if here(layouts[step.ins[0]].device_set) else lambda *_: ()
-        sources, targets = ([layouts[slot] for slot in slots] for slots in (step.ins, step.outs))
-        avals, lent = [plan.slots[slot] for slot in step.ins], [slot in self._lent for slot in step.ins]
-        return self._shared.mover(step.number, sources, targets, avals, lent)
+        if len(frozenset().union(*(self._owners[submesh] for submesh in action.submeshes))) == 1:
+            return super()._mover(action) if here(layouts[action.ins[0]].device_set) else lambda *_: ()
+        sources, targets = ([layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
+        avals, lent = [plan.slots[slot] for slot in action.ins], [slot in self._lent for slot in action.ins]
+        return self._shared.mover(action.number, sources, targets, avals, lent)
 
     def staged(self, args: Sequence[Any]) -> list[Any]:
         """See `Runner.staged`."""
@@ -285,7 +296,7 @@ class PartRunner(Runner):
             return place(x, layout)
         key = (number, source, layout)
         if key not in self._known:
-            first = len(self.compiled.plan.instructions)  # after the numbers of all steps
+            first = len(self.compiled.plan.instructions)  # after the numbers of all actions
             self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True])
         (result,) = self._known[key](x)
         return absent(x, layout) if result is None else result
