@@ -235,7 +235,7 @@ def dispatched(work: Work, rounds: int) -> report.Row:
     """
     import jax
     from multimesh.runtime import exchange
-    from multimesh.runtime.project import processes
+    from multimesh.runtime.actions import processes
     from multimesh.runtime.runner import observed
 
     step, args = work.pipeline("1f1b")

@@ -23,9 +23,10 @@ from multimesh.passes.pipeline import Pass, Traced
 from multimesh.plan import fingerprint
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
+from multimesh.runtime.actions import processes
 from multimesh.runtime.compiling import CompiledPlan, compile_plan
-from multimesh.runtime.project import processes
-from multimesh.runtime.runner import PartRunner, Runner
+from multimesh.runtime.part_runner import PartRunner
+from multimesh.runtime.runner import Runner
 
 
 def not_exported(name: str) -> UsageError:

@@ -18,7 +18,7 @@ from multimesh.plan.forecast import Times
 from multimesh.plan.instructions import Send
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
-from multimesh.runtime.project import Action, actions, processes, whole
+from multimesh.runtime.actions import Action, actions, processes, whole
 from multimesh.runtime.runner import Runner, copied, observed
 from multimesh.runtime.transport import Call
 

@@ -19,7 +19,7 @@ from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
 from multimesh.runtime import exchange
-from multimesh.runtime.project import processes
+from multimesh.runtime.actions import processes
 from multimesh.runtime.runner import Runner
 from multimesh.schedules import Auto
 from multimesh.timelines.timeline import Timeline

@@ -1,7 +1,7 @@
-"""Arrays on their way between processes: who sends which pieces to whom, and the transports that carry them.
+"""Moves arrays of a plan between processes, piece by piece.
 
-Every process makes the same calls in the same order, each as far as it takes part. What a call is called, its key, is
-made of the plan, the number of its run, and the place of the call in the plan: the same in all processes.
+Every process makes the same calls in the same order, each as far as it takes part. The key of a call is the same in all
+of them: the plan, the number of the run, and the place of the call in the plan.
 """
 
 from __future__ import annotations
@@ -9,163 +9,23 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from multimesh.core import _compat
 from multimesh.errors import UsageError
-from multimesh.marking import contexts
-from multimesh.processes import agree
-from multimesh.processes.arrays import absent, here
-from multimesh.runtime.project import Parcel, Route, by_devices, routes
+from multimesh.processes.arrays import here
+from multimesh.runtime.carriers import carrier, on_device
+from multimesh.runtime.routes import Parcel, routes
 from multimesh.runtime.transport import Ends, ends
-
-Key = tuple[int, int, int]  # plan, run, call
-Pieces = dict[Parcel, Any]
-Carry = Callable[[Key, Pieces], Pieces]
 
 turn = threading.RLock()
 """Held while a plan runs: threads that ran plans at once would do so in another order in each process."""
-
-
-class Carrier(Protocol):
-    """A transport: brings pieces from devices of one process to those of another.
-
-    Attributes
-    ----------
-    everyone
-        Whether a process that neither sends nor receives has to make the call too.
-    late
-        Whether a piece is read after the call returned, so that it must not be donated.
-    """
-
-    everyone: bool
-    late: bool
-
-    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
-        """A function of a key and the pieces that this process sends; it returns those that it gets.
-
-        ``way`` has routes between two processes each, ``types`` the type of a piece of each array.
-        """
-        ...
-
-
-class Pull:
-    """Shards pulled over TCP through ``jax.experimental.transfer``: the two parties, in any order, beside programs."""
-
-    everyone, late = False, True
-
-    def __init__(self) -> None:
-        from jax.experimental import transfer
-
-        self._me = jax.process_index()
-        address = _compat.own_address()
-        client = jax.local_devices()[0].client
-        self._server = transfer.start_transfer_server(client, f"{address}:0", [f"{address}:0"] * 2)
-        _compat.key_value_store().key_value_set(f"multimesh/transfer/{self._me}", self._server.address())
-
-    @functools.cache  # noqa: B019 - lives as long as the process
-    def _peer(self, process: int) -> Any:
-        store = _compat.key_value_store()
-        address = store.blocking_key_value_get(f"multimesh/transfer/{process}", int(1000 * agree.WAIT))
-        return self._server.connect(address)
-
-    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
-        """See `Carrier`."""
-        sends = [route for route in way if route.source == self._me]
-        pulls = [(route, [_struct(parcel, types) for parcel in route.parcels]) for route in way if self._gets(route)]
-
-        def carry(key: Key, pieces: Pieces) -> Pieces:
-            for route in sends:
-                self._server.await_pull(_number(key, route.target), [pieces[parcel] for parcel in route.parcels])
-            got: Pieces = {}
-            for route, wanted in pulls:
-                arrived = self._peer(route.source).pull(_number(key, self._me), wanted)
-                got.update(zip(route.parcels, arrived, strict=True))
-            return got
-
-        return carry
-
-    def _gets(self, route: Route) -> bool:
-        return route.target == self._me
-
-
-def _struct(parcel: Parcel, types: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
-    like, place = types[parcel.array], SingleDeviceSharding(parcel.piece.target)
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
-
-
-def _number(key: Key, target: int) -> int:
-    """64 bits that no other pull from the same process has which is under way."""
-    plan, run, call = key
-    return (((plan % 2**12) << 20 | run % 2**20) << 20 | call % 2**20) << 12 | target % 2**12
-
-
-class Put:
-    """``jax.device_put`` between processes: on GPUs NCCL. The two parties, in one order; on CPUs all processes."""
-
-    def __init__(self) -> None:
-        self.everyone = self.late = jax.devices()[0].platform == "cpu"
-        if self.everyone and not _compat.device_put_address():
-            raise UsageError(
-                "transport='device_put' on CPUs: set jax_cross_host_transfer_socket_address to an address of this "
-                "machine with a free port (not 0) before the first use of a device"
-            )
-
-    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
-        """See `Carrier`."""
-        pairs = [pair for route in way for pair in by_devices(route) if self.everyone or here(pair[:2])]
-        nothing = {
-            parcel: absent(types[parcel.array], _on(source))
-            for source, _, parcels in pairs
-            if not here([source])
-            for parcel in parcels
-        }
-
-        def carry(key: Key, pieces: Pieces) -> Pieces:
-            got: Pieces = {}
-            given = pieces | nothing
-            for source, target, parcels in pairs:
-                arrays = [_with(given[parcel], _on(source)) for parcel in parcels]
-                moved = jax.device_put(arrays, [_on(target)] * len(arrays))
-                if here([target]):
-                    got.update((parcel, x.addressable_data(0)) for parcel, x in zip(parcels, moved, strict=True))
-            return got
-
-        return carry
-
-
-CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (Pull, Put), strict=True))
-
-
-def carrier(name: str | None) -> Carrier:
-    """The transport of a name, made once; of None that of the platform."""
-    name = name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put")
-    with turn:
-        if name not in _carriers:
-            _carriers[name] = CARRIERS[name]()
-        return _carriers[name]
-
-
-_carriers: dict[str, Carrier] = {}
-
-
-@functools.cache
-def _on(device: jax.Device) -> NamedSharding:
-    return NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-
-
-def _with(x: Any, layout: NamedSharding) -> Any:
-    """An array on one device under another name of its layout."""
-    if x.sharding == layout:
-        return x
-    return jax.make_array_from_single_device_arrays(x.shape, layout, [x])
 
 
 class Exchange:
@@ -248,7 +108,7 @@ def _named(layout: Any) -> NamedSharding:
     if isinstance(layout, NamedSharding):
         return layout
     if len(layout.device_set) == 1:
-        return _on(next(iter(layout.device_set)))
+        return on_device(next(iter(layout.device_set)))
     raise UsageError(f"an argument has the layout {layout}, which can't be moved: give it a NamedSharding")
 
 

@@ -16,15 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from multimesh.core import _compat
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
-from multimesh.plan import fingerprint
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
-from multimesh.processes import agree
-from multimesh.processes.arrays import absent, here, place
-from multimesh.processes.initialize import count_step
-from multimesh.runtime import exchange
+from multimesh.runtime.actions import Action, project
 from multimesh.runtime.compiling import CompiledPlan, first_invalid
-from multimesh.runtime.project import Action, owner, processes, project
 from multimesh.runtime.transport import Call, Transport
 
 Calls = tuple[tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Action], ...]
@@ -195,117 +190,6 @@ class Runner:
             )
 
 
-class PartRunner(Runner):
-    """Executes what one of several processes does of a compiled plan.
-
-    Processes compare the plan before it runs, unless all that it touches is of one process: a process may run such a
-    plan alone. Threads that call wait for each other, as all processes must run their plans in one order.
-    """
-
-    def __init__(self, compiled: CompiledPlan, names: Sequence[str], name: str, number: int | None):
-        """``number`` is what the processes agreed to call the plan, and None of a plan of one process."""
-        plan, self._name = compiled.plan, name
-        self._owners = processes(plan)
-        self._exchange: exchange.Exchange | None = None
-        donated = {slot for run in plan.runs for slot in _donated_by(plan, run)}
-        kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
-        self._lent = frozenset(donated | kept)  # a later program, or one of the next call, may reuse their buffers
-        self._known: dict[Any, Call] = {}
-        self._sources: dict[tuple[Any, ...], bool] = {}  # where arguments lie: whether another process has part in it
-        if number is not None:
-            self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
-            self._everyone = self._exchange.carrier.everyone
-        super().__init__(compiled, names)
-        for slot in kept:
-            if not here(compiled.layouts[slot].device_set):
-                self._blank[slot] = absent(plan.slots[slot], compiled.layouts[slot])
-        if number is not None:
-            agree.barrier(f"plan {number} is compiled")
-
-    @property
-    def _shared(self) -> exchange.Exchange:
-        """The exchange with other processes, which agree on the plan of one process when first they have part in it."""
-        if self._exchange is None:
-            plan = self.compiled.plan
-            number = agree.agree_on_plan(self._name, fingerprint.lines(plan))
-            self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
-        return self._exchange
-
-    def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
-        """See `Runner`."""
-        with exchange.turn:
-            results = super().__call__(args, moved)
-            count_step()
-            return results
-
-    def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
-        return [place(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
-
-    def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
-        return self._moved_to(len(self._inputs) + position, result, layout)
-
-    def _mover(self, action: Action) -> Call:
-        plan, layouts = self.compiled.plan, self.compiled.layouts
-        if len(frozenset().union(*(self._owners[submesh] for submesh in action.submeshes))) == 1:
-            return super()._mover(action) if here(layouts[action.ins[0]].device_set) else lambda *_: ()
-        sources, targets = ([layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
-        avals, lent = [plan.slots[slot] for slot in action.ins], [slot in self._lent for slot in action.ins]
-        return self._shared.mover(action.number, sources, targets, avals, lent)
-
-    def staged(self, args: Sequence[Any]) -> list[Any]:
-        """See `Runner.staged`."""
-        sources = tuple(x.sharding if _is_placed(x) else None for x in args)
-        if sources not in self._sources:
-            self._sources[sources] = self._compared(sources)
-        if self._sources[sources]:
-            self._shared.begin()
-        env = list(self._blank)
-        given: list[tuple[int, Any, NamedSharding]] = []
-        for number, (arg, slot, layout) in enumerate(self._inputs):
-            if sources[arg] is None and layout.is_fully_addressable:
-                given.append((slot, args[arg], layout))
-            else:
-                env[slot] = self._moved_to(number, args[arg], layout)
-        arrays = jax.device_put([x for _, x, _ in given], [layout for _, _, layout in given])
-        for (slot, _, _), array in zip(given, arrays, strict=True):
-            env[slot] = array
-        for arg in dict.fromkeys(arg for arg, _, layout in self._inputs if sources[arg] not in (None, layout)):
-            if self._moved.get(arg, 0) < 2:
-                self._note_move(arg, args[arg], [(sources[a] == at, at) for a, _, at in self._inputs if a == arg])
-        return env
-
-    def _compared(self, sources: tuple[Any, ...]) -> bool:
-        """Whether several processes have part in a call, which then compare where its arguments lie.
-
-        A process that has them elsewhere would wait for what nobody sends.
-        """
-        owners = frozenset().union(*self._owners, *(map(owner, s.device_set) for s in sources if s is not None))
-        if len(owners) == 1:
-            return False
-        places = (f"{name} {fingerprint.text(s)}" for name, s in zip(self._names, sources, strict=True))
-        number = sum(self._sources.values())
-        agree.agree_on(f"arguments of plan {self._shared.plan}, {number}", places)
-        return True
-
-    def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
-        """A value of the caller with a layout: all processes have it, or it is moved from where it lies."""
-        source = x.sharding if _is_placed(x) else None
-        if source == layout:
-            return x
-        if source is None:
-            return place(x, layout)
-        key = (number, source, layout)
-        if key not in self._known:
-            first = len(self.compiled.plan.instructions)  # after the numbers of all actions
-            self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True])
-        (result,) = self._known[key](x)
-        return absent(x, layout) if result is None else result
-
-
-def _is_placed(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.committed
-
-
 def _where(sharding: jax.sharding.Sharding) -> str:
     """Short text of a layout: its mesh and spec, or its devices."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -332,10 +216,10 @@ def _donated(compiled: CompiledPlan) -> frozenset[int]:
     """Slots of arguments whose buffers a program may reuse."""
     plan = compiled.plan
     given = {slot for _, slot in plan.inputs}
-    return frozenset(given.intersection(slot for run in plan.runs for slot in _donated_by(plan, run)))
+    return frozenset(given.intersection(slot for run in plan.runs for slot in donated_by(plan, run)))
 
 
-def _donated_by(plan: Plan, run: Run) -> list[int]:
+def donated_by(plan: Plan, run: Run) -> list[int]:
     """Slots whose buffers a RUN may reuse."""
     return [run.ins[i] for i in plan.donations.get(run.kernel, ())]
 

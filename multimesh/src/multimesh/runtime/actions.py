@@ -7,24 +7,13 @@ ever.
 
 from __future__ import annotations
 
-import collections
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from multimesh.plan.instructions import Free, Run, Send, Transfer
 from multimesh.plan.plan import Plan
-from multimesh.runtime.transport import Piece, Way
-
-Owner = Callable[[jax.Device], int]  # the process of a device
-
-
-def owner(device: jax.Device) -> int:
-    """The process that a device is of."""
-    return int(device.process_index)
+from multimesh.runtime.routes import Owner, owner
 
 
 @dataclass(frozen=True)
@@ -99,38 +88,3 @@ def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = Fal
         elif frees:  # of what an earlier action of this process read or made
             found[-1] = replace(found[-1], frees=found[-1].frees + frees)
     return tuple(found)
-
-
-@dataclass(frozen=True, eq=False)
-class Parcel:
-    """A piece of one of the arrays of a call: a key by identity, which runs look up."""
-
-    array: int
-    piece: Piece
-
-
-@dataclass(frozen=True)
-class Route:
-    """All that goes from one process to another, or stays within one, in one call."""
-
-    source: int
-    target: int
-    parcels: tuple[Parcel, ...]
-
-
-def routes(ways: Sequence[Way], owner: Owner = owner) -> tuple[Route, ...]:
-    """The routes of a call with these arrays, in an order that is the same in all processes."""
-    found: dict[tuple[int, int], list[Parcel]] = collections.defaultdict(list)
-    for array, piece in ((n, piece) for n, way in enumerate(ways) for piece in way.pieces):
-        found[owner(piece.source), owner(piece.target)].append(Parcel(array, piece))
-    return tuple(Route(*ends, tuple(parcels)) for ends, parcels in sorted(found.items()))
-
-
-def by_devices(route: Route) -> list[tuple[jax.Device, jax.Device, tuple[Parcel, ...]]]:
-    """The parcels of a route for each pair of devices."""
-
-    def pair(parcel: Parcel) -> tuple[Any, Any]:
-        return parcel.piece.source.id, parcel.piece.target.id
-
-    groups = (tuple(group) for _, group in itertools.groupby(sorted(route.parcels, key=pair), pair))
-    return [(group[0].piece.source, group[0].piece.target, group) for group in groups]

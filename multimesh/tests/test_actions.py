@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS
-from multimesh.runtime.project import by_devices, project, routes, whole
+from multimesh.runtime.actions import project, whole
+from multimesh.runtime.routes import by_devices, routes
 from multimesh.runtime.transport import way
 from pipelines import Split, gradient, submeshes
 

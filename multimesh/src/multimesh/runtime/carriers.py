@@ -1,0 +1,159 @@
+"""Two transports that carry pieces of arrays from the devices of one process to those of another."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from multimesh.core import _compat
+from multimesh.errors import UsageError
+from multimesh.marking import contexts
+from multimesh.processes import agree
+from multimesh.processes.arrays import absent, here
+from multimesh.runtime.routes import Parcel, Route, by_devices
+
+Key = tuple[int, int, int]  # plan, run, call
+Pieces = dict[Parcel, Any]
+Carry = Callable[[Key, Pieces], Pieces]
+
+
+class Carrier(Protocol):
+    """A transport: brings pieces from devices of one process to those of another.
+
+    Attributes
+    ----------
+    everyone
+        Whether a process that neither sends nor receives has to make the call too.
+    late
+        Whether a piece is read after the call returned, so that it must not be donated.
+    """
+
+    everyone: bool
+    late: bool
+
+    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+        """A function of a key and the pieces that this process sends; it returns those that it gets.
+
+        ``way`` has routes between two processes each, ``types`` the type of a piece of each array.
+        """
+        ...
+
+
+class Pull:
+    """Shards pulled over TCP through ``jax.experimental.transfer``: the two parties, in any order, beside programs."""
+
+    everyone, late = False, True
+
+    def __init__(self) -> None:
+        from jax.experimental import transfer
+
+        self._me = jax.process_index()
+        address = _compat.own_address()
+        client = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(client, f"{address}:0", [f"{address}:0"] * 2)
+        _compat.key_value_store().key_value_set(f"multimesh/transfer/{self._me}", self._server.address())
+
+    @functools.cache  # noqa: B019 - lives as long as the process
+    def _peer(self, process: int) -> Any:
+        store = _compat.key_value_store()
+        address = store.blocking_key_value_get(f"multimesh/transfer/{process}", int(1000 * agree.WAIT))
+        return self._server.connect(address)
+
+    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+        """See `Carrier`."""
+        sends = [route for route in way if route.source == self._me]
+        pulls = [(route, [_struct(parcel, types) for parcel in route.parcels]) for route in way if self._gets(route)]
+
+        def carry(key: Key, pieces: Pieces) -> Pieces:
+            for route in sends:
+                self._server.await_pull(_number(key, route.target), [pieces[parcel] for parcel in route.parcels])
+            got: Pieces = {}
+            for route, wanted in pulls:
+                arrived = self._peer(route.source).pull(_number(key, self._me), wanted)
+                got.update(zip(route.parcels, arrived, strict=True))
+            return got
+
+        return carry
+
+    def _gets(self, route: Route) -> bool:
+        return route.target == self._me
+
+
+def _struct(parcel: Parcel, types: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+    like, place = types[parcel.array], SingleDeviceSharding(parcel.piece.target)
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
+
+
+def _number(key: Key, target: int) -> int:
+    """64 bits that no other pull from the same process has which is under way."""
+    plan, run, call = key
+    return (((plan % 2**12) << 20 | run % 2**20) << 20 | call % 2**20) << 12 | target % 2**12
+
+
+class Put:
+    """``jax.device_put`` between processes: on GPUs NCCL. The two parties, in one order; on CPUs all processes."""
+
+    def __init__(self) -> None:
+        self.everyone = self.late = jax.devices()[0].platform == "cpu"
+        if self.everyone and not _compat.device_put_address():
+            raise UsageError(
+                "transport='device_put' on CPUs: set jax_cross_host_transfer_socket_address to an address of this "
+                "machine with a free port (not 0) before the first use of a device"
+            )
+
+    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+        """See `Carrier`."""
+        pairs = [pair for route in way for pair in by_devices(route) if self.everyone or here(pair[:2])]
+        nothing = {
+            parcel: absent(types[parcel.array], on_device(source))
+            for source, _, parcels in pairs
+            if not here([source])
+            for parcel in parcels
+        }
+
+        def carry(key: Key, pieces: Pieces) -> Pieces:
+            got: Pieces = {}
+            given = pieces | nothing
+            for source, target, parcels in pairs:
+                arrays = [_with(given[parcel], on_device(source)) for parcel in parcels]
+                moved = jax.device_put(arrays, [on_device(target)] * len(arrays))
+                if here([target]):
+                    got.update((parcel, x.addressable_data(0)) for parcel, x in zip(parcels, moved, strict=True))
+            return got
+
+        return carry
+
+
+CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (Pull, Put), strict=True))
+
+
+def carrier(name: str | None) -> Carrier:
+    """The transport of a name, made once; of None that of the platform."""
+    name = name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put")
+    with _making:
+        if name not in _made:
+            _made[name] = CARRIERS[name]()
+        return _made[name]
+
+
+_making = threading.Lock()
+_made: dict[str, Carrier] = {}
+
+
+@functools.cache
+def on_device(device: jax.Device) -> NamedSharding:
+    """The layout of an array that lies on one device alone."""
+    return NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+
+
+def _with(x: Any, layout: NamedSharding) -> Any:
+    """An array on one device under another name of its layout."""
+    if x.sharding == layout:
+        return x
+    return jax.make_array_from_single_device_arrays(x.shape, layout, [x])
