@@ -44,7 +44,7 @@ def test_programs_are_compiled_once_each_and_at_the_same_time(monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", together)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    monkeypatch.setattr(executables, "program_text", lambda *_: None)  # every kernel has its own program
+    monkeypatch.setattr(executables, "code_key", lambda *_: None)  # every kernel has its own program
     compiled = lowered.compile()
     assert len(names) == len(compiled.plan.kernels)
     assert not meeting.broken
@@ -63,7 +63,7 @@ def test_equal_stages_share_one_compilation_and_stay_on_their_devices(monkeypatc
     counts, results = [], []
     for own in (False, True):
         if own:
-            monkeypatch.setattr(executables, "program_text", lambda *_: None)
+            monkeypatch.setattr(executables, "code_key", lambda *_: None)
         lowered = mm.jit(function).lower(placed, batch)
         before = len(compilations)
         compiled = lowered.compile()
@@ -81,7 +81,7 @@ def test_a_program_that_cannot_be_loaded_elsewhere_is_compiled_there(monkeypatch
     split = Split(submeshes(STAGES, (2,)))
     lowered = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).lower(*inputs(MLP, split))
     before = len(compilations)
-    assert len(lowered.compile().compiled_plan.programs) == len(compilations) - before
+    assert len(lowered.compile().compiled_plan.executables) == len(compilations) - before
 
 
 def test_shared_programs_are_analysed_like_others():

@@ -63,7 +63,7 @@ def reduces(step, *args):
     """How many all-reduces the programs of the loop have, and those after it."""
     compiled = step.prepare(*args)
     counts = {True: 0, False: 0}
-    for kernel, program in zip(compiled.plan.kernels, compiled.compiled_plan.programs, strict=True):
+    for kernel, program in zip(compiled.plan.kernels, compiled.compiled_plan.executables, strict=True):
         counts[kernel.name[1].isdigit()] += program.as_text().count(" all-reduce(")
     return counts[True], counts[False]
 

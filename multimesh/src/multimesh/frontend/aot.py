@@ -192,7 +192,7 @@ class Compiled:
 
     def as_text(self) -> str:
         """The plan, then the optimized HLO of each kernel."""
-        programs = zip(self.plan.kernels, self.compiled_plan.programs, strict=True)
+        programs = zip(self.plan.kernels, self.compiled_plan.executables, strict=True)
         texts = (f"kernel {k.name}:\n{p.as_text() if p else 'of other processes'}" for k, p in programs)
         return "\n\n".join([str(self.plan), *texts])
 
@@ -246,7 +246,7 @@ class Compiled:
         given = {slot for _, slot in plan.inputs}
         results = {value for kind, value in plan.outputs if kind == "slot"}
         scratch = [0] * len(plan.submeshes)
-        for kernel, program in zip(plan.kernels, self.compiled_plan.programs, strict=True):
+        for kernel, program in zip(plan.kernels, self.compiled_plan.executables, strict=True):
             stats = program.memory_analysis() if program is not None else None
             if stats is not None:
                 size = stats.temp_size_in_bytes * plan.submeshes[kernel.submesh].size
@@ -265,7 +265,7 @@ class Compiled:
         """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them."""
         plan = self.plan
         totals = [{"flops": 0.0, "bytes accessed": 0.0} for _ in plan.submeshes]
-        costs = [program.cost_analysis() or {} if program else {} for program in self.compiled_plan.programs]
+        costs = [program.cost_analysis() or {} if program else {} for program in self.compiled_plan.executables]
         for run in plan.runs:
             for key in totals[run.submesh]:
                 totals[run.submesh][key] += float(costs[run.kernel].get(key, 0.0))

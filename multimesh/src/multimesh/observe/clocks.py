@@ -1,4 +1,4 @@
-"""Clocks of several processes: what each measures, told in the time of process 0."""
+"""Clocks of several processes, compared with that of process 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def now() -> float:
 
 @dataclass(frozen=True)
 class Offset:
-    """Seconds to add to `now` to have the time of process 0, and by how much they may be wrong."""
+    """Seconds to add to `now` for the time of process 0, and their possible error."""
 
     seconds: float = 0.0
     error: float = 0.0
@@ -31,8 +31,8 @@ class Offset:
 def offset(name: str) -> Offset:
     """Compare clocks; all processes call it, with a name that is used once.
 
-    A process asks process 0 for its time through JAX's key-value store, and takes it to have been read in the middle
-    between question and answer. That is wrong by at most half of what the answer took.
+    A process asks process 0 for its time through JAX's key-value store. It assumes that process 0 read its clock in the
+    middle between question and answer; the error is at most half of the time between them.
     """
     store, patience = _compat.key_value_store(), int(1000 * agree.WAIT)
     me, key = jax.process_index(), f"multimesh/clock/{name}"

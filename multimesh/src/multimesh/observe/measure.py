@@ -22,7 +22,7 @@ from multimesh.runtime.actions import Action, actions, processes, whole
 from multimesh.runtime.runner import Runner, copied, observed
 from multimesh.runtime.transport import Call
 
-_WAITERS = 64  # threads, each of which waits for the arrays of a call
+_WAITERS = 64  # threads, each of which waits for the arrays of a move
 _profiles = itertools.count(1)
 
 
@@ -35,9 +35,9 @@ class Run:
     times
         Start and end of each RUN and SEND, by number of the instruction.
     lasts
-        What each took by itself.
+        The time that each took by itself.
     error
-        By how much the clocks of two processes may differ.
+        Possible difference between the clocks of two processes.
     """
 
     times: Times
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def end(self) -> float:
-        """When the last came to its end."""
+        """Time of the last end."""
         return max((end for _, end in self.times.values()), default=0.0)
 
 
@@ -85,16 +85,16 @@ class Alone:
 
 @dataclass
 class Seen:
-    """What one process saw of a run, by number of the action: in the time of process 0.
+    """Times that one process saw in a run, by number of the action, on the clock of process 0.
 
     Attributes
     ----------
     runs
         Start and end of its kernels.
     sent
-        When the arrays of a call were there to be sent.
+        When the arrays of a move were ready.
     got
-        When they were asked for, and when they had arrived.
+        When a receiver asked for them, and when they had arrived.
     """
 
     runs: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -103,17 +103,17 @@ class Seen:
 
 
 class _Watch:
-    """Observes what one process does of a run, one kernel at a time.
+    """Observes the run of one process, one kernel at a time.
 
-    While a kernel runs, the transfers that follow are under way, as in an ordinary call; threads wait for what arrives.
+    While a kernel runs, the transfers after it are under way, as in an ordinary call; threads wait for their arrays.
     """
 
     def __init__(self, plan: Plan, pool: ThreadPoolExecutor) -> None:
         self.seen = Seen()
         self._here, self._pool = [jax.process_index() in owners for owners in processes(plan)], pool
-        self._arriving: dict[int, Future[None]] = {}  # slot to what notes when it is there
+        self._arriving: dict[int, Future[None]] = {}  # slot to the thread that waits for its array
         self._running: tuple[Action, float, Sequence[Any]] | None = None
-        self._unsent: list[int] = []  # calls that wait for the kernel that runs
+        self._unsent: list[int] = []  # moves of results of the kernel that runs
 
     def __call__(self, action: Action, call: Call) -> Call:
         """See `Observer`."""
@@ -198,9 +198,9 @@ class Together:
 
 
 def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Run:
-    """One run of what all processes saw.
+    """Merge what all processes saw into one run.
 
-    A kernel or transfer of several processes starts when all of them have come to it. A transfer lasts from when it
+    A kernel or transfer of several processes starts when the last of them comes to it. A transfer lasts from when it
     was sent and asked for to its arrival.
     """
     kernels: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
@@ -228,7 +228,7 @@ def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Run:
 
 
 def _shares(plan: Plan, action: Action) -> dict[int, float]:
-    """Part of a call that each of its SENDs takes: that of its bytes."""
+    """The share of each SEND in the time of a move: that of its bytes."""
     sends = ((n, plan.instructions[n]) for n in action.instructions)
     sizes = {n: plan.bytes_of(plan.transfers[send.transfer]) for n, send in sends if isinstance(send, Send)}
     total = sum(sizes.values())
@@ -236,7 +236,7 @@ def _shares(plan: Plan, action: Action) -> dict[int, float]:
 
 
 def _copies(args: Sequence[Any]) -> list[Any]:
-    """Arguments that may be donated without the caller's noticing."""
+    """Copies of arguments; donating these leaves the caller's arrays as they are."""
     return list(_ready([copied(x) if isinstance(x, jax.Array) else x for x in args]))
 
 

@@ -1,4 +1,4 @@
-"""The memory that a plan will need on the devices of each submesh, from shapes and layouts alone."""
+"""Forecasts the memory of a plan on the devices of each submesh, from shapes and layouts alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class MemoryForecast:
     Attributes
     ----------
     arguments
-        Held all the time: arguments of the call and captured arrays, copies for other submeshes among them.
+        Held all the time: arguments of the call and captured arrays, with their copies for other submeshes.
     sums, values, workspace
-        At the moment of the call when most is alive: sums over microbatches, such as gradients; other arrays that are
-        kept or sent between programs; what the running program makes for itself.
+        At the peak of the call: sums over microbatches, such as gradients; other arrays that are kept or sent between
+        kernels; arrays within the running kernel.
     """
 
     arguments: int
@@ -41,7 +41,7 @@ class MemoryForecast:
 
 
 def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
-    """Return what each submesh needs."""
+    """Return the bytes on each device of each submesh."""
     kernels, bodies = kernel_axes(plan)
     sizes = [
         slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
@@ -82,11 +82,11 @@ def _reused(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
 
 
 def _workspace(plan: Plan, run: Run, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
-    """Bytes of the arrays that a program makes for itself, at the moment when most of them are alive."""
+    """Most bytes of arrays within a kernel that are alive at once."""
     kernel = plan.kernels[run.kernel]
     mesh = plan.submeshes[kernel.submesh]
-    # Sums that it reduces over devices; those that wait for the end of the loop it only adds. A microbatch's term is
-    # there as a product (in the peak), as it is laid out and reduced, and as it is added.
+    # A sum that the kernel reduces over devices is there three times: as a product (in the peak), laid out and reduced,
+    # and as the term that is added. Sums that are reduced after the loop are only added.
     reduced = [v for v, slot in zip(kernel.sums, run.outs, strict=False) if slot not in plan.over]
     outside = {*kernel.ins, *kernel.rows, *kernel.outs}
     wanted = (*kernel.outs, *kernel.sums)
@@ -101,7 +101,7 @@ def _peak(
     wanted: Iterable[ir.Atom],
     mesh: Mesh,
 ) -> int:
-    """Most bytes of results alive at once; a result that is fused away keeps alive what it is made of."""
+    """Most bytes of results alive at once; a result that is fused away keeps its operands alive."""
     same: dict[ir.Value, ir.Value] = {}
     for op in ops:
         if facts(op).buffer == "operand":
@@ -138,7 +138,7 @@ def _peak(
 
 
 def _inside(op: ir.Op, known: Known, bodies: Mapping[ir.Op, Inner], mesh: Mesh) -> int:
-    """What one iteration of a scan, or a nested program, makes for itself."""
+    """Bytes of one iteration of a scan, or of a nested function."""
     nested = bodies.get(op)
     return 0 if nested is None else _peak(nested.ops, known, bodies, set(nested.inputs), nested.outputs, mesh)
 

@@ -1,4 +1,4 @@
-"""What a call of a plan costs: its measured run, and what follows from it."""
+"""Profiles of a plan: measured runs, and the costs and forecast that follow from them."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from multimesh.timelines.timeline import Timeline
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What a call costs, measured; prints as a table of measured against forecast.
+    """Measured costs of a call; prints as a table of measured against forecast.
 
     Attributes
     ----------
     measured
-        Timeline of the fastest profiled run. In each process one program ran at a time: of a single process, idle time
-        says nothing about overlap. Times of several are those of the clock of process 0.
+        Timeline of the fastest profiled run. In each process one kernel ran at a time, so idle time in a single process
+        says nothing about overlap. Several processes have their times on the clock of process 0.
     forecast
-        The same programs at their median costs, on submeshes that run at the same time.
+        The same kernels at their median costs, on submeshes that run at the same time.
     costs
-        Median seconds of each program and transfer; for `multimesh.Plan.forecast`.
+        Median seconds of each kernel and transfer; for `multimesh.Plan.forecast`.
     call
-        Median seconds of an ordinary call, in which only its results are waited for.
+        Median seconds of an ordinary call, which waits only for its results.
     platform
         Of the devices.
     serial
-        Whether the programs of an ordinary call run one after another here, whatever the schedule.
+        Whether the kernels of an ordinary call run one after another here, whatever the schedule.
     processes
-        How many processes have devices of the plan.
+        Number of processes with devices of the plan.
     clocks
-        Seconds by which times of two processes may be wrong against each other.
+        Possible error, in seconds, between the times of two processes.
     plan
-        What ran.
+        The plan that ran.
     """
 
     measured: Timeline
@@ -64,10 +64,10 @@ class Profile:
 
     @property
     def schedule(self) -> Auto:
-        """The schedule ``auto`` of the step that was profiled, with its stages' measured costs.
+        """The schedule ``auto`` of the profiled step, with the measured costs of its stages.
 
-        Give it to `multimesh.microbatch` as ``schedule=``: the step that `multimesh.jit` then makes has the table that
-        is best for them. All processes have the same costs, and so choose the same table.
+        Give it to `multimesh.microbatch` as ``schedule=``: `multimesh.jit` then chooses the best table for these costs.
+        All processes have the same costs, and so choose the same table.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class Profile:
         } | {"call": self.call, "platform": self.platform, "serial": self.serial}
 
     def totals(self) -> list[str]:
-        """Makespan of the measured run, of the forecast and of an ordinary call, and what they mean."""
+        """Makespan of the measured run, of the forecast and of an ordinary call, each explained."""
         alone = "one kernel at a time, each waited for"
         lines = [
             f"measured  {amount(self.measured.makespan, 's'):>8}  {alone}{', in each process' * (self.processes > 1)}",
@@ -148,16 +148,16 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
 
 
 def _medians(plan: Plan, runs: Sequence[Run]) -> Costs:
-    programs: dict[int, list[float]] = collections.defaultdict(list)
+    kernels: dict[int, list[float]] = collections.defaultdict(list)
     transfers: dict[tuple[int, int, int], list[float]] = collections.defaultdict(list)
     for number, item in timed(plan):
         lengths = [run.lasts[number] for run in runs]
         if isinstance(item, Transfer):
             transfers[item.source, item.target, plan.bytes_of(item)] += lengths
         else:
-            programs[item.kernel] += lengths
+            kernels[item.kernel] += lengths
     return Costs(
-        tuple(statistics.median(programs.get(k, [0.0])) for k in range(len(plan.kernels))),
+        tuple(statistics.median(kernels.get(k, [0.0])) for k in range(len(plan.kernels))),
         {key: statistics.median(lengths) for key, lengths in transfers.items()},
         unit="s",
         note=f"costs measured: medians of {len(runs)} runs",

@@ -1,7 +1,7 @@
-"""The same text for the same plan in every process, and its digest.
+"""The text of a plan that is the same in every process, and its digest.
 
-Processes that run one plan must have made the same. So what is compared holds no address, no order of a set, and no
-number that counts what else a process did; values are numbered as they appear.
+Processes that run a plan together must have made the same one. Their texts can be compared: they hold no address, no
+order of a set and no count of other work, and number values as they appear.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def digest(plan: PlanData) -> str:
 
 
 def lines(plan: PlanData) -> Iterator[str]:
-    """All that decides what a plan does; the first line that differs says where two plans part."""
+    """The whole plan, line by line; the first line that differs says where two plans part."""
     for name in ("jax", "jaxlib", "multimesh-jax"):
         yield f"{name} {_version(name)}"
     yield from (f"{name} {text(value)}" for name, value in plan.settings.items())

@@ -1,4 +1,4 @@
-"""When the programs of a plan run on ideal submeshes."""
+"""When the kernels of a plan run on ideal submeshes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ Times = Mapping[int, tuple[float, float]]
 def forecast(plan: PlanData, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
     """Run a plan on ideal submeshes; see `multimesh.Plan.forecast`.
 
-    A submesh runs its programs in order, each as soon as what it reads has arrived. A transfer starts when its arrays
-    are there, whenever it is issued; transfers between the same two submeshes follow each other, and none keeps a
-    submesh from computing.
+    A submesh runs its kernels in order, each as soon as its inputs have arrived. A transfer starts when its arrays are
+    made, wherever its SEND stands. Transfers between the same two submeshes follow each other; none keeps a submesh
+    from computing.
     """
     known = costs if isinstance(costs, Costs) else costs_of(plan, costs)
     if len(known.programs) != len(plan.kernels):
@@ -52,11 +52,11 @@ def forecast(plan: PlanData, costs: Costs | Mapping[Any, float] = UNIT_COSTS) ->
 
 
 def _times(plan: PlanData, costs: Costs) -> Times:
-    """Programs of a submesh follow each other, and so do transfers between the same two submeshes."""
+    """Start and end of each RUN and SEND. Kernels of a submesh follow each other, and so do transfers of a route."""
     rows: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
     lasts: list[float] = [0.0] * len(plan.instructions)
     needs: dict[int, set[int]] = {}
-    maker: dict[int, int] = {}  # slot to what last filled it
+    maker: dict[int, int] = {}  # slot to the instruction that last filled it
     for number, item in timed(plan):
         needs[number] = {maker[slot] for slot in item.ins if slot in maker}
         if isinstance(item, Transfer):
@@ -71,7 +71,7 @@ def _times(plan: PlanData, costs: Costs) -> Times:
 
 
 def timed(plan: PlanData) -> Iterator[tuple[int, Run | Transfer]]:
-    """Yield what takes time: each RUN, and of each SEND its transfer, with the number of the instruction."""
+    """Yield each RUN, and the transfer of each SEND, with the number of the instruction: these take time."""
     for number, instruction in enumerate(plan.instructions):
         match instruction:
             case Run():
@@ -83,7 +83,8 @@ def timed(plan: PlanData) -> Iterator[tuple[int, Run | Transfer]]:
 def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
     """Timeline of a plan from the start and end of each RUN and SEND, by number of the instruction.
 
-    An array is alive from the start of what makes or receives it to the end of the last that reads it.
+    An array is alive from the start of the kernel or transfer that fills its slot to the end of the last one that
+    reads it.
     """
     spans: list[Span] = []
     transfers: list[Hop] = []
@@ -106,7 +107,8 @@ def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
 
 
 def _live(plan: PlanData, times: Times) -> tuple[Levels, ...]:
-    until: dict[int, tuple[float, int]] = {}  # slot to the end of its last use, and the number of that
+    """Bytes alive on each submesh over time."""
+    until: dict[int, tuple[float, int]] = {}  # slot to the end of its last use, and the number of that instruction
     sent: dict[int, int] = {}  # transfer to its SEND
     changes: list[list[tuple[float, int, float]]] = [[] for _ in plan.submeshes]
     for number, (instruction, filled, emptied) in enumerate(plan.liveness()):

@@ -1,4 +1,4 @@
-"""The compiled pipeline as data: kernels, slots and one global order of instructions."""
+"""The data of a plan: kernels, slots, transfers, and instructions in one global order."""
 
 from __future__ import annotations
 
@@ -172,10 +172,10 @@ def _slots(slots: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """What is compiled for a submesh: compiled once, and run for every microbatch.
+    """Operations of a submesh, compiled once and run for every microbatch.
 
-    Arguments in order: ``sums`` accumulators (donated), the microbatch number if there are ``rows``, ``rows`` stacked
-    arrays of which it takes that row, ``ins``. Results: accumulators, then ``outs``.
+    It takes the accumulators of ``sums`` (donated), then the microbatch number and the stacked arrays of ``rows``, if
+    any, then ``ins``. It reads the row of its microbatch. It returns the accumulators, then ``outs``.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Kernel:
     rows: tuple[ir.Value, ...] = ()
     ins: tuple[ir.Value, ...] = ()
     outs: tuple[ir.Value, ...] = ()
-    make: str = "ops"  # "zeros" makes outs of zeros, "stack" stacks its inputs
+    make: str = "ops"  # or "zeros": outs of zeros, or "stack": its inputs stacked
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class PlanData:
-    """Fields of a `Plan`, which says what they are, and what is counted from them."""
+    """Fields of a `Plan`, which explains them, and figures that follow from them."""
 
     submeshes: tuple[Mesh, ...]
     kernels: tuple[Kernel, ...]
@@ -220,7 +220,7 @@ class PlanData:
     layouts: tuple[NamedSharding, ...] = ()
 
     def layout(self, slot: int, spec: PartitionSpec) -> NamedSharding:
-        """Layout of a slot that takes a partition spec; an accumulator of terms has them in front."""
+        """Layout of a slot with a partition spec. The terms of an accumulator are its first dimension."""
         where = self.slots[slot]
         mesh = self.submeshes[where.submesh]
         over = self.over.get(slot)
@@ -280,15 +280,15 @@ class PlanData:
 
     @functools.cached_property
     def covers(self) -> Mapping[tuple[int, str], str]:
-        """For each (stage, phase) with a program: the phases that it covers, such as ``FBW`` of a joined last stage."""
+        """The phases that the kernel of each (stage, phase) covers, such as ``FBW`` of a joined last stage."""
         return covered((run.cell.stage, run.cell.phase) for run in self.runs if run.cell)
 
     def shown(self, cell: Cell | None) -> str:
-        """Phases of a cell as pictures show them: F, B, W, FB for forward and backward in one kernel, or nothing."""
+        """The phases of a cell in pictures: F, B, W, or FB of a kernel that runs both; nothing outside of loops."""
         if cell is None:
             return ""
         return "FB" if cell.phase == "B" and self.covers[cell.stage, "B"].startswith("F") else cell.phase
 
     def name(self, run: Run) -> str:
-        """Name of the tasks that a RUN runs, or else of its kernel."""
+        """The tasks of a RUN, or else its kernel."""
         return run.task or self.kernels[run.kernel].name

@@ -1,4 +1,4 @@
-"""What the programs and transfers of a plan cost."""
+"""What the kernels and transfers of a plan cost."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NOTE = "estimated: operations on each device, from shapes; transfers take no tim
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of every program of a plan, and of its transfers.
+    """Time of every kernel of a plan, and of its transfers.
 
     Attributes
     ----------
     programs
         For each of the plan's kernels.
     transfers
-        (from submesh, to submesh, bytes) to the time of such a transfer; others take ``transfer``.
+        (from submesh, to submesh, bytes) to the time of such a transfer.
     transfer
-        Time of a transfer that ``transfers`` does not name.
+        Time of all other transfers.
     unit
         ``s``, or empty for relative times.
     note
-        Where they are from.
+        Where the times are from.
     """
 
     programs: tuple[float, ...]
@@ -42,22 +42,22 @@ class Costs:
 
 
 def estimate(plan: PlanData) -> Costs:
-    """Operations of every program of a plan on each of its devices."""
+    """Operations of every kernel of a plan on each of its devices."""
     return Costs(tuple(of_ops(k.ops) / plan.submeshes[k.submesh].size for k in plan.kernels), note=f"costs {NOTE}")
 
 
 def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
-    """Costs of a plan's programs from a mapping.
+    """Costs of a plan's kernels from a mapping.
 
-    The first key that fits counts: (stage, phase), (task, phase), task, phase. A program that covers several phases
-    costs their sum: B makes the weight gradients too unless the plan has programs for W, and the last stage's B runs
-    its forward where `jit` joined the two. ``transfer`` is the time of each transfer, by default 0. Programs outside
-    of microbatch loops are free unless their task is named.
+    The first key that fits counts: (stage, phase), (task, phase), task, phase. A kernel that covers several phases
+    costs their sum: B makes the weight gradients too unless the plan has kernels for W, and the last stage's B runs
+    its forward where `jit` joined the two. ``transfer`` is the time of each transfer, by default 0. A kernel outside
+    of microbatch loops is free unless its task is named.
 
     Raises
     ------
     UsageError
-        For a key that nothing in the plan has, a phase without a cost, and what is no cost.
+        For a key that nothing in the plan has, a phase without a cost, and a value that is no cost.
     """
     given = dict(checks.pairs("costs", given, "a mapping of a phase, task or stage to a time"))
     runs, covers = plan.first_runs, plan.covers
@@ -99,13 +99,13 @@ def _keys(stage: int, task: str, phase: str) -> tuple[Key, ...]:
 def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> StageCosts:
     """Measured costs of the stages of a plan with one loop.
 
-    The time of a program that covers several phases is shared out as they are estimated. A transfer between two stages
-    is the longest of those in either direction; memory is as estimated.
+    A kernel that covers several phases shares its time among them as they are estimated. The transfer between two
+    stages is the longest one in either direction; memory is as estimated.
     """
     times = [[0.0] * len(PHASES) for _ in estimated.times]
     hops = [0.0] * (len(times) - 1)
-    made_by: dict[int, int] = {}  # slot to the stage that makes it
-    sent: dict[int, tuple[int, float]] = {}  # slot to where what it holds was made, and what the transfer took
+    made_by: dict[int, int] = {}  # slot to the stage that fills it
+    sent: dict[int, tuple[int, float]] = {}  # slot to the stage that its array comes from, and the time of the transfer
     for instruction in plan.instructions:
         match instruction:
             case Send(transfer=number):

@@ -1,4 +1,4 @@
-"""Text of a plan that fits a terminal: what each submesh runs, in order."""
+"""The text of a plan, as wide as a terminal: what each submesh runs, in order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from multimesh.core.text import amount
 from multimesh.plan.instructions import PlanData, Run
 
 _NARROWEST = 40
-_ROWS = 24  # submeshes that are shown; of more, the first and the last
-_HELD = 4  # arguments on several submeshes that are shown
+_ROWS = 24  # submeshes shown; of more, the first and the last
+_HELD = 4  # arguments on several submeshes shown
 _NAME = 14  # characters of the name of a kernel outside of loops
-_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one kernel"}
+_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one program"}
 
 
 def text(plan: PlanData, width: int | None = None) -> str:
     """Submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal.
 
-    A line that is too long shows its first and last kernels, and how many runs there are between.
+    A line that would be longer shows its first and last cells, and how many are between.
     """
     width = max(_NARROWEST, width or shutil.get_terminal_size().columns)
     count, size = plan.traffic()
@@ -52,7 +52,7 @@ def text(plan: PlanData, width: int | None = None) -> str:
 
 
 def _held(plan: PlanData) -> str:
-    """Arguments that lie on several submeshes, by their number among the leaves; the largest first."""
+    """Arguments on several submeshes, by their number among the leaves; the largest first."""
     on: dict[int, list[int]] = collections.defaultdict(list)
     size: dict[int, int] = {}
     for leaf, slot in plan.inputs:
@@ -65,7 +65,7 @@ def _held(plan: PlanData) -> str:
 
 
 def _legend(plan: PlanData, several: bool) -> str:
-    """What the cells say, for the kinds that there are."""
+    """Explains the cells, with the phases that occur."""
     present = {plan.shown(run.cell) for run in plan.runs}
     number = "s.m" if several else "m"
     named = _KINDS | ({"FB": "both in one kernel"} if {"F", "B"} <= present else {})
@@ -84,7 +84,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def _row(cells: Sequence[str], width: int) -> str:
-    """Cells of a submesh; of too many, as many from both ends as fit."""
+    """Cells of a submesh; where not all fit, those of both ends."""
     line = " ".join(cells)
     if len(line) <= width:
         return line

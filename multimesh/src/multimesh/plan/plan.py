@@ -1,4 +1,4 @@
-"""The compiled pipeline as data: kernels, slots and one global order of instructions."""
+"""A plan: its data, and how to forecast, draw, print and compare it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanData):
-    """What a function does on which submesh, in which order. ``str(plan)`` fits the terminal.
+    """The kernels of a function, and the order in which submeshes run them. ``str(plan)`` fits the terminal.
 
     Attributes
     ----------
     submeshes
         Meshes, in the order of the pipeline.
     kernels
-        Programs to compile.
+        Operations to compile, each for one submesh.
     slots
         Where arrays live while the plan runs.
     instructions
         The global order. Every process runs its own part of it.
     transfers
-        What SEND and RECV name.
+        Arrays that go from one submesh to another; SEND and RECV name them.
     inputs
         (argument leaf, slot): an argument that several submeshes read has a slot on each.
     constants
@@ -43,23 +43,23 @@ class Plan(PlanData):
         Kernel to the positions of its arguments whose buffers it may reuse.
     like
         Slot to the argument leaves whose layout it takes: a new parameter that of the old one, a gradient that of its
-        parameter. Of several candidates the layout is taken only when they agree; of none it is replicated.
+        parameter. Where several leaves disagree, the layout follows from the data; without leaves it is replicated.
     over
         Accumulator slot to the axes of its submesh along which its first dimension lies: a term for each device.
     schedules
         Names of the schedules of its microbatch loops.
     choices
-        Of each loop with the schedule ``auto``: the tables that it chose from, and why; ``str`` of one is a table.
+        The choice of each loop with the schedule ``auto``, with its reasons; ``str`` of one is a table.
     settings
-        What it was made under besides the function: options, and the specs of arguments and results.
+        Options, and the specs of arguments and results, under which the plan was made.
     derived
         (argument leaf, submesh) to the spec that constraints give it there, until the pass ``layouts`` has used it.
     layouts
-        For each slot; programs are compiled for them, whatever the order.
+        Layout of each slot. Kernels are compiled for these, so that none waits for another.
     """
 
     def estimate(self) -> Costs:
-        """Estimate the costs of the programs: operations on each device, from shapes alone; for `forecast`.
+        """Estimate the costs of the kernels for `forecast`: operations on each device, from shapes alone.
 
         A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each
         element of its results. ``schedule="auto"`` estimates stages the same way.
@@ -67,9 +67,9 @@ class Plan(PlanData):
         return estimate(self)
 
     def forecast(self, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
-        """Simulate the plan: when each program runs, what is idle, and what is alive.
+        """Simulate the plan: when each kernel runs, when submeshes are idle, and how many bytes are alive.
 
-        Submeshes run at the same time and transfers beside programs, as on accelerators; see `multimesh.plan.forecast`.
+        Submeshes run at the same time and transfers beside kernels, as on accelerators; see `multimesh.plan.forecast`.
 
         Parameters
         ----------
@@ -81,8 +81,8 @@ class Plan(PlanData):
         Returns
         -------
         Timeline
-            Has ``makespan``, and for each submesh ``busy``, ``idle``, ``bubbles`` (idle shares) and ``peaks`` (bytes
-            of whole arrays that are alive at once, without arguments). Prints as a table.
+            Has ``makespan``, and for each submesh ``busy``, ``idle``, ``bubbles`` (idle shares) and ``peaks`` (most
+            bytes of whole arrays alive at once, without arguments). Prints as a table.
 
         Raises
         ------
@@ -100,8 +100,8 @@ class Plan(PlanData):
     def to_html(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
         """Write `forecast` as one HTML file: the picture of `to_svg`, which explains each box and line you point at.
 
-        For each program: its task and microbatch, when it ran, how long its submesh waited for what, and the bytes that
-        it received and sent. ``profile.measured.to_html`` writes a measured run.
+        A box tells its task and microbatch, when the kernel ran, how long its submesh waited and for what, and the
+        bytes received and sent. ``profile.measured.to_html`` writes a measured run.
         """
         self.forecast(costs).to_html(path)
 
@@ -115,10 +115,10 @@ class Plan(PlanData):
         return listing.text(self)
 
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides what the plan does, in hexadecimal: the same in every process that made the same.
+        """SHA-256 of the plan, in hexadecimal: the same in every process that made the same plan.
 
-        Of instructions, programs, slots, constants, specs, options, and the versions of JAX and MultiMesh. Hash seeds,
-        addresses, names of files and what else a process traced do not count.
+        It covers instructions, kernels, slots, constants, specs, options, and the versions of JAX and MultiMesh. Hash
+        seeds, addresses, names of files and other traces of the process do not count.
         """
         return fingerprint.digest(self)
 

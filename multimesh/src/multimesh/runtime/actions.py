@@ -1,8 +1,7 @@
-"""From a plan to what one process does of it.
+"""The actions of a plan, and those that one process takes part in.
 
-All processes have the same plan, and each runs the programs of submeshes of which it has a device. Which transfers are
-one call, and its number, is decided on the whole plan: processes that grouped differently would wait for each other for
-ever.
+All processes have the same plan, and each runs the kernels of its submeshes. Actions are grouped and numbered on the
+whole plan: processes that grouped transfers differently would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from multimesh.runtime.routes import Owner, owner
 
 @dataclass(frozen=True)
 class Action:
-    """One call: a kernel to run, or arrays to move.
+    """One call of the runtime: a kernel to run, or arrays to move.
 
     Attributes
     ----------
     number
         Its place in the whole plan, the same in all processes.
     submeshes
-        That of the kernel; of arrays that move, where they are and where they go.
+        The submesh of the kernel, or those that the arrays leave and reach.
     kernel
         Index into ``Plan.kernels``; None for arrays that move.
     ins, outs
@@ -46,7 +45,7 @@ class Action:
 
 
 def actions(plan: Plan, group: Callable[[Transfer], Any]) -> tuple[Action, ...]:
-    """All that a plan does, in its order; transfers of one group between two kernels are one call."""
+    """All actions of a plan in its order; transfers of one group between two kernels are one action."""
     found: list[Action] = []
     moves: dict[Any, int] = {}  # since the last kernel: group to the place in found
     for number, instruction in enumerate(plan.instructions):
@@ -67,18 +66,18 @@ def actions(plan: Plan, group: Callable[[Transfer], Any]) -> tuple[Action, ...]:
 
 
 def processes(plan: Plan, owner: Owner = owner) -> tuple[frozenset[int], ...]:
-    """For each submesh the processes that have a device of it."""
+    """The processes of each submesh: those with a device of it."""
     return tuple(frozenset(map(owner, mesh.devices.flat)) for mesh in plan.submeshes)
 
 
 def whole(plan: Plan, owner: Owner = owner) -> tuple[Action, ...]:
-    """All actions of a plan: as few as can be in one process; in several, a call for each pair of submeshes."""
+    """All actions of a plan. Transfers between two kernels are one; with several processes, one a pair of submeshes."""
     several = len(frozenset().union(*processes(plan, owner))) > 1
     return actions(plan, lambda transfer: (transfer.source, transfer.target) if several else ())
 
 
 def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = False) -> tuple[Action, ...]:
-    """What one process does: kernels of its submeshes, and moves to or from them; with ``everyone`` all moves."""
+    """The actions of one process: kernels of its submeshes, and moves to or from them; with ``everyone`` all moves."""
     mine = {submesh for submesh, found in enumerate(processes(plan, owner)) if process in found}
     found: list[Action] = []
     for action in whole(plan, owner):

@@ -24,21 +24,21 @@ Carry = Callable[[Key, Pieces], Pieces]
 
 
 class Carrier(Protocol):
-    """A transport: brings pieces from devices of one process to those of another.
+    """A transport: it brings pieces from devices of one process to those of another, while kernels run.
 
     Attributes
     ----------
     everyone
         Whether a process that neither sends nor receives has to make the call too.
     late
-        Whether a piece is read after the call returned, so that it must not be donated.
+        Whether it reads a piece after the call returned; such a piece must not be donated.
     """
 
     everyone: bool
     late: bool
 
     def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
-        """A function of a key and the pieces that this process sends; it returns those that it gets.
+        """A function of a key and the pieces that this process sends; it returns the pieces that arrive here.
 
         ``way`` has routes between two processes each, ``types`` the type of a piece of each array.
         """
@@ -46,7 +46,7 @@ class Carrier(Protocol):
 
 
 class Pull:
-    """Shards pulled over TCP through ``jax.experimental.transfer``: the two parties, in any order, beside programs."""
+    """Receivers pull over TCP with ``jax.experimental.transfer``. Only the two parties take part, in any order."""
 
     everyone, late = False, True
 
@@ -91,13 +91,13 @@ def _struct(parcel: Parcel, types: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeD
 
 
 def _number(key: Key, target: int) -> int:
-    """64 bits that no other pull from the same process has which is under way."""
+    """64 bits that differ between all pulls that are under way from one process."""
     plan, run, call = key
     return (((plan % 2**12) << 20 | run % 2**20) << 20 | call % 2**20) << 12 | target % 2**12
 
 
 class Put:
-    """``jax.device_put`` between processes: on GPUs NCCL. The two parties, in one order; on CPUs all processes."""
+    """``jax.device_put`` between processes; NCCL on GPUs. Two parties take part in one order; on CPUs all processes."""
 
     def __init__(self) -> None:
         self.everyone = self.late = jax.devices()[0].platform == "cpu"
@@ -134,7 +134,7 @@ CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (P
 
 
 def carrier(name: str | None) -> Carrier:
-    """The transport of a name, made once; of None that of the platform."""
+    """The transport of a name, or the platform's; each is made once."""
     name = name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put")
     with _making:
         if name not in _made:
@@ -153,7 +153,7 @@ def on_device(device: jax.Device) -> NamedSharding:
 
 
 def _with(x: Any, layout: NamedSharding) -> Any:
-    """An array on one device under another name of its layout."""
+    """The same array on one device with another name of its layout."""
     if x.sharding == layout:
         return x
     return jax.make_array_from_single_device_arrays(x.shape, layout, [x])

@@ -1,4 +1,4 @@
-"""Kernels to XLA programs, each compiled once, several at a time."""
+"""Compiles the kernels of a plan, each once, several at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from multimesh.runtime import executables
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """A plan with its programs."""
+    """A plan with its compiled kernels."""
 
     plan: Plan
-    programs: tuple[Any, ...]  # jax.stages.Compiled, one per kernel; None for those of other processes
+    executables: tuple[Any, ...]  # jax.stages.Compiled, one per kernel; None for those of other processes
 
     @property
     def layouts(self) -> tuple[NamedSharding, ...]:
@@ -37,20 +37,20 @@ class CompiledPlan:
 
 
 def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
-    """Compile the kernels of a plan that run on devices of this process, several at a time.
+    """Compile the kernels that run on devices of this process.
 
-    Their inputs and outputs have the layouts that the plan says, so that none waits for another. Kernels of different
-    submeshes that are equal otherwise share one compilation where `_executables.program_text` allows it.
+    The plan fixes the layouts of inputs and outputs, so that no kernel waits for another. Equal kernels of different
+    submeshes share one compilation where `executables.code_key` allows it.
 
     Parameters
     ----------
     plan
         The plan, with its layouts.
     options
-        Compiler options for XLA; `with_defaults` says what they are where they are not given.
+        Compiler options for XLA; `with_defaults` adds its own.
     """
     options = with_defaults(plan, options)
-    alike: dict[Any, list[_Program]] = {}  # what determines a program's code to the kernels that have it
+    alike: dict[Any, list[_Lowered]] = {}  # key of the code to the kernels with that code
     with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
             running: dict[int, concurrent.futures.Future[Any]] = {}
@@ -58,24 +58,24 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
                 mesh = plan.submeshes[run.submesh]
                 if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
                     continue
-                program = _lower(plan, run)
-                group = alike.setdefault(executables.program_text(program.lowered, mesh) or number, [])
-                group.append(program)
+                kernel = _lower(plan, run)
+                group = alike.setdefault(executables.code_key(kernel.lowered, mesh) or number, [])
+                group.append(kernel)
                 if len(group) == 1:
-                    running[number] = pool.submit(program.compile, options)
+                    running[number] = pool.submit(kernel.compile, options)
             for first, *others in alike.values():
-                for program in others:
-                    running[program.number] = pool.submit(program.moved, running[first.number].result(), options)
-            programs = {number: future.result() for number, future in running.items()}
+                for kernel in others:
+                    running[kernel.number] = pool.submit(kernel.moved, running[first.number].result(), options)
+            compiled = {number: future.result() for number, future in running.items()}
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     _compat.forget_pruned()
-    return CompiledPlan(plan, tuple(programs.get(number) for number in range(len(plan.kernels))))
+    return CompiledPlan(plan, tuple(compiled.get(number) for number in range(len(plan.kernels))))
 
 
 @dataclass(frozen=True, eq=False)
-class _Program:
+class _Lowered:
     """A kernel that was lowered for its submesh."""
 
     number: int
@@ -87,11 +87,11 @@ class _Program:
         return executables.finished(self.lowered.compile(options), self.lowered, self.mesh, self.jitted)
 
     def moved(self, compiled: Any, options: Mapping[str, Any]) -> Any:
-        """The program, where an equal one was compiled for another submesh."""
+        """The executable, from an equal kernel that was compiled for another submesh."""
         return executables.on_other_devices(compiled, self.lowered, self.mesh, options) or self.compile(options)
 
 
-def _lower(plan: Plan, run: Run) -> _Program:
+def _lower(plan: Plan, run: Run) -> _Lowered:
     number, kernel = run.kernel, plan.kernels[run.kernel]
     given = [
         jax.ShapeDtypeStruct(plan.slots[slot].shape, plan.slots[slot].dtype, sharding=_auto(plan.layouts[slot]))
@@ -106,7 +106,7 @@ def _lower(plan: Plan, run: Run) -> _Program:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         try:
-            return _Program(number, plan.submeshes[kernel.submesh], jitted, jitted.lower(*given))
+            return _Lowered(number, plan.submeshes[kernel.submesh], jitted, jitted.lower(*given))
         except MultiMeshError:
             raise
         except Exception as error:
@@ -115,7 +115,7 @@ def _lower(plan: Plan, run: Run) -> _Program:
 
 
 def cores() -> int:
-    """Cores that this process may use: its share, where launchers bind no cores to the processes of a node."""
+    """Cores that this process may use: its share of the node where the launcher binds no cores to processes."""
     every = os.cpu_count() or 1
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     if mine < every:
@@ -124,21 +124,21 @@ def cores() -> int:
     return max(1, mine // next((int(n) for n in given if n.isdecimal() and int(n)), 1))
 
 
-# Processes of this job on this node, as Open MPI, MPICH and Slurm (for one node, or with --ntasks-per-node) say it.
+# Processes of this job on this node, by Open MPI, MPICH and Slurm (for one node, or with --ntasks-per-node).
 _ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Compiler options with what a plan on CPUs gets unless they or ``XLA_FLAGS`` say otherwise.
+    """Compiler options, with ours where neither they nor ``XLA_FLAGS`` say otherwise.
 
-    LLVM's level 2: level 3 unrolls loops of up to 32 iterations whole, before it looks for dependences between all
-    pairs of their accesses. That is a quarter of the compile time of a plan, and the code is no faster.
+    On CPUs LLVM's level 2: level 3 unrolls loops of up to 32 iterations whole, before it looks for dependences between
+    all pairs of their accesses. That is a quarter of the compile time of a plan, and the code is no faster.
 
-    No threads within a device's program where each submesh alone has a device for every core: there is no core left
-    that they could use, and handing them work costs more than it takes.
+    On CPUs no threads within a kernel if each submesh alone has a device for every core: no core is left for them, and
+    handing them work costs more than doing it.
 
-    On GPUs of several processes each process tunes its programs alone: XLA would wait for what processes that do not
-    compile a program have found.
+    On GPUs of several processes each process tunes its kernels alone: XLA would wait for the results of processes that
+    do not compile the kernel.
     """
     chosen = {} if options is None else dict(checks.pairs("compile: compiler_options", options))
     platforms = {d.platform for mesh in plan.submeshes for d in mesh.devices.flat}
@@ -153,14 +153,14 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
 
 
 def _auto(layout: NamedSharding) -> NamedSharding:
-    """The same layout on the Auto twin of its mesh, which programs are lowered for."""
+    """The same layout on the Auto twin of its mesh; kernels are lowered for that."""
     if layout.mesh == _compat.auto(layout.mesh):
         return layout
     return NamedSharding(_compat.auto(layout.mesh), layout.spec, memory_kind=layout.memory_kind)
 
 
 def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Callable[[Any], Any]) -> ir.Op | None:
-    """The first operation of a kernel, run on its own, with an invalid result; None where the arguments are gone."""
+    """Run the operations of a kernel one by one, up to the first invalid result; None where the arguments are gone."""
     mesh = plan.submeshes[kernel.submesh]
     counts = len(kernel.sums), len(kernel.rows)
     given = args[counts[0] :]
@@ -189,7 +189,7 @@ def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Call
 
 
 def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
-    """Function of flat arrays that a kernel stands for: see `Kernel` for its arguments and results."""
+    """The function of a kernel; `Kernel` explains its arguments and results."""
     mesh = plan.submeshes[kernel.submesh]
 
     def zeros() -> list[Any]:

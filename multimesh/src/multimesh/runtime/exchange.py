@@ -25,11 +25,11 @@ from multimesh.runtime.routes import Parcel, routes
 from multimesh.runtime.transport import Ends, ends
 
 turn = threading.RLock()
-"""Held while a plan runs: threads that ran plans at once would do so in another order in each process."""
+"""Held while a plan runs. Threads that ran plans at once would run them in another order in each process."""
 
 
 class Exchange:
-    """Makes the functions that move arrays of one plan between processes."""
+    """Makes functions that move arrays of one plan between processes."""
 
     def __init__(self, plan: int, transport: str | None):
         self.plan, self._run = plan, 0
@@ -47,10 +47,10 @@ class Exchange:
         avals: Sequence[Any],
         lent: Sequence[bool],
     ) -> Callable[..., list[Any]]:
-        """A function that gives its arguments, arrays of known ``sources``, layouts ``targets``.
+        """A function that moves arrays of known ``sources`` to layouts ``targets``.
 
-        Arguments of which this process has no shard may be None, and so are such results. Buffers of arrays that are
-        ``lent`` may be donated to a later program.
+        An argument without a shard in this process may be None, and such a result is None. A later kernel may reuse
+        the buffers of arrays that are ``lent``.
         """
         both = [_ends(_named(s), t, _type(a)) for s, t, a in zip(sources, targets, avals, strict=True)]
         whole = routes([end.way for end in both])

@@ -1,7 +1,7 @@
 """Below ``jax.jit``: copies of shards, and executables that are loaded for other devices or finished for a mesh.
 
-All of it but `compile_hlo` is for speed, or for results on Explicit meshes, and rests on the private parts that
-`_compat` gives. Without them public functions do the same.
+All but `compile_hlo` serves speed or results on Explicit meshes, through private parts of JAX that `_compat` finds.
+Where it finds none, public functions do the same.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from multimesh.errors import MultiMeshError
 def transfer(
     sources: Sequence[jax.sharding.Sharding], layouts: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
 ) -> Callable[..., Sequence[Any]]:
-    """A function that puts its arguments, arrays of known ``sources`` onto other devices with ``layouts``.
+    """A function that copies arrays of known ``sources`` to other devices with ``layouts``.
 
-    Where every shard has one counterpart it is the copy that ``jax.device_put`` ends in, without the search for what
-    to do, which takes eight times as long as the copy. Call it inside `explicit_transfers`.
+    Where every shard has one counterpart it calls the copy at the end of ``jax.device_put`` at once: finding the way
+    there takes eight times as long as the copy. Call it inside `explicit_transfers`.
     """
     layouts = list(layouts)
     copy_shards = _compat.copy_shards
@@ -53,14 +53,14 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
     return parts[0] == parts[1]
 
 
-def shares_programs(devices: Iterable[jax.Device]) -> bool:
-    """Whether a program compiled for some of these devices may run on others: the one place that decides it.
+def shares_executables(devices: Iterable[jax.Device]) -> bool:
+    """Whether a kernel compiled for some of these devices may run on others: only this function decides it.
 
-    On CPUs it pays: on 4 submeshes 12 compilations instead of 17 take 0.72 of the CPU time; on 2, 8 instead of 9 no
-    less within what repeats (0.9 to 1.2). To cut programs in two besides, so that the layers' optimizer is the same
-    program everywhere, does not pay: that was 12 and 8 compilations too, in the same time, and two runs a step more.
-    Measured by ``benchmarks/sharing.py`` on 2026-11-22, JAX and jaxlib 0.10.2, 2 busy cores: a transformer of 8 layers
-    of width 64, adam, 1f1b.
+    On CPUs sharing pays: on 4 submeshes 12 compilations instead of 17 take 0.72 of the CPU time; on 2 submeshes 8
+    instead of 9 take 0.9 to 1.2 of it, which is noise. Cutting kernels in two besides, so that the optimizer of the
+    layers is the same kernel everywhere, does not pay: again 12 and 8 compilations, in the same time, and two runs a
+    step more. Measured by ``benchmarks/sharing.py`` on 2026-11-22, JAX and jaxlib 0.10.2, 2 busy cores: a transformer
+    of 8 layers of width 64, adam, 1f1b.
 
     Elsewhere code may depend on which devices are neighbours.
     """
@@ -68,7 +68,7 @@ def shares_programs(devices: Iterable[jax.Device]) -> bool:
 
 
 def _else_none(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """None, and one warning, where parts within JAX's objects are not where they were."""
+    """The function, but None and one warning where JAX's objects have other parts than they had."""
 
     @functools.wraps(fn)
     def tried(*args: Any) -> Any:
@@ -82,12 +82,12 @@ def _else_none(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_else_none
-def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
-    """All that determines the code of a program lowered for ``mesh``, except for its name and devices.
+def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
+    """A key of the code of a kernel that was lowered for ``mesh``: equal code has equal keys on all devices.
 
-    None for a program that can't be shared: see `shares_programs`. Nor is one with versions of JAX that were not tried,
-    as loading a program for the wrong devices ends the process. With a persistent compilation cache each submesh has
-    its own entry there: XLA can't store again what it took from it.
+    None for a kernel that can't be shared (see `shares_executables`), and with versions of JAX that were not tried:
+    loading code for the wrong devices ends the process. With a persistent compilation cache each submesh has its own
+    entry there, as XLA can't store an executable that it loaded from the cache.
     """
     if _compat.DeviceList is None or (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):
         return None
@@ -97,7 +97,7 @@ def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     devices = list(mesh.devices.flat)
     if any(arguments.get(name) for name in own) or lowering.const_args or list(lowering._device_list) != devices:
         return None
-    if not shares_programs(devices) or any(d.process_index != jax.process_index() for d in devices):
+    if not shares_executables(devices) or any(d.process_index != jax.process_index() for d in devices):
         return None
     free = tuple(type(s) for name in ("in_shardings", "out_shardings") for s in arguments[name])
     text = str(lowered.compiler_ir()).partition(" attributes ")[2]  # the module's name comes before
@@ -106,9 +106,9 @@ def program_text(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
 
 @_else_none
 def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Any:
-    """The program of ``compiled`` as that of ``lowered`` on the devices of ``mesh``; None where that can't be had.
+    """The executable of ``lowered``, from that of an equal kernel on other devices; None where that can't be had.
 
-    Both have the same `program_text`, and their submeshes the same axes.
+    Both kernels have the same `code_key`, and their submeshes the same axes.
     """
     if _compat.DeviceList is None:
         return None
@@ -137,21 +137,21 @@ def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[s
             return SingleDeviceSharding(devices[0], memory_kind=sharding.memory_kind)
         return type(sharding)(device_list, sharding._hlo_sharding, memory_kind=sharding.memory_kind)
 
-    moved_program = dataclasses.replace(
+    moved_executable = dataclasses.replace(
         unloaded,
         xla_executable=loaded,
         device_list=device_list,
         input_shardings=[moved(s) for s in unloaded.input_shardings],
         output_shardings=[moved(s) for s in unloaded.output_shardings],
     )
-    return _loaded(moved_program, lowered)
+    return _loaded(moved_executable, lowered)
 
 
 def finished(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]) -> Any:
-    """A program that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself.
+    """An executable that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself.
 
-    And without JAX's check of the layouts of arguments of less than a byte (int4), which no array passes; ``jitted``,
-    which the program is of, does not make it.
+    It skips JAX's check of the layouts of arguments of less than a byte (int4), as no array passes that. ``jitted``,
+    the function of the executable, does not make that check.
     """
     small = [_less_than_byte(x.dtype) for x in jax.tree.leaves(lowered.args_info)]
     if mesh == _compat.auto(mesh) and not any(small):
@@ -161,7 +161,7 @@ def finished(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]
 
 @_else_none
 def _relaid(compiled: Any, lowered: Any, mesh: Mesh, small: Sequence[bool]) -> Any:
-    """The executable itself with its results on ``mesh``, and no layouts of the arguments that are ``small``."""
+    """The same executable with its results on ``mesh``, and without layouts of the ``small`` arguments."""
     if _compat.DeviceList is None:
         return None
     unloaded = compiled._executable._unloaded_executable
@@ -184,7 +184,7 @@ def _relabelled(shardings: Sequence[Any], mesh: Mesh) -> list[Any]:
 
 
 class _OnMesh:
-    """A program whose results are laid out on another mesh of the same devices."""
+    """An executable with its results on another mesh of the same devices."""
 
     def __init__(self, call: Callable[..., Any], compiled: Any, mesh: Mesh):
         self._call, self._compiled = call, compiled

@@ -1,4 +1,4 @@
-"""Runs what one of several processes does of a compiled plan."""
+"""Runs the part of a compiled plan that one of several processes has."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from multimesh.runtime.transport import Call
 
 
 class PartRunner(Runner):
-    """Executes what one of several processes does of a compiled plan.
+    """Executes the part of a compiled plan that one of several processes has.
 
-    Processes compare the plan before it runs, unless all that it touches is of one process: a process may run such a
-    plan alone. Threads that call wait for each other, as all processes must run their plans in one order.
+    Processes compare the plan before it runs. A plan within one process is not compared: the process may run it alone.
+    Threads that call wait for each other, as all processes must run their plans in one order.
     """
 
     def __init__(self, compiled: CompiledPlan, names: Sequence[str], name: str, number: int | None):
-        """``number`` is what the processes agreed to call the plan, and None of a plan of one process."""
+        """``number`` is the one by which all processes know the plan; None for a plan within one process."""
         plan, self._name = compiled.plan, name
         self._owners = processes(plan)
         self._exchange: exchange.Exchange | None = None
         donated = {slot for run in plan.runs for slot in donated_by(plan, run)}
         kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
-        self._lent = frozenset(donated | kept)  # a later program, or one of the next call, may reuse their buffers
+        self._lent = frozenset(donated | kept)  # a later kernel, or one of the next call, may reuse their buffers
         self._known: dict[Any, Call] = {}
-        self._sources: dict[tuple[Any, ...], bool] = {}  # where arguments lie: whether another process has part in it
+        self._sources: dict[tuple[Any, ...], bool] = {}  # layouts of arguments to whether another process takes part
         if number is not None:
             self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
             self._everyone = self._exchange.carrier.everyone
@@ -50,7 +50,7 @@ class PartRunner(Runner):
 
     @property
     def _shared(self) -> exchange.Exchange:
-        """The exchange with other processes, which agree on the plan of one process when first they have part in it."""
+        """The exchange with other processes, which agree on a plan within one process when they first take part."""
         if self._exchange is None:
             plan = self.compiled.plan
             number = agree.agree_on_plan(self._name, fingerprint.lines(plan))
@@ -101,9 +101,9 @@ class PartRunner(Runner):
         return env
 
     def _compared(self, sources: tuple[Any, ...]) -> bool:
-        """Whether several processes have part in a call, which then compare where its arguments lie.
+        """Whether several processes take part in a call; if so, they compare where its arguments lie.
 
-        A process that has them elsewhere would wait for what nobody sends.
+        A process with other layouts would wait for arrays that nobody sends.
         """
         owners = frozenset().union(*self._owners, *(map(owner, s.device_set) for s in sources if s is not None))
         if len(owners) == 1:
@@ -114,7 +114,7 @@ class PartRunner(Runner):
         return True
 
     def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
-        """A value of the caller with a layout: all processes have it, or it is moved from where it lies."""
+        """A value of the caller with a layout; one without a place is the same in all processes."""
         source = x.sharding if _is_placed(x) else None
         if source == layout:
             return x

@@ -1,4 +1,4 @@
-"""Which pieces of arrays go from which process to which: the same in all processes, which work it out alone."""
+"""Which pieces of arrays go from one process to another. All processes work it out alone, with the same result."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Owner = Callable[[jax.Device], int]  # the process of a device
 
 
 def owner(device: jax.Device) -> int:
-    """The process that a device is of."""
+    """The process of a device."""
     return int(device.process_index)
 
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """A piece of one of the arrays of a call: a key by identity, which runs look up."""
+    """A piece of one of the arrays of a call; compared by identity, so that a run can look it up."""
 
     array: int
     piece: Piece
@@ -30,7 +30,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Route:
-    """All that goes from one process to another, or stays within one, in one call."""
+    """The parcels that go from one process to another, or stay within one, in one call."""
 
     source: int
     target: int
@@ -38,7 +38,7 @@ class Route:
 
 
 def routes(ways: Sequence[Way], owner: Owner = owner) -> tuple[Route, ...]:
-    """The routes of a call with these arrays, in an order that is the same in all processes."""
+    """The routes of a call, in the same order in all processes."""
     found: dict[tuple[int, int], list[Parcel]] = collections.defaultdict(list)
     for array, piece in ((n, piece) for n, way in enumerate(ways) for piece in way.pieces):
         found[owner(piece.source), owner(piece.target)].append(Parcel(array, piece))

@@ -23,10 +23,10 @@ from multimesh.runtime.compiling import CompiledPlan, first_invalid
 from multimesh.runtime.transport import Call, Transport
 
 Calls = tuple[tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Action], ...]
-"""Functions to call in order: each with the slots that it reads, writes and empties, and what it stands for."""
+"""Functions to call in order, each with the slots that it reads, writes and empties, and its action."""
 
 Observer = Callable[[Action, Call], Call]
-"""What is called in place of an action's function, to see when it starts and ends."""
+"""Makes a function to call in place of that of an action; it may note when that starts and ends."""
 
 
 def observed(calls: Calls, observer: Observer) -> Calls:
@@ -66,12 +66,12 @@ class Runner:
         return {slot: array for slot, array in enumerate(self._blank) if array is not None}
 
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
-        """Run on flat arguments; returns flat results, those in ``moved`` with another layout than they were made with.
+        """Run on flat arguments and return flat results, those in ``moved`` with the layout given there.
 
         Raises
         ------
         UsageError
-            Where a donated argument and another one are the same buffer.
+            If a donated argument and another one are the same buffer.
         """
         env = self.staged(args)
         if self._aliases:
@@ -105,9 +105,9 @@ class Runner:
                     env[slot] = None
 
     def bound(self, actions: Iterable[Action]) -> Calls:
-        """The calls that these actions are in this process."""
-        moves, programs = self._mover, self.compiled.programs
-        return tuple((moves(a) if a.kernel is None else programs[a.kernel], a.ins, a.outs, a.frees, a) for a in actions)
+        """The calls of actions in this process."""
+        move, kernels = self._mover, self.compiled.executables
+        return tuple((move(a) if a.kernel is None else kernels[a.kernel], a.ins, a.outs, a.frees, a) for a in actions)
 
     def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
         placed: Sequence[Any] = jax.device_put(list(arrays), list(layouts))
@@ -121,10 +121,10 @@ class Runner:
         return self._transport.mover(sources, targets, [self.compiled.plan.slots[slot] for slot in action.ins])
 
     def _check_buffers(self, env: Sequence[Any]) -> None:
-        """XLA would refuse a donated buffer that is there twice on one device, and end the process on several.
+        """Refuse a donated buffer that is there twice: XLA would do so on one device, and end the process on several.
 
-        Asking an array for its buffer takes as long as a dispatch. Results of runners have a buffer each: where all
-        arrays of a kind are such, only one that is given twice is looked for.
+        Asking an array for its buffer takes as long as a dispatch. Results of runners have a buffer each: among them
+        it is enough to look for an array that is given twice.
         """
         for alike, shards in self._aliases:
             arrays = [env[slot] for _, slot in alike]
@@ -142,7 +142,7 @@ class Runner:
                     )
 
     def _invalid(self, number: int, args: Sequence[Any], kind: str) -> FloatingPointError:
-        """What ``jax_debug_nans`` and ``jax_debug_infs`` raise of a kernel, with the task and the user's line."""
+        """The error of ``jax_debug_nans`` and ``jax_debug_infs`` for a kernel, with the task and the user's line."""
         kernel = self.compiled.plan.kernels[number]
         with jax.debug_nans(False), jax.debug_infs(False):
             op = first_invalid(kernel, self.compiled.plan, args, {"nan": jnp.isnan, "inf": jnp.isinf}[kind])
@@ -176,7 +176,7 @@ class Runner:
         return env
 
     def _note_move(self, arg: int, x: Any, uses: Sequence[tuple[bool, Any]]) -> None:
-        """Warn once, at the second call that moves it, of an argument that somebody placed where no task reads it."""
+        """Warn once, at the second call, of an argument that somebody placed where no task reads it."""
         placed = isinstance(x, jax.Array) and x.committed
         if not placed or any(here for here, _ in uses) or self._names[arg].startswith("argument "):
             return  # without a name it is one of `transforms`, which may lie anywhere
@@ -199,7 +199,7 @@ def _where(sharding: jax.sharding.Sharding) -> str:
 
 
 def _fixed(array: Any) -> Any:
-    """A captured array as it is now: on CPUs ``jax.device_put`` may keep to NumPy's memory."""
+    """A captured array as it is now: on CPUs ``jax.device_put`` may go on using NumPy's memory."""
     return array.copy() if isinstance(array, np.ndarray) else array
 
 
@@ -207,13 +207,13 @@ _copy = jax.jit(lambda x: x)  # every result has a buffer of its own
 
 
 def copied(x: Any) -> Any:
-    """A value with a buffer of its own, unless it has none in this process."""
+    """A value with a buffer of its own, if it has any in this process."""
     elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
     return x if elsewhere else _copy(x)
 
 
 def _donated(compiled: CompiledPlan) -> frozenset[int]:
-    """Slots of arguments whose buffers a program may reuse."""
+    """Slots of arguments whose buffers a kernel may reuse."""
     plan = compiled.plan
     given = {slot for _, slot in plan.inputs}
     return frozenset(given.intersection(slot for run in plan.runs for slot in donated_by(plan, run)))
@@ -228,9 +228,10 @@ _Alike = tuple[tuple[int, int], ...]
 
 
 def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[_Alike, slice], ...]:
-    """Inputs, as (argument, slot), that may be one buffer, one of them donated, and the shards that tell.
+    """Groups of inputs, as (argument, slot), that may be one buffer, one of them donated; and the shards to compare.
 
-    They are of one type, in shards of one shape, on one device. Of arrays on the same devices the first shard tells.
+    Those of a group have one type, shards of one shape, and a device in common. If they are on the same devices, their
+    first shards are enough.
     """
     kinds: dict[Any, dict[tuple[jax.Device, ...], list[tuple[int, int]]]] = {}
     for arg, slot in compiled.plan.inputs:
@@ -254,5 +255,5 @@ def _buffers(x: jax.Array, shards: slice) -> list[tuple[jax.Device, int]]:
     return [(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards[shards]]
 
 
-# Results of runners that may come back as arguments, by identity.
+# Results of runners by identity; they may come back as arguments.
 _results: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -1,8 +1,8 @@
 """Arrays from the devices of one layout to those of another: shard by shard, never through the host.
 
-Where the shards of both sides fit, each is copied. Elsewhere the sender cuts its shards where those of the receiver
-end, the pieces go from device to device, and the receiver joins them. So each byte of a shard crosses once, and nothing
-waits for the thread that calls.
+Where the shards of both sides fit, each is copied. Elsewhere the sender cuts its shards at the borders of the
+receiver's, the pieces go from device to device, and the receiver joins them. Each byte of a shard crosses once, and no
+device waits for the calling thread.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Piece:
 class Way:
     """How an array gets from one layout to another.
 
-    ``cuts`` and ``joins`` say for each dimension into how many pieces the sender cuts a shard, and of how many the
-    receiver joins one.
+    For each dimension, the sender cuts a shard into as many pieces as ``cuts`` says, and the receiver joins as many as
+    ``joins`` says.
     """
 
     cuts: tuple[int, ...]
@@ -49,9 +49,9 @@ class Way:
 
 
 def way(source: jax.sharding.Sharding, target: jax.sharding.Sharding, shape: tuple[int, ...]) -> Way:
-    """Pieces at every border of either layout. Of several devices that hold one, they take turns.
+    """Cut at every border of either layout. Devices that hold the same piece take turns in sending it.
 
-    A device that has a piece itself needs no other to send it.
+    A device never receives a piece that it holds itself.
     """
     before, after = _parts(source, shape), _parts(target, shape)
     grid = [math.lcm(a, b) for a, b in zip(before, after, strict=True)]
@@ -85,7 +85,7 @@ def _places(
 
 
 class Transport:
-    """Makes the functions that move arrays within a process, and compiles what they need once."""
+    """Makes functions that move arrays within a process; compiles each cut and join once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Callable[[Any], Any]] = {}
@@ -93,7 +93,7 @@ class Transport:
     def mover(
         self, sources: Sequence[jax.sharding.Sharding], targets: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
     ) -> Call:
-        """A function that puts its arguments, arrays of known ``sources``, onto other devices with layouts ``targets``.
+        """A function that copies arrays of known ``sources`` to other devices with layouts ``targets``.
 
         Call it inside `_compat.explicit_transfers`.
         """
@@ -149,10 +149,10 @@ def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, 
 
 @dataclass(frozen=True)
 class Ends:
-    """What becomes of an array where it leaves and where it arrives, and its `Way` between.
+    """How an array is cut where it leaves and joined where it arrives, and its `Way` between.
 
     ``piece`` is the type of a piece; ``layout`` and ``stacked`` are layout and shape of one piece a device. A process
-    makes the programs of a side only where it has a device of that side.
+    compiles ``cut`` or ``join`` only where it has a device of that side.
     """
 
     way: Way
@@ -182,7 +182,7 @@ class Ends:
 
 
 def ends(source: NamedSharding, target: NamedSharding, aval: Any) -> Ends:
-    """How an array of ``source`` gets to have the layout ``target``."""
+    """The ends of the way of an array from the layout ``source`` to ``target``."""
     keys = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
     shape = tuple(aval.shape)
     found = way(source, target, shape)
@@ -199,7 +199,7 @@ def ends(source: NamedSharding, target: NamedSharding, aval: Any) -> Ends:
 
 
 def _resharder(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[Any], Any]:
-    """A function of an array of ``source`` that gives it with the layout ``target``."""
+    """A function that moves an array from the layout ``source`` to ``target``."""
     both = ends(source, target, aval)
     pieces = both.way.pieces
     places = [SingleDeviceSharding(piece.target, memory_kind=target.memory_kind) for piece in pieces]
@@ -212,7 +212,7 @@ def _resharder(source: NamedSharding, target: NamedSharding, aval: Any) -> Calla
 
 
 def _cut(source: NamedSharding, aval: Any, cuts: tuple[int, ...], keys: bool) -> tuple[Any, Sequence[Any], Any]:
-    """Program that cuts every shard, where one is needed, the types of the pieces, and the kind of random keys."""
+    """A compiled function that cuts every shard, or None; the types of the pieces; the kind of random keys."""
     if math.prod(cuts) == 1 and not keys:
         return None, [aval], None
     impl: list[Any] = []
@@ -231,12 +231,12 @@ def _cut(source: NamedSharding, aval: Any, cuts: tuple[int, ...], keys: bool) ->
         return jax.shard_map(local, mesh=mesh, in_specs=source.spec, out_specs=source.spec, check_vma=False)(x)
 
     layout = NamedSharding(mesh, source.spec, memory_kind=source.memory_kind)
-    program, types = _compiled(cut, [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=layout)], mesh)
-    return program, types, impl[0] if keys else None
+    compiled, types = _compiled(cut, [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=layout)], mesh)
+    return compiled, types, impl[0] if keys else None
 
 
 def _join(target: NamedSharding, pieces: Sequence[Any], joins: tuple[int, ...], impl: Any) -> Any:
-    """Program that joins the pieces of every shard; None where there is one, and no random keys."""
+    """A compiled function that joins the pieces of every shard; None for one piece without random keys."""
     if len(pieces) == 1 and impl is None:
         return None
     mesh = _compat.auto(target.mesh)
@@ -257,7 +257,7 @@ def _join(target: NamedSharding, pieces: Sequence[Any], joins: tuple[int, ...], 
 
 
 def _compiled(fn: Any, args: Sequence[Any], mesh: Any, layouts: Any = None) -> tuple[Any, Sequence[Any]]:
-    """A program with its results on a mesh, where this process has a device of it, and their types."""
+    """The function compiled for a mesh, or None if no device of it is here, and the types of the results."""
     jitted = jax.jit(fn, out_shardings=layouts)
     with _compat.abstract_mesh_context(mesh):
         types = jax.eval_shape(fn, *args)
