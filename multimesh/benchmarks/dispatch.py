@@ -23,7 +23,7 @@ def straight_line(compiled: Any, args: Sequence[Any]) -> Callable[..., list[Any]
     """The same calls of kernels and transfers, written out as a function without slots, loops or decisions."""
     names: dict[str, Any] = {"put": jax.device_put}
     runner = compiled.runner
-    layouts = runner.compiled.layouts
+    layouts = compiled.plan.layouts
     given = {slot: f"args[{arg}]" for arg, slot in compiled.plan.inputs}
     moved = [slot for arg, slot in compiled.plan.inputs if args[arg].sharding != layouts[slot]]
     lines = ["def bare(args):"]
@@ -32,7 +32,9 @@ def straight_line(compiled: Any, args: Sequence[Any]) -> Callable[..., list[Any]
         names["elsewhere"] = [layouts[slot] for slot in moved]
         slots = "".join(f"v{slot}, " for slot in moved)
         lines.append(f"    {slots}= put([{slots}], elsewhere)")
-    for slot, array in runner.constants.items():
+    for slot, array in enumerate(runner.blank):
+        if array is None:
+            continue
         names[f"c{slot}"] = array
         lines.append(f"    v{slot} = c{slot}")
     for n, (call, ins, outs, frees, _) in enumerate(runner.calls):

@@ -59,7 +59,7 @@ def test_everything_is_divided_as_the_help_says():
             assert all(w.devices() == set(mesh.devices.flat) for w in layer.values())
             assert layer["up"].sharding.shard_shape(layer["up"].shape) == (demo.WIDTH, demo.HIDDEN // demo.MODEL)
     assert params["embedding"].devices() == set(submeshes[0].devices.flat)
-    slots, layouts = compiled.plan.slots, compiled.compiled_plan.layouts
+    slots, layouts = compiled.plan.slots, compiled.plan.layouts
     sent = {s for i in compiled.plan.instructions if i.kind == "SEND" and i.submesh == 0 for s in i.ins}
     activations = [s for s in sent if slots[s].shape == (demo.ROWS, demo.SEQUENCE, demo.WIDTH)]
     assert len(activations) == 2

@@ -170,7 +170,7 @@ class Compiled:
     @property
     def output_shardings(self) -> Any:
         """Submesh and layout of each result; None for an argument or constant that no operation made."""
-        layouts, moved = self.compiled_plan.layouts, self._moved
+        layouts, moved = self.plan.layouts, self._moved
         made = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
         return jax.tree.unflatten(self.out_tree, made)
 
@@ -181,7 +181,7 @@ class Compiled:
         for position in {*self.lowered.traced.out_specs, *self.lowered.out_kinds}:
             kind, slot = self.plan.outputs[position]
             spec, memory = self.lowered.traced.out_specs.get(position), self.lowered.out_kinds.get(position)
-            layout = self.compiled_plan.layouts[slot] if kind == "slot" else None
+            layout = self.plan.layouts[slot] if kind == "slot" else None
             want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], stripped(spec or PartitionSpec()))
             want = want if memory is None else want.with_memory_kind(memory)
             if layout is None or want != NamedSharding(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import json
@@ -108,8 +107,8 @@ class _Watch:
     While a kernel runs, the transfers after it are under way, as in an ordinary call; threads wait for their arrays.
     """
 
-    def __init__(self, plan: Plan, pool: ThreadPoolExecutor) -> None:
-        self.seen = Seen()
+    def __init__(self, plan: Plan, pool: ThreadPoolExecutor, ahead: float) -> None:
+        self.seen, self._now = Seen(), lambda: clocks.now() + ahead
         self._here, self._pool = [jax.process_index() in owners for owners in processes(plan)], pool
         self._arriving: dict[int, Future[None]] = {}  # slot to the thread that waits for its array
         self._running: tuple[Action, float, Sequence[Any]] | None = None
@@ -123,13 +122,13 @@ class _Watch:
         self.finish()
         for slot in self._arriving.keys() & set(action.ins):
             self._arriving.pop(slot).result()
-        start = clocks.now()
+        start = self._now()
         results = call(*given)
         self._running = action, start, results
         return results
 
     def _move(self, action: Action, call: Call, *given: Any) -> Sequence[Any]:
-        start = clocks.now()
+        start = self._now()
         results = call(*given)
         sends, receives = (self._here[submesh] for submesh in action.submeshes)
         if sends and self._running is not None and not set(self._running[0].outs).isdisjoint(action.ins):
@@ -143,14 +142,14 @@ class _Watch:
 
     def _arrived(self, number: int, asked: float, results: Sequence[Any]) -> None:
         jax.block_until_ready(results)
-        self.seen.got[number] = asked, clocks.now()
+        self.seen.got[number] = asked, self._now()
 
     def finish(self) -> None:
         """Wait for the kernel that runs."""
         if self._running is not None:
             action, start, results = self._running
             jax.block_until_ready(results)
-            self.seen.runs[action.number] = start, clocks.now()
+            self.seen.runs[action.number] = start, self._now()
             self.seen.sent.update(dict.fromkeys(self._unsent, self.seen.runs[action.number][1]))
             self._unsent.clear()
             self._running = None
@@ -171,19 +170,12 @@ class Together:
         env = _ready(self._runner.staged(_copies(args)))
         offset = clocks.offset(name)
         with ThreadPoolExecutor(_WAITERS) as pool:
-            watch = _Watch(self._plan, pool)
+            watch = _Watch(self._plan, pool, offset.seconds)
             self._runner.run(env, observed(self._runner.calls, watch))
             watch.finish()
-        seen = watch.seen
-        shifted = [
-            [[n, *(time + offset.seconds for time in times)] for n, times in found]
-            for found in (seen.runs.items(), ((n, [at]) for n, at in seen.sent.items()), seen.got.items())
-        ]
-        told = [json.loads(said) for said in agree.exchanged(name, json.dumps([offset.error, *shifted]).encode())]
-        every = [
-            Seen({n: (a, b) for n, a, b in runs}, dict(sent), {n: (a, b) for n, a, b in got})
-            for _, runs, sent, got in told
-        ]
+        own = [offset.error, *([*found.items()] for found in vars(watch.seen).values())]
+        told = [json.loads(said) for said in agree.exchanged(name, json.dumps(own).encode())]
+        every = [Seen(*map(dict, found)) for _, *found in told]
         errors = sorted((error for error, *_ in told), reverse=True)
         return merged(self._plan, every, sum(errors[:2]))
 
@@ -203,24 +195,19 @@ def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Run:
     A kernel or transfer of several processes starts when the last of them comes to it. A transfer lasts from when it
     was sent and asked for to its arrival.
     """
-    kernels: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
-    arrivals: dict[int, float] = {}
-    for n, (_, end) in (found for seen in every for found in seen.got.items()):
-        arrivals[n] = max(end, arrivals.get(n, end))
-    for seen in every:
-        for n, found in seen.runs.items():
-            kernels[n].append(found)
     times: dict[int, tuple[float, float]] = {}
     lasts: dict[int, float] = {}
     for action in whole(plan):
         number = action.number
         if action.kernel is not None:
-            span = max(start for start, _ in kernels[number]), max(end for _, end in kernels[number])
+            spans = [seen.runs[number] for seen in every if number in seen.runs]
+            span = max(start for start, _ in spans), max(end for _, end in spans)
             times[action.instructions[0]], lasts[action.instructions[0]] = span, span[1] - span[0]
             continue
-        end = arrivals[number]
+        got = [seen.got[number] for seen in every if number in seen.got]
+        end = max(end for _, end in got)
         sent = min(end, max(seen.sent[number] for seen in every if number in seen.sent))
-        asked = min(end, max(seen.got[number][0] for seen in every if number in seen.got))
+        asked = min(end, max(asked for asked, _ in got))
         for n, share in _shares(plan, action).items():
             times[n], lasts[n] = (sent, end), share * (end - max(sent, asked))
     origin = min((start for start, _ in times.values()), default=0.0)

@@ -27,11 +27,6 @@ def title(plan: PlanData) -> str:
     return sizes(names, len(plan.submeshes), most, len(numbers))
 
 
-def _span(plan: PlanData, run: Run, start: float, end: float) -> Span:
-    """Span of a RUN."""
-    return Span(run.submesh, start, end, plan.shown(run.cell), plan.name(run), run.stage, run.microbatch)
-
-
 Times = Mapping[int, tuple[float, float]]
 
 
@@ -100,7 +95,8 @@ def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
             for hop in dict.fromkeys(carrier[slot] for slot in item.ins if slot in carrier):
                 readers[hop].append(len(spans))
             maker.update(dict.fromkeys(item.outs, len(spans)))
-            spans.append(_span(plan, item, *times[number]))
+            place = (item.cell.stage, item.cell.microbatch) if item.cell else (None, None)
+            spans.append(Span(item.submesh, *times[number], plan.shown(item.cell), plan.name(item), *place))
     sends = tuple(replace(t, consumers=tuple(readers[n])) for n, t in enumerate(transfers))
     rows = tuple(f"submesh {i}" for i in range(len(plan.submeshes)))
     return Timeline(title(plan), note, unit, rows, tuple(spans), sends, _live(plan, times))

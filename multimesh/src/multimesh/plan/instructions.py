@@ -32,7 +32,7 @@ class Transfer:
 class Instruction:
     """An entry of a plan: a `Run`, `Send`, `Recv` or `Free`.
 
-    What only other kinds have is empty: the ``kernel`` of a SEND is None.
+    Attributes that only other kinds have are None, such as the ``kernel`` of a SEND.
 
     Attributes
     ----------
@@ -58,30 +58,26 @@ class Instruction:
 
     kind: ClassVar[str]
     submesh: int
+    task: str = ""
     ins: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
 
     if not TYPE_CHECKING:  # the library asks for the type first; a user may filter by an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Return the empty value of an attribute that only other kinds have."""
-            if name in _EMPTY:
-                return _EMPTY[name]
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            """Attributes of the cell, and None for those that only other kinds have."""
+            return getattr(vars(self).get("cell"), name, None) if name in _NAMES else super().__getattribute__(name)
 
     def __str__(self) -> str:
+        about = ""
         match self:
-            case Run(cell=Cell(phase, stage, microbatch), task=task):
-                about = f" {phase}{stage} microbatch {microbatch} {task}"
-            case Run(task=task):
-                about = f" {task}"
+            case Run(cell=Cell(phase, stage, microbatch)):
+                about = f" {phase}{stage} microbatch {microbatch}"
             case Send() | Recv():
-                loop = "" if self.microbatch is None else f" microbatch {self.microbatch}"
-                about = f"{loop} {'to' if isinstance(self, Send) else 'from'} {self.peer} {self.task}"
-            case _:
-                about = " "
+                about = "" if self.microbatch is None else f" microbatch {self.microbatch}"
+                about += f" {'to' if isinstance(self, Send) else 'from'} {self.peer}"
         slots = f"{_slots(self.ins)}{' -> ' + _slots(self.outs) if self.outs else ''}"
-        return f"{self.submesh}: {self.kind:4}{about} {slots}".rstrip()
+        return f"{self.submesh}: {self.kind:4}{about} {self.task} {slots}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -90,26 +86,11 @@ class Run(Instruction):
 
     kind = "RUN"
     submesh: int
-    task: str
     kernel: int
+    task: str = ""
     ins: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
     cell: Cell | None = None
-
-    @property
-    def phase(self) -> str | None:
-        """Phase of the cell."""
-        return self.cell.phase if self.cell else None
-
-    @property
-    def stage(self) -> int | None:
-        """Stage of the cell."""
-        return self.cell.stage if self.cell else None
-
-    @property
-    def microbatch(self) -> int | None:
-        """Microbatch of the cell."""
-        return self.cell.microbatch if self.cell else None
 
 
 @dataclass(frozen=True)
@@ -147,23 +128,12 @@ class Free(Instruction):
     ins: tuple[int, ...]
 
 
-_EMPTY: Mapping[str, Any] = {
-    "task": "",
-    "microbatch": None,
-    "phase": None,
-    "stage": None,
-    "kernel": None,
-    "ins": (),
-    "outs": (),
-    "peer": None,
-    "transfer": None,
-}
+_NAMES = ("kind", "submesh", "task", "microbatch", "phase", "stage", "kernel", "ins", "outs", "peer", "transfer")
 
 
 def record(instruction: Instruction) -> dict[str, Any]:
-    """Return all attributes of an instruction by name, empty or not."""
-    found = {"kind": instruction.kind, "submesh": instruction.submesh}
-    return found | {name: getattr(instruction, name) for name in _EMPTY}
+    """Return all attributes of an instruction by name, None or empty where its kind has none."""
+    return {name: getattr(instruction, name) for name in _NAMES}
 
 
 def _slots(slots: tuple[int, ...]) -> str:

@@ -76,16 +76,13 @@ def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
     def time(run: Run) -> float:
         if run.cell is None:
             return times.get(run.task, 0.0)
-        stage, task, phases = run.cell.stage, run.task, covers[run.cell.stage, run.cell.phase]
-        if task in times and not any(key in times for phase in phases for key in _keys(stage, task, phase)[:2]):
+        stage, task = run.cell.stage, run.task
+        keys = {phase: _keys(stage, task, phase) for phase in covers[stage, run.cell.phase]}
+        if task in times and not any(key in times for found in keys.values() for key in found[:2]):
             return times[task]
-        total = 0.0
-        for phase in phases:
-            key = next((k for k in _keys(stage, task, phase) if k in times), None)
-            if key is None and phase == run.cell.phase:
-                raise UsageError(f"costs: none for {phase} of stage {stage} (task {task!r})")
-            total += times[key] if key is not None else 0.0
-        return total
+        if run.cell.phase in keys and not times.keys() & set(keys[run.cell.phase]):  # late kernels are free
+            raise UsageError(f"costs: none for {run.cell.phase} of stage {stage} (task {task!r})")
+        return sum(next((times[key] for key in found if key in times), 0.0) for found in keys.values())
 
     shown = ", ".join(f"{'.'.join(map(str, k)) if isinstance(k, tuple) else k} {v:g}" for k, v in times.items())
     programs = tuple(time(runs[k]) if k in runs else 0.0 for k in range(len(plan.kernels)))

@@ -15,7 +15,7 @@ _NARROWEST = 40
 _ROWS = 24  # submeshes shown; of more, the first and the last
 _HELD = 4  # arguments on several submeshes shown
 _NAME = 14  # characters of the name of a kernel outside of loops
-_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one program"}
+_KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one kernel"}
 
 
 def text(plan: PlanData, width: int | None = None) -> str:

@@ -68,7 +68,9 @@ class Pull:
     def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """See `Carrier`."""
         sends = [route for route in way if route.source == self._me]
-        pulls = [(route, [_struct(parcel, types) for parcel in route.parcels]) for route in way if self._gets(route)]
+        pulls = [
+            (route, [_struct(parcel, types) for parcel in route.parcels]) for route in way if route.target == self._me
+        ]
 
         def carry(key: Key, pieces: Pieces) -> Pieces:
             for route in sends:
@@ -80,9 +82,6 @@ class Pull:
             return got
 
         return carry
-
-    def _gets(self, route: Route) -> bool:
-        return route.target == self._me
 
 
 def _struct(parcel: Parcel, types: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:

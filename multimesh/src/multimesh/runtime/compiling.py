@@ -30,11 +30,6 @@ class CompiledPlan:
     plan: Plan
     executables: tuple[Any, ...]  # jax.stages.Compiled, one per kernel; None for those of other processes
 
-    @property
-    def layouts(self) -> tuple[NamedSharding, ...]:
-        """Layout of every slot."""
-        return self.plan.layouts
-
 
 def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
     """Compile the kernels that run on devices of this process.
@@ -162,16 +157,9 @@ def _auto(layout: NamedSharding) -> NamedSharding:
 def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Callable[[Any], Any]) -> ir.Op | None:
     """Run the operations of a kernel one by one, up to the first invalid result; None where the arguments are gone."""
     mesh = plan.submeshes[kernel.submesh]
-    counts = len(kernel.sums), len(kernel.rows)
-    given = args[counts[0] :]
-    if any(x.is_deleted() for x in given):
+    if any(x.is_deleted() for x in args[len(kernel.sums) :]):
         return None
-    env: dict[ir.Value, Any] = {}
-    if kernel.rows:
-        number, *rows = given[: 1 + counts[1]]
-        given = given[1 + counts[1] :]
-        env.update(zip(kernel.rows, (row[int(number)] for row in rows), strict=True))
-    env.update(zip(kernel.ins, given, strict=True))
+    env = _values(kernel, args, lambda stacked, number: stacked[int(number)])
     for op in kernel.ops:
         reads = list(op.reads)
 
@@ -188,6 +176,15 @@ def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Call
     return None
 
 
+def _values(kernel: Kernel, args: Sequence[Any], row: Callable[[Any, Any], Any]) -> dict[ir.Value, Any]:
+    """Values that a kernel reads, from its arguments; ``row`` takes the row of a microbatch."""
+    left, found = list(args[len(kernel.sums) :]), dict[ir.Value, Any]()
+    if kernel.rows:
+        number = left.pop(0)
+        found = {v: row(left.pop(0), number) for v in kernel.rows}
+    return found | dict(zip(kernel.ins, left, strict=True))
+
+
 def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
     """The function of a kernel; `Kernel` explains its arguments and results."""
     mesh = plan.submeshes[kernel.submesh]
@@ -199,17 +196,12 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
         return [_compat.typed_as(jnp.stack(rows), kernel.outs[0].aval)]
 
     def ops(*args: Any) -> list[Any]:
-        left = list(args)
-        sums = [left.pop(0) for _ in kernel.sums]
-        env: dict[ir.Value, Any] = {}
-        if kernel.rows:
-            number = left.pop(0)
-            for v in kernel.rows:
-                env[v] = lax.dynamic_index_in_dim(left.pop(0), number, 0, keepdims=False)
-        env.update(zip(kernel.ins, left, strict=True))
+        env = _values(
+            kernel, args, lambda stacked, number: lax.dynamic_index_in_dim(stacked, number, 0, keepdims=False)
+        )
         evaluate(kernel.ops, env, mesh)
         return [
-            *(lax.add(total, env[leaf]) for total, leaf in zip(sums, kernel.sums, strict=True)),
+            *(lax.add(total, env[leaf]) for total, leaf in zip(args, kernel.sums, strict=False)),
             *(_compat.typed_as(env[v], v.aval) for v in kernel.outs),
         ]
 

@@ -69,16 +69,12 @@ class Exchange:
             parcel for parcel in sent if self.carrier.late and lent[parcel.array] and not both[parcel.array].fresh
         }
         places = [SingleDeviceSharding(p.piece.target, memory_kind=targets[p.array].memory_kind) for p in stays]
-        empty = {
-            parcel: jax.device_put(np.empty(both[parcel.array].piece.shape, both[parcel.array].piece.dtype), place)
-            for route in whole
-            if route.source != route.target == me
-            for parcel in route.parcels
-            if not full[parcel.array]
-            for place in [parcel.piece.target]
-        }
         leaves = [here(source.device_set) for source in sources]
         arriving = {(p.array, p.piece): p for route in whole if route.target == me for p in route.parcels}
+        empty = {
+            parcel: jax.device_put(np.empty(both[parcel.array].piece.shape, both[parcel.array].piece.dtype), device)
+            for parcel, device in ((p, p.piece.target) for p in arriving.values() if not full[p.array])
+        }
         mine = [[arriving[n, p] for p in e.way.pieces if p.target.process_index == me] for n, e in enumerate(both)]
 
         def move(*arrays: Any) -> list[Any]:

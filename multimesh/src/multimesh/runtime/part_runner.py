@@ -43,8 +43,8 @@ class PartRunner(Runner):
             self._everyone = self._exchange.carrier.everyone
         super().__init__(compiled, names)
         for slot in kept:
-            if not here(compiled.layouts[slot].device_set):
-                self._blank[slot] = absent(plan.slots[slot], compiled.layouts[slot])
+            if not here(plan.layouts[slot].device_set):
+                self.blank[slot] = absent(plan.slots[slot], plan.layouts[slot])
         if number is not None:
             agree.barrier(f"plan {number} is compiled")
 
@@ -71,7 +71,7 @@ class PartRunner(Runner):
         return self._moved_to(len(self._inputs) + position, result, layout)
 
     def _mover(self, action: Action) -> Call:
-        plan, layouts = self.compiled.plan, self.compiled.layouts
+        plan, layouts = self.compiled.plan, self.compiled.plan.layouts
         if len(frozenset().union(*(self._owners[submesh] for submesh in action.submeshes))) == 1:
             return super()._mover(action) if here(layouts[action.ins[0]].device_set) else lambda *_: ()
         sources, targets = ([layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
@@ -85,7 +85,7 @@ class PartRunner(Runner):
             self._sources[sources] = self._compared(sources)
         if self._sources[sources]:
             self._shared.begin()
-        env = list(self._blank)
+        env = list(self.blank)
         given: list[tuple[int, Any, NamedSharding]] = []
         for number, (arg, slot, layout) in enumerate(self._inputs):
             if sources[arg] is None and layout.is_fully_addressable:

@@ -48,22 +48,17 @@ class Runner:
         self._names = names
         self._moved: dict[int, int] = {}  # argument to the calls that moved it
         plan = compiled.plan
-        self._inputs = tuple((arg, slot, compiled.layouts[slot]) for arg, slot in plan.inputs)
-        self._blank: list[Any] = [None] * len(plan.slots)
-        layouts = [compiled.layouts[slot] for _, slot in plan.constants]
+        self._inputs = tuple((arg, slot, plan.layouts[slot]) for arg, slot in plan.inputs)
+        self.blank: list[Any] = [None] * len(plan.slots)  # slots before a call: only constants
+        layouts = [plan.layouts[slot] for _, slot in plan.constants]
         placed = self._put([_fixed(array) for array, _ in plan.constants], layouts)
         for (_, slot), array in zip(plan.constants, placed, strict=True):
-            self._blank[slot] = array
+            self.blank[slot] = array
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
         self._transport = Transport()
         self.calls = self.bound(project(plan, jax.process_index(), everyone=self._everyone))
         self._donated = _donated(compiled)
         self._aliases = _aliases(compiled, self._donated)
-
-    @property
-    def constants(self) -> dict[int, Any]:
-        """Slots that hold the same array in every call."""
-        return {slot: array for slot, array in enumerate(self._blank) if array is not None}
 
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
         """Run on flat arguments and return flat results, those in ``moved`` with the layout given there.
@@ -117,7 +112,7 @@ class Runner:
         return jax.device_put(result, layout)
 
     def _mover(self, action: Action) -> Call:
-        sources, targets = ([self.compiled.layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
+        sources, targets = ([self.compiled.plan.layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
         return self._transport.mover(sources, targets, [self.compiled.plan.slots[slot] for slot in action.ins])
 
     def _check_buffers(self, env: Sequence[Any]) -> None:
@@ -157,7 +152,7 @@ class Runner:
 
     def staged(self, args: Sequence[Any]) -> list[Any]:
         """All slots as a call begins: arguments and constants in their places."""
-        env = list(self._blank)
+        env = list(self.blank)
         moved: list[tuple[int, int, Any]] = []
         for each in self._inputs:
             arg, slot, layout = each
@@ -235,7 +230,7 @@ def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[_Al
     """
     kinds: dict[Any, dict[tuple[jax.Device, ...], list[tuple[int, int]]]] = {}
     for arg, slot in compiled.plan.inputs:
-        meant, layout = compiled.plan.slots[slot], compiled.layouts[slot]
+        meant, layout = compiled.plan.slots[slot], compiled.plan.layouts[slot]
         if meant.nbytes and layout.addressable_devices:
             kind = layout.shard_shape(meant.shape), meant.dtype, layout.memory_kind
             devices = tuple(layout.devices_indices_map(meant.shape))

@@ -121,6 +121,10 @@ class _Builder:
         self.kernels.append(kernel)
         return len(self.kernels) - 1
 
+    def _run(self, kernel: Kernel, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
+        """Run a kernel once."""
+        self.instructions.append(Run(kernel.submesh, self._kernel(kernel), kernel.name, ins, outs))
+
     def _send(self, values: Iterable[ir.Value], submesh: int, task: str) -> None:
         """Send what a kernel made to every other submesh that reads it."""
         self._transfer((v, (submesh, other, task, None)) for v in values for other in self._others(v, submesh))
@@ -147,10 +151,9 @@ class _Builder:
         for f in part.fragments:
             submesh = self._submesh(f.mesh)
             name = f.task or "unmarked"
-            kernel = self._kernel(Kernel(name, submesh, f.ops, ins=f.ins, outs=f.outs))
             ins = tuple(self._slot(v, submesh) for v in f.ins)
             outs = tuple(self._slot(v, submesh) for v in f.outs)
-            self.instructions.append(Run(submesh, name, kernel, ins, outs))
+            self._run(Kernel(name, submesh, f.ops, ins=f.ins, outs=f.outs), ins, outs)
             self._send(f.outs, submesh, name)
 
     def loop(self, part: Pipeline) -> None:
@@ -159,11 +162,10 @@ class _Builder:
         for s in part.loop.sums:
             sums[self._submesh(self.program.homes[s.out])].append(s)
         for submesh, mine in sorted(sums.items()):
-            kernel = self._kernel(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
             outs = tuple(self._slot(s.out, submesh) for s in mine)
             self._accumulators += outs
             self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
-            self.instructions.append(Run(submesh, "zeros", kernel, outs=outs))
+            self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"), (), outs)
         kernels = [self._stage_kernel(part.loop, f) for f in part.fragments]
         waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
         for n, (index, microbatch) in enumerate(part.cells):
@@ -178,9 +180,8 @@ class _Builder:
         for out, inner in part.loop.stacks.items():
             submesh = self._submesh(self.program.homes[out])
             rows = tuple(self._slot(inner, submesh, k) for k in range(part.loop.mark.count))
-            kernel = self._kernel(Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack"))
-            outs = (self._slot(out, submesh),)
-            self.instructions.append(Run(submesh, "stack", kernel, rows, outs))
+            kernel = Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack")
+            self._run(kernel, rows, (self._slot(out, submesh),))
         for c in part.loop.carries.values():
             home = self._submesh(self.program.homes[c.out])
             self._index[c.out, home, None] = self._slot(c.leaf, home, part.loop.mark.count - 1)
@@ -227,7 +228,7 @@ class _Builder:
         outs = (*sums, *(self._slot(v, submesh, microbatch) for v in kernel.outs))
         task = f.task
         cell = Cell(f.phase, f.stage, microbatch) if f.phase and f.stage is not None else None
-        self.instructions.append(Run(submesh, task, number, tuple(ins), outs, cell))
+        self.instructions.append(Run(submesh, number, task, tuple(ins), outs, cell))
         return task
 
     def _state(self, carry: ir.Carry, submesh: int, microbatch: int) -> int:
@@ -294,8 +295,7 @@ class _Builder:
             values = tuple(dict.fromkeys(v for op in ops for v in op.reads))
             made = tuple(op.outs[0] for op in ops)
             ins, outs = (tuple(self._slot(v, submesh) for v in group) for group in (values, made))
-            kernel = self._kernel(Kernel("results", submesh, ops, ins=values, outs=made))
-            self.instructions.append(Run(submesh, "results", kernel, ins, outs))
+            self._run(Kernel("results", submesh, ops, ins=values, outs=made), ins, outs)
             for position, slot in zip(positions, outs, strict=True):
                 source = outputs[position][1]
                 outputs[position] = "slot", slot
