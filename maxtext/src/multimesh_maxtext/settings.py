@@ -9,6 +9,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,9 +24,26 @@ _ROOT = "MaxTextConfig"
 _MANY = 12  # more values than this are not listed where some are near
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads values as OmegaConf does for MaxText: 1e3 is a number, and a date is a string."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
+def _read(value: str) -> Any:
+    return yaml.load(value, _Loader)  # noqa: S506
+
+
 def read_values(settings: Sequence[str]) -> dict[str, Any]:
     """Return the settings with their values as YAML reads them."""
-    return {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
+    return {key: _read(value) for key, value in (setting.split("=", 1) for setting in settings)}
 
 
 def find_wrong_settings(settings: Sequence[str], package: Path) -> Iterator[tuple[str, UsageError]]:
@@ -52,7 +70,7 @@ def find_wrong_settings(settings: Sequence[str], package: Path) -> Iterator[tupl
 def _refusal(make: Callable[[], Any], key: str, value: str) -> str:
     """Return why MaxText does not take a value; empty where it may."""
     try:
-        read = yaml.safe_load(value)
+        read = _read(value)
     except yaml.YAMLError:
         return "the value is no YAML; put strings with special characters in quotes"
     read = None if isinstance(read, str) and read.lower() == "none" else read  # as MaxText reads it
