@@ -26,7 +26,7 @@ _profiles = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Run:
+class Measured:
     """A measured run, in seconds.
 
     Attributes
@@ -58,7 +58,7 @@ class Alone:
         self._runner = runner
         self._calls = runner.bound(actions(runner.compiled.plan, lambda transfer: transfer.id))
 
-    def run(self, args: Sequence[Any]) -> Run:
+    def run(self, args: Sequence[Any]) -> Measured:
         """Every kernel and transfer by itself."""
         env = _ready(self._runner.staged(_copies(args)))
         times: dict[int, tuple[float, float]] = {}
@@ -74,7 +74,7 @@ class Alone:
             return waited
 
         self._runner.run(env, observed(self._calls, observe))
-        return Run(times, {number: end - start for number, (start, end) in times.items()})
+        return Measured(times, {number: end - start for number, (start, end) in times.items()})
 
     def call(self, args: Sequence[Any]) -> float:
         """Seconds of an ordinary call."""
@@ -164,7 +164,7 @@ class Together:
         self._runner, self._plan = runner, runner.compiled.plan
         self._name, self._rounds = f"profile {next(_profiles)}", itertools.count()
 
-    def run(self, args: Sequence[Any]) -> Run:
+    def run(self, args: Sequence[Any]) -> Measured:
         """All processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(_copies(args)))
@@ -189,7 +189,7 @@ class Together:
         return float(max(end for _, end in every) - min(start for start, _ in every))
 
 
-def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Run:
+def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measured:
     """Merge what all processes saw into one run.
 
     A kernel or transfer of several processes starts when the last of them comes to it. A transfer lasts from when it
@@ -211,7 +211,7 @@ def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Run:
         for n, share in _shares(plan, action).items():
             times[n], lasts[n] = (sent, end), share * (end - max(sent, asked))
     origin = min((start for start, _ in times.values()), default=0.0)
-    return Run({n: (start - origin, end - origin) for n, (start, end) in times.items()}, lasts, error)
+    return Measured({n: (start - origin, end - origin) for n, (start, end) in times.items()}, lasts, error)
 
 
 def _shares(plan: Plan, action: Action) -> dict[int, float]:

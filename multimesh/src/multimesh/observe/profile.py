@@ -12,7 +12,7 @@ from typing import Any
 
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
-from multimesh.observe.measure import Alone, Run, Together
+from multimesh.observe.measure import Alone, Measured, Together
 from multimesh.plan.forecast import assembled, forecast, timed
 from multimesh.plan.instructions import Transfer
 from multimesh.plan.kernel_costs import Costs, stage_costs_of
@@ -147,7 +147,7 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
     return Profile(measured, alike, costs, call, platform, serial, involved, fastest.error, plan)
 
 
-def _medians(plan: Plan, runs: Sequence[Run]) -> Costs:
+def _medians(plan: Plan, runs: Sequence[Measured]) -> Costs:
     kernels: dict[int, list[float]] = collections.defaultdict(list)
     transfers: dict[tuple[int, int, int], list[float]] = collections.defaultdict(list)
     for number, item in timed(plan):
