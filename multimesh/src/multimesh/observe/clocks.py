@@ -37,19 +37,18 @@ def offset(name: str) -> Offset:
     store, patience = _compat.key_value_store(), int(1000 * agree.WAIT)
     me, key = jax.process_index(), f"multimesh/clock/{name}"
     agree.barrier(f"clock/{name}")
-    found = [(0.0, 0.0)]
+    found: list[tuple[float, float]] = []
     if me == 0:
         for asking in (f"{key}/{rank}/{i}" for rank in range(1, jax.process_count()) for i in range(ROUNDS)):
             store.blocking_key_value_get(f"{asking}/asked", patience)
             store.key_value_set(f"{asking}/time", repr(now()))
     else:
-        found = []
         for asking in (f"{key}/{me}/{i}" for i in range(ROUNDS)):
             start = now()
             store.key_value_set(f"{asking}/asked", "")
             theirs = float(store.blocking_key_value_get(f"{asking}/time", patience))
             end = now()
             found.append((end - start, theirs - (start + end) / 2))
-    best = sorted(found)[:_BEST]
+    best = sorted(found)[:_BEST] or [(0.0, 0.0)]
     agree.forget(f"clock/{name}")
     return Offset(statistics.median(ahead for _, ahead in best), best[-1][0] / 2)

@@ -134,15 +134,12 @@ CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (P
 
 def carrier(name: str | None) -> Carrier:
     """The transport of a name, or the platform's; each is made once."""
-    name = name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put")
     with _making:
-        if name not in _made:
-            _made[name] = CARRIERS[name]()
-        return _made[name]
+        return _made(name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put"))
 
 
 _making = threading.Lock()
-_made: dict[str, Carrier] = {}
+_made = functools.cache(lambda name: CARRIERS[name]())
 
 
 @functools.cache

@@ -52,7 +52,7 @@ class Exchange:
         An argument without a shard in this process may be None, and such a result is None. A later kernel may reuse
         the buffers of arrays that are ``lent``.
         """
-        both = [_ends(_named(s), t, _type(a)) for s, t, a in zip(sources, targets, avals, strict=True)]
+        both = [_ends(_named(s), t, tuple(a.shape), a.dtype) for s, t, a in zip(sources, targets, avals, strict=True)]
         whole = routes([end.way for end in both])
         full = [math.prod(end.piece.shape) > 0 for end in both]  # nothing is sent of an array without elements
         crossing = [
@@ -95,10 +95,6 @@ class Exchange:
         return move
 
 
-def _type(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(aval.shape), aval.dtype)
-
-
 def _named(layout: Any) -> NamedSharding:
     """The layout of an array of the caller, which may be on one device without a mesh."""
     if isinstance(layout, NamedSharding):
@@ -109,5 +105,5 @@ def _named(layout: Any) -> NamedSharding:
 
 
 @functools.lru_cache(maxsize=4096)
-def _ends(source: NamedSharding, target: NamedSharding, aval: jax.ShapeDtypeStruct) -> Ends:
-    return ends(source, target, aval)
+def _ends(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Ends:
+    return ends(source, target, jax.ShapeDtypeStruct(shape, dtype))

@@ -17,7 +17,7 @@ from multimesh.runtime import exchange
 from multimesh.runtime.actions import Action, processes
 from multimesh.runtime.compiling import CompiledPlan
 from multimesh.runtime.routes import owner
-from multimesh.runtime.runner import Runner, donated_by
+from multimesh.runtime.runner import Runner, donated_by, is_placed
 from multimesh.runtime.transport import Call
 
 
@@ -80,7 +80,7 @@ class PartRunner(Runner):
 
     def staged(self, args: Sequence[Any]) -> list[Any]:
         """See `Runner.staged`."""
-        sources = tuple(x.sharding if _is_placed(x) else None for x in args)
+        sources = tuple(x.sharding if is_placed(x) else None for x in args)
         if sources not in self._sources:
             self._sources[sources] = self._compared(sources)
         if self._sources[sources]:
@@ -115,7 +115,7 @@ class PartRunner(Runner):
 
     def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
         """A value of the caller with a layout; one without a place is the same in all processes."""
-        source = x.sharding if _is_placed(x) else None
+        source = x.sharding if is_placed(x) else None
         if source == layout:
             return x
         if source is None:
@@ -126,7 +126,3 @@ class PartRunner(Runner):
             self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True])
         (result,) = self._known[key](x)
         return absent(x, layout) if result is None else result
-
-
-def _is_placed(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.committed

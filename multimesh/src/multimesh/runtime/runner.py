@@ -172,8 +172,7 @@ class Runner:
 
     def _note_move(self, arg: int, x: Any, uses: Sequence[tuple[bool, Any]]) -> None:
         """Warn once, at the second call, of an argument that somebody placed where no task reads it."""
-        placed = isinstance(x, jax.Array) and x.committed
-        if not placed or any(here for here, _ in uses) or self._names[arg].startswith("argument "):
+        if not is_placed(x) or any(here for here, _ in uses) or self._names[arg].startswith("argument "):
             return  # without a name it is one of `transforms`, which may lie anywhere
         self._moved[arg] = self._moved.get(arg, 0) + 1
         if self._moved[arg] == 2:
@@ -183,6 +182,11 @@ class Runner:
                 f"and is moved to {there} in every call; place it there once, with jax.device_put",
                 stacklevel=2,
             )
+
+
+def is_placed(x: Any) -> bool:
+    """Whether somebody placed a value on devices."""
+    return isinstance(x, jax.Array) and x.committed
 
 
 def _where(sharding: jax.sharding.Sharding) -> str:
