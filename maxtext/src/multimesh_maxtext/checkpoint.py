@@ -194,7 +194,8 @@ def _check_parameters(job: Job) -> None:
     if kept in ("unrolled", scans):
         remedy = f"use --{'no-' if kept == 'unrolled' else ''}scan-layers"
     else:
-        remedy = f"write them anew with --checkpoint {folder.parent} --export DIR --no-scan-layers, and begin with DIR"
+        source = folder.parent if folder.name.isdecimal() else "FOLDER, where they come from,"
+        remedy = f"write them anew with --checkpoint {source} --export DIR --no-scan-layers, and begin with DIR"
     raise CheckpointError(f"{PARAMETERS}={given} has its layers {kept}, but this run has them {wanted}; {remedy}")
 
 
