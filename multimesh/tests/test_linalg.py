@@ -153,6 +153,7 @@ def test_gradients_are_those_of_one_device(layout, dtype, kind):
     assert grads[0].sharding.is_equivalent_to(given.sharding, 2)
 
 
+@pytest.mark.skipif(jax.__version_info__ == (0, 11, 2), reason="its XLA ends the process in the pass shardy-xla")
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.full)])
 def test_second_derivatives(kind):
     a, b, v = definite(8), normal(8), definite(8, condition=3.0)
