@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from multimesh.passes.pipeline import PASSES
 from multimesh_maxtext import memory
 
 pytestmark = pytest.mark.longer
@@ -48,21 +49,8 @@ def test_the_plan_is_dumped(trained: Path):
 
 def test_every_pass_is_dumped_where_asked_and_xlas_programs_are_not(trained: Path):
     names = {path.name for path in (trained / "dump").iterdir()} - PLAN
-    made = (
-        "inline",
-        "fuse",
-        "separate",
-        "slices",
-        "place",
-        "reductions",
-        "fragment",
-        "order",
-        "planning",
-        "layouts",
-        "kernels",
-    )
-    assert names == {f"{number}-{name}.txt" for number, name in enumerate(made)}
-    assert "loop x4 1f1b" in (trained / "dump/0-inline.txt").read_text()
+    assert names == {f"{number:02}-{name}.txt" for number, name in enumerate([*PASSES, "kernels"])}
+    assert "loop x4 1f1b" in (trained / "dump/00-inline.txt").read_text()
 
 
 def test_the_profile_has_timelines(trained: Path):

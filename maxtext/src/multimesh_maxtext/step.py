@@ -206,7 +206,7 @@ def _dump(lowered: multimesh.Lowered, handoff: Handoff) -> None:
     if handoff.dump_passes:
         dumps = {done.name: str(done) for done in lowered.passes()} | {"kernels": lowered.as_text()}
         for number, (name, text) in enumerate(dumps.items()):
-            (folder / f"{number}-{name}.txt").write_text(text)
+            (folder / f"{number:02}-{name}.txt").write_text(text)
 
 
 def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any) -> None:
