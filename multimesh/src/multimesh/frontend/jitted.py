@@ -37,6 +37,7 @@ from multimesh.frontend.arguments import (
 from multimesh.frontend.auto_schedule import Made, fitted
 from multimesh.frontend.cache import Cache, Recent, matching, traits
 from multimesh.frontend.transforms import Call
+from multimesh.ir.program import all_ops
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
 from multimesh.marking.tracing import partitioning, recorded, uncollected
@@ -343,13 +344,12 @@ class Jitted:
         if self._devices is None:
             return
         known = set(self._devices)
-        for item in program.items:
-            for op in item.ops if isinstance(item, ir.Loop) else (item,):
-                if op.task is not None and not known.issuperset(op.task.mesh.devices.flat):
-                    raise UsageError(
-                        f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that are not among "
-                        "jit(devices=...)"
-                    )
+        for op in all_ops(program):
+            if op.task is not None and not known.issuperset(op.task.mesh.devices.flat):
+                raise UsageError(
+                    f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that are not among "
+                    "jit(devices=...)"
+                )
 
     def _result_specs(self, out_tree: Any) -> dict[int, PartitionSpec]:
         if self._out_shardings is None:

@@ -185,6 +185,11 @@ class Program:
         """Its loops, in the order of their numbers."""
         return tuple(item for item in self.items if isinstance(item, Loop))
 
+    @property
+    def linked(self) -> set[Value]:
+        """Body values of loops that a later loop reads, iteration by iteration."""
+        return {v for loop in self.loops for v in loop.linked.values()}
+
     def each_loop(self, change: Callable[[Loop], Loop]) -> Program:
         """The program with every loop changed."""
         return replace(self, items=tuple(change(i) if isinstance(i, Loop) else i for i in self.items))

@@ -12,7 +12,7 @@ from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
 def cut(program: ir.Program) -> Parts:
     """Cut a placed program into straight segments and loops, and these into fragments."""
     epochs = _epochs(program)
-    rows = {v for loop in program.loops for v in loop.linked.values()}
+    rows = program.linked
     read_at: dict[ir.Value, set[int]] = collections.defaultdict(set)
     for item, epoch in zip(program.items, epochs, strict=True):
         if isinstance(item, ir.Op):

@@ -18,6 +18,7 @@ from multimesh.core import _compat
 from multimesh.core.submesh import translate
 from multimesh.errors import internal_error
 from multimesh.ir.primitives import links
+from multimesh.ir.program import all_ops
 
 Axes = tuple[str, ...]
 Node = tuple[ir.Value, Mesh, int]  # a dimension of a value on a submesh
@@ -49,12 +50,10 @@ class Layouts:
         self.meshes: dict[ir.Value, dict[Mesh, None]] = collections.defaultdict(dict)
         self._next: dict[Node, list[Node]] = collections.defaultdict(list)
         self._sources: list[tuple[Node, Axes]] = []
-        for item in program.items:
-            for op in item.ops if isinstance(item, ir.Loop) else (item,):
-                self._operation(op)
-        for item in reversed(program.items):
-            if isinstance(item, ir.Loop):
-                self._loop(item)
+        for op in all_ops(program):
+            self._operation(op)
+        for loop in reversed(program.loops):
+            self._loop(loop)
         for value, meshes in self.meshes.items():
             first, *others = meshes
             for other in others:

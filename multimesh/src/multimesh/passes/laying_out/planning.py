@@ -322,7 +322,7 @@ class _Builder:
             op = producer.get(v)  # what is constrained has a layout of its own
             return v in label or v in self._arg or (op is not None and op.prim is _compat.sharding_constraint_p)
 
-        terms = {s.out for i in self.program.items if isinstance(i, ir.Loop) for s in i.sums if s.over}
+        terms = {s.out for loop in self.program.loops for s in loop.sums if s.over}
         for position, arg in alike.items():  # all results first: a new moment is also a part of the new parameter
             label.update({v: arg for v in ir.values([self.program.outputs[position]]) if not settled(v)})
         for result, arg in tuple(label.items()):

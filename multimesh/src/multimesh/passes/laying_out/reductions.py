@@ -66,7 +66,7 @@ def delay_reductions(program: ir.Program, specs: Sequence[PartitionSpec | None])
     given = {v: spec for v, spec in zip(program.inputs, specs, strict=True) if spec is not None}
     axes = Layouts(program, given).spread()
     homes = dict(program.homes)
-    linked = [v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()]
+    linked = [v for loop in program.loops for v in loop.linked.values()]
     items: list[ir.Item] = []
     traces: _Traces = {}
     for item in program.items:

@@ -88,7 +88,7 @@ def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Prog
     if not chosen:
         return program, set(mixed)
     cutter = _Cutter(chosen)
-    rows = {v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()}
+    rows = program.linked
     items: list[ir.Item] = []
     for item in program.items:
         if isinstance(item, ir.Loop):

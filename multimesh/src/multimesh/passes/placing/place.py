@@ -75,7 +75,7 @@ def _placed(
         i: mesh for i, arg in alike.items() if (mesh := owners.of(given := program.inputs[arg])) and not is_small(given)
     }
     state = State(owners, {}, _pulls(program, replaced))
-    rows = {v for i in program.items if isinstance(i, ir.Loop) for v in i.linked.values()}
+    rows = program.linked
     moved: Moved = {}
     walked = Follower(state)
     walked.expect(program.items)

@@ -140,7 +140,7 @@ def fuse(program: ir.Program) -> ir.Program:
 
 def _without_passed(program: ir.Program) -> ir.Program:
     """Read the initial value of a carry that every iteration passes through, and drop the carry."""
-    loops = [item for item in program.items if isinstance(item, ir.Loop)]
+    loops = program.loops
     rename: dict[ir.Value, ir.Atom] = {s.out: s.init for loop in loops for s in loop.sums if s.leaf is None}
     items = [
         replace(item, sums=tuple(s for s in item.sums if s.leaf is not None)) if isinstance(item, ir.Loop) else item

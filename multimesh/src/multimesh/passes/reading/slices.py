@@ -23,7 +23,7 @@ from multimesh.ir.primitives import halves, is_zero
 
 def slices_outside(program: ir.Program) -> ir.Program:
     """Move slices of constants before loops, and zero padding of sums behind them."""
-    rows = {v for item in program.items if isinstance(item, ir.Loop) for v in item.linked.values()}
+    rows = program.linked
     items: list[ir.Item] = []
     for item in program.items:
         items += [item] if isinstance(item, ir.Op) else _moved(item, rows)
