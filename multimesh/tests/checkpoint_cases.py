@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.processes import arrays, checkpoints
+from multimesh.processes import arrays, shard_files
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 
@@ -86,6 +87,23 @@ def _type(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
+def disk_full(folder: str) -> None:
+    """Process 1 can't write: all processes are told so, with its name and the system's reason; nothing is left."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if jax.process_index() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
+    try:
+        with pytest.raises(
+            mm.MultiMeshError, match=r"^process 1 of 2 \(.+\): mm.distributed.save to .*: File too large: "
+        ):
+            mm.distributed.save(f"{folder}/1", state(2)[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    mm.distributed.barrier("process 0 has removed what was written")
+    assert list(Path(folder).iterdir()) == []
+
+
 def killed_saving(folder: str, rank: str, where: str) -> None:
     """Save one checkpoint after the other until a process kills itself somewhere on the way."""
 
@@ -101,10 +119,10 @@ def killed_saving(folder: str, rank: str, where: str) -> None:
 
     mm.distributed.save(f"{folder}/0", placed(0))
     if jax.process_index() == int(rank):
-        handler: Any = type(checkpoints._handler())
-        place, name = {"rename": (Path, "rename"), "finalize": (handler, "finalize")}.get(where, (handler, "save"))
+        places: dict[str, tuple[Any, str]] = {"rename": (Path, "rename"), "table": (shard_files, "write_table")}
+        place, name = places.get(where, (shard_files, "write"))
         whole = getattr(place, name)
-        if where in ("write", "finalize", "rename"):
+        if where in ("write", "table", "rename"):
             setattr(place, name, then_kill)
         elif where == "begin":
             setattr(place, name, lambda *args, **kwargs: kill())

@@ -281,7 +281,7 @@ def parallelized() -> None:
 
 def uneven_compilation(seconds: str) -> None:
     """A process that compiles much longer than the others."""
-    from multimesh.runtime import compiling
+    from multimesh.runtime import compile as compiling
 
     whole = compiling.compile_plan
 

@@ -18,7 +18,6 @@ from spawning import run
 
 import multimesh as mm
 
-pytestmark = pytest.mark.flax  # Orbax comes with Flax
 CASES = Path(checkpoint_cases.__file__)
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"),
@@ -98,15 +97,17 @@ def test_the_first_difference_is_named(tmp_path, like, told):
 def test_what_is_no_checkpoint_is_named(tmp_path):
     for name in ("9", "10"):
         mm.distributed.save(tmp_path / name, TREE)
+    assert {p.name for p in (tmp_path / "9").iterdir()} == {"multimesh.json", "process-0.shards"}
     with pytest.raises(mm.UsageError, match=r"no checkpoint of mm.distributed.save is there; .* has 9, 10$"):
         mm.distributed.restore(tmp_path / "11", TREE)
     with pytest.raises(mm.UsageError, match="nor is one beside it"):
         mm.distributed.restore(tmp_path / "other" / "11", TREE)
-    (tmp_path / "10").rename(tmp_path / "12.orbax-checkpoint-tmp")
+    half = tmp_path / "12@n1-7-0000.half-written"
+    (tmp_path / "10").rename(half)
     with pytest.raises(mm.UsageError, match="half-written"):
-        mm.distributed.restore(tmp_path / "12.orbax-checkpoint-tmp", TREE)
-    (tmp_path / "9" / "multimesh.json").write_text("{")
-    with pytest.raises(mm.UsageError, match="is the checkpoint a whole copy"):
+        mm.distributed.restore(half, TREE)
+    (tmp_path / "9" / "multimesh.json").write_text('{\n "format": 1,')
+    with pytest.raises(mm.UsageError, match="of an older MultiMesh"):
         mm.distributed.restore(tmp_path / "9", TREE)
 
 
@@ -134,11 +135,11 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 
 
 def test_without_orbax_the_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "multimesh.processes.checkpoints", None)
+    monkeypatch.setitem(sys.modules, "multimesh.processes.orbax_arrays", None)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    monkeypatch.delitem(sys.modules, "multimesh.processes.checkpoints")
-    with pytest.raises(mm.MultiMeshError, match=r"mm\.distributed\.save needs a package: pip install orbax-checkpoint"):
-        mm.distributed.save("ck", 1)
+    monkeypatch.delitem(sys.modules, "multimesh.processes.orbax_arrays")
+    with pytest.raises(mm.MultiMeshError, match=r"mm\.distributed\.orbax_handler needs a package: pip install orbax-"):
+        mm.distributed.orbax_handler()
 
 
 def passed(count, devices, *cases):
@@ -154,7 +155,8 @@ def four(tmp_path_factory):
     """What two processes of two devices each saved, in several layouts."""
     folder = tmp_path_factory.mktemp("checkpoints")
     back = [f"restored:{folder}/{a}:{b}" for a, b in (("2", 4), ("0", 1))]
-    passed(2, 2, *(f"saved:{folder}/{name}:{stages}" for name, stages in SAVED.items()), *back)
+    full = f"disk_full:{tmp_path_factory.mktemp('full')}"
+    passed(2, 2, *(f"saved:{folder}/{name}:{stages}" for name, stages in SAVED.items()), *back, full)
     return folder
 
 
@@ -180,12 +182,12 @@ def test_several_processes_restore_what_one_saved(tmp_path):
     passed(2, 2, f"restored:{tmp_path}/1:2", f"restored:{tmp_path}/1:0")
 
 
-WHERE = ("begin", "write", "finalize", "rename", "0.05", "0.1", "0.2", "0.3", "0.5", "0.8")
-KILLED = [(w, rank) for w in WHERE for rank in (0, 1) if not (rank and w in ("finalize", "rename"))]  # that is 0's work
+WHERE = ("begin", "write", "table", "rename", "0.05", "0.1", "0.2", "0.3", "0.5", "0.8")
+KILLED = [(w, rank) for w in WHERE for rank in (0, 1) if not (rank and w in ("table", "rename"))]  # that is 0's work
 
 
 @pytest.mark.multiprocess
-@pytest.mark.telling("finalize-0")
+@pytest.mark.telling("table-0")
 @pytest.mark.parametrize(("where", "rank"), KILLED)
 def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, where, rank):
     ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}", timeout=60)

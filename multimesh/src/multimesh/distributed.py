@@ -9,6 +9,7 @@ from typing import Any
 
 from multimesh.core import _compat
 from multimesh.errors import MissingPartError
+from multimesh.processes import checkpoints
 from multimesh.processes.agree import agree_on, barrier
 from multimesh.processes.gather import gather
 from multimesh.processes.initialize import Processes, fail, initialize
@@ -24,6 +25,7 @@ __all__ = [
     "orbax_state_handler",
     "restore",
     "save",
+    "verify",
 ]
 
 
@@ -44,14 +46,13 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     Raises
     ------
     UsageError
-        If ``path`` exists, a leaf can't be saved, or the trees of the processes differ.
+        If ``path`` exists, also if another job has saved to it meanwhile. If a leaf can't be saved, or the trees of the
+        processes differ.
     MultiMeshError
-        In every process, if one can't write.
-    MissingPartError
-        Without the package orbax-checkpoint.
+        In every process, if one can't write; names that process.
     """
     with _compat.without_mesh():
-        _checkpoints("save").save(Path(path).absolute(), tree)
+        checkpoints.save(Path(path).absolute(), tree)
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
@@ -63,7 +64,8 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     Parameters
     ----------
     path
-        The folder that `save` wrote.
+        The folder that `save` wrote, ``"ck/100"``. Or a folder of such folders, ``"ck"``: then the one with the largest
+        number. If that is damaged, a line says so, and the one before it is read.
     like
         A tree like the saved one, of arrays or of ``jax.ShapeDtypeStruct``, whose shardings say where each array goes.
         Every process reads leaves that are not committed or have no sharding.
@@ -76,11 +78,24 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     ------
     UsageError
         If there is no complete checkpoint, or its names, shapes or dtypes differ; names the first difference.
-    MissingPartError
-        Without the package orbax-checkpoint.
+    DamagedError
+        In every process, if what one reads is not what was saved; names the file and the shard.
     """
     with _compat.without_mesh():
-        return _checkpoints("restore").restore(Path(path).absolute(), like)
+        return checkpoints.restore(Path(path).absolute(), like)
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Read a whole checkpoint of `save` and compare its checksums. Several processes all call it; each reads its share.
+
+    Raises
+    ------
+    DamagedError
+        If a byte is not the one that was saved, or one is missing; names the file and the shard.
+    UsageError
+        If there is no complete checkpoint.
+    """
+    checkpoints.verify(Path(path).absolute())
 
 
 def orbax_handler() -> Any:
@@ -94,16 +109,16 @@ def orbax_handler() -> Any:
     ...     jax.Array, mm.distributed.orbax_handler(), override=True
     ... )
     """
-    return _checkpoints("orbax_handler").ArrayHandler()
+    return _orbax("orbax_handler", "orbax_arrays").ArrayHandler()
 
 
 def orbax_state_handler() -> type:
     """A handler class for Orbax's new checkpointer (``orbax.checkpoint.v1``): nested dictionaries of such arrays."""
-    state: type = _checkpoints("orbax_state_handler", "orbax_state").StateHandler
+    state: type = _orbax("orbax_state_handler", "orbax_state").StateHandler
     return state
 
 
-def _checkpoints(name: str, module: str = "checkpoints") -> Any:
+def _orbax(name: str, module: str) -> Any:
     try:
         return importlib.import_module(f"multimesh.processes.{module}")
     except ModuleNotFoundError as error:

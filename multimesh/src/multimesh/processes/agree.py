@@ -5,21 +5,31 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import socket
+import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from typing import Any, TypeVar
 
 import jax
 
 from multimesh.core import _compat
-from multimesh.errors import LostProcessError, MultiMeshError, UsageError
+from multimesh.errors import DamagedError, LostProcessError, MultiMeshError, UsageError
+from multimesh.processes import timeouts
 
-WAIT = 600.0
-"""Seconds that a process waits until the others come to the same place."""
+SLICE = 5.0
+"""Seconds of a wait that nothing interrupts; Ctrl-C works between two of them."""
 
+NOTICE = 60.0
+"""Seconds after which process 0 says for whom it waits."""
+
+T = TypeVar("T")
 
 _plans = itertools.count(1)
+_read_next: list[str] = []  # at process 0: keys that all have read when they come together again
 
 
 def several() -> bool:
@@ -27,12 +37,52 @@ def several() -> bool:
     return jax.process_count() > 1
 
 
-def barrier(name: str, timeout: float = WAIT) -> None:
-    """Wait until every process is here; use each ``name`` once."""
-    _compat.key_value_store().wait_at_barrier(f"multimesh/{name}", int(1000 * timeout))
+def patience(timeout: float | None = None) -> float:
+    """Seconds to wait for others: those given, else those set for the job."""
+    return timeouts.current().compile if timeout is None else timeout
 
 
-def agree_on(name: str, lines: Iterable[str], timeout: float = WAIT) -> None:
+def barrier(name: str, timeout: float | None = None) -> None:
+    """Wait until every process is here; use each ``name`` once. Ctrl-C ends the wait.
+
+    After a minute process 0 says who has not come.
+    """
+    store, seconds = _compat.key_value_store(), patience(timeout)
+    here = f"multimesh/here/{name}/"
+    store.key_value_set(f"{here}{jax.process_index()}", "")
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            store.wait_at_barrier(f"multimesh/{name}", int(1000 * seconds))
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for this one
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait, name="multimesh-barrier", daemon=True)
+    waiting.start()
+    begun, told = time.monotonic(), False
+    while waiting.is_alive():
+        waiting.join(SLICE)
+        if jax.process_index() == 0 and not told and time.monotonic() - begun > NOTICE:
+            told = True
+            there = {int(key.rpartition("/")[2]) for key, _ in store.key_value_dir_get(here)}
+            say_missing(name, [rank for rank in range(jax.process_count()) if rank not in there])
+    if failed:
+        raise failed[0]
+    if jax.process_index() == 0:
+        store.key_value_delete(here)
+
+
+def say_missing(name: str, missing: Sequence[int]) -> None:
+    """Say for which processes this one waits."""
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        who = f"process {shown} of {jax.process_count()}"
+        text = f"multimesh: {name}: {who} has not come here for {NOTICE:.0f} s; is it compiling?"
+        print(text, file=sys.stderr, flush=True)
+
+
+def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> None:
     """Compare lines with all other processes; use each ``name`` once.
 
     Raises
@@ -42,7 +92,7 @@ def agree_on(name: str, lines: Iterable[str], timeout: float = WAIT) -> None:
     LostProcessError
         If a process has not come here in time.
     """
-    me, count = jax.process_index(), jax.process_count()
+    me, count, timeout = jax.process_index(), jax.process_count(), patience(timeout)
     lines = list(lines)
     text = "\n".join(lines).encode()
     key = functools.partial("multimesh/agree/{}/{}".format, name)
@@ -82,7 +132,7 @@ def agree_on_plan(name: str, lines: Iterable[str]) -> int:
     return number
 
 
-def exchanged(name: str, mine: bytes, timeout: float = WAIT) -> list[bytes]:
+def exchanged(name: str, mine: bytes, timeout: float | None = None) -> list[bytes]:
     """Send bytes to all processes, and return those of every process; use each ``name`` once."""
     key = f"exchanged/{name}"
     put(f"multimesh/{key}/{jax.process_index()}", zlib.compress(mine))
@@ -92,26 +142,65 @@ def exchanged(name: str, mine: bytes, timeout: float = WAIT) -> list[bytes]:
     return every
 
 
-def forget(name: str, timeout: float = WAIT) -> None:
+def forget(name: str, timeout: float | None = None) -> None:
     """Wait until every process has read the values under ``multimesh/name/``, then delete them."""
     barrier(f"{name}/read", timeout)
     if jax.process_index() == 0:
         _compat.key_value_store().key_value_delete(f"multimesh/{name}/")
 
 
-def settle(name: str, error: MultiMeshError | None, timeout: float = WAIT) -> None:
-    """Wait for all processes. If one has an error, all raise it. Use each ``name`` once."""
+def first_says(name: str, value: T, timeout: float | None = None) -> T:
+    """What process 0 gives as ``value``, something that JSON holds, in every process; use each ``name`` once."""
+    if not several():
+        return value
+    key = f"multimesh/says/{name}"
+    if jax.process_index() == 0:
+        put(key, json.dumps(value).encode())
+        _read_next.append(key)
+        return value
+    said: T = json.loads(get(key, name, 0, timeout))
+    return said
+
+
+def first_hears(name: str, mine: bytes, timeout: float | None = None) -> list[bytes]:
+    """At process 0, what each process gives; nothing at others. Use each ``name`` once."""
+    if not several():
+        return [mine]
+    key, store = functools.partial("multimesh/hears/{}/{}".format, name), _compat.key_value_store()
+    if jax.process_index():
+        put(key(jax.process_index()), zlib.compress(mine))
+        return []
+    others = [get(key(rank), name, rank, timeout) for rank in range(1, jax.process_count())]
+    for rank in range(1, jax.process_count()):
+        store.key_value_delete(key(rank))
+    while _read_next:  # who comes here has read what process 0 said before
+        store.key_value_delete(_read_next.pop())
+    return [mine, *map(zlib.decompress, others)]
+
+
+def settle(name: str, error: MultiMeshError | None, timeout: float | None = None) -> None:
+    """Wait for all processes. If one has an error, all raise it, with that process's name. Use each ``name`` once."""
     if several():
-        me, count = jax.process_index(), jax.process_count()
-        key = functools.partial("multimesh/settle/{}/{}".format, name)
-        put(key(me), json.dumps(error and [type(error).__name__, str(error)]).encode())
-        if me == 0:
-            said = [json.loads(get(key(rank), name, rank, timeout)) for rank in range(count)]
-            put(key("verdict"), json.dumps(next(filter(None, said), None)).encode())
-        wrong = json.loads(get(key("verdict"), name, 0, timeout + 10))
-        error = wrong and (UsageError if wrong[0] == "UsageError" else MultiMeshError)(wrong[1])
+        own = error and [type(error).__name__, str(error), socket.gethostname()]
+        said = [json.loads(each) for each in first_hears(f"{name}/errors", json.dumps(own).encode(), timeout)]
+        error = _first_of(first_says(f"{name}/verdict", _verdict(said), patience(timeout) + 10))
     if error:
         raise error
+
+
+def _verdict(said: Sequence[Any]) -> list[str]:
+    """The kind and the text of the first of several processes' errors; nothing if there is none."""
+    wrong = [(rank, each) for rank, each in enumerate(said) if each]
+    if not wrong:
+        return []
+    rank, (kind, text, host) = wrong[0]
+    whose = "" if said.count(said[rank]) == len(said) else f"process {rank} of {len(said)} ({host}): "
+    return [kind, f"{whose}{text}"]
+
+
+def _first_of(verdict: Sequence[str]) -> MultiMeshError | None:
+    kinds = {kind.__name__: kind for kind in (UsageError, DamagedError)}
+    return kinds.get(verdict[0], MultiMeshError)(verdict[1]) if verdict else None
 
 
 def put(key: str, value: bytes) -> None:
@@ -119,20 +208,26 @@ def put(key: str, value: bytes) -> None:
     _compat.key_value_store().key_value_set_bytes(key, value)
 
 
-def get(key: str, what: str, rank: int, timeout: float) -> bytes:
+def get(key: str, what: str, rank: int, timeout: float | None = None) -> bytes:
     """Wait for the value that process ``rank`` leaves under ``key``, and return it."""
-    store, deadline = _compat.key_value_store(), time.monotonic() + timeout
+    store, seconds, begun = _compat.key_value_store(), patience(timeout), time.monotonic()
+    told = jax.process_index() != 0
     while True:
-        left = min(max(deadline - time.monotonic(), 0.001), 5)  # not all at once, so that Ctrl-C works
+        waited = time.monotonic() - begun
+        if waited > NOTICE and not told:
+            told = True
+            say_missing(what, [rank])
         try:
+            left = min(max(seconds - waited, 0.001), SLICE)  # not all at once, so that Ctrl-C works
             found: bytes = store.blocking_key_value_get_bytes(key, int(1000 * left))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            if time.monotonic() > deadline:
+            if time.monotonic() - begun > seconds:
                 raise LostProcessError(
-                    f"{what}: process {rank} of {jax.process_count()} has not come here within {timeout:.0f} s; do all "
-                    "processes call the same functions in the same order?"
+                    f"{what}: process {rank} of {jax.process_count()} has not come here within {seconds:.0f} s; do all "
+                    f"processes call the same functions in the same order? A longer compile_timeout "
+                    f"({timeouts.variable('compile')}) waits longer"
                 ) from None
         else:
             return found

@@ -16,6 +16,11 @@ def here(devices: Iterable[jax.Device]) -> bool:
     return any(device.process_index == jax.process_index() for device in devices)
 
 
+def is_key(x: Any) -> bool:
+    """Whether this is an array of ``jax.random.key``."""
+    return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+
+
 def absent(aval: Any, layout: Any) -> Any:
     """An array of which this process holds no shard."""
     return jax.make_array_from_single_device_arrays(tuple(aval.shape), layout, [], dtype=aval.dtype)

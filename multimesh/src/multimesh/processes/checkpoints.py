@@ -1,226 +1,199 @@
-"""Checkpoints of arrays on any devices: each process writes and reads its own shards, by Orbax.
+"""Checkpoints of arrays on any devices: each process writes and reads its own shards, with checksums.
 
-`multimesh.distributed` has the public functions. They import this module, and Orbax, when one is called.
+A save writes to a folder of a name that no other writer has, and renames it when it is whole. The rename fails where a
+checkpoint is already: of two jobs that save to one path one is told, and nothing is ever a mixture of both.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import errno
 import functools
 import itertools
 import json
+import os
+import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import socket
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
-from jax.sharding import NamedSharding, Sharding
-from orbax.checkpoint._src.metadata.array_metadata_store import Store  # keeps the kinds of random keys
 
-from multimesh.core import _compat
-from multimesh.errors import MultiMeshError, UsageError
-from multimesh.processes import agree
-from multimesh.processes.arrays import absent, here
+from multimesh.errors import DamagedError, MultiMeshError, UsageError
+from multimesh.processes import agree, shard_files
+from multimesh.processes.arrays import absent, is_key
+from multimesh.processes.leaves import NUMBERS, compare, described, kind_of, named, placed
+from multimesh.processes.shard_files import Part, Shard
 
-HALF = ".orbax-checkpoint-tmp"
+HALF = ".half-written"
 """Ending of the name of a checkpoint that is being written."""
 
-_CONTENTS = "multimesh.json"
-_FORMAT = 1
-_KEY_KIND = "random_key_impl"  # Orbax's name
-_WIDER = {jnp.dtype(a): b for a, b in (("uint2", np.uint8), ("uint4", np.uint8), ("float8_e4m3", np.float16))}
-"""Dtypes that Orbax does not know, and wider ones that hold their values."""
-
-_NUMBERS = (bool, int, float, complex)
-_saves = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class _Held:
-    """An array as Orbax sees it: with the shards of this process, or with one shard that nobody writes."""
-
-    array: jax.Array
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.array, name)
-
-    @property
-    def addressable_shards(self) -> Sequence[Any]:
-        shape = self.array.sharding.shard_shape(self.array.shape)
-        index = (slice(None),) * len(shape)
-        none = SimpleNamespace(data=jax.ShapeDtypeStruct(shape, self.array.dtype), index=index, replica_id=-1)
-        return self.array.addressable_shards or [none]
-
-
-class ArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Orbax's handler of ``jax.Array``, also for arrays that one process holds alone, or that lie elsewhere.
-
-    It writes the same files as Orbax's own handler in one process, so either reads those of the other.
-    """
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, Mapping[str, str]] = {}
-        super().__init__(use_replica_parallel=False, array_metadata_store=Store())
-
-    @property
-    def _ext_metadata(self) -> Mapping[str, Mapping[str, str]]:
-        """Kinds of random keys. Orbax notes them by itself only for keys, and it gets their data."""
-        return self._kinds
-
-    @_ext_metadata.setter
-    def _ext_metadata(self, value: Any) -> None:
-        del value
-
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
-        """Write the shards that this process holds."""
-        keys = [(info, x) for info, x in zip(infos, values, strict=True) if _is_key(x)]
-        self._kinds = {info.name: {_KEY_KIND: str(jax.random.key_impl(x))} for info, x in keys}
-        with _compat.without_mesh():
-            data = [jax.random.key_data(x) if _is_key(x) else x for x in values]
-        return await super().serialize([_Held(x) for x in data] if agree.several() else data, infos, args)
-
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        """Read the shards that this process is to hold."""
-        layouts = [_layout(arg) for arg in args or ()]
-        far = [i for i, layout in enumerate(layouts) if layout is not None and not here(layout.device_set)]
-        near = [i for i in range(len(infos)) if i not in far]
-        found: dict[int, Any] = {}
-        if near:
-            given = args and [args[i] for i in near]
-            found |= zip(near, await super().deserialize([infos[i] for i in near], given), strict=True)
-        if far:
-            types = await self._types([infos[i] for i in far], [args[i] for i in far])
-            for i, like in zip(far, types, strict=True):
-                found[i] = absent(like, layouts[i])
-        return [found[i] for i in range(len(infos))]
-
-    async def _types(self, infos: Sequence[Any], args: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Types of arrays in a checkpoint."""
-        stored = await self._array_metadata_store.read(checkpoint_dir=infos[0].parent_dir)
-        noted = itertools.chain.from_iterable((stored or {}).values())
-        kinds = {each.param_name: each.ext_metadata[_KEY_KIND] for each in noted if each.ext_metadata}
-        types = []
-        for info, arg, found in zip(infos, args, await self.metadata(infos), strict=True):
-            if kind := kinds.get(info.name):
-                data = jax.ShapeDtypeStruct(found.shape, found.dtype)
-                types.append(jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=kind), data))
-            else:
-                types.append(jax.ShapeDtypeStruct(found.shape, arg.dtype or found.dtype))
-        return types
-
-
-def _layout(arg: Any) -> Sharding | None:
-    if getattr(arg, "mesh", None) is not None and arg.mesh_axes is not None:
-        return NamedSharding(arg.mesh, arg.mesh_axes)
-    layout = getattr(arg, "sharding", None)
-    return layout if isinstance(layout, Sharding) else None
-
-
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
-
-
-@functools.cache
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, ocp.type_handlers.NumpyHandler()), (jax.Array, ArrayHandler())
-    )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+_FILE = "process-{}.shards"
+_numbers = itertools.count(1)
 
 
 def save(path: Path, tree: Any) -> None:
     """See `multimesh.distributed.save`."""
-    leaves = _named(tree)
-    kinds = {name: _kind(name, x) for name, x in leaves.items()}
-    step, half = f"save {next(_saves)}", path.with_name(path.name + HALF)
+    leaves = named(tree)
+    kinds = {name: kind_of(name, x) for name, x in leaves.items()}
+    step, first = f"save {next(_numbers)}", jax.process_index() == 0
     if agree.several():
-        told = [f"{name}: {kinds[name]}{_place(x)}" for name, x in leaves.items()]
-        agree.agree_on(step, [str(path), *told])
-    arrays = {name: y for name, x in leaves.items() if (y := _stored(x)).size}
+        agree.agree_on(step, [str(path), *(f"{name}: {kinds[name]}{described(x)}" for name, x in leaves.items())])
+    writer = agree.first_says(f"{step}/writer", f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    half = path.with_name(f"{path.name}@{writer}{HALF}")
     contents = {
-        "format": _FORMAT,
         "leaves": kinds,
-        "keys": {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if _is_key(x)},
+        "keys": {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)},
     }
-    first = jax.process_index() == 0
+    mine: list[Shard] = []
 
     def begin() -> None:
-        if path.exists() and first:
-            raise UsageError("there is something already; give every checkpoint a path of its own")
-        if first:
-            shutil.rmtree(half, ignore_errors=True)  # left by a process that was killed
-            half.mkdir(parents=True)
+        if not first:
+            return
+        _refuse(path)
+        for left in _halves(path):
+            if _ended(left):
+                shutil.rmtree(left, ignore_errors=True)
+        half.mkdir(parents=True)
 
     def write() -> None:
-        if arrays:
-            _handler().save(_epath(half), args=ocp.args.PyTreeSave(arrays))
+        if parts := [part for name, x in leaves.items() for part in _parts(name, x)]:
+            mine.extend(shard_files.write(half / _FILE.format(jax.process_index()), parts))
 
     def finish() -> None:
+        told = agree.first_hears(f"{step}/shards", json.dumps([shard.row() for shard in mine]).encode())
         if first:
-            if arrays:
-                _handler().finalize(_epath(half))
-            (half / _CONTENTS).write_text(json.dumps(contents, indent=1), encoding="utf-8")
-            half.rename(path)  # now the checkpoint is there, and whole
+            every = [Shard.of(row) for part in told for row in json.loads(part)]
+            shard_files.check_sizes(half, every)
+            shard_files.write_table(half, contents, every)
+            shard_files.settle_folder(half)
+            _refuse(path)
+            half.rename(path)  # now the checkpoint is there, and whole; it fails where another one is
+            shard_files.settle_folder(path.parent)
+            for left in _halves(path):  # of jobs that were killed, or that will be told
+                shutil.rmtree(left, ignore_errors=True)
 
-    for name, part in (("begin", begin), ("write", write), ("finish", finish)):
-        _together(f"{step}/{name}", path, part)
+    try:
+        for name, part in (("begin", begin), ("write", write), ("finish", finish)):
+            _together(f"{step}/{name}", path, half, part)
+    except MultiMeshError:
+        if first:
+            shutil.rmtree(half, ignore_errors=True)
+        raise
 
 
-def _epath(path: Path) -> Any:
-    return epath.Path(path)
+def _refuse(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "", str(path))
 
 
-def _together(name: str, path: Path, part: Callable[[], None]) -> None:
-    """Do a part of the work in every process. If it fails in one, all raise its error."""
+def _halves(path: Path) -> list[Path]:
+    """Checkpoints of this name that were not finished."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return [p for p in beside if p.name.endswith(HALF) and p.name.rpartition("@")[0] == path.name]
+
+
+def _ended(half: Path) -> bool:
+    """Whether the process that made this folder was one of this machine, and has ended."""
+    host, pid = half.name.rpartition("@")[2].rsplit("-", 2)[:2]
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except OSError as error:
+        return error.errno == errno.ESRCH
+    return False
+
+
+def _parts(name: str, x: Any) -> list[Part]:
+    """The parts of a leaf that this process writes: of every part of an array one process writes one copy."""
+    x = jax.random.key_data(x) if is_key(x) else x
+    if isinstance(x, jax.Array) and placed(x):
+        dtype = np.dtype(x.dtype)
+        own = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+        found = [
+            Part(name, shard_files.bounds(shard.index, x.shape), dtype, functools.partial(np.asarray, shard.data))
+            for shard in own
+        ]
+    else:
+        host = np.asarray(x)
+        whole = [Part(name, tuple((0, n) for n in host.shape), host.dtype, lambda: host)]
+        found = whole if jax.process_index() == 0 else []
+    return [part for part in found if part.size]
+
+
+def _together(name: str, path: Path, half: Path, part: Callable[[], None]) -> None:
+    """Do a part of a save in every process. If it fails in one, all raise its error."""
     error: MultiMeshError | None = None
     try:
         part()
-    except UsageError as wrong:
-        error = UsageError(f"mm.distributed.save to {path}: {wrong}")
-    except Exception as wrong:  # noqa: BLE001 - whatever Orbax and the file system raise
-        said = f"{wrong.strerror}: {wrong.filename}" if isinstance(wrong, OSError) and wrong.strerror else str(wrong)
-        reason = (said.strip() or type(wrong).__name__).splitlines()[0]
-        error = MultiMeshError(f"mm.distributed.save to {path}: {reason[:300]}; there is no checkpoint of that name")
+    except Exception as wrong:  # noqa: BLE001 - whatever the file system, the devices and the store raise
+        begun = f"mm.distributed.save to {path}"
+        if path.exists():  # also where the one that was faster has removed what this job wrote
+            when = "something already" if name.endswith("begin") else "a checkpoint of another job, which was faster"
+            error = UsageError(f"{begun}: there is {when}; give every checkpoint a path of its own")
+        else:
+            of_system = wrong.strerror if isinstance(wrong, OSError) else None
+            said = f"{of_system}: {getattr(wrong, 'filename', None) or half}" if of_system else str(wrong).strip()
+            reason = (said or type(wrong).__name__).splitlines()[0]
+            error = MultiMeshError(f"{begun}: {reason[:300]}; there is no checkpoint of that name")
     agree.settle(name, error)
 
 
 def restore(path: Path, like: Any) -> Any:
     """See `multimesh.distributed.restore`."""
-    wanted = _named(like)
-    contents = _contents(path)
-    kinds, keys = contents["leaves"], contents["keys"]
-    _compare(path, {name: _kind(name, x) for name, x in wanted.items()}, kinds)
-    args = {name: _restore_args(x) for name, x in wanted.items() if _size(x)}
-    found: dict[str, Any] = {}
-    if args:
-        item = dict.fromkeys(args, 0)
-        found = _handler().restore(_epath(path), args=ocp.args.PyTreeRestore(item, restore_args=args))
-    leaves = [_as(x, found.get(name), keys.get(name)) for name, x in wanted.items()]
+    wanted = named(like)
+    kinds = {name: kind_of(name, x) for name, x in wanted.items()}
+    step = f"restore {next(_numbers)}"
+    several = [] if _is_checkpoint(path) else [str(folder) for folder in _checkpoints(path)]
+    choice = [Path(folder) for folder in agree.first_says(f"{step}/choice", several)] or [path]
+    for number, folder in enumerate(choice, 1):
+        error: MultiMeshError | None = None
+        try:
+            found, keys = _read(folder, wanted, kinds)
+        except MultiMeshError as wrong:
+            error = wrong
+        try:
+            agree.settle(f"{step}/{number}", error)
+            break
+        except DamagedError as wrong:
+            if number == len(choice):
+                raise
+            if jax.process_index() == 0:
+                print(f"multimesh: {wrong}; going on from {choice[number]}", file=sys.stderr, flush=True)
+    leaves = [_as(x, found[name], keys.get(name)) for name, x in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _contents(path: Path) -> Any:
-    file = path / _CONTENTS
+def verify(path: Path) -> None:
+    """See `multimesh.distributed.verify`."""
+    error: MultiMeshError | None = None
     try:
-        if path.name.endswith(HALF):
-            raise UsageError(f"{path} was half-written when its process ended; it can't be used")
-        contents = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        others = sorted((p for p in beside if not p.name.endswith(HALF) and (p / _CONTENTS).exists()), key=_order)
-        there = f"{path.parent} has {', '.join(p.name for p in others[-8:])}" if others else "nor is one beside it"
-        raise UsageError(f"{path}: no checkpoint of mm.distributed.save is there; {there}") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read ({error}); is the checkpoint a whole copy?") from error
-    if contents["format"] != _FORMAT:
-        raise UsageError(f"{path} is of a newer MultiMesh (format {contents['format']}); use that one")
-    return contents
+        _, table = _table(path)
+        every = [shard for own in table.values() for shard in own]
+        shard_files.check_sizes(path, every)
+        share = every[jax.process_index() :: jax.process_count()]
+        with concurrent.futures.ThreadPoolExecutor(shard_files.THREADS) as pool:
+            list(pool.map(functools.partial(shard_files.check, path), share))
+    except MultiMeshError as wrong:
+        error = wrong
+    agree.settle(f"verify {next(_numbers)}", error)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether this is a checkpoint, or what is left of one."""
+    return (folder / shard_files.TABLE).exists() or any(folder.glob(_FILE.format("*")))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest first."""
+    inside = folder.iterdir() if folder.is_dir() else ()
+    return sorted((p for p in inside if not p.name.endswith(HALF) and _is_checkpoint(p)), key=_order, reverse=True)
 
 
 def _order(path: Path) -> tuple[int, str]:
@@ -228,97 +201,73 @@ def _order(path: Path) -> tuple[int, str]:
     return int(number or 0), path.name
 
 
-def _compare(path: Path, wanted: Mapping[str, str], kinds: Mapping[str, str]) -> None:
-    for name, kind in wanted.items():
-        if name not in kinds:
-            raise UsageError(f"{path} has no {name} ({kind}), which `like` has; give a tree like the one saved")
-        if kinds[name] != kind:
-            raise UsageError(f"{path} has {name} as {kinds[name]}, `like` as {kind}; give a tree like the one saved")
-    for name, kind in kinds.items():
-        if name not in wanted:
-            raise UsageError(f"{path} has {name} ({kind}), which `like` lacks; give a tree like the one saved")
+def _table(path: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
+    if path.name.endswith(HALF):
+        raise UsageError(f"{path} was half-written when its process ended; it can't be used")
+    try:
+        return shard_files.read_table(path)
+    except FileNotFoundError:
+        if _is_checkpoint(path):
+            raise DamagedError(
+                f"{path / shard_files.TABLE}: missing; copy the checkpoint again, or restore another"
+            ) from None
+        others = [p.name for p in _checkpoints(path.parent)[:8]]
+        there = f"{path.parent} has {', '.join(reversed(others))}" if others else "nor is one beside it"
+        raise UsageError(f"{path}: no checkpoint of mm.distributed.save is there; {there}") from None
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """The leaves by their names, such as ``params/0/w``."""
-    leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "tree"
-        if name in leaves:
-            raise UsageError(f"the tree has two leaves that are called {name!r}: rename a key")
-        leaves[name] = leaf
-    return leaves
+def _read(folder: Path, wanted: Mapping[str, Any], kinds: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The leaves that this process is to hold, those of random keys as data; and the kinds of random keys."""
+    contents, table = _table(folder)
+    keys = contents["keys"]
+    compare(folder, kinds, contents["leaves"])
+    shard_files.check_sizes(folder, (shard for own in table.values() for shard in own))
+
+    stored = {name: _stored(x, keys.get(name)) for name, x in wanted.items()}
+
+    def parts(name: str) -> dict[shard_files.Bounds, np.ndarray]:
+        like, (shape, dtype) = wanted[name], stored[name]
+        if placed(like):
+            wholes = {
+                shard_files.bounds(i, shape) for i in like.sharding.addressable_devices_indices_map(shape).values()
+            }
+        else:
+            wholes = {shard_files.bounds((slice(None),) * len(shape), shape)}
+        return {whole: shard_files.read(folder, table[name], dtype, whole) for whole in wholes}
+
+    with concurrent.futures.ThreadPoolExecutor(shard_files.THREADS) as pool:
+        read = pool.map(parts, wanted)  # arrays are made in this thread, with its settings of JAX
+        return {
+            name: _array(x, *stored[name], each) for (name, x), each in zip(wanted.items(), read, strict=True)
+        }, keys
 
 
-def _kind(name: str, x: Any) -> str:
-    """Type of a leaf in words, such as ``float32[8,4]``."""
-    if isinstance(x, _NUMBERS) and not isinstance(x, np.generic):
-        if isinstance(x, int) and not -(2**63) <= x < 2**63:
-            raise UsageError(f"{name} is an int of more than 64 bits, which can't be saved")
-        return type(x).__name__
-    if _compat.is_tracer(x):
-        raise UsageError(f"{name} has no value yet: call this outside of jax.jit and other transformations")
-    foreign = isinstance(x, np.ndarray) and (x.dtype.kind in "OSUMm" or issubclass(x.dtype.type, np.void))
-    if not hasattr(x, "dtype") or not hasattr(x, "shape") or foreign:
-        kind = f"{type(x).__name__} of {x.dtype}" if hasattr(x, "dtype") else type(x).__name__
-        raise UsageError(f"{name} is a {kind}; arrays, numbers and None can be saved")
-    if isinstance(x, jax.Array) and x.is_deleted():
-        raise UsageError(f"{name} was donated or deleted; use what the call it was given to returned")
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+def _stored(like: Any, key: str | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of what a checkpoint holds of a leaf: of random keys their data."""
+    if key is None:
+        return np.shape(like), np.dtype(getattr(like, "dtype", None) or np.asarray(like).dtype)
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=key)))
+    return (*like.shape, *data.shape), np.dtype(data.dtype)
 
 
-def _size(x: Any) -> int:
-    return int(np.prod(np.shape(x)))
+def _array(like: Any, shape: tuple[int, ...], dtype: Any, parts: Mapping[shard_files.Bounds, np.ndarray]) -> Any:
+    """The leaf of its parts; NumPy's if it has no place."""
+    if not placed(like):
+        return next(iter(parts.values()))
+    if not parts:
+        return absent(like, like.sharding)
+    return jax.make_array_from_callback(shape, like.sharding, lambda i: parts[shard_files.bounds(i, shape)], dtype)
 
 
-def _placed(x: Any) -> bool:
-    """Whether a leaf has a sharding. Otherwise every process has it."""
-    if isinstance(x, jax.Array):
-        return bool(x.committed)
-    return getattr(x, "sharding", None) is not None
-
-
-def _place(x: Any) -> str:
-    """The devices of a leaf as text, alike in all processes."""
-    return _parts(x.sharding, x.shape) if _placed(x) else ""
-
-
-@functools.lru_cache(maxsize=4096)
-def _parts(layout: Sharding, shape: tuple[int, ...]) -> str:
-    parts = layout.devices_indices_map(shape).items()
-    return f" on {', '.join(f'{device.id}: {index}' for device, index in parts)}"
-
-
-def _stored(x: Any) -> Any:
-    """The leaf that Orbax gets. The first process writes leaves without a sharding."""
-    if _is_key(x):
-        x = jax.random.key_data(x)
-    elif getattr(x, "dtype", None) in _WIDER:
-        x = x.astype(_WIDER[x.dtype])
-    return x if isinstance(x, jax.Array) and _placed(x) else np.asarray(x)
-
-
-def _restore_args(x: Any) -> Any:
-    if not _placed(x):
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=x.sharding)
-
-
-def _as(like: Any, found: Any, kind: str | None) -> Any:
-    """Give what was read the type of the leaf ``like``. Arrays without elements were not written."""
-    if isinstance(like, _NUMBERS) and not isinstance(like, np.generic):
+def _as(like: Any, found: Any, key: str | None) -> Any:
+    """Give what was read the type of the leaf ``like``."""
+    if isinstance(like, NUMBERS) and not isinstance(like, np.generic):
         return type(like)(found.item())
-    if kind is not None:
-        if found is None:
-            found = np.zeros((*like.shape, *jax.random.key_data(jax.random.key(0, impl=kind)).shape), np.uint32)
-        wrap = functools.partial(jax.random.wrap_key_data, impl=kind)
-        return jax.jit(wrap, out_shardings=like.sharding)(found) if _placed(like) else wrap(found)
-    if found is None:
-        found = np.zeros(like.shape, like.dtype)
-        if _placed(like):
-            return jax.make_array_from_callback(like.shape, like.sharding, lambda index: found[index], like.dtype)
-    if like.dtype in _WIDER:
-        found = found.astype(like.dtype)
-    if isinstance(like, np.ndarray | np.generic):
+    if key is not None and not (placed(like) and is_key(found)):
+        wrap = functools.partial(jax.random.wrap_key_data, impl=key)
+        return jax.jit(wrap, out_shardings=like.sharding)(found) if placed(like) else wrap(found)
+    if isinstance(like, np.ndarray):
         return found
+    if isinstance(like, np.generic):
+        return found[()]
     return found if isinstance(found, jax.Array) else jnp.asarray(found)

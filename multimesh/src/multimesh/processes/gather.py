@@ -11,16 +11,15 @@ import jax
 import numpy as np
 
 from multimesh.errors import UsageError
-from multimesh.processes.agree import WAIT, forget, get, put, several
+from multimesh.processes.agree import forget, get, put, several
 
 SMALL = 64 * 2**20
 """The most bytes that `gather` copies."""
 
-
 _gathers = itertools.count(1)
 
 
-def gather(tree: Any, timeout: float = WAIT) -> Any:
+def gather(tree: Any, timeout: float | None = None) -> Any:
     """Copy a small tree to every process. All processes call it, in the same order.
 
     Parameters
@@ -29,7 +28,7 @@ def gather(tree: Any, timeout: float = WAIT) -> Any:
         A pytree. Committed arrays may lie on any devices, also without a shard in this process. All other leaves, such
         as NumPy arrays and numbers, must be the same in all processes.
     timeout
-        Seconds to wait for the other processes.
+        Seconds to wait for the other processes; by default the ``compile_timeout`` of `initialize`.
 
     Returns
     -------
@@ -51,7 +50,7 @@ def gather(tree: Any, timeout: float = WAIT) -> Any:
     return jax.tree.unflatten(structure, whole)
 
 
-def _gathered(leaves: list[Any], timeout: float) -> list[Any]:
+def _gathered(leaves: list[Any], timeout: float | None) -> list[Any]:
     far = {i: x for i, x in enumerate(leaves) if several() and isinstance(x, jax.Array) and x.committed}
     size = sum(x.nbytes for x in far.values())
     if size > SMALL:
@@ -73,7 +72,7 @@ def _gathered(leaves: list[Any], timeout: float) -> list[Any]:
         for n, (corner, owner) in enumerate(sorted(owners.items())):
             index, key = tuple(slice(*ends) for ends in corner), f"multimesh/gather/{number}/{i}/{n}"
             if corner in held:
-                whole[i][index] = held[corner]
+                whole[i][index] = np.asarray(held[corner])  # an error of its computation, or Ctrl-C, is raised as it is
                 if owner == me:
                     put(key, whole[i][index].tobytes())
             else:

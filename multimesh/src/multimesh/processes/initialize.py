@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import re
@@ -10,23 +11,19 @@ import socket
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
 from multimesh.core import _compat
 from multimesh.errors import UsageError
+from multimesh.processes import timeouts
 from multimesh.processes.watcher_client import WatcherClient, start
 
 _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
-
-
 _client: WatcherClient | None = None
-
-
 _XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
-
-
 _LOCAL_FLAG = re.compile("address|cache|_dir|dump|log|mock|profile|timeout|visible|_to$")  # may differ by process
 
 
@@ -68,8 +65,12 @@ def initialize(
     local_device_ids: int | Sequence[int] | None = None,
     *,
     cluster_detection_method: str | None = None,
-    initialization_timeout: int = 60,
-    heartbeat_timeout_seconds: int = 10,
+    initialization_timeout: float | None = None,
+    silence_timeout: float | None = None,
+    stop_timeout: float | None = None,
+    compile_timeout: float | None = None,
+    stall_timeout: float | None = None,
+    heartbeat_timeout_seconds: int | None = None,
     shutdown_timeout_seconds: int = 10,
     coordinator_bind_address: str | None = None,
     same_command: bool = True,
@@ -93,9 +94,20 @@ def initialize(
     cluster_detection_method
         As for ``jax.distributed.initialize``.
     initialization_timeout
-        Seconds in which all processes must have started.
+        Seconds in which all processes must have started: 60, or ``MULTIMESH_START_TIMEOUT`` in the environment.
+    silence_timeout
+        Seconds without a word after which a machine is given up: 30, or ``MULTIMESH_SILENCE_TIMEOUT``. The death of a
+        process is noticed at once.
+    stop_timeout
+        Seconds that a process may be stopped (SIGSTOP, a debugger): 30, or ``MULTIMESH_STOP_TIMEOUT``.
+    compile_timeout
+        Seconds that processes wait for each other to compile, to save, to gather: 3600, or
+        ``MULTIMESH_COMPILE_TIMEOUT``. After a minute process 0 says for whom it waits.
+    stall_timeout
+        Seconds after which a process ends the job if it holds up the others in training: by default, and with 0, never,
+        or ``MULTIMESH_STALL_TIMEOUT``. After two minutes process 0 names it anyway, with its Python stack.
     heartbeat_timeout_seconds
-        Seconds of silence after which JAX gives a process up. Watchers name it in half of that time.
+        Seconds of silence after which JAX gives a process up: by default later than the watchers do.
     shutdown_timeout_seconds
         Seconds that JAX's barrier at exit may take. All processes have come to their end before it.
     coordinator_bind_address
@@ -118,6 +130,53 @@ def initialize(
     --------
     >>> mm.distributed.initialize("localhost:6000", num_processes=2, process_id=rank)  # doctest: +SKIP
     """
+    try:
+        return _initialize(
+            (coordinator_address, num_processes, process_id, local_device_ids),
+            cluster_detection_method,
+            timeouts.chosen(
+                {
+                    "start": initialization_timeout,
+                    "silence": silence_timeout,
+                    "stop": stop_timeout,
+                    "compile": compile_timeout,
+                    "stall": stall_timeout,
+                }
+            ),
+            heartbeat_timeout_seconds,
+            shutdown_timeout_seconds,
+            coordinator_bind_address,
+            same_command,
+        )
+    except UsageError as error:
+        _leave_in_one_line(error)
+        raise
+
+
+def _leave_in_one_line(error: UsageError) -> None:
+    """If nobody catches this error, end with its exit code and one line; where process 0 says it, without a line."""
+    usual = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
+        if raised is not error:
+            usual(kind, raised, traceback)
+            return
+        if not getattr(error, "told", False):
+            sys.stderr.write(f"multimesh: {error}\n")
+        raise SystemExit(error.exit_code)  # of a hook Python takes the code
+
+    sys.excepthook = hook
+
+
+def _initialize(
+    given: tuple[Any, ...],
+    method: str | None,
+    waits: timeouts.Timeouts,
+    heartbeat: int | None,
+    shutdown: int,
+    bind: str | None,
+    same_command: bool,
+) -> Processes:
     global _client
     if _client is not None or jax.distributed.is_initialized():
         raise UsageError("processes are initialized already; call mm.distributed.initialize() once, and only that")
@@ -125,17 +184,15 @@ def initialize(
         raise UsageError(
             "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
         )
-    if isinstance(local_device_ids, int):
-        local_device_ids = [local_device_ids]
-    given = (coordinator_address, num_processes, process_id, local_device_ids)
-    launcher, (address, count, rank, devices) = _complete(given, cluster_detection_method, initialization_timeout)
+    launcher, (address, count, rank, devices) = _complete(given, method, math.ceil(waits.start))
     _check(address, count, rank)
-    bind = coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    bind = bind or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     bind = bind or f"[::]:{address.rpartition(':')[2]}"
     own = {"rank": rank, "count": count, "host": socket.gethostname(), "pid": os.getpid(), "facts": _facts()}
     if not same_command:
         del own["facts"]["command line"]
-    _client, members = start(own, address, bind, initialization_timeout, heartbeat_timeout_seconds)
+    _client, members = start(own, address, bind, waits)
+    timeouts.use(waits)
     preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
     jax.config.update("jax_enable_preemption_service", preemptible)  # by default it swallows SIGTERM
     jax.config.update("jax_enable_recoverability", False)
@@ -145,9 +202,9 @@ def initialize(
         rank,
         devices,
         cluster_detection_method="deactivate",
-        initialization_timeout=initialization_timeout,
-        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-        shutdown_timeout_seconds=shutdown_timeout_seconds,
+        initialization_timeout=math.ceil(waits.start),
+        heartbeat_timeout_seconds=heartbeat or waits.heartbeat,
+        shutdown_timeout_seconds=shutdown,
         coordinator_bind_address=bind,
     )
     return Processes(launcher, rank, tuple(member["host"] for member in members))
@@ -203,6 +260,12 @@ def _facts() -> dict[str, list[str]]:
         f"{name}={value}" for name, value in sorted(jax.config.values.items()) if not _LOCAL_FLAG.search(name)
     ]
     return facts
+
+
+def begin_step() -> None:
+    """Note that a call of a plan begins. A process that others wait for is thus told from those that wait."""
+    if _client is not None:
+        _client.begin_step()
 
 
 def count_step() -> None:

@@ -15,7 +15,7 @@ from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler impo
 )
 from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
 
-from multimesh.processes.checkpoints import ArrayHandler
+from multimesh.processes.orbax_arrays import ArrayHandler
 
 
 class Arrays(ArrayLeafHandler):

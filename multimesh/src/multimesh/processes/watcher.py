@@ -1,9 +1,9 @@
 """The watcher: a small process beside each process of a job. It tells all of them when one fails, dies or stops.
 
 It is a process of its own because a thread cannot do this: a thread dies with its process, stops with it, and waits
-while C++ code holds Python's lock. It needs the standard library only, so it starts in some 30 ms: `watcher_client`
-runs this file by its path. A watcher talks to its process over a socket pair, and to the watcher of process 0, the hub,
-over TCP. A message is a JSON object on a line of its own.
+while C++ code holds Python's lock. It needs the standard library and three modules beside it only, so it starts in some
+40 ms: `watcher_client` runs this file by its path. A watcher talks to its process over a socket pair, and to the
+watcher of process 0, the hub, over TCP. A message is a JSON object on a line of its own.
 
 First all watchers meet. The hub listens at the coordinator's port, before JAX does, until every process has said who it
 is and what it runs. Then it answers all at once, with an error or with the list of all processes. These connections
@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import mmap
 import os
-import re
+import resource
 import selectors
 import signal
 import socket
@@ -27,22 +26,32 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # run by its path, isolated from the environment: it finds the modules beside it
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from multimesh.processes.endings import death, handle_of, state
+from multimesh.processes.members import Member, difference, is_member, named
+from multimesh.processes.stalls import StepsOfAll
 
 TICK = 0.25  # seconds between two looks at the clock
 BEAT = 1.0  # seconds between two signs of life
-STOPPED = 3.0  # seconds that a process may be stopped; JAX aborts all others after 5 to 10 s
 HOLD = 1.0  # seconds in which the death of another process may turn out to be the cause of an error
 GRACE = 3.0  # seconds in which a process may end by itself
-EXIT_INFO = 8  # mask of the exit code, in PIDFD_GET_INFO
+STACK = 1.0  # seconds in which a process must have written its stack
 FOREIGN = 1 << 20  # bytes without an end of line; only a stranger sends so many
 
 Message = dict[str, Any]
-Member = dict[str, Any]  # rank, count, host, pid; facts must be alike: name to a list of words
 
 
-class RefusedError(Exception):
-    """The processes cannot be one job, or do not find each other."""
+class TurnedAwayError(Exception):
+    """The processes cannot be one job, or do not find each other. ``told``: process 0 says it to the user."""
+
+    def __init__(self, message: str, *, told: bool = False) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 class Line:
@@ -51,6 +60,7 @@ class Line:
     def __init__(self, link: socket.socket) -> None:
         self.link = link
         self._rest = b""
+        self.reset = False  # whether the connection was cut, not ended
         link.settimeout(GRACE)
 
     def fileno(self) -> int:
@@ -59,8 +69,12 @@ class Line:
 
     def send(self, **message: Any) -> None:
         """Send a message. If the other end is gone, reading will tell."""
+        self.send_encoded(encoded(**message))
+
+    def send_encoded(self, message: bytes) -> None:
+        """Send what `encoded` made."""
         with contextlib.suppress(OSError):
-            self.link.sendall(json.dumps(message).encode() + b"\n")
+            self.link.sendall(message)
 
     def receive(self) -> list[Message] | None:
         """Return the messages that have arrived; None at the end. Call it when something has arrived."""
@@ -68,7 +82,8 @@ class Line:
             data = self.link.recv(1 << 16)
             *lines, self._rest = (self._rest + data).split(b"\n")
             messages = [json.loads(line) for line in lines]
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError) as error:
+            self.reset = isinstance(error, ConnectionResetError)
             return None
         strange = len(self._rest) > FOREIGN or not all(isinstance(m, dict) for m in messages)
         return None if not data or strange else messages
@@ -79,53 +94,13 @@ class Line:
             self.link.shutdown(socket.SHUT_WR)
 
 
-def named(member: Mapping[str, Any]) -> str:
-    """Name a process, as in all messages."""
-    return f"process {member['rank']} of {member['count']} ({member['host']}, pid {member['pid']})"
-
-
-def difference(members: Sequence[Member]) -> str:
-    """Say in which facts processes differ, and which processes; empty if they do not.
-
-    A word may differ if it holds the process's own number or host, as in ``train.py 3`` and ``--log=/tmp/3.log``.
-    """
-    first, *others = members
-    said = []
-    for fact, mine in first["facts"].items():
-        odd = [other for other in others if not _alike(first, other, fact)]
-        if odd:
-            theirs = odd[0]["facts"].get(fact, [])
-            a, b = _without(mine, first, theirs, odd[0]), _without(theirs, odd[0], mine, first)
-            if not a and not b:  # another order
-                a, b = mine, theirs
-            more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
-            said.append(f"{fact}: {named(first)} has {_quoted(a)} where {named(odd[0])}{more} has {_quoted(b)}")
-    return "; ".join(said)
-
-
-def _alike(a: Member, b: Member, fact: str) -> bool:
-    mine, theirs = a["facts"][fact], b["facts"].get(fact, [])
-    same_length = len(mine) == len(theirs)
-    return same_length and all(x == y or _neutral(x, a) == _neutral(y, b) for x, y in zip(mine, theirs, strict=True))
-
-
-def _neutral(word: str, member: Member) -> str:
-    return re.sub(rf"(?<!\d){member['rank']}(?!\d)", "<rank>", word).replace(member["host"], "<host>")
-
-
-def _without(words: Sequence[str], of: Member, others: Sequence[str], other: Member) -> list[str]:
-    """The words that one process has and another lacks."""
-    neutral = {_neutral(word, other) for word in others}
-    return [word for word in words if word not in others and _neutral(word, of) not in neutral]
-
-
-def _quoted(words: Sequence[str]) -> str:
-    text = " ".join(words)
-    return repr(text if len(text) <= 300 else text[:300] + "...") if words else "nothing"
+def encoded(**message: Any) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message).encode() + b"\n"
 
 
 class Meeting:
-    """How the watchers find each other. `hub` and `guest` return connections, or raise `RefusedError`."""
+    """How the watchers find each other. `hub` and `guest` return connections, or raise `TurnedAwayError`."""
 
     def __init__(self, own: Member, address: str, bind: str, timeout: float, process: Line) -> None:
         self._own, self._bind, self._timeout, self._process = own, bind, timeout, process
@@ -142,7 +117,7 @@ class Meeting:
         try:
             server = self._listen()
         except OSError as error:
-            raise RefusedError(self._taken(error)) from None
+            raise TurnedAwayError(self._taken(error)) from None
         with server:
             self._ready.register(server, selectors.EVENT_READ)
             try:
@@ -154,20 +129,21 @@ class Meeting:
                         else:
                             self._introduce(come)
                     if time.monotonic() > self._deadline:
-                        raise RefusedError(self._missing())
+                        raise TurnedAwayError(self._missing())
                 members = [self._members[rank] for rank in sorted(self._members)]
                 if differs := difference(members):
-                    raise RefusedError(f"the processes do not run the same; {differs}. Start all of them alike")
-            except RefusedError as error:
+                    raise TurnedAwayError(f"the processes do not run the same; {differs}. Start all of them alike")
+            except TurnedAwayError as error:
                 for line in (*self._links.values(), *self._unknown):
-                    line.send(refused=str(error))
+                    line.send(refused=str(error), told=True)
                     line.finish()
                 raise
         for line in self._unknown:
             line.link.close()
         found = [{key: value for key, value in member.items() if key != "facts"} for member in members]
+        answer = encoded(members=found)  # once, not for each of thousands
         for line in self._links.values():
-            line.send(members=found)
+            line.send_encoded(answer)
         return self._links, found
 
     def guest(self) -> tuple[dict[int, Line], list[Member]]:
@@ -181,7 +157,7 @@ class Meeting:
             else:
                 answer = self._answer(line, self._deadline + GRACE)
                 if "refused" in answer:
-                    raise RefusedError(answer["refused"])
+                    raise TurnedAwayError(answer["refused"], told=answer.get("told", False))
                 if "members" in answer:
                     return {0: line}, answer["members"]
                 why = "what listens there is no process of this job, or ended"
@@ -189,7 +165,7 @@ class Meeting:
             until = time.monotonic() + 0.2
             while time.monotonic() < until:
                 self._come()
-        raise RefusedError(
+        raise TurnedAwayError(
             f"process {self._own['rank']} of {self._own['count']} cannot meet process 0 at {self._host}:{self._port} "
             f"within {self._timeout:.0f} s: {why}; does process 0 run, and is that its address?"
         )
@@ -220,8 +196,8 @@ class Meeting:
         messages = line.receive()
         known = next((rank for rank, other in self._links.items() if other is line), None)
         if messages is None and known is not None:
-            raise RefusedError(f"{named(self._members[known])} ended while others were starting; see its output")
-        if messages is None or not all({"rank", "count"} <= m.get("hello", {}).keys() for m in messages):
+            raise TurnedAwayError(f"{named(self._members[known])} ended while others were starting; see its output")
+        if messages is None or not all(is_member(m.get("hello")) for m in messages):
             self._ready.unregister(line)
             self._unknown.remove(line)
             line.link.close()
@@ -229,7 +205,7 @@ class Meeting:
         for message in messages:
             new = message["hello"]
             if new["rank"] in self._members or new["count"] != self._own["count"]:
-                raise RefusedError(
+                raise TurnedAwayError(
                     f"{named(self._members.get(new['rank'], self._own))} and {named(new)} cannot be of one job; give "
                     "each process a process_id of its own, and all the same num_processes"
                 )
@@ -273,34 +249,28 @@ def _split(address: str) -> tuple[str, int]:
 
 
 class Watch:
-    """The work of a watcher after the meeting.
-
-    Parameters
-    ----------
-    links
-        Connections to other watchers, by the number of their process.
-    steps
-        Eight bytes in which the process counts its calls.
-    silence
-        Seconds after which a silent watcher is out of reach.
-    lost
-        Exit code of the others, if a process is lost without one.
-    """
+    """The work of a watcher after the meeting."""
 
     def __init__(
         self,
         own: Member,
         process: Line,
-        links: Mapping[int, Line],
+        links: Mapping[int, Line],  # to other watchers, by the number of their process
         members: Sequence[Member],
         *,
-        steps: mmap.mmap,
-        silence: float,
-        lost: int,
+        steps: mmap.mmap,  # sixteen bytes in which the process counts its calls: those that ended, those that began
+        stack: int,  # file into which the process writes its stack when it gets the signal `ask`
+        ask: int,
+        silence: float,  # seconds after which a silent watcher is out of reach
+        stop: float,  # seconds that a process may be stopped
+        stall: float,  # seconds without progress after which the job ends; 0: never
+        lost: int,  # exit code of the others, if a process is lost without one
     ) -> None:
         self._own, self._members, self._process, self._links = own, members, process, dict(links)
         self._parent, self._steps, self._silence, self._lost = own["pid"], steps, silence, lost
-        self._parent_handle = _handle(own["pid"])
+        self._stack, self._ask, self._stop = stack, ask, stop
+        self._progress = StepsOfAll(members, stall, time.monotonic()) if not own["rank"] else None
+        self._parent_handle = handle_of(own["pid"])
         self._heard = dict.fromkeys(links, time.monotonic())
         self._ready = selectors.DefaultSelector()
         self._ready.register(process, selectors.EVENT_READ)
@@ -325,13 +295,15 @@ class Watch:
             if now - beaten < BEAT or self._over:
                 continue
             beaten = now
+            at = self._steps_now()
             for line in self._links.values():
-                line.send()
+                line.send(**({"at": at} if self._own["rank"] else {}))
+            self._look_for_stalls(at, now)
             if self._alive and os.getppid() != self._parent:  # a process that it forked holds its socket open
                 self._dead()
             if self._alive and state(self._parent) != "T":
                 stopped = now
-            elif self._alive and now - stopped > STOPPED:
+            elif self._alive and now - stopped > self._stop:
                 self._report(self._own["rank"], f"has been stopped (SIGSTOP) for {now - stopped:.0f} s")
             for rank, heard in self._heard.items():
                 if now - heard > self._silence and not self._over:
@@ -347,7 +319,9 @@ class Watch:
                 self._dead()
             else:
                 del self._links[rank], self._heard[rank]
-                how = "is gone with its watcher: all its processes were killed, or its machine is down"
+                how = "is gone with its watcher: all its processes were killed, or its machine ended them"
+                if line.reset:
+                    how = "is gone with the connection to its watcher: that was killed, or the network cut it"
                 self._report(rank, how, near=False)
             return
         if rank is not None:
@@ -357,10 +331,53 @@ class Watch:
                 self._report(self._own["rank"], "failed", why=message["failed"], code=message["code"], said=True)
             elif "cause" in message:
                 self._hear(message["cause"])
+            elif "at" in message and self._progress and rank is not None:
+                self._progress.note(rank, message["at"], time.monotonic())
+            elif "stack" in message:
+                self._tell_stall(self._own["rank"] if rank is None else rank, message["stack"])
+            elif "show" in message:
+                self._links[0].send(stack=self._own_stack())
             elif "done" in message:
                 self._finished(self._own["rank"] if rank is None else rank)
             elif "all_done" in message:
                 self._all_done()
+
+    def _steps_now(self) -> list[int]:
+        """Calls of plans that the process has ended and begun."""
+        return list(struct.unpack("<qq", self._steps[:16]))
+
+    def _look_for_stalls(self, at: list[int], now: float) -> None:
+        """At the hub: if a process holds up the others for long, ask it for its stack; `_tell_stall` then tells it."""
+        if self._progress is None or self._over or not self._alive:
+            return
+        self._progress.note(0, at, now)
+        odd = self._progress.held_up_by(now)
+        if odd == 0:
+            self._tell_stall(0, self._own_stack())
+        elif odd in self._links:
+            self._links[odd].send(show=True)
+
+    def _tell_stall(self, rank: int, stack: str) -> None:
+        """Say which process holds up the others; end the job if that was asked for."""
+        if self._progress is None or self._over:
+            return
+        how, ends = self._progress.said(rank, time.monotonic())
+        with contextlib.suppress(OSError):
+            os.write(2, f"multimesh: {named(self._members[rank])} {how}\n{stack}".encode())
+        if ends:
+            self._report(rank, how, near=False)
+
+    def _own_stack(self) -> str:
+        """The Python stack of this watcher's process, as far as it gives one."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._stack, 0)
+            os.kill(self._parent, self._ask)
+            until, size, before = time.monotonic() + STACK, 0, -1
+            while time.monotonic() < until and (size == 0 or size != before):
+                time.sleep(0.05)
+                before, size = size, os.fstat(self._stack).st_size
+            return os.pread(self._stack, 1 << 14, 0).decode(errors="replace")
+        return ""
 
     def _dead(self) -> None:
         self._alive = False
@@ -371,7 +388,7 @@ class Watch:
         self, rank: int, how: str, *, why: str = "", code: int | None = None, said: bool = False, near: bool = True
     ) -> None:
         """Tell the hub what happened to a process (``said``: by itself). Unless ``near``, decide without the hub."""
-        steps = struct.unpack("<q", self._steps[:8])[0] if rank == self._own["rank"] else 0
+        steps = self._steps_now()[0] if rank == self._own["rank"] else 0
         count = f" after {steps} step{'s' * (steps != 1)}" if steps else ""
         text = f"{named(self._members[rank])} {how}{count}{f': {why}' if why else ''}"
         cause = {"rank": rank, "text": text, "code": code or self._lost, "said": said}
@@ -414,6 +431,8 @@ class Watch:
             self._links[0].send(done=True)
             return
         self._done.add(rank)
+        if self._progress:
+            self._progress.done(rank)
         if len(self._done) == self._own["count"]:
             for line in self._links.values():
                 line.send(all_done=True)
@@ -439,62 +458,31 @@ class Watch:
                     self._links.pop(key.data, None)
 
 
-def state(pid: int) -> str:
-    """State of a process in one letter (T: stopped); empty if the system does not tell."""
-    return (_stat(pid) or [""])[0]
-
-
-def death(pid: int, handle: int | None) -> tuple[str, int | None]:
-    """Say how a process ended, as far as the system still knows. Also returns its exit code, or None."""
-    fields = _stat(pid)
-    code = int(fields[-1]) if fields else _code_after(handle)
-    if not code:
-        return "ended without a word: it was killed (perhaps for lack of memory), crashed, or left by os._exit", None
-    if code & 127:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"was killed by {names.get(code & 127, f'signal {code & 127}')}", None
-    return f"ended with exit code {code >> 8}", code >> 8
-
-
-def _handle(pid: int) -> int | None:
-    """A handle that keeps the exit code of a process, even if its parent asked for the code before us."""
-    with contextlib.suppress(AttributeError, OSError):
-        return os.pidfd_open(pid)
-    return None
-
-
-def _code_after(handle: int | None) -> int | None:
-    """The exit code of a process whose parent has asked for it; Linux tells since 6.15 (PIDFD_GET_INFO)."""
-    info = bytearray(struct.pack("<Q56x", EXIT_INFO))
-    with contextlib.suppress(OSError, ValueError):
-        fcntl.ioctl(-1 if handle is None else handle, 0xC0 << 24 | len(info) << 16 | 0xFF << 8 | 11, info)
-    known, code = struct.unpack("<Q52xi", info)
-    return code if known & EXIT_INFO else None
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def main(given: Mapping[str, Any]) -> None:
-    """Meet the others, tell the process the result, and watch."""
+def main(descriptor: int) -> None:
+    """Meet the others, tell the process the result, and watch. The process says how on the socket that it gave."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the process
         signal.signal(number, signal.SIG_IGN)
-    process, own = Line(socket.socket(fileno=given["socket"])), given["own"]
+    with contextlib.suppress(OSError, ValueError):  # a hub has a connection to every watcher
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    process = Line(socket.socket(fileno=descriptor))
+    messages: list[Message] | None = []
+    while messages == []:
+        messages = process.receive()
+    if messages is None:
+        return
+    given, own = messages[0], messages[0]["own"]
     meeting = Meeting(own, given["address"], given["bind"], given["timeout"], process)
     try:
         links, members = meeting.guest() if own["rank"] else meeting.hub()
-    except RefusedError as error:
-        process.send(refused=str(error))
+    except TurnedAwayError as error:
+        process.send(refused=str(error), told=error.told)
         return
     process.send(members=members)
-    steps = mmap.mmap(given["steps"], 8)
-    Watch(own, process, links, members, steps=steps, silence=given["silence"], lost=given["lost"]).run()
+    steps = mmap.mmap(given["steps"], 16)
+    settings = {name: given[name] for name in ("stack", "ask", "silence", "stop", "stall", "lost")}
+    Watch(own, process, links, members, steps=steps, **settings).run()
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(int(sys.argv[1]))

@@ -7,23 +7,38 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import faulthandler
 import logging
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, NoReturn
 
 from multimesh.errors import LostProcessError, UsageError
 from multimesh.processes import watcher
+from multimesh.processes.members import Member, named
+from multimesh.processes.timeouts import Timeouts
 
 NOTICE = 10.0  # seconds after which a process says that it waits for others
+_ASK = (
+    signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+)  # with which the watcher asks for the Python stack
+_TOOL = 4  # of `sys.monitoring`; debuggers, coverage and profilers have others
+
+
+class RefusedError(UsageError):
+    """The processes do not become a job. ``told``: process 0 has the same error, and says so."""
+
+    def __init__(self, message: str, *, told: bool) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 class WatcherClient:
@@ -40,11 +55,17 @@ class WatcherClient:
         sys.excepthook = self._uncaught
         sys.exit = self._sys_exit
         atexit.register(self._finish)  # runs before JAX's handler, which was registered first
+        self._see_exits()
         threading.Thread(target=self._listen, name="multimesh-watcher-client", daemon=True).start()
 
+    def begin_step(self) -> None:
+        """Count a call of a plan that begins."""
+        self._steps[1] = self._steps[0] + 1
+
     def count_step(self) -> None:
-        """Count a call of a plan. Messages say how far a process came."""
+        """Count a call of a plan that has ended. Messages say how far a process came."""
         self._steps[0] += 1
+        self._steps[1] = self._steps[0]
 
     def _leave(self, text: str, code: int) -> None:
         """Tell the watcher why this process fails.
@@ -74,7 +95,7 @@ class WatcherClient:
             self._print(kind, error, traceback)
             return
         code = 130 if kind is KeyboardInterrupt else getattr(error, "exit_code", 1)
-        self._leave(": ".join([kind.__name__, *str(error).strip().splitlines()[:1]]), code)
+        self._leave(": ".join([kind.__name__, *_reason(error)]), code)
         self._print(kind, error, traceback)
         _exit(code)
 
@@ -83,13 +104,30 @@ class WatcherClient:
         self._exit_status = status
         raise SystemExit(status)
 
+    def _see_exits(self) -> None:
+        """Let a ``raise SystemExit(3)`` that leaves the script be seen as ``sys.exit(3)`` is; from Python 3.12."""
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        outermost, monitoring = frame.f_code, getattr(sys, "monitoring", None)
+        if monitoring is None or monitoring.get_tool(_TOOL) is not None:
+            return
+
+        def unwound(code: CodeType, _: int, error: BaseException) -> None:
+            if code is outermost and isinstance(error, SystemExit):
+                self._exit_status = error.code
+
+        monitoring.use_tool_id(_TOOL, "multimesh")
+        monitoring.register_callback(_TOOL, monitoring.events.PY_UNWIND, unwound)
+        monitoring.set_events(_TOOL, monitoring.events.PY_UNWIND)
+
     def _finish(self) -> None:
         """Wait until all processes are done, however long that takes. JAX's own barrier at exit then need not wait."""
         if os.getpid() != self._pid:
             return
         if self._exit_status:  # neither None nor 0
             code = self._exit_status & 255 if isinstance(self._exit_status, int) else 1
-            self._leave(f"sys.exit({self._exit_status!r})", code)
+            self._leave(f"SystemExit: {self._exit_status}", code)
             _exit(code)
         self._line.send(done=True)
         if not self._all_done.wait(NOTICE):
@@ -98,9 +136,7 @@ class WatcherClient:
         self._watcher.wait()
 
 
-def start(
-    own: watcher.Member, address: str, bind: str, timeout: float, heartbeat: float
-) -> tuple[WatcherClient, list[Any]]:
+def start(own: Member, address: str, bind: str, timeouts: Timeouts) -> tuple[WatcherClient, list[Any]]:
     """Start a watcher, let it meet the others at ``address``, and return its client and the members of the job.
 
     Raises
@@ -109,19 +145,33 @@ def start(
         If the processes cannot be one job, or do not find each other.
     """
     ours, theirs = socket.socketpair()
+    stack = tempfile.TemporaryFile("ab")  # noqa: SIM115 - open as long as this process
     with tempfile.TemporaryFile() as file, theirs:
-        file.truncate(8)
-        steps = mmap.mmap(file.fileno(), 8)
-        given = {"own": own, "address": address, "bind": bind, "timeout": timeout, "silence": heartbeat / 2}
-        given |= {"socket": theirs.fileno(), "steps": file.fileno(), "lost": LostProcessError.exit_code}
+        file.truncate(16)
+        steps = mmap.mmap(file.fileno(), 16)
+        who = f"process {own['rank']} of {own['count']}"
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", watcher.__file__, json.dumps(given)],
+            [sys.executable, "-I", "-S", watcher.__file__, str(theirs.fileno()), address, who],  # the rest is for ps
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # a reader of this process's output need not wait for the watcher
-            pass_fds=(theirs.fileno(), file.fileno()),
+            pass_fds=(theirs.fileno(), file.fileno(), stack.fileno()),
             start_new_session=True,
         )
-    line = watcher.Line(ours)
+        line = watcher.Line(ours)
+        line.send(
+            own=own,
+            address=address,
+            bind=bind,
+            timeout=timeouts.start,
+            silence=timeouts.silence,
+            stop=timeouts.stop,
+            stall=timeouts.stall,
+            steps=file.fileno(),
+            stack=stack.fileno(),
+            ask=_ASK,
+            lost=LostProcessError.exit_code,
+        )
+    faulthandler.register(_ASK, file=stack, all_threads=False)  # works also where code in C++ holds Python's lock
     try:
         answer = _answer(line)
     except BaseException:
@@ -130,8 +180,11 @@ def start(
         raise
     if "members" not in answer:
         process.wait()
-        raise UsageError(answer.get("refused", f"the watcher of {watcher.named(own)} ended while it started"))
-    return WatcherClient(line, steps, watcher.named(own), process), answer["members"]
+        raise RefusedError(
+            answer.get("refused", f"the watcher of {named(own)} ended while it started"),
+            told=answer.get("told", False),
+        )
+    return WatcherClient(line, steps, named(own), process), answer["members"]
 
 
 def _answer(line: watcher.Line) -> Mapping[str, Any]:
@@ -140,6 +193,13 @@ def _answer(line: watcher.Line) -> Mapping[str, Any]:
         for message in messages:
             return message
     return {}
+
+
+def _reason(error: BaseException) -> list[str]:
+    """The first line of an error; of one with the traceback of a callback its last line, which has the cause."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    of_callback = any("Traceback (most recent call last)" in line for line in lines)
+    return [lines[-1].strip() if of_callback else lines[0]] if lines else []
 
 
 def _exit(code: int) -> NoReturn:

@@ -1,0 +1,63 @@
+"""Which process holds up the others. It needs the standard library only, as `watcher` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from multimesh.processes.members import Member
+
+STALLED = 120.0  # seconds without progress after which a line says so, and again after twice as long
+
+
+class StepsOfAll:
+    """How far each process has come, and which of them holds up the others."""
+
+    def __init__(self, members: Sequence[Member], stall: float, now: float) -> None:
+        self._at = {member["rank"]: (0, 0) for member in members}  # calls that ended, and that began
+        self._since = dict.fromkeys(self._at, now)  # who has said nothing yet has been here since then
+        self._stall, self._first = stall, min(stall or STALLED, STALLED)
+        self._told_of: Any = None
+        self._after = self._first
+
+    def note(self, rank: int, at: Sequence[int], now: float) -> None:
+        """Note what a process says of its progress."""
+        if rank in self._at and self._at[rank] != tuple(at) and len(at) == 2:
+            self._at[rank], self._since[rank] = (int(at[0]), int(at[1])), now
+
+    def done(self, rank: int) -> None:
+        """A process that has ended well holds up nobody."""
+        self._at.pop(rank, None)
+
+    def held_up_by(self, now: float) -> int | None:
+        """A process that is behind the others and has been where it is for long; None if there is none to tell of.
+
+        Those that wait for it are in the next call already, or have ended it.
+        """
+        if not self._at or max(self._at.values())[0] == 0:
+            return None  # nobody has ended a call: they compile
+        rank = min(self._at, key=lambda rank: (sum(self._at[rank]), rank))
+        if self._told_of != (rank, self._at[rank]):
+            self._told_of, self._after = (rank, self._at[rank]), self._first
+        still = now - self._since[rank]
+        if still < self._after:
+            return None
+        self._after = self._stall if still < self._stall else 2 * still
+        return rank
+
+    def said(self, rank: int, now: float) -> tuple[str, bool]:
+        """What a process does that holds up others, and whether the job ends for it."""
+        at, still = self._at.get(rank, (0, 0)), now - self._since.get(rank, now)
+        others = sorted({each for other, each in self._at.items() if other != rank})
+        if others == [at]:
+            where = "as all others are"
+        else:
+            places = dict.fromkeys(_place(each) for each in others[:1] + others[-1:])
+            where = f"{'all' if len(places) == 1 else 'the'} others are {' to '.join(places)}"
+        ends = bool(self._stall) and still >= self._stall
+        return f"{'has been' if ends else 'is'} {_place(at)} for {still:.0f} s, {where}", ends
+
+
+def _place(at: tuple[int, int]) -> str:
+    ended, begun = at
+    return f"in step {begun}" if begun > ended else f"after step {ended}"

@@ -1,0 +1,82 @@
+"""How long processes wait for each other: settings by argument, else by variable, else as here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+
+from multimesh.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeouts:
+    """Seconds; ``MULTIMESH_START_TIMEOUT`` and so on in the environment.
+
+    Attributes
+    ----------
+    start
+        In which all processes must have started and met.
+    silence
+        Of a watcher that says nothing, because its machine or the network is down. A death is noticed at once.
+    stop
+        That a process may be stopped (SIGSTOP: a debugger, a container that is paused).
+    compile
+        That processes wait for each other elsewhere: until the others have compiled, saved, gathered.
+    stall
+        After which a process that makes no progress ends the job; 0: never, it is told only.
+    """
+
+    start: float = 60.0
+    silence: float = 30.0
+    stop: float = 30.0
+    compile: float = 3600.0
+    stall: float = 0.0
+
+    @property
+    def heartbeat(self) -> int:
+        """Seconds of silence after which JAX gives a process up: later than the watchers do."""
+        return math.ceil(max(100.0, 2 * self.silence, 2 * self.stop))
+
+
+def variable(name: str) -> str:
+    """The variable that sets a timeout."""
+    return f"MULTIMESH_{name.upper()}_TIMEOUT"
+
+
+def chosen(given: Mapping[str, float | None]) -> Timeouts:
+    """The timeouts that are given, else those in the environment, else the usual ones.
+
+    Raises
+    ------
+    UsageError
+        If one is no positive number; ``stall`` may be 0.
+    """
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        text = os.environ.get(variable(name)) if value is None else value
+        if text is None or text == "":
+            continue
+        source = f"{variable(name)}={text}" if value is None else f"{name}_timeout={value!r}"
+        try:
+            found[name] = float(text)
+        except (TypeError, ValueError):
+            raise UsageError(f"{source}: give a number of seconds") from None
+        if not (math.isfinite(found[name]) and (found[name] > 0 or (name == "stall" and found[name] == 0))):
+            raise UsageError(f"{source}: give a positive number of seconds")
+    return Timeouts(**found)
+
+
+_now = Timeouts()
+
+
+def current() -> Timeouts:
+    """Those of this job."""
+    return _now
+
+
+def use(timeouts: Timeouts) -> None:
+    """Let them be those of this job."""
+    global _now
+    _now = timeouts

@@ -1,0 +1,157 @@
+"""What processes must have alike, who holds up others, and the arguments of a meeting: without processes."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from multimesh.processes import initialize, members, stalls, timeouts
+
+import multimesh as mm
+
+
+def _progress(stall=0.0):
+    everyone = [{"rank": rank, "count": 3, "host": f"n{rank}", "pid": rank} for rank in range(3)]
+    return stalls.StepsOfAll(everyone, stall, 990)
+
+
+def test_who_holds_up_others_is_told_after_two_minutes_and_again_after_four():
+    progress = _progress()
+    assert progress.held_up_by(1000) is None  # nobody has ended a step: they compile
+    for rank, at in enumerate([(52, 53), (51, 51), (52, 53)]):
+        progress.note(rank, at, 1000)
+    assert [progress.held_up_by(1000 + t) for t in (0, 119, 121, 130, 241, 243)] == [None, None, 1, None, None, 1]
+    assert progress.said(1, 1120) == ("is after step 51 for 120 s, all others are in step 53", False)
+    progress.note(1, (51, 52), 1300)  # it goes on, and hangs again
+    progress.note(2, (53, 53), 1300)
+    assert [progress.held_up_by(1300 + t) for t in (1, 119, 121)] == [None, None, 1]
+    assert progress.said(1, 1420) == (
+        "is in step 52 for 120 s, the others are in step 53 to after step 53", False
+    )  # fmt: skip
+    progress.done(1)
+    assert progress.held_up_by(1001) is None
+
+
+def test_one_that_has_said_nothing_yet_is_not_late_since_the_machine_started():
+    progress = _progress(stall=2)
+    for rank in (0, 2):
+        progress.note(rank, (7, 8), 991)
+    assert progress.held_up_by(991) is None
+    assert progress.held_up_by(993) == 1
+    assert progress.said(1, 993) == ("has been after step 0 for 3 s, all others are in step 8", True)
+
+
+def test_a_job_that_hangs_ends_when_that_was_asked_for():
+    progress = _progress(stall=300)
+    for rank in range(3):
+        progress.note(rank, (5, 6), 1000)
+    assert [progress.held_up_by(1000 + t) for t in (119, 121, 299, 301)] == [None, 0, None, 0]
+    assert progress.said(0, 1301) == ("has been in step 6 for 301 s, as all others are", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "told"),
+    [
+        ({"stop": 0.0}, {}, "stop_timeout=0.0: give a positive"),
+        ({"silence": None}, {"MULTIMESH_SILENCE_TIMEOUT": "soon"}, "MULTIMESH_SILENCE_TIMEOUT=soon: give a number"),
+        ({"compile": float("inf")}, {}, "compile_timeout=inf: give a positive"),
+    ],
+)
+def test_timeouts_are_numbers(monkeypatch, given, environ, told):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(mm.UsageError, match=re.escape(told)):
+        timeouts.chosen(given)
+
+
+def test_timeouts_are_given_or_of_the_environment_or_usual(monkeypatch):
+    for name in ("start", "silence"):
+        monkeypatch.setenv(timeouts.variable(name), "7")
+    found = timeouts.chosen({"start": 5, "silence": None, "stop": None, "stall": 0})
+    assert found == timeouts.Timeouts(start=5.0, silence=7.0)
+    assert (found.stop, found.compile, found.heartbeat) == (30.0, 3600.0, 100)
+    assert timeouts.Timeouts(stop=200.0).heartbeat == 400
+
+
+def member(rank, *words):
+    return {
+        "rank": rank,
+        "count": 4,
+        "host": f"n{rank}",
+        "pid": 7,
+        "facts": {"command line": list(words)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (lambda r: ["a.py", "--steps=1"], ""),
+        (lambda r: ["a.py", str(r), "4", f"--log=/tmp/{r}.log", f"--me=n{r}"], ""),
+        (lambda r: ["a.py", str(r), "1"], ""),  # which is also the number of one
+        (lambda r: ["a.py", "1" if r == 2 else "3"], "has '3' where process 2 of 4 (n2, pid 7) has '1'"),
+        (lambda r: ["a.py"] + ["-v"] * (r > 1), "has nothing where process 2 of 4 (n2, pid 7) (and 1 more) has '-v'"),
+        (lambda r: ["a.py", f"1{r}"], "has '10' where process 1 of 4 (n1, pid 7) (and 2 more) has '11'"),
+        (
+            lambda r: ["-a", "-b"] if r else ["-b", "-a"],
+            "has '-b -a' where process 1 of 4 (n1, pid 7) (and 2 more) has",
+        ),
+    ],
+)
+def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words, told):
+    said = members.difference([member(rank, *words(rank)) for rank in range(4)])
+    assert (told in said and "command line: process 0 of 4 (n0, pid 7) " in said) if told else said == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "lacks coordinator_address, num_processes, process_id: start the processes with srun or mpirun"),
+        ({"coordinator_address": "n1:1", "num_processes": 2}, "lacks process_id"),
+        ({"coordinator_address": "n1", "num_processes": 2, "process_id": 0}, "'n1:61440'; got 'n1'"),
+        ({"coordinator_address": "n1:99999", "num_processes": 2, "process_id": 0}, "got 'n1:99999'"),
+        ({"coordinator_address": "n1:1", "num_processes": 2, "process_id": 2}, "got process_id=2 of 2"),
+        ({"coordinator_address": "n1:1", "num_processes": 2, "process_id": "1"}, "got process_id='1' of 2"),
+        ({"cluster_detection_method": "slurm"}, "cluster_detection_method='slurm' finds nothing here"),
+    ],
+)
+def test_arguments_that_do_not_do_are_refused(monkeypatch, given, told):
+    monkeypatch.setattr("multimesh.core._compat.backends_started", lambda: False)
+    with pytest.raises(mm.UsageError, match=re.escape(told)):
+        mm.distributed.initialize(**given)
+
+
+def test_devices_in_use_are_refused():
+    jax.devices()
+    with pytest.raises(mm.UsageError, match="must come before anything that uses a device"):
+        mm.distributed.initialize("n1:1", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
+         | {"SLURM_LOCALID": "0"}, ("Slurm", ("n3:61445", 4, 2, [0]))),
+        ({"OMPI_MCA_orte_hnp_uri": "8192.0;tcp://10.0.0.1:3", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}
+         | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, ("Open MPI", ("10.0.0.1:61442", 3, 1, [1]))),
+        ({"JAX_COORDINATOR_ADDRESS": "n:3", "JAX_LOCAL_DEVICE_IDS": "0,2"}, ("arguments", ("n:3", None, None, [0, 2]))),
+    ],
+    ids=["Slurm", "Open MPI", "environment"],
+)  # fmt: skip
+def test_launchers_are_found(monkeypatch, environ, told):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert initialize._complete((None,) * 4, None, 1) == told
+    explicit = ("n9:1", 8, 7, None)
+    assert initialize._complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
+
+
+def test_one_process_gathers_what_it_has():
+    found = mm.distributed.gather({"a": jax.numpy.arange(3), "b": 2})
+    assert type(found["a"]) is np.ndarray
+    assert (found["a"].tolist(), found["b"]) == ([0, 1, 2], 2)
+
+
+def test_processes_may_dump_programs_to_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", '--a=1 --xla_dump_to="/two words/process-1" --b="c d"')
+    assert initialize._facts()["XLA_FLAGS"] == ["--a=1", '--b="c d"']
