@@ -6,6 +6,8 @@ and microbatch. ``placement(submeshes)`` gives the submesh of each stage. Nothin
 
 from __future__ import annotations
 
+import difflib
+
 from multimesh.core.checks import refuse
 from multimesh.errors import UsageError
 from multimesh.schedules.auto import Auto, Candidate, Choice
@@ -76,6 +78,9 @@ def get(schedule: str | Schedule) -> Schedule:
     if not isinstance(schedule, str):
         raise refuse("schedule", f"a multimesh.schedules.Schedule or one of {', '.join(_BY_NAME)}", schedule)
     if schedule not in _BY_NAME:
-        remedy = "give the table as custom_schedule=" if schedule == "custom" else f"known: {', '.join(_BY_NAME)}"
+        near = difflib.get_close_matches(schedule.lower(), _BY_NAME, n=1)
+        remedy = f"{f'did you mean {near[0]}? ' if near else ''}known: {', '.join(_BY_NAME)}"
+        if schedule == "custom":
+            remedy = "give the table as custom_schedule="
         raise UsageError(f"unknown schedule {schedule!r}; {remedy}")
     return _BY_NAME[schedule]

@@ -138,20 +138,15 @@ def partition(
         [0.0, *itertools.accumulate(getattr(c, name) for c in costs)] for name in ("time", "held", "activation")
     )
 
-    def alive(stage: int) -> float:
-        rank = stage % submeshes
-        many = submeshes - rank if chunks == 1 else 2 * (submeshes - rank - 1) + (chunks - 1) * submeshes + 1
-        return min(microbatches * chunks, many) / chunks
-
     def needs(stage: int, start: int, end: int) -> float:
-        return held[end] - held[start] + alive(stage) * (kept[end] - kept[start])
+        return held[end] - held[start] + alive(stage, submeshes, chunks, microbatches) * (kept[end] - kept[start])
 
     def value(stage: int, start: int, end: int) -> float:
         if needs(stage, start, end) > room:
             return math.inf
         return before[start] + 2 * stage * hop + microbatches * chunks * (before[end] - before[start])
 
-    bound, _ = _best(number, len(costs), value)
+    bound, _ = least_largest(number, len(costs), value)
     if math.isinf(bound):
         least = max(needs(number - 1, i, i + 1) for i in range(len(costs)))
         raise UsageError(
@@ -160,8 +155,17 @@ def partition(
             "of a microbatch with jax.checkpoint"
         )
     limit = bound * (1 + CLOSE)
-    _, cuts = _best(number, len(costs), lambda k, a, b: before[b] - before[a] if value(k, a, b) <= limit else math.inf)
+    _, cuts = least_largest(
+        number, len(costs), lambda k, a, b: before[b] - before[a] if value(k, a, b) <= limit else math.inf
+    )
     return cut(costs, [b - a for a, b in itertools.pairwise(cuts)], bound)
+
+
+def alive(stage: int, submeshes: int, chunks: int = 1, microbatches: float = math.inf) -> float:
+    """Microbatches in flight on a stage under 1F1B (interleaved, with several stages on a submesh)."""
+    rank = stage % submeshes
+    many = submeshes - rank if chunks == 1 else 2 * (submeshes - rank - 1) + (chunks - 1) * submeshes + 1
+    return min(microbatches * chunks, many) / chunks
 
 
 def cut(layers: Sequence[LayerCosts | float], sizes: Sequence[int], bound: float = 0.0) -> Partition:
@@ -172,7 +176,7 @@ def cut(layers: Sequence[LayerCosts | float], sizes: Sequence[int], bound: float
     return Partition(tuple(sizes), stages, bound)
 
 
-def _best(stages: int, layers: int, value: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
+def least_largest(stages: int, layers: int, value: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
     """Minimize the largest value of (stage, first layer, end) over all cuts.
 
     Returns that value and the ends of such a cut, from 0.

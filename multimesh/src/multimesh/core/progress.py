@@ -1,0 +1,54 @@
+"""A line that grows while a long wait lasts: on a terminal, and in ``logging`` elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+SWITCH = "MULTIMESH_PROGRESS"
+"""Variable of the environment; 0 turns the line off."""
+
+_QUIET = 1.0  # seconds: what is over by then is not told
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Tell how many of ``total`` things are done; the function that it gives counts one, in any thread.
+
+    A terminal gets one line on its standard error, which is taken away in the end. Elsewhere the logger ``multimesh``
+    gets an entry at level INFO once a second has passed, and one in the end.
+    """
+    if os.environ.get(SWITCH, "1") in ("", "0"):
+        yield lambda: None
+        return
+    start, lock, done, told = time.monotonic(), threading.Lock(), 0, 0
+    terminal = sys.stderr.isatty()
+    log = logging.getLogger("multimesh")
+
+    def count() -> None:
+        nonlocal done, told
+        with lock:
+            done += 1
+            passed = time.monotonic() - start
+            if passed < _QUIET:
+                return
+            line = f"{what}: {done} of {total}, {passed:.0f} s"
+            if terminal:
+                print(f"\r{line}", end="", file=sys.stderr, flush=True)
+                told = len(line)
+            elif not told:
+                log.info("%s", line)
+                told = 1
+
+    try:
+        yield count
+    finally:
+        if told and terminal:
+            print(f"\r{' ' * told}\r", end="", file=sys.stderr, flush=True)
+        elif told:
+            log.info("%s: %d of %d, %.1f s, done", what, done, total, time.monotonic() - start)

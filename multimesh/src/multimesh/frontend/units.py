@@ -1,0 +1,342 @@
+"""A traced function as units: the smallest parts that a stage can be made of.
+
+A unit is an equation, or some rows of a scan. Calls are looked into, so that a stage may end inside of them. Under
+``jax.checkpoint`` that is done only where the call is long: each stage then repeats its own part.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from multimesh.core import _compat
+from multimesh.errors import UsageError
+from multimesh.ir import primitives
+from multimesh.ir.flops import of_program, operations
+from multimesh.marking import marks
+
+_WHOLE = 0.5  # parts of a stage: a checkpointed call of fewer operations stays whole
+_LONG = 0.75  # parts of a stage: rows of a scan with more operations are looked into
+_FEW = 1 / 32  # parts of a stage: a scan of fewer operations stays whole
+_CASTS = frozenset(("convert_element_type", "copy"))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a stack: of an operand or of a result of a scan."""
+
+    of: Any
+    start: int
+    stop: int
+
+    @property
+    def aval(self) -> Any:
+        """Their shape and dtype."""
+        return _compat.stacked(_compat.row_aval(self.of.aval), self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A carry of a scan after some of its rows; ``of`` is the last one."""
+
+    of: Any
+    after: int
+
+    @property
+    def aval(self) -> Any:
+        """Its shape and dtype."""
+        return self.of.aval
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """An equation, rows of a scan, or the join of a scan's results.
+
+    Attributes
+    ----------
+    eqn
+        With the variables of the whole function.
+    cost
+        Operations.
+    rows
+        Which iterations of a scan: in the order of time, from the first.
+    within
+        The checkpointed call that it is a part of.
+    parts
+        Of a join: the rows of each result.
+    """
+
+    eqn: Any
+    cost: float
+    rows: range | None = None
+    within: Any = None
+    parts: tuple[tuple[Rows, ...], ...] = ()
+
+    @property
+    def joins(self) -> bool:
+        """Whether it joins the rows that the parts of a scan have made."""
+        return self.rows is not None and not self.rows
+
+    def _stacks(self, variables: Sequence[Any], rows: range) -> Iterator[Rows]:
+        length = self.eqn.params["length"]
+        start, stop = rows.start, rows.stop
+        if self.eqn.params["reverse"]:
+            start, stop = length - stop, length - start
+        yield from (Rows(v, start, stop) for v in variables)
+
+    @property
+    def reads(self) -> list[Any]:
+        """What it reads: variables, rows and carries, and literals."""
+        if self.rows is None:
+            return list(self.eqn.invars)
+        consts, carries = _compat.scan_counts(self.eqn.params)
+        if self.joins:
+            return [row for rows in self.parts for row in rows]
+        first = self.eqn.invars[consts : consts + carries]
+        carried = [Carried(v, self.rows.start) for v in self.eqn.outvars[:carries]] if self.rows.start else first
+        return [*self.eqn.invars[:consts], *carried, *self._stacks(self.eqn.invars[consts + carries :], self.rows)]
+
+    @property
+    def makes(self) -> list[Any]:
+        """What it makes."""
+        if self.rows is None:
+            return list(self.eqn.outvars)
+        _, carries = _compat.scan_counts(self.eqn.params)
+        if self.joins:
+            return list(self.eqn.outvars[carries:])
+        last = self.rows.stop == self.eqn.params["length"]
+        carried = [v if last else Carried(v, self.rows.stop) for v in self.eqn.outvars[:carries]]
+        return [*carried, *self._stacks(self.eqn.outvars[carries:], self.rows)]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Parameters of its primitive."""
+        return self.eqn.params if self.rows is None else self.eqn.params | {"length": len(self.rows)}
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A call under ``jax.checkpoint``, by its options."""
+
+    policy: Any
+    prevent_cse: Any
+
+
+@dataclass(frozen=True)
+class Units:
+    """A traced function.
+
+    Attributes
+    ----------
+    given
+        Its arguments and constants.
+    consts
+        Values of the constants.
+    free
+        Cheap equations of arguments alone; they run where they are read.
+    units
+        All others, in an order in which they can run.
+    outs
+        Results: variables and literals.
+    """
+
+    given: tuple[Any, ...]
+    consts: dict[Any, Any]
+    free: tuple[Any, ...]
+    units: tuple[Unit, ...]
+    outs: tuple[Any, ...]
+
+    def live(self) -> Units:
+        """Those that a result or an effect needs."""
+        needed = {v for v in self.outs if not isinstance(v, _compat.Literal)}
+        units: list[Unit] = []
+        for unit in reversed(self.units):
+            if unit.eqn.effects or not needed.isdisjoint(unit.eqn.outvars):
+                units.append(unit)
+                needed.update(a for a in unit.eqn.invars if not isinstance(a, _compat.Literal))
+        free: list[Any] = []
+        for eqn in reversed(self.free):
+            if not needed.isdisjoint(eqn.outvars):
+                free.append(eqn)
+                needed.update(a for a in eqn.invars if not isinstance(a, _compat.Literal))
+        return replace(self, free=tuple(free[::-1]), units=tuple(units[::-1]))
+
+
+def read(closed: Any, stages: int) -> Units:
+    """Make units of a traced function, small enough for this number of stages.
+
+    Raises
+    ------
+    UsageError
+        If the function has tasks or microbatches.
+    """
+    goal = of_program(closed.jaxpr) / stages
+    reader = _Reader(goal)
+    names = {v: v for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars)}
+    reader.consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    outs = reader.walk(closed.jaxpr, names, (), None)
+    backward = next((unit.eqn for unit in reader.found if _compat.scopes(unit.eqn)[1]), None)
+    if backward is not None:
+        warnings.warn(
+            f"{_compat.user_line(backward.source_info)}: the function of pipeline takes a gradient itself, whose "
+            "backward pass follows the forward pass in stages of its own; take it around multimesh.pipeline",
+            stacklevel=2,
+        )
+    given = (*closed.jaxpr.invars, *reader.consts)
+    free, units = _parted(reader.found, given)
+    return Units(given, reader.consts, free, units, outs).live()
+
+
+class _Reader:
+    """Walks equations, and looks into calls."""
+
+    def __init__(self, goal: float):
+        self._goal = goal
+        self._maker: dict[Any, Any] = {}
+        self.consts: dict[Any, Any] = {}
+        self.found: list[Unit] = []
+
+    def walk(
+        self, jaxpr: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
+    ) -> tuple[Any, ...]:
+        """Add the equations of a jaxpr and return its results; ``names`` has its arguments, and receives its values."""
+        for eqn in jaxpr.eqns:
+            names.update(zip(eqn.outvars, self._results(eqn, names, calls, within), strict=True))
+        return tuple(_named(a, names) for a in jaxpr.outvars)
+
+    def _results(
+        self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
+    ) -> Sequence[Any]:
+        cost = operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
+        inner = _compat.called(eqn)
+        if eqn.primitive is _compat.remat_p:
+            if cost <= _WHOLE * self._goal:
+                inner = None
+            elif within is None:
+                within = Checkpoint(eqn.params["policy"], eqn.params["prevent_cse"])
+        elif inner is not None and _is_mark(eqn, calls):
+            inner = None
+        if inner is not None:
+            called, consts = inner
+            inside = dict(zip(called.invars, (_named(a, names) for a in eqn.invars), strict=True))
+            self.consts.update(zip(called.constvars, consts, strict=True))
+            inside.update((v, v) for v in called.constvars)
+            return self.walk(called, inside, (*calls, eqn), within)
+        if eqn.primitive.name == "scan":
+            if cost > _LONG * self._goal * eqn.params["length"] and eqn.params["length"] > 1:
+                return self._unrolled(eqn, names, calls, within)
+            if cost > _FEW * self._goal:
+                eqn = self._cast_inside(_compat.renamed(eqn, names, calls))
+                rows = range(eqn.params["length"])
+                self._add(Unit(eqn, cost, rows, within))
+                return list(eqn.outvars)
+        new = _compat.renamed(eqn, names, calls)
+        self._add(Unit(new, cost, within=within))
+        return list(new.outvars)
+
+    def _add(self, unit: Unit) -> None:
+        self.found.append(unit)
+        self._maker.update(dict.fromkeys(unit.eqn.outvars, unit))
+
+    def _unrolled(
+        self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
+    ) -> Sequence[Any]:
+        """The rows of a scan, one after the other."""
+        consts, carries = _compat.scan_counts(eqn.params)
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        ins = [_named(a, names) for a in eqn.invars]
+        carried, stacks = ins[consts : consts + carries], ins[consts + carries :]
+        made: list[Any] = []
+        for row in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            given = [self._inline(functools.partial(_row, row), [x], calls, within)[0] for x in stacks]
+            inside = dict(zip(body.jaxpr.invars, (*ins[:consts], *carried, *given), strict=True))
+            self.consts.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+            inside.update((v, v) for v in body.jaxpr.constvars)
+            outs = self.walk(body.jaxpr, inside, (*calls, eqn), within)
+            carried = list(outs[:carries])
+            made.append(outs[carries:])
+        made = made[::-1] if eqn.params["reverse"] else made
+        return [*carried, *(self._inline(_stack, rows, calls, within)[0] for rows in zip(*made, strict=True))]
+
+    def _inline(self, fn: Any, ins: Sequence[Any], calls: tuple[Any, ...], within: Checkpoint | None) -> Sequence[Any]:
+        closed = jax.make_jaxpr(fn)(*(_compat.shape_of(a.aval) for a in ins))
+        return self.walk(closed.jaxpr, dict(zip(closed.jaxpr.invars, ins, strict=True)), calls, within)
+
+    def _cast_inside(self, eqn: Any) -> Any:
+        """The scan of stacks that are cast before it, with the casts in its body: a stage then reads rows as given."""
+        consts, carries = _compat.scan_counts(eqn.params)
+        ins = list(eqn.invars)
+        casts: dict[int, list[Any]] = {}
+        for i in range(consts + carries, len(ins)):
+            while ins[i] in self._maker and self._maker[ins[i]].eqn.primitive.name in _CASTS:
+                cast = self._maker[ins[i]].eqn
+                if isinstance(cast.invars[0], _compat.Literal):
+                    break
+                casts.setdefault(i, []).insert(0, cast)
+                ins[i] = cast.invars[0]
+        if not casts:
+            return eqn
+        body = _compat.jaxpr_as_fun(eqn.params["jaxpr"])
+
+        def cast_first(*args: Any) -> Any:
+            full = list(args)
+            for i, chain in casts.items():
+                for cast in chain:
+                    (full[i],) = _compat.evaluated(cast, cast.params, [full[i]])
+            return body(*full)
+
+        shapes = [_compat.shape_of(a) for a in eqn.params["jaxpr"].in_avals]
+        for i in casts:
+            shapes[i] = _compat.shape_of(_compat.row_aval(ins[i].aval))
+        return eqn.replace(invars=ins, params=eqn.params | {"jaxpr": jax.make_jaxpr(cast_first)(*shapes)})
+
+
+def _row(row: int, x: Any) -> Any:
+    return jax.lax.index_in_dim(x, row, keepdims=False)
+
+
+def _stack(*rows: Any) -> Any:
+    return jax.lax.concatenate([jax.lax.expand_dims(row, (0,)) for row in rows], 0)
+
+
+def _named(atom: Any, names: Mapping[Any, Any]) -> Any:
+    return atom if isinstance(atom, _compat.Literal) else names[atom]
+
+
+def _is_mark(eqn: Any, calls: Sequence[Any]) -> bool:
+    """Whether a call is a constraint of ours, which stays whole.
+
+    Raises
+    ------
+    UsageError
+        For a task or a microbatch loop.
+    """
+    name = eqn.params.get("name", "")
+    for kind, what in ((marks.TASKS, "a task"), (marks.LOOPS, "a microbatch loop")):
+        if isinstance(name, str) and name.startswith(kind.prefix):
+            sources = (eqn.source_info, *(call.source_info for call in reversed(calls)))
+            line = next(filter(None, map(_compat.user_line, sources)), "a line that JAX did not record")
+            raise UsageError(
+                f"{line}: pipeline cuts functions without marks, and this one has {what}; "
+                "drop the mark, or drop pipeline; multimesh.microbatch goes around multimesh.pipeline"
+            )
+    return isinstance(name, str) and name.startswith(marks.CONSTRAINTS.prefix)
+
+
+def _parted(found: Sequence[Unit], given: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Unit, ...]]:
+    """Cheap equations of arguments alone, and all other units."""
+    known = set(given)
+    free, units = [], []
+    for unit in found:
+        alone = all(isinstance(a, _compat.Literal) or a in known for a in unit.eqn.invars)
+        if alone and unit.rows is None and not unit.eqn.effects and primitives.is_cheap(unit.eqn.primitive):
+            free.append(unit.eqn)
+            known.update(unit.eqn.outvars)
+        else:
+            units.append(unit)
+    return tuple(free), tuple(units)

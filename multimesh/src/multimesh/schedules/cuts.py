@@ -1,0 +1,198 @@
+"""A chain of operations to stages: few bytes between stages of about the same cost. Nothing here imports JAX."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from multimesh.schedules.partitioning import LayerCosts, least_largest
+
+SLACK = 0.05
+"""How much longer than needed the slowest stage may take where fewer bytes are sent for it."""
+
+_ALL, _BINS = 64, 16  # places that are all tried; bins of a stage's cost, in each of which the best place is tried
+_PER_BIN = 2
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Operations in the order in which they run.
+
+    Attributes
+    ----------
+    costs
+        Of each operation.
+    reads, makes
+        Values that each operation reads and makes. A value that none makes is given, and lies where it is first read.
+    size
+        Bytes of each value.
+    """
+
+    costs: tuple[LayerCosts, ...]
+    reads: tuple[tuple[Hashable, ...], ...]
+    makes: tuple[tuple[Hashable, ...], ...]
+    size: Mapping[Hashable, float]
+    home: Mapping[Hashable, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Find the operation at which each value lies."""
+        home: dict[Hashable, int] = {}
+        for i, (read, made) in enumerate(zip(self.reads, self.makes, strict=True)):
+            for value in (*read, *made):
+                home.setdefault(value, i)
+        object.__setattr__(self, "home", home)
+
+    def costs_of(self, start: int, end: int) -> LayerCosts:
+        """Sum of the costs of the operations from ``start`` to ``end``."""
+        costs = self.costs[start:end]
+        return LayerCosts(sum(c.time for c in costs), sum(c.held for c in costs), sum(c.activation for c in costs))
+
+    def received(self, start: int, end: int) -> float:
+        """Bytes that a stage of the operations from ``start`` to ``end`` gets from stages before it."""
+        values = {v for read in self.reads[start:end] for v in read}
+        return sum(self.size[v] for v in values if self.home[v] < start)
+
+
+@dataclass(frozen=True)
+class ChainCut:
+    """Ends of the stages, from 0, and how good they are.
+
+    Attributes
+    ----------
+    ends
+        Operation numbers: stage ``s`` has the operations from ``ends[s]`` to ``ends[s + 1]``.
+    slowest
+        Time of the stage that takes longest.
+    sent
+        Bytes that stages get from stages before them.
+    """
+
+    ends: tuple[int, ...]
+    slowest: float
+    sent: float
+
+
+Fits = Callable[[int, LayerCosts], bool]
+"""Whether a stage of this number may hold an interval with these costs."""
+
+
+def cut_chain(chain: Chain, stages: int, fits: Fits | None = None) -> ChainCut | None:
+    """Cut a chain into stages of at least one operation.
+
+    Of the cuts whose slowest stage takes at most ``1 + SLACK`` times the least possible, take one that sends fewest
+    bytes; of equal ones the most even. Dynamic programming does it, for all places in a short chain. In a long one it
+    tries places where few bytes are alive, ``_BINS`` for each stage and more, so that time grows with the number of
+    stages and not with that of operations.
+
+    Parameters
+    ----------
+    chain
+        With at least as many operations as stages.
+    stages
+        How many.
+    fits
+        What a stage can hold; None: everything.
+
+    Returns
+    -------
+    ChainCut
+        None if no cut fits.
+    """
+    sums = {name: [0.0, *itertools.accumulate(getattr(c, name) for c in chain.costs)] for name in vars(LayerCosts(0.0))}
+    times = sums["time"]
+    places = _places(chain, stages, times)
+
+    def time(stage: int, a: int, b: int) -> float:
+        start, end = places[a], places[b]
+        if fits is not None:
+            costs = LayerCosts(*(max(0.0, total[end] - total[start]) for total in sums.values()))
+            return costs.time if fits(stage, costs) else math.inf
+        return times[end] - times[start]
+
+    least, _ = least_largest(stages, len(places) - 1, time)
+    if math.isinf(least):
+        return None
+    limit = least * (1 + SLACK)
+    found = _fewest_bytes(chain, stages, places, time, limit)
+    ends = tuple(places[i] for i in found)
+    pieces = list(itertools.pairwise(ends))
+    slowest = max(times[b] - times[a] for a, b in pieces)
+    return ChainCut(ends, slowest, sum(chain.received(a, b) for a, b in pieces))
+
+
+def _places(chain: Chain, stages: int, before: Sequence[float]) -> list[int]:
+    """Operations before which a stage may start, with both ends of the chain."""
+    number = len(chain.costs)
+    if number <= max(_ALL, stages):
+        return list(range(number + 1))
+    alive = _alive(chain)
+    bins: dict[int, list[int]] = collections.defaultdict(list)
+    for i in range(1, number):
+        bins[int(before[i] / before[-1] * _BINS * stages) if before[-1] else i * _BINS * stages // number].append(i)
+    kept = {0, number, *(i for found in bins.values() for i in sorted(found, key=alive.__getitem__)[:_PER_BIN])}
+    spare = (i for i in range(1, number) if i not in kept)
+    kept.update(itertools.islice(spare, max(0, stages + 1 - len(kept))))
+    return sorted(kept)
+
+
+def _alive(chain: Chain) -> list[float]:
+    """Bytes of values that lie before each operation and are read from it on."""
+    last: dict[Hashable, int] = {}
+    for i, read in enumerate(chain.reads):
+        last.update(dict.fromkeys(read, i))
+    change = [0.0] * (len(chain.costs) + 1)
+    for value, end in last.items():
+        if chain.home[value] < end:
+            change[chain.home[value] + 1] += chain.size[value]
+            change[end + 1] -= chain.size[value]
+    return list(itertools.accumulate(change))
+
+
+def _fewest_bytes(
+    chain: Chain, stages: int, places: Sequence[int], time: Callable[[int, int, int], float], limit: float
+) -> list[int]:
+    """Ends of the stages, as numbers of places, that send fewest bytes with no stage above a limit."""
+    number = len(places) - 1
+    best: list[dict[int, tuple[tuple[float, float], int]]] = [{0: ((0.0, 0.0), 0)}]
+    received = _Received(chain, places)
+    for stage in range(stages):
+        new: dict[int, tuple[tuple[float, float], int]] = {}
+        after = stages - stage - 1
+        for start, (value, _) in best[-1].items():
+            for end in range(start + 1, number - after + 1) if after else (number,):
+                took = time(stage, start, end)
+                if took > limit:
+                    break  # a longer stage takes no less
+                here = (value[0] + received(start, end), value[1] + took**2)
+                if end not in new or here < new[end][0]:
+                    new[end] = here, start
+        best.append(new)
+    ends = [number]
+    for found in reversed(best[1:]):
+        ends.append(found[ends[-1]][1])
+    return ends[::-1]
+
+
+class _Received:
+    """Bytes received between two places; each start is walked once, as far as it was asked for."""
+
+    def __init__(self, chain: Chain, places: Sequence[int]):
+        self._chain, self._places = chain, places
+        self._found: dict[int, list[float]] = {}
+        self._seen: dict[int, set[Hashable]] = {}
+
+    def __call__(self, start: int, end: int) -> float:
+        chain, places = self._chain, self._places
+        found, seen = self._found.setdefault(start, [0.0]), self._seen.setdefault(start, set())
+        while len(found) <= end - start:
+            total, at = found[-1], start + len(found)
+            for i in range(places[at - 1], places[at]):
+                for value in chain.reads[i]:
+                    if value not in seen and chain.home[value] < places[start]:
+                        seen.add(value)
+                        total += chain.size[value]
+            found.append(total)
+        return found[end - start]
