@@ -1,106 +1,181 @@
-"""Every schedule over 2, 4 and 8 submeshes and m in {p, 2p, 4p}: published and simulated idle time, numerics, memory.
+"""Forecasts of published runs beside what was measured.
 
-    python multimesh/benchmarks/published.py [--submeshes 2 4 8]
+    python multimesh/benchmarks/published.py [--runs FILE] [--json] [--picture FILE.svg] [--rows]
 
-Each trains one step of a chain of ``2 p`` layers on single devices, beside plain ``jax.jit``. ``error`` is the largest
-difference of the loss and of a gradient, relative to the largest element. ``plan`` is the idle time of the plan that
-ran, in the simulator. ``live`` is the most that a device holds in the step beyond its arguments, measured from the live
-arrays, and ``bytes`` what the simulated peak of activations comes to: the input of each stage that is held, and the
-result of each layer.
+``--runs`` is a CSV file of the columns of ``runs/dense.csv``, the default. Rows that do not state what a forecast needs
+are listed with the reason. Tables give errors by source and device, and how forecasts rank runs of one model on one
+cluster.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from typing import Any
+import collections
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-if __name__ == "__main__":
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    os.environ.setdefault("NPROC", "64")
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import report
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from measure import peak_bytes
-from multimesh.commands import forecast
-
-import multimesh as mm
-from multimesh import schedules
-
-WIDTH, ROWS = 16, 256
-NAMES = tuple(name for name in schedules.names() if name != "fill-drain")
-SIZES = (2, 4, 8)
+import rows
+from multimesh.planner.bands import band
+from multimesh.planner.step import Step, forecast
+from scatter import scatter
 
 
-def grid(submeshes: tuple[int, ...] = SIZES) -> Iterator[tuple[int, int]]:
-    """Submeshes and microbatches of the cases."""
-    yield from ((p, turns * p) for p in submeshes for turns in (1, 2, 4))
+@dataclass(frozen=True)
+class Compared:
+    """A run and its forecast."""
+
+    run: rows.Run
+    step: Step
+
+    @property
+    def error(self) -> float:
+        """Logarithm of forecast over measured seconds."""
+        return math.log(self.step.seconds / self.run.seconds)
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of bytes, where they are published."""
+        return math.log(self.step.bytes / self.run.memory) if self.run.memory else None
+
+    @property
+    def aimed_at(self) -> bool:
+        """Whether the goals count the run: it has a pipeline or tensor parallelism, and no eager software ran it."""
+        return (self.run.how.pp > 1 or self.run.how.tp > 1) and self.run.stack != "eager"
+
+    def to_json(self) -> dict[str, object]:
+        """Forecast and measured, as data."""
+        return {
+            "id": self.run.id,
+            "source": rows.prefix(self.run),
+            "device": self.run.device.name,
+            "stack": self.run.stack,
+            "forecast_s": self.step.seconds,
+            "measured_s": self.run.seconds,
+            "band": band(self.step),
+            "forecast_gb": self.step.bytes / 1e9,
+            "measured_gb": self.run.memory / 1e9 or None,
+            "utilization": self.step.utilization,
+            "bubble": self.step.bubble,
+            "bound": self.step.bound,
+        }
 
 
-def measure(name: str, p: int, m: int) -> report.Row:
-    """One step of a schedule."""
-    schedule = schedules.get(name)
-    chunks, placement = schedule.usual, schedule.placement(p)
-    found = forecast.simulated(name, forecast.Shape(p, chunks, m))
-    meshes = [Mesh(np.array([d]), ("data",)) for d in jax.devices()[:p]]
-    homes = [meshes[placement[s % len(placement)]] for s in range(p * chunks)]
-    draw = np.random.default_rng(0)
-    weights = [(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32) for _ in range(2 * p)]
-    x = draw.normal(size=(m * ROWS, WIDTH)).astype(np.float32)
-    layers = 2 // chunks
+def compare(runs: Iterable[rows.Run]) -> tuple[Compared, ...]:
+    """Forecast every run."""
+    return tuple(Compared(run, forecast(run.model, run.how, run.device, run.stack)) for run in runs)
 
-    def loss(weights: Any, x: Any) -> Any:
-        def stage(own: Any, x: Any) -> Any:
-            for w in own:
-                x = jnp.tanh(x @ w)
-            return x
 
-        for s, mesh in enumerate(homes):
-            x = mm.task(stage, f"stage{s}", mesh=mesh)(weights[s * layers : (s + 1) * layers], x)
-        return mm.task(lambda x: jnp.mean(x**2), "loss", mesh=homes[-1])(x)
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that is not below this share of the others."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
-    step = mm.jit(mm.microbatch(jax.value_and_grad(loss), size=ROWS, argnum=1, schedule=schedule, reduce="mean"))
-    placed = [jax.device_put(w, NamedSharding(homes[n // layers], P())) for n, w in enumerate(weights)]
-    x = jax.device_put(x, NamedSharding(homes[0], P()))
-    got = jax.block_until_ready(step(placed, x))
-    want = jax.jit(jax.value_and_grad(loss))(weights, np.asarray(x))
-    peaks = peak_bytes(lambda: jax.block_until_ready(step(placed, x)), every=max(10, p * m // 8))
-    plan = step.plan(placed, x).forecast(dict.fromkeys("FBW", 1 / chunks))
-    known = found.published
-    one = ROWS * WIDTH * 4 * (1 + layers) * chunks
+
+def errors(name: str, found: Sequence[Compared]) -> report.Row:
+    """Errors of some runs in percent, of forecast over measured."""
+    sizes = [100 * abs(math.expm1(each.error)) for each in found]
+    memory = [100 * abs(math.expm1(e)) for each in found if (e := each.memory_error) is not None]
     return {
-        "schedule": name + (f", v={chunks}" if chunks > 1 else ""),
-        "published": "-" if known is None or known.unless else known.idle,
-        "simulated": found.in_a_row if known is not None and known.in_a_row else found.idle,
-        "agrees": "-" if found.agrees is None else "yes" if found.agrees else "NO",
-        "plan": plan.period - max(plan.busy) if known is not None and known.in_a_row else max(plan.idle),
-        "activations": " ".join(f"{peak:g}" for peak in found.peaks),
-        "error": max(map(_error, jax.tree.leaves(got), jax.tree.leaves(want))),
-        "live MB": " ".join(f"{peaks[mesh.devices.flat[0]] / 1e6:.2f}" for mesh in meshes),
-        "bytes MB": " ".join(f"{peak * one / 1e6:.2f}" for peak in found.peaks),
+        "rows": name,
+        "number": len(found),
+        "median %": statistics.median(sizes),
+        "p90 %": percentile(sizes, 0.9),
+        "mean %": 100 * math.expm1(statistics.mean(each.error for each in found)),
+        "memory, median %": f"{statistics.median(memory):.1f} of {len(memory)}" if memory else "-",
     }
 
 
-def _error(got: Any, want: Any) -> float:
-    return float(np.abs(np.asarray(got) - np.asarray(want)).max() / np.abs(np.asarray(want)).max())
+GOALS: tuple[tuple[str, Callable[[Compared], bool], float, float], ...] = (
+    ("h100, tp or pp", lambda c: c.run.device.name == "h100" and c.aimed_at, 5.0, 12.0),
+    ("a100, tp or pp", lambda c: c.run.device.name == "a100" and c.aimed_at, 5.0, 16.0),
+    ("h100 and a100, tp or pp", lambda c: c.run.device.name in ("h100", "a100") and c.aimed_at, 5.0, 12.0),
+    ("b200, gb200, gb300", lambda c: c.run.device.name in ("b200", "gb200", "gb300") and c.aimed_at, 10.0, 20.0),
+)
+"""Groups of runs with the largest median and 90th percentile of errors in percent that CI allows."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How forecasts rank runs of one model on as many devices."""
+
+    name: str
+    number: int
+    spearman: float
+    behind: float  # of the run that the forecast calls best, to the best measured
+
+
+def ranking(name: str, found: Sequence[Compared]) -> Ranking:
+    """Rank runs by tokens a second, measured and by forecast."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        place = [0.0] * len(values)
+        for number, index in enumerate(order):
+            place[index] = float(number)
+        return place
+
+    tokens = [each.run.how.batch * each.run.how.sequence for each in found]
+    measured = [each.run.seconds / t for each, t in zip(found, tokens, strict=True)]
+    expected = [each.step.seconds / t for each, t in zip(found, tokens, strict=True)]
+    one, other = ranks(measured), ranks(expected)
+    spearman = statistics.correlation(one, other) if len(found) > 2 else 1.0
+    chosen = min(range(len(found)), key=expected.__getitem__)
+    return Ranking(name, len(found), spearman, measured[chosen] / min(measured) - 1)
 
 
 def main() -> None:
-    """Print a table for each number of submeshes and microbatches."""
+    """Compare, and print."""
     parser = report.parser(__doc__)
-    parser.add_argument("--submeshes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--runs", type=Path, default=rows.RUNS / "dense.csv", help="a CSV file")
+    parser.add_argument("--picture", type=Path, help="write forecasts against measurements as an SVG file")
+    parser.add_argument("--rows", action="store_true", help="print every run")
     args = parser.parse_args()
-    tables = {}
-    for p, m in grid(tuple(args.submeshes)):
-        tables[f"{p} submeshes, {m} microbatches"] = [measure(name, p, m) for name in NAMES]
-        if not args.json:
-            report.show(dict([tables.popitem()]), as_json=False)
+    runs, others = rows.read(args.runs)
+    found = compare(runs)
+    if args.picture:
+        args.picture.write_text(scatter([(rows.prefix(c.run), c.run.seconds, c.step.seconds) for c in found]))
     if args.json:
-        report.show(tables, as_json=True)
+        print(json.dumps({"runs": [each.to_json() for each in found], "left_out": others}, indent=2))
+        return
+    by: dict[str, list[Compared]] = collections.defaultdict(list)
+    for each in found:
+        by[f"{rows.prefix(each.run)}, {each.run.device.name}"].append(each)
+    tables: dict[str, Sequence[report.Row]] = {
+        "By source and device": [errors(name, group) for name, group in by.items()],
+        "Goals": [errors(name, group) for name, keep, _, _ in GOALS if (group := [c for c in found if keep(c)])],
+        "Ranking": [vars(each) for each in rankings(found)],
+        "Left out": [
+            {"because": reason, "rows": number} for reason, number in collections.Counter(others.values()).most_common()
+        ],
+    }
+    if args.rows:
+        tables["Runs"] = [
+            {
+                "id": each.run.id,
+                "model": each.run.model.name,
+                "how": each.run.how.shown(),
+                "measured s": each.run.seconds,
+                "forecast s": each.step.seconds,
+                "error %": 100 * math.expm1(each.error),
+                "bound": each.step.bound,
+            }
+            for each in found
+        ]
+    report.show({title: table for title, table in tables.items() if table}, as_json=False)
+
+
+def rankings(found: Sequence[Compared]) -> list[Ranking]:
+    """Of each model that ran in at least five ways on as many devices."""
+    groups: dict[str, list[Compared]] = collections.defaultdict(list)
+    for each in found:
+        prefix, devices = rows.prefix(each.run), each.run.how.devices
+        name = f"{prefix}, {each.run.model.name}, {devices} {each.run.device.name}, {each.run.how.precision}"
+        groups[name].append(each)
+    return [ranking(name, group) for name, group in groups.items() if len({c.run.how for c in group}) >= 5]
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from multimesh.errors import UsageError
+from multimesh.hardware.devices import Device
 from multimesh.plan.instructions import Free, PlanData, Recv, Run, Send, Transfer
-from multimesh.plan.kernel_costs import Costs, costs_of
+from multimesh.plan.kernel_costs import Costs, costs_of, on_device
 from multimesh.schedules.costs import UNIT_COSTS
 from multimesh.schedules.scheduler import run
 from multimesh.schedules.simulate import sizes
@@ -30,13 +31,15 @@ def title(plan: PlanData) -> str:
 Times = Mapping[int, tuple[float, float]]
 
 
-def forecast(plan: PlanData, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
+def forecast(plan: PlanData, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
     """Run a plan on ideal submeshes; see `multimesh.Plan.forecast`.
 
     A submesh runs its kernels in order, each as soon as its inputs have arrived. A transfer starts when its arrays are
     made, wherever its SEND stands. Transfers between the same two submeshes follow each other; none keeps a submesh
     from computing.
     """
+    if isinstance(costs, str | Device):
+        costs = on_device(plan, costs)
     known = costs if isinstance(costs, Costs) else costs_of(plan, costs)
     if len(known.programs) != len(plan.kernels):
         raise UsageError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
-from multimesh.core.submesh import carry_over
+from multimesh.core.specs import carry_over
 from multimesh.schedules import Cell, Choice
 from multimesh.schedules.costs import covered
 

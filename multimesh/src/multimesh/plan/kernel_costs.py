@@ -8,7 +8,11 @@ from typing import Any
 
 from multimesh.core import checks
 from multimesh.errors import UsageError
+from multimesh.hardware.devices import Device, device
+from multimesh.hardware.kernels import sent
+from multimesh.hardware.stacks import stack
 from multimesh.ir.flops import of_ops
+from multimesh.ir.seconds import of_ops as of_device
 from multimesh.plan.instructions import PlanData, Run, Send
 from multimesh.schedules import Cell
 from multimesh.schedules.costs import PHASES, Key, StageCosts, cost
@@ -44,6 +48,30 @@ class Costs:
 def estimate(plan: PlanData) -> Costs:
     """Operations of every kernel of a plan on each of its devices."""
     return Costs(tuple(of_ops(k.ops) / plan.submeshes[k.submesh].size for k in plan.kernels), note=f"costs {NOTE}")
+
+
+def on_device(plan: PlanData, name: str | Device) -> Costs:
+    """Seconds of every kernel and transfer of a plan on accelerators, from shapes.
+
+    The devices of a submesh share the work of a kernel evenly. Collectives inside a kernel are left out, because only
+    its compiler knows them, and so are fused attention and other kernels that a library would put in place of several
+    operations.
+
+    Raises
+    ------
+    UsageError
+        If there is no such device.
+    """
+    known, start = device(name), stack("modern").kernel
+    times = tuple(of_device(k.ops, k.outs, known, plan.submeshes[k.submesh].size, start) for k in plan.kernels)
+    far = sum(mesh.size for mesh in plan.submeshes) > known.domain
+    transfers = {}
+    for each in plan.transfers:
+        size = plan.bytes_of(each)
+        ends = min(plan.submeshes[each.source].size, plan.submeshes[each.target].size)
+        transfers[each.source, each.target, size] = sent(known, size / ends, far=far)
+    note = f"on {known.name}: from shapes, without the collectives of a kernel"
+    return Costs(times, transfers, unit="s", note=note)
 
 
 def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:

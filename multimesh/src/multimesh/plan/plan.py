@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multimesh.hardware.devices import Device
 from multimesh.plan import fingerprint
 from multimesh.plan.instructions import PlanData, record
 from multimesh.plan.kernel_costs import Costs, estimate
@@ -66,7 +67,7 @@ class Plan(PlanData):
         """
         return estimate(self)
 
-    def forecast(self, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
+    def forecast(self, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
         """Simulate the plan: when each kernel runs, when submeshes are idle, and how many bytes are alive.
 
         Submeshes run at the same time and transfers beside kernels, as on accelerators; see `multimesh.plan.forecast`.
@@ -74,9 +75,10 @@ class Plan(PlanData):
         Parameters
         ----------
         costs
-            The ``costs`` of a profile, those of `estimate`, or a mapping in a unit of your choice: of phases ``F``,
-            ``B``, ``W``, of tasks, of (stage, phase), of (task, phase), and of ``transfer``. See
-            `multimesh.plan.kernel_costs.costs_of`.
+            A device such as ``"h100"``, for seconds from the shapes of every kernel (see
+            `multimesh.plan.kernel_costs.on_device`); the ``costs`` of a profile; those of `estimate`; or a mapping in a
+            unit of your choice: of phases ``F``, ``B``, ``W``, of tasks, of (stage, phase), of (task, phase), and of
+            ``transfer``. See `multimesh.plan.kernel_costs.costs_of`.
 
         Returns
         -------
@@ -93,11 +95,11 @@ class Plan(PlanData):
 
         return forecast.forecast(self, costs)
 
-    def to_svg(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
+    def to_svg(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
         """Write a picture of `forecast`. ``profile.measured.to_svg`` draws a measured run."""
         self.forecast(costs).to_svg(path)
 
-    def to_html(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
+    def to_html(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
         """Write `forecast` as one HTML file: the picture of `to_svg`, which explains each box and line you point at.
 
         A box tells its task and microbatch, when the kernel ran, how long its submesh waited and for what, and the
@@ -105,7 +107,7 @@ class Plan(PlanData):
         """
         self.forecast(costs).to_html(path)
 
-    def to_perfetto(self, path: str | Path, costs: Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
+    def to_perfetto(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
         """Write `forecast` as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
         self.forecast(costs).to_perfetto(path)
 

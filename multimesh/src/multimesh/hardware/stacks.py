@@ -1,0 +1,115 @@
+"""Software that runs the layers of a transformer."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from multimesh.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a training framework's kernels and collectives cost beside the sheet's rates; all numbers are fitted.
+
+    Attributes
+    ----------
+    name, about
+        What it is.
+    fused_attention
+        Whether scores of attention stay on the chip.
+    passes
+        Arrays of bfloat16 of the width of the model that the element-wise kernels of a layer read or write forward.
+    replicated
+        Share of ``passes`` that tensor parallelism without sequence parallelism leaves on every device.
+    score_passes
+        The same for scores of attention where it is not fused, forward and backward each.
+    head_passes
+        The same for the logits.
+    misaligned
+        How many times longer attention takes whose heads are no multiple of 8 elements, where it is not fused.
+    exposed_tensor, exposed_gradients, exposed_parameters, exposed_context
+        Share of the time of collectives of tensor, data, fully sharded and context parallelism that computation does
+        not hide.
+    blocking
+        Share of the time of a transfer between stages that keeps both ends from computing; ``blocking_interleaved``
+        where a submesh has several stages.
+    rails
+        Share of a ring's bandwidth that sharded parameters get; 0: that of one network adapter a device.
+    layer
+        Least seconds of a layer forward: what the host takes to start its kernels.
+    kernel
+        Seconds between the kernels of a layer for each matrix product.
+    step
+        Seconds of a step beside everything else.
+    parameter_bytes, gradient_bytes, optimizer_bytes
+        Of a parameter.
+    kept
+        Times what fused kernels keep of a layer for its backward pass.
+    logit_bytes
+        Of a logit at the peak.
+    reserved
+        Bytes of a device for the driver, libraries, and buffers of collectives.
+    """
+
+    name: str
+    about: str
+    fused_attention: bool = True
+    passes: float = 0.0
+    replicated: float = 1.0
+    score_passes: float = 0.0
+    head_passes: float = 0.0
+    misaligned: float = 1.0
+    exposed_tensor: float = 1.0
+    exposed_gradients: float = 1.0
+    exposed_parameters: float = 1.0
+    exposed_context: float = 1.0
+    blocking: float = 1.0
+    blocking_interleaved: float = 1.0
+    rails: float = 1.0
+    layer: float = 0.0
+    kernel: float = 0.0
+    step: float = 0.0
+    parameter_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 12.0
+    kept: float = 1.0
+    logit_bytes: float = 8.0
+    reserved: float = 2e9
+
+
+def stack(name: str | Stack) -> Stack:
+    """Look a stack up; a `Stack` is returned as it is.
+
+    Raises
+    ------
+    UsageError
+        If the table has none of this name.
+    """
+    if isinstance(name, Stack):
+        return name
+    tables = _table()
+    if name not in tables:
+        raise UsageError(f"stack: there is no {name!r}; known are {', '.join(tables)}")
+    return tables[name]
+
+
+@functools.cache
+def _table() -> Mapping[str, Stack]:
+    text = resources.files("multimesh.hardware").joinpath("stacks.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    return {name: made(name, tables) for name in tables}
+
+
+def made(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Stack:
+    """The stack that a table describes, with the fields of the one that it is like."""
+    fields, base = dict(tables[name]), str(tables[name].get("like", ""))
+    while base:
+        fields = {**tables[base], **fields}
+        base = tables[base].get("like", "")
+    fields.pop("like", None)
+    return Stack(name=name, **fields)

@@ -1,0 +1,119 @@
+"""Seconds of operations on an accelerator, from shapes alone.
+
+Matrix products take the time of their operations and of their arrays in the memory. Element-wise operations are fused:
+what a chain of them reads from anything else, and what anything else reads of it, passes the memory once. Reductions,
+gathers and other operations read and write their arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.hardware import kernels
+from multimesh.hardware.devices import Device
+from multimesh.ir import primitives
+
+_WIDE, _WIDEST = 2.0, 16.0  # times the seconds of bfloat16: float32 as TF32, float64 in half of NVIDIA's data sheets
+
+
+@dataclass(frozen=True)
+class Costed:
+    """An operation or an equation."""
+
+    prim: Any
+    params: dict[str, Any]
+    ins: Sequence[Any]
+    outs: Sequence[Any]
+
+    @property
+    def inner(self) -> list[Any]:
+        """Its programs."""
+        return list(_compat.subjaxprs(self.params))
+
+
+def of_ops(ops: Iterable[ir.Op], outs: Iterable[Any], device: Device, devices: int, start: float) -> float:
+    """Seconds of a kernel on each of ``devices`` devices that share its work evenly.
+
+    Parameters
+    ----------
+    ops
+        The kernel's operations.
+    outs
+        Its results.
+    device
+        Where it runs.
+    devices
+        Of its submesh. Collectives between them are left out.
+    start
+        Seconds to start what cannot be fused.
+    """
+    lines = [Costed(op.prim, op.params, op.ins, op.outs) for op in ops]
+    return _seconds(lines, tuple(outs), device, devices, start)
+
+
+def of_lines(lines: Sequence[Costed], outs: Sequence[Any], device: Device, start: float) -> float:
+    """Seconds of operations on one device; others read their results ``outs``."""
+    return _seconds(lines, outs, device, 1, start)
+
+
+def _of_program(jaxpr: Any, device: Device, devices: int, start: float) -> float:
+    lines = [Costed(e.primitive, e.params, e.invars, e.outvars) for e in jaxpr.eqns]
+    return _seconds(lines, tuple(jaxpr.outvars), device, devices, start)
+
+
+def _seconds(lines: Sequence[Costed], outs: Sequence[Any], device: Device, devices: int, start: float) -> float:
+    fused = {id(line) for line in lines if not line.inner and primitives.fuses(line.prim)}
+    maker: dict[Hashable, Costed] = {out: line for line in lines for out in line.outs}
+    read: set[Hashable] = {atom for line in lines if id(line) not in fused for atom in line.ins if _is_value(atom)}
+    read |= {atom for atom in outs if _is_value(atom)}
+    total, passed = 0.0, 0.0
+    seen: set[Hashable] = set()
+    for line in lines:
+        if id(line) in fused:
+            passed += sum(_size(out) for out in line.outs if out in read)
+            sources = {a for a in line.ins if _is_value(a) and a not in seen}
+            sources = {a for a in sources if a not in maker or id(maker[a]) not in fused}
+            passed += sum(_size(a) for a in sources)
+            seen |= sources
+            continue
+        total += _alone(line, device, devices, start)
+    return total + kernels.moved(device, passed / devices)
+
+
+def _alone(line: Costed, device: Device, devices: int, start: float) -> float:
+    """Seconds of an operation that is not fused with others."""
+    if line.prim.name == "dot_general":
+        (contracted, _), (batched, _) = line.params["dimension_numbers"]
+        left, right = ir.shape(line.ins[0]), ir.shape(line.ins[1])
+        batch, k = math.prod(left[d] for d in batched), math.prod(left[d] for d in contracted)
+        m, n = math.prod(left) / max(1, batch * k), math.prod(right) / max(1, batch * k)
+        return batch * _scale(line.ins[0]) * kernels.matmul(device, m, k, n) / devices + start
+    if line.prim.name == "conv_general_dilated":
+        kernel, out = ir.shape(line.ins[1]), math.prod(ir.shape(line.outs[0]))
+        channels = max(1, kernel[line.params["dimension_numbers"].rhs_spec[0]])
+        k = math.prod(kernel) / channels
+        return _scale(line.ins[0]) * kernels.matmul(device, out / channels, k, channels) / devices + start
+    inner = [_of_program(jaxpr, device, devices, start) for jaxpr in line.inner]
+    if inner:
+        return max(inner) if line.prim.name == "cond" else sum(inner) * (line.params.get("length", 1))
+    size = sum(map(_size, line.outs)) + sum(_size(atom) for atom in line.ins if _is_value(atom))
+    return kernels.moved(device, size / devices) + start
+
+
+def _scale(atom: Any) -> float:
+    width = _compat.nbytes(atom.aval) / max(1, math.prod(ir.shape(atom)))
+    return 1.0 if width <= 2 else _WIDE if width <= 4 else _WIDEST
+
+
+def _is_value(atom: Any) -> bool:
+    """Whether an atom is computed or given, not a constant of the program."""
+    return not hasattr(atom, "val")
+
+
+def _size(atom: Any) -> float:
+    return float(_compat.nbytes(atom.aval))

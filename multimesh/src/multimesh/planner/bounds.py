@@ -1,0 +1,155 @@
+"""What no table of a schedule can beat: bounds of a step's seconds and bytes, which need no simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from multimesh import schedules
+from multimesh.hardware.stacks import Stack
+from multimesh.planner import footprint, layer, stage_layers, step
+from multimesh.planner.best_first import Bounded, Option
+from multimesh.planner.configuration import Configuration
+from multimesh.planner.layer import LayerParts
+from multimesh.planner.space import Space
+
+_CLOSE = 1e-3  # a partition that is faster by less is not worth a flag
+
+
+class Transformers:
+    """CostModel of the configurations of a space, for `multimesh.planner.best_first.Search`.
+
+    Parameters
+    ----------
+    space
+        What is searched.
+    software
+        What runs it.
+    limit
+        Bytes of a device. A mesh whose parameters alone need more is left out early.
+    least_band
+        Half width of the bands at least, for models that the cost model does not know.
+    """
+
+    def __init__(self, space: Space, software: Stack, limit: float, least_band: float = 0.0) -> None:
+        self.space, self.software, self.limit, self.least_band = space, software, limit, least_band
+        self._parts: dict[tuple[object, ...], LayerParts] = {}
+        self._after: dict[tuple[object, ...], float] = {}
+        self._balanced: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def candidates(self) -> Iterator[Bounded]:
+        """Every configuration, with its bounds; one in place of all those of a mesh that certainly do not fit."""
+        for grid in self.space.grids():
+            hows = tuple(self.space.within(grid))
+            if not hows:
+                continue
+            most = (how for how in hows if how.recompute == hows[-1].recompute)  # recomputed
+            frugal = [Bounded(cut, 0.0, self._least(cut, 1)) for how in most for cut in self._cuts(how)]
+            least = min(frugal, key=lambda bounded: bounded.bytes, default=None)
+            if least is not None and least.bytes > self.limit:
+                yield least
+                continue
+            for how in hows:
+                yield from self._worth(map(self._bounded, self._cuts(how)))
+
+    def _bounded(self, how: Configuration) -> Bounded:
+        least = self._least(how, self._in_flight(how))
+        return Bounded(how, self.seconds(how) if least <= self.limit else 0.0, least)
+
+    def _worth(self, cuts: Iterator[Bounded]) -> Iterator[Bounded]:
+        """Equal stages, and balanced ones where they are clearly faster or the equal ones do not fit."""
+        before: Bounded | None = None
+        for cut in cuts:
+            if before is None or before.bytes > self.limit or cut.seconds < (1 - _CLOSE) * before.seconds:
+                yield cut
+            before = cut
+
+    def bytes(self, how: Configuration) -> float:
+        """Of the fullest device."""
+        return max(held.total for held in footprint.held(self.space.model, how, self.software))
+
+    def option(self, how: Configuration) -> Option:
+        """Simulate a step."""
+        return Option.of_step(step.forecast(self.space.model, how, self.space.device, self.software), self.least_band)
+
+    def seconds(self, how: Configuration) -> float:
+        """A step takes at least this long: a submesh waits for its first microbatch, runs all, and the last goes back.
+
+        Where the schedule splits the backward pass, weight gradients may be all that is left at the end.
+        """
+        model, parts = self.space.model, self.parts(how)
+        sizes, count, each = stage_layers.layers(model, how), how.microbatches, parts.blocked + parts.hop
+        after = self._beside(how)
+        if how.pp == 1:
+            return count * (model.layers * parts.layer.total + parts.embedding.total + parts.head.total) + after
+        schedule = schedules.get(how.schedule)
+        places = stage_layers.placement(how, schedule.placement(how.pp))
+        work = [2 * how.interleave * parts.blocked] * how.pp
+        for size, row in zip(sizes, places, strict=True):
+            work[row] += size * parts.layer.total
+        work[places[0]] += parts.embedding.total
+        work[places[-1]] += parts.head.total
+        longest = ahead = behind = 0.0
+        for row in range(how.pp):
+            longest = max(longest, count * work[row] + ahead + (0.0 if schedule.splits else behind))
+            ahead += sizes[row] * parts.layer.forward + each
+            behind += sizes[row] * (parts.layer.backward + parts.layer.weights) + each
+            if row == 0:
+                ahead += parts.embedding.forward
+                behind += parts.embedding.backward + parts.embedding.weights
+        return longest + after
+
+    def parts(self, how: Configuration) -> LayerParts:
+        """Seconds of a layer and so on; only some fields change them."""
+        key = (
+            *(how.microbatch, how.tp, how.ep, how.fsdp, how.pp > 1, how.interleave > 1, how.recompute),
+            *(how.sequence_parallel, how.dp if how.sharded == "parameters" else 0),
+        )
+        if key not in self._parts:
+            self._parts[key] = layer.parts(self.space.model, how, self.space.device, self.software)
+        return self._parts[key]
+
+    def _beside(self, how: Configuration) -> float:
+        key = how.dp, how.fsdp, how.tp, how.pp, how.ep
+        if key not in self._after:
+            self._after[key] = step.after(self.space.model, how, self.space.device, self.software)
+        return self._after[key]
+
+    def _least(self, how: Configuration, in_flight: int) -> float:
+        """Bytes at least of the submeshes at the ends, of which the first holds so many activations of stages."""
+        if how.pp == 1:
+            return self.bytes(how)
+        least = (
+            {0: in_flight} if schedules.get(how.schedule).placement(how.pp)[-1] == 0 else {0: in_flight, how.pp - 1: 1}
+        )
+        return max(held.total for held in footprint.of_rows(self.space.model, how, self.software, least))
+
+    @staticmethod
+    def _in_flight(how: Configuration) -> int:
+        """Activations of stages that the first submesh holds at least."""
+        p, v, m = how.pp, how.interleave, how.microbatches
+        if v == 1:
+            return {"1f1b": min(m, p), "zb-h1": min(m, p), "eager-1f1b": min(m, 2 * p - 1)}.get(how.schedule, 1)
+        if how.schedule in ("1f1b", "interleaved", "interleaved-zb") and m >= p:
+            return min(m * v, 2 * (p - 1) + (v - 1) * p + 1)
+        return 1
+
+    def _cuts(self, how: Configuration) -> Iterator[Configuration]:
+        """The same with layers for its stages: equal ones if that is possible, and balanced ones."""
+        if "layers" in self.space.fixed:
+            sizes = self.space.fixed["layers"]
+            if isinstance(sizes, tuple) and len(sizes) == how.stages:
+                yield how.changed(layers=sizes)
+            return
+        each, over = divmod(self.space.model.layers, how.stages)
+        if not over:
+            yield how
+        if how.pp == 1:
+            return
+        route = schedules.get(how.schedule).placement(how.pp)
+        parts = self.parts(how)
+        key = id(parts), how.pp, how.interleave, route
+        if key not in self._balanced:
+            self._balanced[key] = stage_layers.balanced(self.space.model, how, parts, route)
+        sizes = self._balanced[key]
+        if over or set(sizes) != {each}:
+            yield how.changed(layers=sizes)

@@ -1,0 +1,127 @@
+"""How a model is spread over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from multimesh import schedules
+from multimesh.core import checks
+from multimesh.errors import UsageError
+from multimesh.hardware.devices import PRECISIONS
+
+RECOMPUTE = ("none", "selective", "minimal", "full")
+SHARDED = ("none", "optimizer", "parameters")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a training step is spread over devices.
+
+    Attributes
+    ----------
+    batch, sequence
+        Sequences of a step over all devices, and tokens of each.
+    microbatch
+        Sequences of a microbatch on each group of ``tp * cp * pp`` devices.
+    dp, fsdp, tp, pp, cp, ep
+        Devices along each axis: data parallelism, data parallelism with sharded parameters, tensor, pipeline, context
+        and expert parallelism. Experts are spread over devices of ``dp * fsdp``, so ep adds none.
+    interleave
+        Stages on each submesh.
+    schedule
+        A name of `multimesh.schedules`; it says nothing where pp is 1.
+    sequence_parallel
+        Whether what lies between the products of tensor parallelism is sharded over tp as well.
+    recompute
+        What the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the results of
+        matrix products, as MaxText's policy of that name), or ``full``.
+    sharded
+        What is sharded over data parallelism beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
+        ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp.
+    precision
+        Of the products of the layers: ``bf16``, ``fp8`` or ``fp4``.
+    layers
+        Layers of each stage; empty: spread by `stages`.
+    """
+
+    batch: int
+    sequence: int
+    microbatch: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    interleave: int = 1
+    schedule: str = "1f1b"
+    sequence_parallel: bool = True
+    recompute: str = "none"
+    sharded: str = "none"
+    precision: str = "bf16"
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check each field, and that the batch is made of whole microbatches."""
+        for name in ("batch", "sequence", "microbatch", "dp", "fsdp", "tp", "pp", "cp", "ep", "interleave"):
+            checks.whole(f"configuration: {name}", getattr(self, name), 1)
+        for name, known in (
+            ("recompute", RECOMPUTE),
+            ("sharded", SHARDED),
+            ("precision", PRECISIONS),
+            ("schedule", schedules.names()),
+        ):
+            if getattr(self, name) not in known:
+                raise checks.refuse(f"configuration: {name}", f"one of {', '.join(known)}", getattr(self, name))
+        if self.batch % (self.microbatch * self.dp * self.fsdp):
+            raise UsageError(
+                f"configuration: a batch of {self.batch} is not made of whole microbatches of {self.microbatch} "
+                f"on dp {self.dp} x fsdp {self.fsdp}"
+            )
+        if self.layers and len(self.layers) != self.pp * self.interleave:
+            raise UsageError(
+                f"configuration: layers of {len(self.layers)} stages, but pp x interleave is {self.stages}"
+            )
+
+    @property
+    def devices(self) -> int:
+        """Of the mesh."""
+        return self.dp * self.fsdp * self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same part of the model, or share it by FSDP."""
+        return self.dp * self.fsdp * self.cp
+
+    @property
+    def state_shards(self) -> int:
+        """Devices that share the state of the optimizer."""
+        return self.replicas if self.sharded != "none" else self.fsdp
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return self.pp * self.interleave
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return self.batch // (self.microbatch * self.dp * self.fsdp)
+
+    @property
+    def tokens(self) -> float:
+        """Of a microbatch on a device, before tensor parallelism."""
+        return self.microbatch * self.sequence / self.cp
+
+    def shown(self) -> str:
+        """The axes longer than 1, and the microbatch: ``dp 8 tp 4 pp 4 x 2, microbatch 1``."""
+        axes = ((name, getattr(self, name)) for name in ("dp", "fsdp", "tp", "cp", "ep", "pp"))
+        parts = [f"{name} {size}" for name, size in axes if size > 1]
+        if self.interleave > 1:
+            parts.append(f"x {self.interleave}")
+        return f"{' '.join(parts) or '1 device'}, microbatch {self.microbatch}"
+
+    def changed(self, **fields: object) -> Configuration:
+        """The same with other fields."""
+        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,111 @@
+"""Memory against the time of a step, as an SVG picture; the configurations on the Pareto front have their names."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from multimesh.timelines.drawing import STYLE, coordinate, label, ticks
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 860, 440, 64, 64, 28, 52
+_LINE = 13  # between lines of names
+_CHARACTER = 6.2  # width of one, about
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration: seconds of a step, bytes of the fullest device, and its name."""
+
+    seconds: float
+    bytes: float
+    name: str
+
+
+def front(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Points that no other beats in both memory and time, the fastest first."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.seconds, point.bytes)):
+        if not found or point.bytes < found[-1].bytes:
+            found.append(point)
+    return tuple(found)
+
+
+def draw(title: str, points: Sequence[Point], limit: float) -> str:
+    """SVG of configurations in a device's memory."""
+    return "\n".join(_lines(title, points, limit)) + "\n"
+
+
+def _lines(title: str, points: Sequence[Point], limit: float) -> Iterator[str]:
+    best = front(points)
+    first, last = min(p.seconds for p in points), max(p.seconds for p in points)
+    margin = 0.06 * (last - first) or 0.05 * last
+    low, high = max(0.0, first - margin), last + margin
+    top = 1.06 * max(limit, *(p.bytes for p in points)) / 1e9
+    wide, tall = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def x(seconds: float) -> float:
+        return _LEFT + wide * (seconds - low) / (high - low)
+
+    def y(size: float) -> float:
+        return _TOP + tall * (1 - size / 1e9 / top)
+
+    name = f"mm{zlib.crc32(repr((title, points)).encode()):08x}"
+    words = "; ".join(f"{p.name}: {p.seconds:.4g} s, {p.bytes / 1e9:.1f} GB" for p in best)
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{name}t {name}d">'
+    )
+    yield f'<title id="{name}t">{escape(title)}</title><desc id="{name}d">On the front: {escape(words)}.</desc>'
+    yield f"<style>{STYLE.format(id='#' + name)}\n{_own('#' + name)}</style>"
+    yield f'<rect class="card" x=".5" y=".5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="6"/>'
+    yield label(16, 26, title, "title")
+    yield label(16, 46, "GB of the fullest device, against seconds of a step", "soft")
+    for tick in ticks(top, tall):
+        yield f'<path class="grid" d="M{_LEFT} {coordinate(y(1e9 * tick))}h{wide}"/>'
+        yield label(_LEFT - 6, y(1e9 * tick) + 4, f"{tick:g}", "soft e")
+    for tick in _between(low, high, wide):
+        yield label(x(tick), _HEIGHT - _BOTTOM + 18, f"{tick:g}", "soft m")
+    yield label(_WIDTH - _RIGHT, _HEIGHT - _BOTTOM + 36, "s", "soft e")
+    yield f'<path class="limit" d="M{_LEFT} {coordinate(y(limit))}h{wide}"/>'
+    yield label(_WIDTH - _RIGHT, y(limit) - 5, f"{limit / 1e9:.1f} GB may be used", "soft e")
+    path = "L".join(f"{coordinate(x(p.seconds))} {coordinate(y(p.bytes))}" for p in best)
+    yield f'<path class="front" d="M{path}"/>'
+    for point in points:
+        kind = "best" if point in best else "other"
+        yield (
+            f'<circle class="{kind}" cx="{coordinate(x(point.seconds))}" cy="{coordinate(y(point.bytes))}" r="4">'
+            f"<title>{escape(f'{point.name}: {point.seconds:.4g} s, {point.bytes / 1e9:.1f} GB')}</title></circle>"
+        )
+    below = -_LINE * 1.0
+    for point in best:
+        across, down = x(point.seconds), max(below + _LINE, y(point.bytes) + 4)
+        below = down
+        right = across + 8 + _CHARACTER * len(point.name) > _WIDTH - _RIGHT
+        yield label(across - 8 if right else across + 8, down, point.name, "e" if right else "")
+    yield "</svg>"
+
+
+def _own(root: str) -> str:
+    return "\n".join(
+        f"{root} .{kind}{{{style}}}"
+        for kind, style in (
+            ("best", "fill:#0072b2"),
+            ("other", "fill:#8a8f98"),
+            ("front", "fill:none;stroke:#0072b2;stroke-width:1.4"),
+            ("limit", "fill:none;stroke:#e69f00;stroke-width:1.4;stroke-dasharray:5 4"),
+        )
+    )
+
+
+def _between(low: float, high: float, width: float) -> Iterator[float]:
+    """Round numbers of an axis that does not begin at 0."""
+    steps = list(itertools.islice(ticks(high - low, width), 1, 2))
+    if not steps:
+        return
+    number = int(low / steps[0]) + 1
+    while number * steps[0] <= high:
+        yield round(number * steps[0], 12)
+        number += 1

@@ -1,0 +1,172 @@
+"""The configurations of a cluster: what is searched, and what a model's sizes and the user rule out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from multimesh import schedules
+from multimesh.core import checks
+from multimesh.errors import UsageError
+from multimesh.hardware.devices import Device
+from multimesh.planner.configuration import RECOMPUTE, Configuration
+from multimesh.planner.transformer import Transformer
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Configuration) if field.name not in ("batch", "sequence"))
+"""What can be fixed."""
+
+ONE_STAGE, TWO_STAGES, MORE_STAGES = (
+    ("1f1b", "eager-1f1b", "zb-h1", "zb-h2"),
+    ("interleaved", "interleaved-zb", "zb-v"),
+    ("interleaved", "interleaved-zb"),
+)
+"""Schedules that are searched, for submeshes of one stage, of two, of more. Others take no less time or memory."""
+
+_MOST_CHUNKS = 12  # stages of a submesh
+
+
+@dataclass(frozen=True)
+class Space:
+    """All configurations of so many devices.
+
+    Attributes
+    ----------
+    model, device
+        What runs, and where. Tensor parallelism stays within ``device.domain``.
+    devices, batch, sequence
+        As in `Configuration`.
+    fixed
+        Fields of `Configuration` that keep a value. Those that are never searched have their defaults: cp 1, sharded
+        ``none``, bf16. Sequence parallelism is on wherever tp is above 1.
+    policies
+        Of recomputation: those that the software has, the most frugal last.
+    """
+
+    model: Transformer
+    device: Device
+    devices: int
+    batch: int
+    sequence: int
+    fixed: Mapping[str, object]
+    policies: tuple[str, ...] = RECOMPUTE
+
+    def __post_init__(self) -> None:
+        """Check the numbers and the names of what is fixed, and that its values can be."""
+        for name in ("devices", "batch", "sequence"):
+            checks.whole(f"suggest: {name}", getattr(self, name), 1)
+        for name in self.fixed:
+            if name not in FIELDS:
+                raise UsageError(f"suggest: {name!r} cannot be fixed; these can: {', '.join(FIELDS)}")
+        alone = {name: value for name, value in self.fixed.items() if name != "layers"}
+        Configuration(batch=self.batch, sequence=self.sequence).changed(**_without_batch(alone))
+
+    def grids(self) -> Iterator[Configuration]:
+        """Meshes with a microbatch and stages: what bounds can already judge."""
+        for mesh in self._meshes():
+            rows = self.batch // (mesh.dp * mesh.fsdp)
+            for microbatch in self._sizes("microbatch", divisors(rows)):
+                if rows % microbatch:
+                    continue
+                for interleave in self._sizes("interleave", self._chunks(mesh.pp)):
+                    if mesh.pp * interleave <= self.model.layers and (mesh.pp > 1 or interleave == 1):
+                        yield mesh.changed(microbatch=microbatch, interleave=interleave)
+
+    def within(self, grid: Configuration) -> Iterator[Configuration]:
+        """A grid with everything else, but for the layers of its stages."""
+        names: tuple[str, ...] = ("1f1b",)
+        if grid.pp > 1:
+            names = {1: ONE_STAGE, 2: TWO_STAGES}.get(grid.interleave, MORE_STAGES)
+        for recompute in self._names("recompute", self.policies):
+            for name in self._names("schedule", names):
+                schedule = schedules.get(name)
+                chunks = schedule.chunks or grid.interleave
+                if grid.pp == 1 or (chunks == grid.interleave and not schedule.usual > grid.interleave == 1):
+                    yield grid.changed(recompute=recompute, schedule=name)
+
+    def _meshes(self) -> Iterator[Configuration]:
+        known = {name: self.fixed[name] for name in ("cp", "sharded", "precision") if name in self.fixed}
+        cp = self._size("cp")
+        for tp in self._sizes("tp", divisors(self.devices)):
+            within = tp * cp <= self.device.domain or "tp" in self.fixed
+            if not within or self.undivided("tp", tp):
+                continue
+            together = self.fixed.get("sequence_parallel", tp > 1 and self.sequence % tp == 0)
+            for pp in self._sizes("pp", divisors(self.devices)):
+                rest, over = divmod(self.devices, tp * pp * cp)
+                if over or not rest or pp > self.model.layers or self.batch % rest:
+                    continue
+                for fsdp in self._sizes("fsdp", divisors(rest)):
+                    dp, over = divmod(rest, fsdp)
+                    if over or self.undivided("fsdp", fsdp) or self.fixed.get("dp", dp) != dp:
+                        continue
+                    for ep in self._sizes("ep", divisors(dp) if self.model.experts else (1,)):
+                        if dp % ep or self.undivided("ep", ep):
+                            continue
+                        yield Configuration(self.batch, self.sequence, dp=dp, fsdp=fsdp, tp=tp, pp=pp, ep=ep).changed(
+                            sequence_parallel=together, **known
+                        )
+
+    def _sizes(self, name: str, values: tuple[int, ...]) -> tuple[int, ...]:
+        return (self._size(name),) if name in self.fixed else values
+
+    def _names(self, name: str, values: tuple[str, ...]) -> tuple[str, ...]:
+        return (str(self.fixed[name]),) if name in self.fixed else values
+
+    def _size(self, name: str) -> int:
+        """What a size is fixed to; 1 where it is not."""
+        return checks.whole(f"suggest: {name}", self.fixed.get(name, 1), 1)
+
+    def _chunks(self, pp: int) -> tuple[int, ...]:
+        """Stages of a submesh that leave it about equal layers."""
+        if pp == 1:
+            return (1,)
+        layers = self.model.layers
+        even = (v for v in range(3, _MOST_CHUNKS + 1) if not layers % (pp * v) or not (layers + 2) % (pp * v))
+        return (1, 2, *even)
+
+    def undivided(self, axis: str, size: int) -> str:
+        """What an axis of this size must divide, and does not; empty: nothing."""
+        model = self.model
+        sizes = {
+            "tp": {
+                "attention heads": model.heads,
+                "key/value heads": model.kv_heads,
+                "ffn": model.ffn,
+                "vocabulary": model.vocabulary,
+            },
+            "fsdp": {"hidden": model.hidden},
+            "ep": {"experts": max(1, model.experts)},
+        }[axis]
+        return ", ".join(f"{name} ({number})" for name, number in sizes.items() if number % size)
+
+    def impossible(self) -> str:
+        """Why there is no configuration at all, with a remedy."""
+        for axis in ("tp", "fsdp", "ep"):
+            size = self._size(axis)
+            if found := self.undivided(axis, size):
+                return f"{axis} {size} does not divide {found}; fix another {axis}"
+        product = 1
+        for axis in ("dp", "fsdp", "tp", "pp", "cp"):
+            product *= self._size(axis)
+        if self.devices % product:
+            return f"the fixed axes make {product} devices, which do not divide {self.devices}; fix fewer of them"
+        stages = self._size("pp") * self._size("interleave")
+        if stages > self.model.layers:
+            return f"{self.model.layers} layers cannot make {stages} stages; fix a smaller pp or interleave"
+        return (
+            f"no axes of {self.devices} devices divide a batch of {self.batch} and the model; use another batch, or "
+            "other devices"
+        )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, in order."""
+    small = [n for n in itertools.takewhile(lambda n: n * n <= number, itertools.count(1)) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def _without_batch(fixed: Mapping[str, object]) -> dict[str, object]:
+    """Fields whose values can be checked alone: axes need a batch that they divide."""
+    return {name: 1 if name in ("dp", "fsdp", "microbatch") else value for name, value in fixed.items()}

@@ -1,0 +1,65 @@
+"""Layers to stages."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+from multimesh.planner.configuration import Configuration
+from multimesh.planner.layer import LayerParts, Times
+from multimesh.planner.transformer import Transformer
+
+
+def layers(model: Transformer, how: Configuration) -> tuple[int, ...]:
+    """Layers of each stage.
+
+    As given, or equal. Where equal ones need it, the embedding and the head count as a layer each: 126 layers on 64
+    stages are 1, 2, ..., 2, 1. Otherwise the first stages have a layer more.
+    """
+    if how.layers:
+        return how.layers
+    number, rest = divmod(model.layers, how.stages)
+    if not rest:
+        return (number,) * how.stages
+    if (model.layers + 2) % how.stages == 0:
+        return (number, *(number + 1,) * (how.stages - 2), number)
+    return (number + 1,) * rest + (number,) * (how.stages - rest)
+
+
+def balanced(model: Transformer, how: Configuration, parts: LayerParts, route: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers of each stage such that the submesh that takes longest takes least, and after that the longest stage.
+
+    One layer after the other goes to the submesh that has least to do, there to the stage that has; the embedding and
+    the head are there before.
+    """
+    places = placement(how, route)
+    sizes, busy, rows = [1] * how.stages, [parts.layer.total] * how.stages, [0.0] * how.pp
+    busy[0] += parts.embedding.total
+    busy[-1] += parts.head.total
+    for stage, row in enumerate(places):
+        rows[row] += busy[stage]
+    queue = [(rows[row], busy[stage], stage) for stage, row in enumerate(places)]
+    heapq.heapify(queue)
+    left = model.layers - how.stages
+    while left:
+        of_row, _, stage = heapq.heappop(queue)
+        if of_row == rows[places[stage]]:
+            sizes[stage] += 1
+            busy[stage] += parts.layer.total
+            rows[places[stage]] += parts.layer.total
+            left -= 1
+        heapq.heappush(queue, (rows[places[stage]], busy[stage], stage))
+    return tuple(sizes)
+
+
+def placement(how: Configuration, route: tuple[int, ...]) -> tuple[int, ...]:
+    """Submesh of each stage, from the submeshes of a schedule's first stages."""
+    return tuple(itertools.islice(itertools.cycle(route), how.stages))
+
+
+def times(model: Transformer, how: Configuration, parts: LayerParts) -> tuple[Times, ...]:
+    """Seconds of each stage: its layers, the embedding on the first and the head on the last."""
+    found = [parts.layer * number for number in layers(model, how)]
+    found[0] += parts.embedding
+    found[-1] += parts.head
+    return tuple(found)

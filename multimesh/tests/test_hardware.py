@@ -1,0 +1,61 @@
+"""Devices as tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from multimesh.errors import UsageError
+from multimesh.hardware import kernels, stacks
+from multimesh.hardware.devices import device, names
+
+
+def test_every_device_says_where_its_numbers_are_from():
+    for name in names():
+        found = device(name)
+        assert found.sources
+        assert 0 < found.matmul_rate("bf16") < found.bf16 < 1e17
+        assert found.network < found.link < found.bandwidth
+
+
+def test_the_cpu_is_measured_in_place():
+    found = device("CPU")
+    assert found is device("cpu")
+    assert found.matmul_rate("bf16") > 1e8
+    assert found.bandwidth > 1e8
+    assert kernels.matmul(found, 512, 512, 512) > 0
+
+
+def test_a_file_describes_further_machines(tmp_path: Path):
+    file = tmp_path / "ours.toml"
+    file.write_text('[h100-pcie]\nlike = "h100"\nbf16 = 756e12\nlink = 64e9\n', encoding="utf-8")
+    found = device("h100-pcie", file)
+    assert (found.bf16, found.link, found.bandwidth) == (756e12, 64e9, device("h100").bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[x]\nlike = 'y'\n", "device x: like = 'y' names no device"),
+        ("[x]\nmemory = 1\n", "device x: generation must be one of ampere, hopper, blackwell"),
+        ("[x]\nlike = 'h100'\nspeed = 1\n", "device x: .*unexpected keyword argument 'speed'"),
+        ("[x\n", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_named(text: str, said: str, tmp_path: Path):
+    file = tmp_path / "ours.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=said):
+        device("x", file)
+
+
+def test_a_group_within_a_domain_uses_the_link():
+    h100 = device("h100")
+    assert kernels.ring(h100, 8) == h100.link * h100.rates.link
+    assert kernels.ring(h100, 2, within=8) == h100.network * h100.rates.network  # one rank of a domain
+    assert kernels.ring(h100, 16) > kernels.ring(h100, 2, within=8)  # eight ranks share eight adapters
+
+
+def test_an_unknown_stack_is_named():
+    with pytest.raises(UsageError, match="stack: there is no 'nemo'; known are modern, maxtext"):
+        stacks.stack("nemo")

@@ -1,0 +1,66 @@
+"""Forecasts of steps from a model's sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from multimesh.errors import UsageError
+from multimesh.hardware.devices import device
+from multimesh.planner import loop
+from multimesh.planner.configuration import Configuration
+from multimesh.planner.layer import Times
+from multimesh.planner.step import forecast
+from multimesh.planner.transformer import Transformer
+from multimesh.schedules.costs import StageCosts
+from multimesh.schedules.simulate import simulate
+
+from multimesh import schedules
+
+LLAMA = Transformer("llama3-8b", 32, 4096, 14336, 32, 8, 128256)
+
+
+def how(**fields: object) -> Configuration:
+    return Configuration(batch=64, sequence=8192, tp=4, pp=2, sharded="optimizer").changed(**fields)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v", "eager-1f1b"])
+@pytest.mark.parametrize("microbatches", [4, 7, 12, 40])
+def test_a_loop_takes_as_long_as_the_simulator_says(name: str, microbatches: int):
+    chunks, p = schedules.get(name).usual, 4
+    try:
+        table = schedules.get(name).table(p, chunks, microbatches, True)
+    except UsageError:
+        pytest.skip(f"{name} has no table of {microbatches} microbatches")
+    stages = [Times(1 + 0.1 * s, 1.5 - 0.05 * s, 0.7 + 0.02 * s) for s in range(p * chunks)]
+    times = tuple((s.forward, s.backward, s.weights) for s in stages)
+    expected = simulate(table, StageCosts(times, (0.25,) * (len(stages) - 1))).makespan
+    assert loop.seconds(name, p, microbatches, stages, 0.25) == pytest.approx(expected, rel=1e-9)
+
+
+def test_more_of_a_resource_is_never_slower():
+    fast = device("h100")
+    base = forecast(LLAMA, how(), "h100").seconds
+    for name in ("bandwidth", "bf16", "link", "network"):
+        better = dataclasses.replace(fast, **{name: 2 * getattr(fast, name)})
+        assert forecast(LLAMA, how(), better).seconds <= base
+
+
+def test_parameters_are_those_of_the_model():
+    assert LLAMA.parameters == pytest.approx(8.03e9, rel=0.01)
+
+
+def test_shares_add_up_to_the_step():
+    for pp, recompute in itertools.product((1, 2), ("none", "full")):
+        step = forecast(LLAMA, how(pp=pp, recompute=recompute), "h100")
+        assert sum(seconds for _, seconds in step.shares) == pytest.approx(step.seconds)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(UsageError, match="whole microbatches of 3"):
+        how(microbatch=3)
+    with pytest.raises(UsageError, match="there is no 'h101'; known are cpu, a100"):
+        forecast(LLAMA, how(), "h101")
+    with pytest.raises(UsageError, match="device a100 computes no fp8"):
+        forecast(LLAMA, how(precision="fp8"), "a100")

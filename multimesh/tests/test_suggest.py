@@ -1,0 +1,204 @@
+"""The search for configurations: against all of them, with what is fixed, in memory, and its table."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+from multimesh.__main__ import main
+from multimesh.errors import DoesNotFitError, UsageError
+from multimesh.hardware.devices import device
+from multimesh.hardware.stacks import stack
+from multimesh.planner import footprint, picture
+from multimesh.planner.configuration import RECOMPUTE, Configuration
+from multimesh.planner.space import MORE_STAGES, ONE_STAGE, TWO_STAGES, divisors
+from multimesh.planner.step import forecast
+from multimesh.planner.suggesting import Training, fewest, suggest
+from multimesh.planner.transformer import Transformer
+
+from multimesh import schedules
+
+SMALL = Transformer("small", 8, 4096, 14336, 32, 8, 32768)
+LARGE = Transformer("large", 80, 8192, 28672, 64, 8, 128256)
+FREE = dataclasses.replace(stack("modern"), reserved=0.0)
+
+
+def job(model: Transformer = SMALL, **fields: Any) -> Training:
+    return Training(model, fields.pop("batch", 16), 4096, device("h100"), fixed=fields.pop("fixed", {}), **fields)
+
+
+def every(devices: int, batch: int) -> list[Configuration]:
+    """All configurations of the small model with equal stages, made without the search."""
+    found = []
+    for tp, pp, fsdp in itertools.product(divisors(devices), repeat=3):
+        rest, over = divmod(devices, tp * pp * fsdp)
+        if over or batch % (rest * fsdp) or tp > 8 or pp > SMALL.layers:
+            continue
+        for microbatch, v, recompute in itertools.product(divisors(batch // (rest * fsdp)), range(1, 13), RECOMPUTE):
+            if SMALL.layers % (pp * v) or (pp == 1 and v > 1):
+                continue
+            names = ("1f1b",) if pp == 1 else {1: ONE_STAGE, 2: TWO_STAGES}.get(v, MORE_STAGES)
+            for name in names:
+                common: dict[str, Any] = {"microbatch": microbatch, "interleave": v, "recompute": recompute}
+                axes = {"dp": rest, "fsdp": fsdp, "tp": tp, "pp": pp, "sequence_parallel": tp > 1, "schedule": name}
+                found.append(Configuration(batch, 4096, **common, **axes))
+    return found
+
+
+@pytest.mark.parametrize("limit", [pytest.param(12e9, marks=pytest.mark.longer), 16e9])
+def test_the_search_finds_what_simulating_all_finds(limit: float):
+    steps = []
+    for how in every(8, 16):
+        if max(held.total for held in footprint.held(SMALL, how, FREE)) <= limit:
+            try:
+                steps.append(forecast(SMALL, how, "h100", FREE))
+            except UsageError:
+                assert how.schedule in ("zb-h2", "zb-v", "interleaved-zb")  # has no table of so few microbatches
+    best = min(step.seconds for step in steps)
+    sizes = {step.how.layers for step in steps}
+    found = suggest(job(batch=16, limit=limit), 8)
+    assert sizes == {()}
+    assert found.best.seconds <= best
+    if not found.best.how.layers:
+        assert found.best.seconds == best
+    of_equal = [option for option in found.options if not option.how.layers]
+    assert of_equal
+    for option in of_equal:
+        assert option.seconds == pytest.approx(forecast(SMALL, option.how, "h100", FREE).seconds)
+
+
+def test_what_is_fixed_stays():
+    fixed = {"tp": 2, "pp": 4, "schedule": "zb-h1", "microbatch": 2, "recompute": "full", "layers": (3, 2, 2, 1)}
+    for option in suggest(job(fixed=fixed), 16).options:
+        assert {name: getattr(option.how, name) for name in fixed} == fixed
+        assert option.how.devices == 16
+
+
+def test_nothing_is_over_the_memory_and_all_are_ranked():
+    found = suggest(job(limit=14e9), 8)
+    assert all(option.bytes <= 14e9 for option in found.options)
+    assert [o.seconds for o in found.options] == sorted(o.seconds for o in found.options)
+    assert len({dataclasses.replace(o.how, recompute="none", schedule="1f1b", layers=()) for o in found.options}) == 10
+    assert all(schedules.get(o.how.schedule).table(o.how.pp, o.how.interleave, 8, True) for o in found.options)
+
+
+def test_two_searches_find_the_same():
+    assert suggest(job(), 8) == suggest(job(), 8)
+
+
+def test_who_is_asked_last_may_refuse():
+    assert all(option.how.pp == 1 for option in suggest(job(), 8, accepts=lambda how: how.pp == 1).options)
+
+
+def test_tensor_parallelism_stays_in_a_node_unless_it_is_fixed():
+    few = dataclasses.replace(job(), gpus=2)
+    assert max(option.how.tp for option in suggest(few, 8).options) <= 2
+    assert suggest(dataclasses.replace(few, fixed={"tp": 4}), 8).best.how.tp == 4
+
+
+def test_losing_families_get_a_sentence():
+    found = suggest(job(LARGE, batch=64, fixed={"tp": 8, "microbatch": 1}), 64)
+    assert found.best.how.pp > 1
+    assert any(sentence.startswith("without a pipeline") for sentence in found.lost)
+    fixed = suggest(job(LARGE, batch=64, fixed={"tp": 8, "microbatch": 1, "pp": 8}), 64)
+    assert not any("without a pipeline" in sentence for sentence in fixed.lost)
+
+
+def test_a_family_that_does_not_fit_lost_by_memory():
+    found = suggest(job(LARGE, batch=64, limit=30e9, fixed={"tp": 8, "microbatch": 1}), 64)
+    lacking = [sentence for sentence in found.lost if ": memory; the nearest" in sentence]
+    assert lacking
+    assert all(sentence.endswith("too many") for sentence in lacking)
+
+
+def test_what_does_not_fit_names_the_nearest_and_remedies():
+    with pytest.raises(DoesNotFitError, match=r"the nearest, tp 8.* needs .* too many; use 32 devices or .*gb300"):
+        suggest(job(LARGE), 8)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"tp": 3}, "tp 3 does not divide attention heads"),
+        ({"dp": 5}, "make 5 devices, which do not divide 8"),
+        ({"pp": 8, "interleave": 2}, "8 layers cannot make 16 stages"),
+        ({"colour": 1}, "'colour' cannot be fixed"),
+        ({"schedule": "none"}, "schedule must be one of"),
+        ({"microbatch": 3}, "no axes of 8 devices divide a batch"),
+    ],
+)
+def test_what_cannot_be_says_why(fixed: dict[str, object], message: str):
+    with pytest.raises(UsageError, match=message):
+        suggest(job(fixed=fixed), 8)
+
+
+def test_the_fewest_devices_reach_a_budget_and_fewer_do_not():
+    devices, option = fewest(job(), 64, 8, 250_000)
+    assert option.tokens_per_second * devices >= 250_000
+    assert suggest(job(), devices - 8, count=1).best.tokens_per_second * (devices - 8) < 250_000
+    with pytest.raises(UsageError, match=r"no 8 devices or fewer reach .*; 8 reach"):
+        fewest(job(), 8, 8, 250_000)
+
+
+def test_the_table_has_100_columns_at_most():
+    for model, devices in ((SMALL, 8), (LARGE, 32)):
+        fixed = {"microbatch": 2} if model is LARGE else {}
+        assert max(map(len, str(suggest(job(model, batch=64, fixed=fixed), devices)).splitlines())) <= 100
+
+
+def test_the_front_has_less_memory_for_more_time():
+    found = suggest(job(), 8, front=True).front
+    assert len(found) > 1
+    for one, other in itertools.pairwise(found):
+        assert one.seconds <= other.seconds
+        assert one.bytes > other.bytes
+
+
+def test_a_picture_names_what_no_other_beats():
+    points = [picture.Point(1.0, 5e9, "fast & large"), picture.Point(2.0, 1e9, "small"), picture.Point(3.0, 2e9, "bad")]
+    assert [point.name for point in picture.front(points)] == ["fast & large", "small"]
+    drawn = picture.draw("title", points, 6e9)
+    assert "fast &amp; large" in drawn
+    assert ">bad<" not in drawn
+    assert drawn.count("<circle") == 3
+
+
+def command(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
+    code = main(["suggest", *flags])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command_prints_the_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Any):
+    sizes = "--layers 16 --hidden 4096 --ffn 14336 --heads 32 --kv-heads 8 --vocab 32768 --sequence-length 4096"
+    code, text, _ = command(capsys, *sizes.split(), "--tp", "2", "--picture", f"{tmp_path}/a.svg")
+    assert code == 0
+    assert "8 h100, batch 16 x 4096 tokens" in text
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+def test_the_command_gives_data_with_a_wider_band_for_a_guessed_model(capsys: pytest.CaptureFixture[str]):
+    code, text, _ = command(capsys, "--params", "8e9", "--json", "--pp", "2", "--batch-size", "32")
+    found = json.loads(text)
+    assert code == found["exit_code"] == 0
+    assert {row["how"]["pp"] for row in found["suggestions"]} == {2}
+    assert {row["band"] for row in found["suggestions"]} == {0.3}
+    assert any("guessed from --params" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ("--params 70e9", 16, "nothing fits"),
+        ("--layers 4", 2, "--hidden is missing"),
+        ("--params 8e9 --layers 4", 2, "leave out --layers"),
+        ("--params 8e9 --device t4", 2, "there is no 't4'"),
+    ],
+)
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], flags: str, code: int, message: str):
+    found, _, error = command(capsys, *flags.split())
+    assert found == code
+    assert message in error
