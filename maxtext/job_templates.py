@@ -245,6 +245,43 @@ containers, with a small llama3 on CPU devices.
 exit state and its last loss: see [docker/README.md](../../docker/README.md#the-large-check)."""
 
 
+_PLANNED = """## What the planner would choose
+
+{found}
+
+All of this is [forecast](../../docs/forecasts.md), with a band of 10 %; nothing was measured.
+[Which configuration](../../docs/suggesting.md) says how the search goes:
+
+```
+maxtext/run.py --suggest --device h100 {flags}
+```
+
+"""
+
+PLANNED_175B = _PLANNED.format(
+    found="""\
+tp 8, pp 8, interleave 6, microbatch 4 with `--schedule interleaved-zb --sequence-parallel`: 8.35 s a step, 52.7 %
+MFU. The flags of this folder take 8.52 s, 2 % more: as good as it gets. Without a pipeline the best takes 12.7 s,
+because of the network.""",
+    flags="--gpus 8 --nodes 8 --model-name gpt3-175b --sequence-length 2048 --batch-size 128 --fbmem 77",
+)
+
+PLANNED_70B = _PLANNED.format(
+    found="""\
+dp 2, tp 8, pp 4, interleave 5, microbatch 4 with `--schedule interleaved-zb --sequence-parallel`, and stages of 4
+layers but the first (5) and the last (3): 7.24 s a step, 49.6 % MFU. The flags of this folder take 8.53 s, 18 % more:
+their 16 stages wait a quarter of the step. Without a pipeline the best takes 8.60 s, because of the network.""",
+    flags="--gpus 8 --nodes 8 --model-name llama3-70b --sequence-length 4096 --batch-size 128 --fbmem 78",
+)
+
+PLANNED_8B = _PLANNED.format(
+    found="""\
+No pipeline: dp 2, fsdp 4, tp 2, microbatch 4 with `--sequence-parallel` takes 0.90 s a step, 44.6 % MFU. The best
+pipeline (dp 4, tp 2, pp 2, interleave 2 with `--schedule zb-v`) takes 0.92 s, and the flags of this folder 1.03 s, 14 %
+more.""",
+    flags="--gpus 8 --nodes 2 --model-name llama3-8b --sequence-length 4096 --batch-size 32 --fbmem 78",
+)
+
 MEMORY_70B = """## Memory
 
 By the forecast these flags need 54.5 GiB (58.5e9 bytes) on each GPU of stage 0, which holds 94 forwards of one

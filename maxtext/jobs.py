@@ -21,6 +21,9 @@ from job_templates import (
     LACKING,
     LOST,
     MEMORY_70B,
+    PLANNED_8B,
+    PLANNED_70B,
+    PLANNED_175B,
     PROCESS,
     PYXIS_OR_DOCKER,
     README,
@@ -198,6 +201,7 @@ JOBS = (
             "--model-dims 12288 --num-heads 96 --sequence-length 2048 --batch-size 128 --microbatch-size 4 "
             f"{SHARED} --fbmem 77 --num-steps 8"
         ),
+        note=PLANNED_175B,
     ),
     Job(
         folder="llama3-70b-64gpus",
@@ -211,7 +215,7 @@ JOBS = (
             "--model-name llama3-70b --num-layers 80 --sequence-length 4096 --batch-size 128 --microbatch-size 2 "
             f"{SHARED} --fbmem 78 --num-steps 10"
         ),
-        note=MEMORY_70B,
+        note=MEMORY_70B + PLANNED_70B,
     ),
     Job(
         folder="llama3-8b-16gpus",
@@ -221,6 +225,7 @@ JOBS = (
         nodes=2,
         time="00:30:00",
         flags=f"{LLAMA3_8B} --fbmem 78 --num-steps 20",
+        note=PLANNED_8B,
     ),
     Job(
         folder="perlmutter",

@@ -18,7 +18,7 @@ import original
 import pytest
 import yaml
 
-from multimesh_maxtext.options import parse, read
+from multimesh_maxtext.options import read
 from multimesh_maxtext.settle import settle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +150,5 @@ def test_a_large_job_is_forecast_within_the_limits_of_the_original(folder: str, 
     done = run(*devices, *job.flags.split(), "--forecast", "--json", "--output", tmp_path)
     assert done.code == 0, done.stderr
     size, seconds = original.LIMITS[folder]
-    options = parse([*map(str, devices), *job.flags.split()])
-    tokens = options.batch_size * options.sequence_length
     assert max(need["total"] for need in done.json["forecast"]) < size
-    assert tokens / done.json["tokens_per_second"] < seconds
+    assert done.json["seconds"] < seconds

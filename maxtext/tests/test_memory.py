@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
 from multimesh_maxtext.errors import DoesNotFitError
-from multimesh_maxtext.memory import UTILIZATION, Need, check_fits, estimate_tokens, show_size
-from multimesh_maxtext.model import Model
+from multimesh_maxtext.memory import Need, check_fits, show_size
 from multimesh_maxtext.step import needs
-from multimesh_maxtext.values import Device, parse_size
+from multimesh_maxtext.values import parse_size
 
 GIB = 2**30
 
@@ -55,15 +54,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers(need: Need, remedy: str):
         DoesNotFitError, match=rf"stage 1 needs 13 GiB on each device .* a device has 12 GiB; use {remedy}"
     ):
         check_fits([small, need], 12 * GIB)
-
-
-def test_an_estimate_counts_operations_of_the_model_and_leaves_the_bubble_out():
-    sizes = {"layers": 2, "embedding": 8, "mlp": 32, "query_heads": 2, "kv_heads": 1, "experts": 1, "vocabulary": 100}
-    model = Model("", **sizes, settings={}, resolved={"head_dim": 4, "mlp_activations": ["silu", "linear"]})
-    matrices = 100 * 8 + 2 * (2 * 8 * 4 * 3 + 3 * 8 * 32)  # the logits'; projections and gated mlp of each layer
-    pairs = 2 * 2 * 4 * 16  # layers, heads, width; half of 2 x 16 x 16 products of scores and of values, by token
-    expected = 4 * 1e6 * UTILIZATION * (1 - 0.25) / (6 * (matrices + pairs))
-    assert estimate_tokens(model, 16, 4, Device(1e9, 1e6), 0.25) == pytest.approx(expected)
 
 
 def test_parameters_and_moments_are_told_apart():

@@ -160,6 +160,14 @@ def test_cpu_environment(job: Check, paths: Paths):
     assert "HOME" not in found
 
 
+def test_timeouts_reach_the_trainer(job: Check, paths: Paths):
+    found = variables(job, paths, "--cpus 1 --nodes 2 --dp 2 --stop-timeout 90 --stall-timeout 0.5", {})
+    waits = {name: value for name, value in found.items() if name.endswith("_TIMEOUT")}
+    assert waits == {"MULTIMESH_STOP_TIMEOUT": "90", "MULTIMESH_STALL_TIMEOUT": "0.5"}
+    with pytest.raises(UsageError, match="--stall-timeout is about waiting for other processes; add --nodes"):
+        variables(job, paths, "--cpus 2 --dp 2 --stall-timeout 9", {})
+
+
 @pytest.mark.parametrize(
     ("flag", "xla"),
     [

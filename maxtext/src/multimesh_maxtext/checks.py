@@ -13,6 +13,7 @@ from typing import Any
 
 import multimesh
 from multimesh_maxtext.errors import FileError, LauncherError, MissingPartError, UnsupportedError, UsageError
+from multimesh_maxtext.flags import TIMEOUTS
 from multimesh_maxtext.model import Model
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.settings import read_values
@@ -204,6 +205,7 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
     for name, needed in (
         *((name, "checkpoint") for name in ("checkpoint_every", "resume", "export", "max_restarts")),
         *(("eval_steps", "eval_every"), ("device", "forecast"), ("overwrite", "output")),
+        *(("budget", "suggest"), ("picture", "suggest")),
     ):
         yield (
             getattr(o, name) and not o.has(needed),
@@ -221,6 +223,11 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         o.max_restarts and o.nodes == 1,
         UsageError("--max-restarts is about losing one of several processes; add --nodes, or leave it out"),
     )
+    for name in TIMEOUTS:
+        yield (
+            o.has(f"{name}_timeout") and o.nodes == 1,
+            UsageError(f"--{name}-timeout is about waiting for other processes; add --nodes, or leave it out"),
+        )
     yield (
         o.max_restarts and not o.spawn and not o.output,
         UsageError("--max-restarts finds out why from the logs of all processes; add --output, a folder that all see"),

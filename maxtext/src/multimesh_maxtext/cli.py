@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from multimesh_maxtext import memory, report, restarts
+from multimesh_maxtext import memory, report, restarts, suggesting
 from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.errors import CheckpointError, FileError, LauncherError, TrainerFailedError
@@ -30,11 +30,11 @@ from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, 
 from multimesh_maxtext.reserve import RUNNING, has_content, holds_run, remove_run, writing
 from multimesh_maxtext.restarts import Loss
 from multimesh_maxtext.settle import Settled, settle
+from multimesh_maxtext.sizes import expected, step_json, step_text
 from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
 from multimesh_maxtext.trainer import Outcome, forecast, inspect, keep_code, tail, terminate_as_interrupt, train
 from multimesh_maxtext.translate import Paths, notes
-from multimesh_maxtext.values import DEVICES
 
 INTERRUPTED = 130
 
@@ -68,6 +68,8 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
                 if root:
                     check_environment(root)
                 maxtext = find_maxtext(root)
+                if parsed.options.suggest:
+                    return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
                 settled = settle(parsed, maxtext / "maxtext")
                 options = settled.job.options
                 if options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast):
@@ -313,14 +315,14 @@ def _dump(start: Launch, paths: Paths, o: Options, *, quiet: bool) -> None:
 
 
 def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:
-    o, device = job.options, DEVICES[job.options.device] if job.options.device else None
-    tokens = device and memory.estimate_tokens(job.model, o.sequence_length, job.devices, device, found.bubble)
+    o, step = job.options, expected(job)
     if o.json:
         if o.forecast:
             needs = [{**asdict(need), "total": need.total} for need in found.needs]
             print(
                 json.dumps(
-                    {"forecast": needs, "bubble": found.bubble, "limit": limit, "tokens_per_second": tokens}
+                    {"forecast": needs, "bubble": found.bubble, "limit": limit}
+                    | (step_json(step) if step else {})
                     | report.chosen(paths.schedule)
                 )
             )
@@ -339,12 +341,10 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
         f"see {picture}",
         highlight=False,
     )
-    if tokens:
-        console.print(
-            f"estimate, not a measurement: {tokens:,.0f} tokens/s on {job.devices} {o.device}, whose kernels reach "
-            f"{100 * memory.UTILIZATION:.0f} % of its peak",
-            highlight=False,
-        )
+    if step:
+        console.print(step_text(step), highlight=False)
+    elif o.device:
+        console.print("no forecast of seconds: microbatches are not whole sequences on each device", highlight=False)
 
 
 def _paths(options: Options, maxtext: Path) -> Paths:

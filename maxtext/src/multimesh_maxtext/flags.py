@@ -17,7 +17,17 @@ from multimesh_maxtext.values import (
     count,
     parse_size,
     partition,
+    rate,
 )
+
+TIMEOUTS = {
+    "start": "time in which all processes must have started (default 60)",
+    "silence": "silence after which a machine is given up; a process that dies is noticed at once (default 30)",
+    "stop": "time that a process may be stopped, by a debugger or in a paused container (default 30)",
+    "compile": "time that processes wait for each other to compile or to write a checkpoint (default 3600)",
+    "stall": "end the job when a process holds up the others for so long (default: name it, and wait)",
+}
+"""Times that processes wait for each other, with the help of their flags."""
 
 
 def _switch(group: Any, flag: str, text: str) -> None:
@@ -70,6 +80,8 @@ def _processes(root: argparse.ArgumentParser) -> None:
             "the batch scripts for Slurm beside run.py, or by Kubernetes (default 0)"
         ),
     )
+    for name, text in TIMEOUTS.items():
+        group.add_argument(f"--{name}-timeout", type=rate, metavar="SECONDS", help=text)
 
 
 def _parallelism(root: argparse.ArgumentParser) -> None:
@@ -330,6 +342,30 @@ def _runtime(root: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
+        "--suggest",
+        action="store_true",
+        help=(
+            "find the fastest dp, fsdp, tp, pp, ep, interleave, schedule, microbatch size, remat and partition for "
+            "--nodes x --gpus of --device, and print the command line of the best; what other flags say stays; train "
+            "nothing"
+        ),
+    )
+    group.add_argument(
+        "--budget",
+        type=rate,
+        metavar="TOKENS",
+        help="with --suggest: for the fewest nodes, up to --nodes, that reach so many tokens a second",
+    )
+    group.add_argument(
+        "--picture", type=Path, metavar="FILE", help="with --suggest: draw memory against the time of a step, as SVG"
+    )
+    group.add_argument(
+        "--confirm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --suggest: make the plans of the three best, and look whether their memory suffices (default on)",
+    )
+    group.add_argument(
         "--device-memory",
         type=parse_size,
         metavar="SIZE",
@@ -342,8 +378,8 @@ def _runtime(root: argparse.ArgumentParser) -> None:
         "--device",
         choices=DEVICES,
         help=(
-            "with --forecast: estimate tokens a second on these GPUs, and take the part of their memory that JAX takes "
-            "(3/4, or --fbmem) as the limit"
+            "with --forecast or --suggest: estimate tokens a second on these GPUs, and take the part of their memory "
+            "that JAX takes (3/4, or --fbmem) as the limit"
         ),
     )
     group.add_argument(

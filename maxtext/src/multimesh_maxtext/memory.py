@@ -11,9 +11,9 @@ from rich.table import Table
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import DoesNotFitError
-from multimesh_maxtext.model import Model
+from multimesh_maxtext.options import Options
 from multimesh_maxtext.translate import JAX_FRACTION, fbmem_mib, memory_fraction
-from multimesh_maxtext.values import DEVICES, Device
+from multimesh_maxtext.values import DEVICES
 
 
 @dataclass(frozen=True)
@@ -66,29 +66,21 @@ def read(file: Path) -> Forecast:
 def limit(job: Job, gpu_memory: int | None) -> int | None:
     """Memory of a device in bytes: the user's number, or the part of the smallest GPU that JAX takes."""
     o = job.options
+    if o.device_memory is None and not ((o.device or o.gpus) and o.staged):
+        return None
+    return usable(o, gpu_memory)
+
+
+def usable(o: Options, gpu_memory: int | None = None) -> int | None:
+    """Bytes of a GPU that JAX may use: the user's number, or the part that JAX takes of the named or the smallest."""
     if o.device_memory is not None:
         return o.device_memory
     if o.device:
-        gpu_memory = DEVICES[o.device].memory
-    elif not o.gpus:
-        return None
-    if not o.staged:
-        return None
+        gpu_memory = DEVICES[o.device]
     if gpu_memory is None:
         return fbmem_mib(o.fbmem) * 2**20 if o.fbmem else None
     fraction = memory_fraction(o.fbmem, gpu_memory) if o.fbmem is not None else JAX_FRACTION
     return int(gpu_memory * 2**20 * fraction)
-
-
-UTILIZATION = 0.53
-"""Share of a device's peak that kernels reach, for estimates: as published for llama3 70B and 405B and gpt3 175B in
-bfloat16 on 64 to 2304 H100 (NVIDIA's dgxc-benchmarking, v25: 0.49 to 0.56), without the bubble of equal stages."""
-
-
-def estimate_tokens(model: Model, sequence: int, devices: int, device: Device, bubble: float) -> float:
-    """Estimate tokens a second: six operations a parameter and token, and those of causal attention."""
-    operations = sum(layer.time for layer in model.layer_costs(sequence))
-    return devices * device.peak * UTILIZATION * (1 - bubble) / operations
 
 
 def show_size(size: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -220,9 +221,15 @@ def _named(name: str, package: Path) -> dict[str, Any]:
     return _read(file, package)
 
 
+@functools.lru_cache(maxsize=8)
+def _load(text: str) -> Any:
+    """Read YAML; suggestions describe the same model many times."""
+    return yaml.load(text, _LOADER)  # noqa: S506
+
+
 def _read(file: Path, package: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.load(file.read_text(encoding="utf-8"), _LOADER)  # noqa: S506
+        loaded = _load(file.read_text(encoding="utf-8"))
         above = loaded.get("base_config")
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
         raise UsageError(f"--maxtext-config {file}: cannot be read as a MaxText configuration ({error})") from error

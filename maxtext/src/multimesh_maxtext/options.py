@@ -23,6 +23,11 @@ class Options(argparse.Namespace):
     cpus: int | None
     spawn: bool
     max_restarts: int | None
+    start_timeout: float | None
+    silence_timeout: float | None
+    stop_timeout: float | None
+    compile_timeout: float | None
+    stall_timeout: float | None
     # parallelism
     dp: int
     fsdp: int
@@ -79,6 +84,10 @@ class Options(argparse.Namespace):
     eval_steps: int | None
     # memory and runtime
     forecast: bool
+    suggest: bool
+    budget: float | None
+    picture: Path | None
+    confirm: bool
     device_memory: int | None
     device: str | None
     fbmem: int | None
@@ -241,7 +250,7 @@ def read(argv: Sequence[str]) -> Parsed:
             break
         except argparse.ArgumentError as error:
             names = (error.argument_name or "").split("/")
-            wrong.append(UsageError(f"{error.argument_name}: {error.message}"))
+            wrong.append(UsageError(f"{error.argument_name}: {error.message}{_nearest_choice(error.message)}"))
             doubtful.update(names)
             rest = _without(rest, names)
     options.realm = realm
@@ -262,6 +271,14 @@ def read(argv: Sequence[str]) -> Parsed:
     if options.backend == "legate":
         options.backend = "multimesh"
     return Parsed(options, tuple(wrong), frozenset(doubtful))
+
+
+def _nearest_choice(message: str) -> str:
+    """What to add to argparse's message of a value that is no choice: the nearest one, if any is near."""
+    if not (found := re.match(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)):
+        return ""
+    near = difflib.get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _take_realm(argv: Sequence[str]) -> tuple[list[str], list[str]]:

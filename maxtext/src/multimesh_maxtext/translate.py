@@ -15,6 +15,7 @@ import yaml
 
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.flags import TIMEOUTS
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import index_path
 from multimesh_maxtext.values import XLA_SWITCHES, XLA_THRESHOLDS
@@ -255,6 +256,8 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         "PYTHONUNBUFFERED": "1",
         **_LOG_LEVELS[o.debug],
     }
+    waits = {name: getattr(o, f"{name}_timeout") for name in TIMEOUTS}
+    variables |= {f"MULTIMESH_{name.upper()}_TIMEOUT": f"{value:g}" for name, value in waits.items() if value}
     if any(flags):
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
     if o.platform == "cpu":

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from multimesh import schedules
+from multimesh import planner, schedules
 
 BACKENDS = ("multimesh", "spmd", "cuda", "cpu", "legate")
 
@@ -57,21 +56,8 @@ XLA_THRESHOLDS = {
 """Operations that XLA combines: up to which size by default, and XLA's flag for that."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """An accelerator: MiB of memory as its driver shows them, and bfloat16 operations a second without sparsity."""
-
-    memory: int
-    peak: float
-
-
-DEVICES = {
-    "a100-40gb": Device(40_960, 312e12),
-    "a100": Device(81_920, 312e12),
-    "h100": Device(81_559, 989e12),
-    "h200": Device(143_771, 989e12),
-    "b200": Device(183_359, 2250e12),
-}
+DEVICES = {name: int(planner.device(name).memory) // 2**20 for name in planner.devices()}
+"""Accelerators, and MiB of their memory as their drivers show them."""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -91,6 +77,17 @@ def count(minimum: int) -> Callable[[str], int]:
         return value
 
     return whole_number
+
+
+def rate(text: str) -> float:
+    """Return a number above 0: ``4e5``."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def partition(text: str) -> str | tuple[int, ...]:
