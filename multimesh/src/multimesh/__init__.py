@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from multimesh import distributed as distributed
     from multimesh import fft as fft
     from multimesh import linalg as linalg
+    from multimesh import planner as planner
     from multimesh import schedules as schedules
     from multimesh.frontend.aot import Compiled as Compiled
     from multimesh.frontend.aot import Lowered as Lowered
+    from multimesh.frontend.clusters import suggest as suggest
     from multimesh.frontend.jitted import Jitted as Jitted
     from multimesh.frontend.jitted import jit as jit
     from multimesh.frontend.layers import sequential as sequential
     from multimesh.frontend.parallelize import parallelize as parallelize
+    from multimesh.frontend.pipelining import pipeline as pipeline
     from multimesh.marking.contexts import autoshard as autoshard
     from multimesh.marking.contexts import context as context
     from multimesh.marking.contexts import enable_fast_path as enable_fast_path
@@ -42,10 +45,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "frontend.clusters": ("suggest",),
     "frontend.jitted": ("Jitted", "jit"),
     "frontend.layers": ("sequential",),
     "frontend.aot": ("Compiled", "Lowered"),
     "frontend.parallelize": ("parallelize",),
+    "frontend.pipelining": ("pipeline",),
     "marking.contexts": (
         "autoshard",
         "context",
@@ -64,7 +69,7 @@ _HOMES = {
     "plan.plan": ("Plan",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
-_ROOMS = ("distributed", "fft", "linalg", "schedules")
+_ROOMS = ("distributed", "fft", "linalg", "planner", "schedules")
 
 __all__ = sorted(["MultiMeshError", "UsageError", *_ROOMS, *_MODULE_OF])
 

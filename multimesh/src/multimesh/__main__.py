@@ -1,4 +1,4 @@
-"""The command line: a demonstration, and forecasts of schedules.
+"""The command line: a demonstration, forecasts, and suggestions for a cluster.
 
 ``python -m multimesh`` imports JAX only where it is needed.
 """
@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from multimesh import schedules
-from multimesh.commands import forecast
+from multimesh.commands import forecast, suggest
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
+from multimesh.hardware import devices
+from multimesh.hardware.devices import PRECISIONS
+from multimesh.planner.configuration import RECOMPUTE, SHARDED
 from multimesh.schedules.costs import parsed_costs
 from multimesh.timelines.timeline import Timeline
 
@@ -27,6 +30,7 @@ INTERRUPTED = 130
 _ROOT = """\
   python -m multimesh demo                                     # train a small pipeline, and draw it
   python -m multimesh forecast --stages 4 --microbatches 8     # compare schedules, without devices
+  python -m multimesh suggest --params 70e9 --nodes 8          # configurations for 64 GPUs, without devices
 
 MultiMesh for JAX: parts of one jitted function on different submeshes."""
 
@@ -51,6 +55,14 @@ Simulate pipeline schedules on ideal submeshes, and compare how long each submes
 submeshes, v stages on each, m microbatches; tF, tB, tW are the times of forward, backward and weight gradients of one
 microbatch on a whole submesh, of which each of its stages takes an equal share. Needs neither devices nor JAX."""
 
+_SUGGEST = """\
+  python -m multimesh suggest --layers 80 --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --vocab 128256 --nodes 8
+  python -m multimesh suggest --params 70e9 --nodes 8 --tp 8
+
+Find the fastest ways to spread the training of a transformer over a cluster: axes of the mesh, schedule, microbatch,
+recomputation, layers of the stages. What a flag fixes stays. Seconds are forecasts, with the band in which measured
+runs lay. Needs neither devices nor JAX. maxtext/run.py --suggest does the same for MaxText's models."""
+
 _EXIT_CODES = """\
 exit codes:
     0  the losses of every step agree to 1e-5
@@ -65,6 +77,14 @@ exit codes:
     0  the simulation gives the published idle times, or nothing is published
     2  flags that do not fit together, or a schedule that has no such shape
    14  the simulation gives another idle time than the published
+  130  interrupted"""
+
+
+_SUGGEST_EXIT_CODES = """\
+exit codes:
+    0  there are configurations that fit
+    2  flags that do not fit together, or a budget that no number of these devices reaches
+   16  no configuration fits into memory
   130  interrupted"""
 
 
@@ -113,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_demo(commands)
     _add_forecast(commands)
+    _add_suggest(commands)
     return root
 
 
@@ -216,6 +237,75 @@ def _add_forecast(commands: Any) -> None:
     command.add_argument("--json", action="store_true", help="one JSON object instead of the table")
 
 
+def _add_suggest(commands: Any) -> None:
+    command = commands.add_parser(
+        "suggest",
+        help="find the configurations that suit a model and a cluster",
+        usage="%(prog)s [flags]",
+        description=_SUGGEST,
+        epilog=_SUGGEST_EXIT_CODES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = command.add_argument_group("model")
+    for flag, text in (
+        ("--layers", "decoder layers"),
+        ("--hidden", "width of the model"),
+        ("--ffn", "width of the MLP, of each expert (default: 4 x hidden)"),
+        ("--heads", "heads of attention"),
+        ("--kv-heads", "heads of keys and values (default: as --heads)"),
+        ("--vocab", "tokens of the vocabulary"),
+    ):
+        model.add_argument(flag, type=_positive, metavar="N", help=text)
+    model.add_argument("--experts", type=_positive, default=0, metavar="N", help="experts of a layer")
+    model.add_argument("--active", type=_positive, default=0, metavar="N", help="experts that a token passes")
+    model.add_argument("--plain-mlp", action="store_true", help="the MLP has no gate: two matrices in place of three")
+    model.add_argument("--tied", action="store_true", help="the head is the embedding transposed")
+    model.add_argument(
+        "--params",
+        type=_time,
+        metavar="N",
+        help="parameters, where no more is known: 70e9; the band is wider then",
+    )
+    model.add_argument("--name", metavar="NAME", help="for the title")
+    cluster = command.add_argument_group("cluster and batch")
+    cluster.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(devices.names())}; default h100")
+    cluster.add_argument("--devices-file", type=Path, metavar="FILE", help="TOML file of further devices")
+    cluster.add_argument("--gpus", type=_positive, default=8, metavar="N", help="GPUs of a node (default: %(default)s)")
+    cluster.add_argument("--nodes", type=_positive, default=1, metavar="N", help="default: %(default)s")
+    cluster.add_argument("--sequence-length", type=_positive, default=8192, metavar="N", help="default: %(default)s")
+    cluster.add_argument("--batch-size", type=_positive, metavar="N", help="sequences of a step (default: 2 x devices)")
+    cluster.add_argument(
+        "--memory",
+        type=_time,
+        metavar="BYTES",
+        help="of a device that may be used: 72e9 (default: 3/4, as JAX takes)",
+    )
+    cluster.add_argument(
+        "--budget",
+        type=_time,
+        metavar="TOKENS",
+        help="find the fewest nodes up to --nodes that reach so many a second",
+    )
+    fixed = command.add_argument_group("what stays as you say; all else is searched")
+    for name in ("dp", "fsdp", "tp", "pp", "cp", "ep", "interleave", "microbatch"):
+        fixed.add_argument(f"--{name}", type=_positive, metavar="N")
+    fixed.add_argument("--schedule", choices=schedules.names(), metavar="NAME", help=", ".join(schedules.names()))
+    fixed.add_argument("--recompute", choices=RECOMPUTE, help="what the backward pass computes again")
+    fixed.add_argument(
+        "--sharded", choices=SHARDED, help="over data parallelism beside the batch (default none; not searched)"
+    )
+    fixed.add_argument("--precision", choices=PRECISIONS, help="of products (default bf16; not searched)")
+    fixed.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help="default: wherever tp > 1")
+    fixed.add_argument("--partition", type=_sizes, metavar="N,N,...", help="layers of each stage")
+    command.add_argument("--picture", type=_file, metavar="FILE", help="draw memory against the time of a step, as SVG")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(_positive, text.split(",")))
+
+
 def virtual_devices(environ: dict[str, str], count: int) -> dict[str, str]:
     """Environment variables that make ``count`` virtual CPU devices, if they are set before JAX is imported.
 
@@ -297,7 +387,7 @@ def main(argv: Sequence[str]) -> int:
         if options.command is None:
             parser().print_help()
             return 0
-        found = _forecast(options) if options.command == "forecast" else _demo(options)
+        found = {"demo": _demo, "forecast": _forecast, "suggest": suggest.run}[options.command](options)
         if options.json:
             print(json.dumps({**found, "exit_code": 0}))
     except MultiMeshError as error:

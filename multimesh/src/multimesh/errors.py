@@ -43,6 +43,10 @@ class UsageError(MultiMeshError):
     exit_code = 2
 
 
+class DamagedError(UsageError):
+    """A checkpoint does not hold the bytes that were written: some are others, or missing."""
+
+
 class MissingPartError(MultiMeshError):
     """A source tree, package or device that the command needs is not on this machine."""
 
@@ -53,6 +57,12 @@ class DisagreementError(MultiMeshError):
     """Two runs that must give the same losses and gradient norms do not."""
 
     exit_code = 14
+
+
+class DoesNotFitError(UsageError):
+    """More memory is needed than a device has."""
+
+    exit_code = 16
 
 
 class LostProcessError(MultiMeshError):

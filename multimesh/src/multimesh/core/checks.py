@@ -44,14 +44,21 @@ def function(what: str, value: Any) -> Any:
     return value
 
 
+def misfit(fn: Any, *arguments: Any) -> str:
+    """Say why a callable does not take positional arguments; empty if it does, or does not tell, as one in C."""
+    try:
+        inspect.signature(fn).bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""
+
+
 def called(what: str, value: Any, *arguments: str) -> Any:
     """Return a callable that takes positional arguments of these names."""
-    try:
-        inspect.signature(function(what, value)).bind(*arguments)
-    except TypeError as error:
-        raise UsageError(f"{what} is called with ({', '.join(arguments)}), which it does not take: {error}") from None
-    except ValueError:  # of a function in C, which does not tell
-        pass
+    if error := misfit(function(what, value), *arguments):
+        raise UsageError(f"{what} is called with ({', '.join(arguments)}), which it does not take: {error}")
     return value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh.core import _compat
-from multimesh.core.submesh import describe
+from multimesh.core import _compat, checks
+from multimesh.core.submesh import Placement, describe
 from multimesh.errors import UsageError
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -37,9 +37,20 @@ def entry(axes: Axes) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+def axis_names(spec: P) -> Axes:
+    """The mesh axes that a spec names."""
+    return tuple(axis for entry in spec for axis in axes_of(entry))
+
+
+def decided(spec: P, rank: int) -> Iterator[tuple[int, Axes]]:
+    """The dimensions that a spec decides, with their axes; those that it leaves out are replicated."""
+    entries = (*spec, *(None for _ in range(rank)))[:rank]
+    return ((d, axes_of(entry)) for d, entry in enumerate(entries) if entry is not P.UNCONSTRAINED)
+
+
 def size(mesh: AnyMesh, axes: Axes) -> int:
-    """The number of devices along these axes."""
-    return math.prod(mesh.shape[a] for a in axes)
+    """The number of devices along these axes; those that the mesh lacks count as one device."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
@@ -52,7 +63,7 @@ def sharding_of(x: Any) -> NamedSharding | None:
     if not isinstance(found, NamedSharding) or found.mesh.empty:
         return None
     traced = isinstance(x, jax.core.Tracer)
-    return None if traced and not any(axes_of(e) for e in found.spec) else found
+    return None if traced and not axis_names(found.spec) else found
 
 
 def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMesh, tuple[Axes, ...]]:
@@ -64,12 +75,12 @@ def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMe
         If neither is given or carried, or if the given ones do not fit the array.
     """
     known = sharding_of(x)
-    if spec is None and known is not None and (mesh is None or set(mesh.axis_names) >= _names(known.spec)):
+    if spec is None and known is not None and (mesh is None or set(mesh.axis_names) >= set(axis_names(known.spec))):
         spec = known.spec
     if mesh is None:
         ambient = jax.sharding.get_abstract_mesh()
         mesh = known.mesh if known is not None else None if ambient.empty else ambient
-    if mesh is None or spec is None or not any(axes_of(e) for e in spec):
+    if mesh is None or spec is None or not axis_names(spec):
         raise UsageError(
             f"{what}: found no sharding of the array of shape {x.shape}. Shard it with jax.device_put(x, "
             "NamedSharding(mesh, spec)), or pass mesh= and spec=; under jax.jit an array only carries its Explicit axes"
@@ -95,10 +106,6 @@ def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMe
                 "pass the array's own mesh, or move it first: jax.device_put(x, NamedSharding(mesh, spec))"
             )
     return mesh, tuple(entries)
-
-
-def _names(spec: P) -> set[str]:
-    return {a for e in spec for a in axes_of(e)}
 
 
 def lay_out(x: Any, mesh: AnyMesh, *axes: Axes) -> Any:
@@ -138,10 +145,49 @@ def check_fits(what: str, shape: Sequence[int], spec: P, mesh: Mesh) -> None:
         raise UsageError(
             f"{what} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them"
         )
-    for dim, (size, axes) in enumerate(zip(shape, map(axes_of, spec), strict=False)):
-        ways = math.prod(mesh.shape.get(axis, 1) for axis in axes)
-        if size % ways:
+    for dim, (rows, axes) in enumerate(zip(shape, map(axes_of, spec), strict=False)):
+        ways = size(mesh, axes)
+        if rows % ways:
             raise UsageError(
-                f"{what} has {size} rows in dimension {dim}, and {spec} divides them among {ways} devices of "
+                f"{what} has {rows} rows in dimension {dim}, and {spec} divides them among {ways} devices of "
                 f"{describe(mesh)}; give a multiple of {ways} rows, or None for this dimension"
             )
+
+
+def translate(spec: P, task: Placement) -> P:
+    """Replace the logical names in a spec by axes of the task's submesh.
+
+    A name that is no logical axis of the task must be an axis of its submesh.
+
+    Raises
+    ------
+    UsageError
+        For a name that is neither.
+    """
+    table = dict(task.logical_axes)
+
+    def physical(name: str) -> Axes:
+        checks.text(f"task {task.name!r}: {spec}: an axis", name)
+        if name in table:
+            return table[name]
+        if name in task.mesh.axis_names:
+            return (name,)
+        raise UsageError(
+            f"task {task.name!r}: {spec} names {name!r}, which is neither one of its logical axes {tuple(table)} nor "
+            f"an axis of its submesh {task.mesh.axis_names}; add it to logical_axes="
+        )
+
+    free = P.UNCONSTRAINED
+    return P(*(e if e is free else entry(tuple(axis for name in axes_of(e) for axis in physical(name))) for e in spec))
+
+
+def carry_over(spec: P, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """The sharding on ``mesh`` of an array that has ``spec`` elsewhere.
+
+    A dimension keeps its axes if ``mesh`` has them and they divide it. Otherwise it is replicated.
+    """
+    kept = (
+        entry(axes) if mesh.shape.keys() >= set(axes) and rows % size(mesh, axes) == 0 else None
+        for rows, axes in zip(shape, map(axes_of, spec), strict=False)
+    )
+    return NamedSharding(mesh, stripped(P(*kept)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from multimesh.core import checks
 from multimesh.errors import UsageError
@@ -118,53 +117,3 @@ def _axis_items(
             )
         items.append((logical, physical))
     return tuple(sorted(items))
-
-
-def translate(spec: PartitionSpec, task: Placement) -> PartitionSpec:
-    """Replace the logical names in a spec by axes of the task's submesh.
-
-    A name that is no logical axis of the task must be an axis of its submesh.
-
-    Raises
-    ------
-    UsageError
-        For a name that is neither.
-    """
-    table = dict(task.logical_axes)
-
-    def axes_of(name: str) -> tuple[str, ...]:
-        checks.text(f"task {task.name!r}: {spec}: an axis", name)
-        if name in table:
-            return table[name]
-        if name in task.mesh.axis_names:
-            return (name,)
-        raise UsageError(
-            f"task {task.name!r}: {spec} names {name!r}, which is neither one of its logical axes {tuple(table)} nor "
-            f"an axis of its submesh {task.mesh.axis_names}; add it to logical_axes="
-        )
-
-    entries: list[Any] = []
-    for entry in spec:
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            entries.append(entry)
-            continue
-        names = entry if isinstance(entry, tuple) else (entry,)
-        physical = tuple(axis for name in names for axis in axes_of(name))
-        entries.append(None if not physical else physical[0] if len(physical) == 1 else physical)
-    return PartitionSpec(*entries)
-
-
-def carry_over(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """The sharding on ``mesh`` of an array that has ``spec`` elsewhere.
-
-    A dimension keeps its axes if ``mesh`` has them and they divide it. Otherwise it is replicated.
-    """
-    entries: list[Any] = []
-    for size, entry in zip(shape, tuple(spec) + (None,) * len(shape), strict=False):
-        free = entry is None or entry is PartitionSpec.UNCONSTRAINED
-        names = () if free else (entry,) if isinstance(entry, str) else tuple(entry)
-        ways = math.prod(mesh.shape.get(axis, 0) for axis in names)
-        entries.append(entry if names and ways and size % ways == 0 else None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return NamedSharding(mesh, PartitionSpec(*entries))

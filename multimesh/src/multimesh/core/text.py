@@ -17,9 +17,9 @@ def amount(value: float, unit: str) -> str:
     return f"{value / scale:.3g} {name}"
 
 
-def columns(parts: Sequence[tuple[str, Sequence[str]]], left: Collection[int] = ()) -> list[str]:
+def columns(parts: Sequence[tuple[str, Sequence[str]]], left: Collection[int] = (), gap: str = "  ") -> list[str]:
     """Lines of a text table. A part is a head and its cells. Columns in ``left`` are aligned to the left."""
     widths = [max(map(len, (head, *cells))) for head, cells in parts]
     heads, rows = [head for head, _ in parts], zip(*(cells for _, cells in parts), strict=True)
     signs = ["<" if number in left else ">" for number in range(len(parts))]
-    return ["  ".join(f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)) for row in (heads, *rows)]
+    return [gap.join(f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)) for row in (heads, *rows)]

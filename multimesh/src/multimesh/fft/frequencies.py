@@ -30,7 +30,7 @@ def rfftfreq(n: int, d: float = 1.0, *, mesh: AnyMesh, spec: P, dtype: jnp.dtype
 
 def _sharded(what: str, n: int, d: float, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None) -> Array:
     size = jax.ShapeDtypeStruct((n,), float)
-    if not any(specs.axes_of(e) for e in spec):
+    if not specs.axis_names(spec):
         axes: Axes = ()
     else:
         mesh, (axes,) = specs.find(what, size, mesh, spec)

@@ -24,7 +24,7 @@ from multimesh.plan import fingerprint
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
 from multimesh.runtime.actions import processes
-from multimesh.runtime.compiling import CompiledPlan, compile_plan
+from multimesh.runtime.compile import CompiledPlan, compile_plan
 from multimesh.runtime.part_runner import PartRunner
 from multimesh.runtime.runner import Runner
 
@@ -84,12 +84,9 @@ class Lowered:
         return tuple(plan.layouts[homes[arg]] if arg in homes else None for arg in range(len(self.traced.specs)))
 
     def passes(self) -> tuple[Pass, ...]:
-        """Run the passes again, and return the result of each in order. ``str`` of a result is its dump.
+        """Run the passes again, and return the result of each, with its ``name``. ``str`` of it is its dump.
 
-        Returns
-        -------
-        tuple[Pass, ...]
-            Each has a ``name``. The first made programs, the next parts of them, and the last ones the plan.
+        The first made programs, the next parts of them, and the last ones the plan.
         """
         return tuple(pipeline.run(self.traced))
 
@@ -97,25 +94,14 @@ class Lowered:
         """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
 
         They follow from the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as an
-        estimate of what XLA decides. See `MemoryForecast`.
-
-        Returns
-        -------
-        tuple[MemoryForecast, ...]
-            One per submesh, in the order of ``plan.submeshes``, with ``arguments``, ``sums``, ``values``, ``workspace``
-            and their ``total``, in bytes.
+        estimate of what XLA decides. See `MemoryForecast`; there is one per submesh, in the order of
+        ``plan.submeshes``.
         """
         with uncollected():
             return forecast(self.plan)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
-        """Compile every kernel, several at a time.
-
-        Parameters
-        ----------
-        compiler_options
-            Passed on to XLA.
-        """
+        """Compile every kernel, several at a time. The options are passed on to XLA."""
         with _compat.without_mesh():
             if not agree.several():
                 return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))

@@ -1,4 +1,4 @@
-"""What the calls of a function keep: traces and compiled functions by signature, and the last arguments."""
+"""Keeps traces and compiled functions by signature, and the last arguments of a function."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat, checks
-from multimesh.core.specs import axes_of, check_fits, stripped
+from multimesh.core.specs import axis_names, check_fits, stripped
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.core.weak_cache import kept, weak
@@ -130,10 +130,7 @@ class Jitted:
         return jax.tree.unflatten(out_tree, call(*arrays))
 
     def _traced(self, given: Given, leaves: Sequence[Any], tree: Any) -> tuple[Call, list[Any], Any]:
-        """Trace the function.
-
-        Returns the call, the values that it captures from an enclosing transformation, and the tree of its result.
-        """
+        """Trace: the call, the values that it captures from an enclosing transformation, the tree of its result."""
         signature = replace(self._signature(leaves, tree, given), specs=())
         if signature in self._cache.traced:
             found: tuple[Call, list[Any], Any] = self._cache.traced[signature]
@@ -280,25 +277,30 @@ class Jitted:
         parameters = self._parameters.names(given)
         alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated, parameters)
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
-        out_specs = self._result_specs(out_tree)
+        results = per_leaf(self._out_shardings, out_tree, "out_shardings")
+        out_specs = {i: spec for i, spec in enumerate(results) if spec is not None}
         traced = Traced(closed, devices, options, home, signature.specs, donated, alike, out_specs)
         stages = pipeline.run(traced)
         if not has_tasks(next(stages).made) and options.enable_fast_path:
-            return self._plain(jax.jit(flat, donate_argnums=tuple(donated)))
+            if self._in_shardings is not None or self._out_shardings is not None:
+                raise MultiMeshError(
+                    f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no "
+                    "submesh; use jax.jit"
+                )
+            return Plain(jax.jit(flat, donate_argnums=tuple(donated)))
         fit = fitted(Made(traced, {stage.name: stage for stage in stages}))
         traced, plan = fit.traced, fit.plan
         self._check_devices(fit.passes["reductions"].made)
         names = leaf_names(signature.tree, parameters)
         self._tell_held(fit.passes["place"].made, names)
-        asked = per_leaf(self._in_shardings, signature.tree, "in_shardings") if self._in_shardings is not None else ()
-        self._check_layouts(plan, names, asked, out_specs)
+        self._check_layouts(plan, names, per_leaf(self._in_shardings, signature.tree, "in_shardings"), out_specs)
         return Lowered(
             plan,
             traced,
             out_tree,
             jax.tree.structure(given.trees()),
             names,
-            {} if self._out_shardings is None else memory_kinds(self._out_shardings, out_tree, "out_shardings"),
+            memory_kinds(self._out_shardings, out_tree, "out_shardings"),
             self._name,
         )
 
@@ -319,7 +321,7 @@ class Jitted:
         """Refuse a given layout if no submesh has its axes, or if the array can't have it there."""
         known = {axis for mesh in plan.submeshes for axis in mesh.axis_names}
         for spec in filter(None, (*given, *out.values())):
-            missing = {axis for entry in spec for axis in axes_of(entry)} - known
+            missing = set(axis_names(spec)) - known
             if missing:
                 raise UsageError(
                     f"{self._name}: in_shardings or out_shardings name axis {min(missing)!r}, which no "
@@ -332,14 +334,6 @@ class Jitted:
             if spec is not None:
                 check_fits(f"{self._name}: {what}", plan.slots[slot].shape, spec, plan.layouts[slot].mesh)
 
-    def _plain(self, jitted: Any) -> Plain:
-        if self._in_shardings is not None or self._out_shardings is not None:
-            raise MultiMeshError(
-                f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no submesh; "
-                "use jax.jit"
-            )
-        return Plain(jitted)
-
     def _check_devices(self, program: ir.Program) -> None:
         if self._devices is None:
             return
@@ -350,12 +344,6 @@ class Jitted:
                     f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that are not among "
                     "jit(devices=...)"
                 )
-
-    def _result_specs(self, out_tree: Any) -> dict[int, PartitionSpec]:
-        if self._out_shardings is None:
-            return {}
-        given = per_leaf(self._out_shardings, out_tree, "out_shardings")
-        return {i: spec for i, spec in enumerate(given) if spec is not None}
 
 
 def jit(

@@ -143,9 +143,9 @@ def sequential(
 def estimated(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[LayerCosts, ...]:
     """Estimate the costs of layers, from the types of their parameters and of the input of the first."""
     costs = []
-    x = jax.tree.map(_struct, x)
+    x = jax.tree.map(struct, x)
     for layer, own in zip(layers, params, strict=True):
-        own = jax.tree.map(_struct, own)
+        own = jax.tree.map(struct, own)
         forward, shapes = jax.make_jaxpr(layer, return_shape=True)(own, x)
         kept = jax.make_jaxpr(lambda p, x, layer=layer: jax.tree.leaves(jax.vjp(layer, p, x)[1]))(own, x).jaxpr
         count = len(jax.tree.leaves(own))
@@ -160,7 +160,8 @@ def estimated(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[L
     return tuple(costs)
 
 
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
+def struct(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array; a type is returned as it is."""
     return x if isinstance(x, jax.ShapeDtypeStruct) else _compat.abstractify(x)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from multimesh.core import _compat
+from multimesh.core import _compat, checks
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.frontend.aot import Compiled
 from multimesh.frontend.jitted import Jitted
@@ -83,11 +82,13 @@ def parallelize(
     params = _Maker(init_params, "init_params")
     batch = _Maker(get_input_batch, "get_input_batch", fresh=True) if get_input_batch is not None else None
     shapes = params.shapes, initial_batch if batch is None else batch.shapes
-    _check_arity(fn)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if why := checks.misfit(fn, None, None):
+        raise UsageError(f"parallelize: {name} must take parameters and a batch: {why}")
     compiled = jitted.prepare(*shapes)
     if not isinstance(compiled, Compiled):
         raise MultiMeshError(
-            f"parallelize: nothing in {_name(fn)} is a task, so there are no submeshes to lay its arguments out on; "
+            f"parallelize: nothing in {name} is a task, so there are no submeshes to lay its arguments out on; "
             "wrap parts of it in multimesh.task"
         )
     where = compiled.lowered.input_shardings
@@ -109,12 +110,8 @@ class _Maker:
 
     def __init__(self, fn: Make, name: str, *, fresh: bool = False):
         self._fn, self._name = fn, name
-        try:
-            inspect.signature(fn).bind()
-        except TypeError as error:
-            raise UsageError(f"parallelize: {name} must be a function without arguments: {error}") from None
-        except ValueError:
-            pass  # a builtin that does not tell
+        if why := checks.misfit(fn):
+            raise UsageError(f"parallelize: {name} must be a function without arguments: {why}")
         try:
             closed, self.shapes = jax.make_jaxpr(fn, return_shape=True)()
         except TypeError as error:
@@ -179,16 +176,3 @@ def _flat(devices: Any) -> Sequence[jax.Device] | None:
     if not flat or not all(isinstance(d, jax.Device) for d in flat):
         raise UsageError("parallelize: devices= must be jax devices, in any nesting")
     return flat
-
-
-def _check_arity(fn: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(fn).bind(None, None)
-    except TypeError as error:
-        raise UsageError(f"parallelize: {_name(fn)} must take parameters and a batch: {error}") from None
-    except ValueError:
-        return
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)

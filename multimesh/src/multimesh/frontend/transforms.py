@@ -1,13 +1,13 @@
 """`multimesh.jit` under JAX's transformations: ``jax.grad(mm.jit(f))``, ``jax.vmap``, ``jax.jvp``, ``jax.linearize``.
 
-The arguments of such a function lie on several submeshes, so JAX can't run its operations one by one. Instead the call
-is one primitive. Each transformation of it is traced once and runs as a plan of its own: the forward pass with its
-residuals, the tangent function of these, the transpose, and the batched function.
+The arguments lie on several submeshes, so JAX can't run the operations one by one. Instead the call is one primitive,
+and each transformation of it is traced once and runs as a plan of its own.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -62,7 +62,7 @@ class Call:
 
         def forward(*primals: Any) -> list[Any]:
             def of(*given: Any) -> Sequence[Any]:
-                return self.function(*_merged(moving, given, itertools.compress(primals, map(_not, moving))))
+                return self.function(*_merged(moving, given, itertools.compress(primals, map(operator.not_, moving))))
 
             results, push = jax.linearize(of, *itertools.compress(primals, moving))
             pushed = jax.make_jaxpr(lambda *given: list(itertools.compress(push(*given), moved)))(*tangents)
@@ -90,28 +90,20 @@ class Call:
             return transposed
 
         wanted = list(itertools.compress(self._shapes, linear))
-        given = list(itertools.compress(self._shapes, map(_not, linear)))
+        given = list(itertools.compress(self._shapes, map(operator.not_, linear)))
         results = [_compat.shape_of(aval) for aval in self.closed.out_avals]
         made: Call = self._once(("transposed", linear), lambda: self._traced(pull, given, results))
         return made
 
     def batched(self, size: int, dims: tuple[int | None, ...]) -> Call:
         """The function over ``size`` rows along ``dims`` of the arguments; results have their rows in front."""
-
-        def rows(shape: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
-            if dim is None:
-                return shape
-            sizes = (*shape.shape[:dim], size, *shape.shape[dim:])
-            return jax.ShapeDtypeStruct(sizes, shape.dtype, weak_type=shape.weak_type)
-
         fn = jax.vmap(self.function, in_axes=dims, axis_size=size)
-        shapes = [rows(shape, dim) for shape, dim in zip(self._shapes, dims, strict=True)]
+        shapes = [
+            one if d is None else one.update(shape=(*one.shape[:d], size, *one.shape[d:]))
+            for one, d in zip(self._shapes, dims, strict=True)
+        ]
         made: Call = self._once(("batched", size, dims), lambda: self._traced(fn, *shapes))
         return made
-
-
-def _not(flag: bool) -> bool:
-    return not flag
 
 
 def _merged(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Operations to calls of JAX: how programs are traced for a submesh."""
+"""Evaluates operations as calls of JAX: how kernels are traced for a submesh."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.submesh import carry_over, describe, translate
+from multimesh.core.specs import axis_names, carry_over, translate
+from multimesh.core.submesh import describe
 
 
 def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any], mesh: Mesh) -> None:
@@ -22,11 +23,6 @@ def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any], mesh: Mesh) -> None
         if results is None:
             results = _compat.bind(op.prim, op.params, op.ctx, args, mesh)
         env.update(zip(op.outs, results, strict=True))
-
-
-def _axes(spec: PartitionSpec) -> list[str]:
-    entries = [(e,) if isinstance(e, str) else e for e in spec if e is not PartitionSpec.UNCONSTRAINED]
-    return [axis for entry in entries if entry is not None for axis in entry]
 
 
 def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
@@ -45,7 +41,7 @@ def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
     sharding = op.params["sharding"]
     if not isinstance(sharding, NamedSharding):
         return None
-    lost = [axis for axis in _axes(sharding.spec) if axis not in mesh.axis_names]
+    lost = [axis for axis in axis_names(sharding.spec) if axis not in mesh.axis_names]
     if lost:
         warnings.warn(
             f"{_compat.user_line(op.source)}: a sharding constraint names axis {lost[0]!r}, which submesh "

@@ -1,4 +1,4 @@
-"""Operations of programs, from shapes alone.
+"""Counts floating-point operations, from shapes alone.
 
 A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each element of
 its results.

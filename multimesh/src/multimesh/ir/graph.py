@@ -70,6 +70,23 @@ def rename_loop(loop: Loop, names: Names) -> Loop:
     )
 
 
+def with_leaves(loop: Loop, leaves: Iterable[Atom]) -> Loop:
+    """The loop with other leaves, in the order of its own."""
+    left = iter(leaves)
+    return replace(
+        loop,
+        sums=tuple(replace(s, leaf=next(left)) for s in loop.sums),
+        stacks={out: next(left) for out in loop.stacks},
+        carries={k: replace(c, leaf=next(left)) for k, c in loop.carries.items()},
+    )
+
+
+def rename_body(loop: Loop, names: Names) -> Loop:
+    """The loop with values of its body replaced, in operations and leaves."""
+    ops = tuple(rename_op(op, names) for op in loop.ops)
+    return replace(with_leaves(loop, [renamed(leaf, names) for leaf in loop.leaves]), ops=ops)
+
+
 def rename_item(item: Item, names: Names) -> Item:
     """The item with outer values replaced."""
     return rename_op(item, names) if isinstance(item, Op) else rename_loop(item, names)

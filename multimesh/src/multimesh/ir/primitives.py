@@ -1,25 +1,19 @@
-"""What the passes may assume of an operation: one registry, keyed by the primitive.
+"""One registry says what the passes may assume of an operation, by its primitive.
 
-A primitive that is not here has no property, so the passes leave it as it is. All but those with effects are pure
-(``is_pure``): equal operands give equal results, so that they may be repeated elsewhere.
+The passes leave a primitive that is not here as it is. Operations without effects are pure: they may be repeated.
 
-Three properties say how arithmetic may be reordered.
+*Sums.* Integers wrap, so a sum of them is the same in every order. Floats with the range of float32 sum to the same up
+to rounding. Half floats (float16, float8) overflow easily: their sums keep their order. See ``reorders``.
 
-*Sums.* Integers wrap, so that a sum of them is the same in every order. A sum of floats is the same in every order up
-to rounding, where no partial sum overflows: in dtypes with the range of float32 that is as good as always. Half floats
-(float16, float8) overflow easily: their sums keep their order. ``reorders`` tells them apart.
+*Linear operations*: ``f(a + b) == f(a) + f(b)`` with all other operands fixed, so a sum may be taken after ``f``. A
+division is linear in its dividend over inexact dtypes only (``3 // 2 + 3 // 2 != 6 // 2``), a conversion only from an
+inexact dtype to one that holds all its values: elsewhere a part may wrap, round or overflow where the sum would not.
 
-*Linear operations* ``f(a + b) == f(a) + f(b)``, with all other operands fixed, under the same conditions. So a sum may
-be taken after ``f`` instead of before it. A division is linear in its dividend over inexact dtypes only
-(``3 // 2 + 3 // 2 != 6 // 2``), a conversion only from an inexact dtype to one that holds all its values: integers wrap
-or are cut off elsewhere in another dtype, and a float that narrows rounds or overflows a part that the sum would not.
+*Cheap operations* cost less than the memory traffic of their result. In another kernel they may differ in the last bit
+of a float, since compilers contract. *Exact operations*, which choose, move or compare, do not.
 
-*Cheap operations* cost less than the memory traffic of their result. Repeated in another program, the last bit of a
-float may differ: compilers contract, and leave out conversions between. *Exact operations*, which choose, move or
-compare what there is, repeat as they were.
-
-And links: which dimensions of operands and results are the same dimension, or what a layout of one says about the
-other. Layouts never change a result, so an operation without a rule links nothing that it need not.
+*Links* say which dimensions of operands and results go together. Layouts never change a result, so an operation may
+link nothing.
 """
 
 from __future__ import annotations
@@ -50,41 +44,20 @@ _SUMMABLE = frozenset(
 class Primitive:
     """What is known of a primitive.
 
-    Attributes
-    ----------
-    links
-        Rule for the groups of dimensions that go together.
-    cheap
-        Whether to repeat it costs less than to keep or send its result.
-    linear
-        Rule for the positions of the operands in each of which it is linear, before dtypes are looked at.
-    sums
-        Rule for the groups of operands' dimensions that it sums over, each a dimension of every operand that has it.
-    adds
-        Whether it adds its two operands.
-    exact
-        Whether its result can't differ by rounding from one program to another.
-    compares
-        Whether it is true or false of two operands, so that a last bit decides.
-    buffer
-        Where the compiler keeps its result: ``fused`` into the only operation that reads it, an array of its ``own``,
-        its ``operand``, or made ``again`` wherever it is read.
-    spreads
-        Whether its result may be larger than what it is made from, and is then better made where it is read.
-    control
-        Whether it runs programs of its own: a loop or a condition.
+    ``buffer`` says where the compiler keeps its result: ``fused`` into the only operation that reads it, an array of
+    its ``own``, its ``operand``, or made ``again`` wherever it is read.
     """
 
-    links: _Rule | None = None
-    cheap: bool = False
-    linear: _Rule | None = None
-    sums: _Rule | None = None
-    adds: bool = False
-    exact: bool = False
-    compares: bool = False
+    links: _Rule | None = None  # groups of dimensions that go together
+    cheap: bool = False  # to repeat it costs less than to keep or send its result
+    linear: _Rule | None = None  # positions of operands in which it is linear, in the dtypes that allow that
+    sums: _Rule | None = None  # groups of operands' dimensions that it sums over
+    adds: bool = False  # it adds its two operands
+    exact: bool = False  # its result can't differ by rounding from one kernel to another
+    compares: bool = False  # it is true or false of two operands, so that a last bit decides
     buffer: str = "fused"
-    spreads: bool = False
-    control: bool = False
+    spreads: bool = False  # its result may be larger than its operands, and is then better made where it is read
+    control: bool = False  # it runs jaxprs of its own: a loop or a condition
 
 
 def reorders(dtype: Any) -> bool:
@@ -102,6 +75,16 @@ def is_pure(eqn: Any) -> bool:
 def known(op: ir.Op) -> Primitive:
     """What the registry has of an operation's primitive."""
     return _REGISTRY.get(op.prim, _UNKNOWN)
+
+
+def is_cheap(prim: Any) -> bool:
+    """Whether a primitive may be evaluated wherever its result is read."""
+    return _REGISTRY.get(prim, _UNKNOWN).cheap
+
+
+def fuses(prim: Any) -> bool:
+    """Whether the compiler makes a primitive's result within the kernel that reads it."""
+    return _REGISTRY.get(prim, _UNKNOWN).buffer != "own"
 
 
 def elementwise(op: ir.Op) -> bool:
@@ -190,7 +173,7 @@ def _reshape(op: ir.Op) -> _Groups:
                 right, j_end = right * new[j_end], j_end + 1
             else:
                 return
-        yield [(x, next((d for d in range(i, i_end) if old[d] > 1), i)), (out, _outermost(new, j, j_end))]
+        yield [(x, _outermost(old, i, i_end)), (out, _outermost(new, j, j_end))]
         i, j = i_end, j_end
 
 

@@ -59,7 +59,7 @@ class Op:
     @property
     def reads(self) -> Iterator[Value]:
         """Values among the inputs."""
-        return (i for i in self.ins if isinstance(i, Value))
+        return values(self.ins)
 
     @property
     def needs(self) -> Iterator[Value]:
@@ -112,32 +112,26 @@ class LoopMark:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A microbatch loop, of iterations that are independent but for ``carries``, by the body value that reads each.
-
-    ``consts`` and ``slices`` map body values to values outside (a slice is row ``k`` of the outer value in iteration
-    ``k``); ``linked`` maps body values to the body value of an earlier loop, iteration by iteration; ``stacks`` maps
-    outer values to the body values that they stack. ``submeshes`` are in the order of a microbatch.
-    """
+    """A microbatch loop. Its iterations are independent but for ``carries``."""
 
     mark: LoopMark
     uid: str
     ops: tuple[Op, ...]
-    consts: dict[Value, Atom]
-    slices: dict[Value, Value]
+    consts: dict[Value, Atom]  # body value to the value outside
+    slices: dict[Value, Value]  # body value to the value outside of which iteration k reads row k
     sums: tuple[Sum, ...]
-    stacks: dict[Value, Atom]
-    linked: dict[Value, Value] = field(default_factory=dict)
-    carries: dict[Value, Carry] = field(default_factory=dict)
+    stacks: dict[Value, Atom]  # value outside to the body value that it stacks
+    linked: dict[Value, Value] = field(default_factory=dict)  # body value to that of an earlier loop, row by row
+    carries: dict[Value, Carry] = field(default_factory=dict)  # by the body value that reads each
     backward: bool = False
     source: Any = None
-    submeshes: tuple[Mesh, ...] = ()
+    submeshes: tuple[Mesh, ...] = ()  # in the order of a microbatch
 
     @property
     def reads(self) -> Iterator[Value]:
         """Values outside that the loop reads."""
-        outer = itertools.chain(self.consts.values(), self.slices.values(), (s.init for s in self.sums))
-        outer = itertools.chain(outer, (c.init for c in self.carries.values()))
-        return (v for v in outer if isinstance(v, Value))
+        inits = (*(s.init for s in self.sums), *(c.init for c in self.carries.values()))
+        return values((*self.consts.values(), *self.slices.values(), *inits))
 
     needs = reads
 

@@ -121,29 +121,46 @@ def solve(panels: Panels, b: Array, layout: Layout) -> Array:
 
 
 def _solve_own(panels: Panels, x: Array, layout: Layout) -> Array:
-    """``inv(A) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
-    height, width = layout.height, layout.width
-    x = x.reshape(layout.count * width, -1)
+    """``inv(A) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination.
 
-    def row(s: int, some: range, x: Array) -> tuple[Array, Array]:  # of L: superpanel s, columns of some others
-        mine = [panels.below[j][(s - j) * height : (s - j + 1) * height] for j in some]
-        return _gather(jnp.concatenate(mine, 1), x, layout)
+    Either sweep writes a superpanel of ``x`` once, when nothing reads its old value any more, so XLA writes in place.
+    """
+    height, width, count = layout.height, layout.width, layout.count
+    x = x.reshape(count * width, -1)
 
-    for s in range(layout.count):
-        here = slice(s * width, (s + 1) * width)
+    def before(s: int, some: range, c: Array) -> tuple[Array, Array]:  # of L: rows of s, columns of some earlier ones
+        below, c = lax.optimization_barrier((panels.below[some.start : some.stop], c))
+        mine = [panel[(s - j) * height : (s - j + 1) * height] for j, panel in zip(some, below, strict=True)]
+        return lax.all_gather(jnp.concatenate(mine, 1), layout.axes, tiled=True), c
+
+    def behind(s: int, some: range, c: Array) -> tuple[Array, Array]:  # of L: rows of some later ones, columns of s
+        below, c = lax.optimization_barrier((panels.below[s], c))
+        mine = below[(some.start - s) * height : (some.stop - s) * height].reshape(len(some), height, width)
+        return lax.all_gather(mine, layout.axes, axis=1, tiled=True).reshape(-1, width), c
+
+    def get(x: Array, some: range) -> Array:
+        return x[some.start * width : some.stop * width]
+
+    def put(x: Array, s: int, rows: Array) -> Array:
+        # Not x.at[]: of all rows it captures an empty array, with which the Shardy of jax 0.11.2 ends the process.
+        return lax.optimization_barrier(lax.dynamic_update_slice_in_dim(x, rows, s * width, 0))
+
+    for s in range(count):
+        c = get(x, range(s, s + 1))
         for some in layout.at_a_time(s):
-            rows, x = row(s, some, x)
-            x = x.at[here].add(-matmul(rows, x[some.start * width : some.stop * width]))
-        l, x = row(s, range(s, s + 1), x)
-        x = x.at[here].set(_forward(l, x[here]))
-    for s in reversed(range(layout.count)):
-        here = slice(s * width, (s + 1) * width)
-        l, x = row(s, range(s, s + 1), x)
-        x = x.at[here].set(_back(l, x[here]))
-        for some in layout.at_a_time(s):
-            rows, x = row(s, some, x)
-            x = x.at[some.start * width : some.stop * width].add(-matmul(adjoint(rows), x[here]))
-    return x.reshape(layout.count, width, -1)
+            l, c = before(s, some, c)
+            c = c - matmul(l, get(x, some))
+        l, c = before(s, range(s, s + 1), c)
+        x = put(x, s, _forward(l, c))
+    for s in reversed(range(count)):
+        c = get(x, range(s, s + 1))
+        for some in layout.at_a_time(count - s - 1):
+            later = range(s + 1 + some.start, s + 1 + some.stop)
+            l, c = behind(s, later, c)
+            c = c - matmul(adjoint(l), get(x, later))
+        l, c = before(s, range(s, s + 1), c)
+        x = put(x, s, _back(l, c))
+    return x.reshape(count, width, -1)
 
 
 def solve_columns(panels: Panels, b: Array, layout: Layout) -> Array:

@@ -73,7 +73,7 @@ def _known_axes(a: Any, mesh: Any, spec: Any) -> Any:
     if known is None or not isinstance(spec, P):
         return spec
     axes = (mesh or known.mesh).axis_names
-    unknown = [name for e in spec for name in specs.axes_of(e) if name not in axes]
+    unknown = [name for name in specs.axis_names(spec) if name not in axes]
     if not unknown:
         return spec
     warnings.warn(

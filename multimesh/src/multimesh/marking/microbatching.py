@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
-from multimesh.core.submesh import carry_over
+from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks

@@ -80,11 +80,7 @@ class Registration:
 
 
 R = TypeVar("R", bound=Registration)
-
-
 _registrations: tuple[Registration, ...] = ()  # the newest first; replaced, never changed
-
-
 _registrations_lock = threading.Lock()
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from multimesh.core import _compat, checks
-from multimesh.core.submesh import AxisMap, Placement, make_task, translate
+from multimesh.core.specs import translate
+from multimesh.core.submesh import AxisMap, Placement, make_task
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.flax_modules import subclass, with_call
@@ -90,10 +91,6 @@ def _scoped(call: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
     return scoped
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
-
-
 def marked_call(
     name: str,
     fn: Callable[..., Any],
@@ -106,7 +103,7 @@ def marked_call(
     ``keep(key, make)`` returns the jit of an earlier call with the same Python values, or else ``make()``.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    where = tuple(i for i, leaf in enumerate(leaves) if _is_array(leaf))
+    where = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic))
     fixed = [None if i in where else leaf for i, leaf in enumerate(leaves)]
 
     def body(*arrays: Any) -> Any:

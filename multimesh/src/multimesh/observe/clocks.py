@@ -34,7 +34,7 @@ def offset(name: str) -> Offset:
     A process asks process 0 for its time through JAX's key-value store. It assumes that process 0 read its clock in the
     middle between question and answer; the error is at most half of the time between them.
     """
-    store, patience = _compat.key_value_store(), int(1000 * agree.WAIT)
+    store, patience = _compat.key_value_store(), int(1000 * agree.patience())
     me, key = jax.process_index(), f"multimesh/clock/{name}"
     agree.barrier(f"clock/{name}")
     found: list[tuple[float, float]] = []

@@ -27,21 +27,11 @@ _profiles = itertools.count(1)
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured run, in seconds.
+    """A measured run, in seconds."""
 
-    Attributes
-    ----------
-    times
-        Start and end of each RUN and SEND, by number of the instruction.
-    lasts
-        The time that each took by itself.
-    error
-        Possible difference between the clocks of two processes.
-    """
-
-    times: Times
-    lasts: Mapping[int, float]
-    error: float = 0.0
+    times: Times  # start and end of each RUN and SEND, by number of the instruction
+    lasts: Mapping[int, float]  # the time that each took by itself
+    error: float = 0.0  # possible difference between the clocks of two processes
 
     @property
     def end(self) -> float:
@@ -84,21 +74,11 @@ class Alone:
 
 @dataclass
 class Seen:
-    """Times that one process saw in a run, by number of the action, on the clock of process 0.
+    """Times that one process saw in a run, by number of the action, on the clock of process 0."""
 
-    Attributes
-    ----------
-    runs
-        Start and end of its kernels.
-    sent
-        When the arrays of a move were ready.
-    got
-        When a receiver asked for them, and when they had arrived.
-    """
-
-    runs: dict[int, tuple[float, float]] = field(default_factory=dict)
-    sent: dict[int, float] = field(default_factory=dict)
-    got: dict[int, tuple[float, float]] = field(default_factory=dict)
+    runs: dict[int, tuple[float, float]] = field(default_factory=dict)  # start and end of its kernels
+    sent: dict[int, float] = field(default_factory=dict)  # when the arrays of a move were ready
+    got: dict[int, tuple[float, float]] = field(default_factory=dict)  # when they were asked for, and when they arrived
 
 
 class _Watch:

@@ -10,13 +10,14 @@ from dataclasses import astuple, dataclass
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.core.text import amount
 from multimesh.ir.primitives import known as facts
 from multimesh.passes.laying_out.propagate import Inner, Known, kernel_axes, ways
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryForecast:
     """Bytes on each device of a submesh.
 
@@ -38,6 +39,10 @@ class MemoryForecast:
     def total(self) -> int:
         """Bytes at the peak of the call."""
         return sum(astuple(self))
+
+    def __repr__(self) -> str:
+        parts = {**vars(self), "total": self.total}
+        return f"MemoryForecast({', '.join(name + '=' + amount(value, 'bytes') for name, value in parts.items())})"
 
 
 def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,11 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from multimesh.core import checks
 from multimesh.core.submesh import make_task
 from multimesh.errors import UsageError
 from multimesh.marking import microbatching, registrations
 from multimesh.marking import tasks as here
-from multimesh.original.meshes import Entered, Task, TaskMesh, put_in_force, registration
+from multimesh.original.meshes import Entered, Task, TaskMesh, innermost, registration
 from multimesh.original.shardings import with_sharding_constraint
 
 
@@ -31,16 +31,9 @@ def task(
     logical_axes: Any = None,
     **fields: Any,
 ) -> Any:
-    """`multimesh.task`, which also takes a `TaskMesh` or a `Task`. Without a place it takes all devices.
+    """`multimesh.task`, where ``mesh`` may also be a `TaskMesh`. Without a place it takes all devices.
 
-    Parameters
-    ----------
-    fun, name, mesh, devices, device_axes, logical_axes
-        As in `multimesh.task`.
-    task
-        A `Task`, instead of the submesh.
-    fields
-        Further fields of a `Task`: ``mesh_slice``, ``extra_axes``.
+    ``task`` is a `Task`, instead of the submesh; ``fields`` are further fields of one: ``mesh_slice``, ``extra_axes``.
     """
     if task is None and (fields or isinstance(mesh, TaskMesh)):
         unknown = set(fields) - set(Task.__dataclass_fields__)
@@ -72,14 +65,10 @@ def microbatch(
     *,
     stack: Any = None,
 ) -> Callable[..., Any]:
-    """`multimesh.microbatch` with the original's order of arguments.
+    """`multimesh.microbatch` with the original's order of arguments; None stands for a default.
 
     Parameters
     ----------
-    fun, dim, size, argnum, custom_schedule, stack
-        As in `multimesh.microbatch`.
-    interleave, num_stages, schedule
-        As in `multimesh.microbatch`; None stands for its default.
     unrolling
         None only: the plan holds every microbatch, in the order of the schedule.
     arg_shardings
@@ -134,27 +123,20 @@ def register_task(
     logical_axes: Any = None,
     task: Task | None = None,
 ) -> registrations.Registration:
-    """`multimesh.register_task` with the original's arguments.
+    """`multimesh.register_task` with the original's arguments; a pattern without a group counts as one group.
+
+    It is in force until its ``remove()``, `clear_tasks`, or the end of a ``with`` over it or the `MultiMesh` around.
 
     Parameters
     ----------
-    regex
-        As in `multimesh.register_task`; a pattern without a group counts as one group.
     name
         Name of the task in plans; by default the pattern.
-    mesh, device_axes, logical_axes
-        As in `multimesh.register_task`.
     devices, dims
         Devices or their ids, in the shape ``dims``.
     callback
-        As in `multimesh.register_task`; it may take the name only, and may return a `Task`.
+        It may also take the name only, and return a `Task`.
     task
         A `Task`, instead of all others.
-
-    Returns
-    -------
-    Registration
-        In force until its ``remove()``, `clear_tasks`, or the end of a ``with`` over it or over the `MultiMesh` around.
 
     Raises
     ------
@@ -166,32 +148,27 @@ def register_task(
             f"register_task({regex!r}): a mesh= that rotates over devices= is not supported: a task has one submesh; "
             "register one task for each submesh, or give callback="
         )
-    pairs = tuple(dict(logical_axes or {}).items())
     if callback is not None or task is not None:
         if name is not None or mesh is not None or devices is not None:
             raise UsageError(f"register_task({regex!r}): callback= or task= says it all; drop name=, mesh=, devices=")
-        axes = tuple(device_axes) if device_axes else None
-        if pairs and axes is None:
+        if logical_axes and not device_axes:
             raise UsageError(f"register_task({regex!r}): logical_axes= needs device_axes=")
-        answer = _with_backprop(callback) if callback is not None else None
-        shape = tuple(dims) if dims is not None else None
-        made = registration(regex, callback=answer, task=task, dims=shape, device_axes=axes, logical_axes=pairs)
+        answer = (
+            (lambda label, _: callback(label))
+            if callback is not None and checks.misfit(callback, "", False)
+            else callback
+        )
+        made = registration(
+            regex, callback=answer, task=task, dims=dims, device_axes=device_axes, logical_axes=logical_axes
+        )
     else:
         grid = _shaped(regex, devices, dims) if devices is not None else None
         fixed = make_task(name or regex, mesh=mesh, devices=grid, device_axes=device_axes, logical_axes=logical_axes)
         made = registration(regex, fixed=fixed)
-    put_in_force(made)
-    return made
-
-
-def _with_backprop(callback: Callable[..., Any]) -> Callable[[str, bool], Any]:
-    try:
-        inspect.signature(callback).bind("", False)
-    except TypeError:
-        return lambda label, _: callback(label)
-    except ValueError:
-        pass  # a builtin that does not tell
-    return callback
+    owner = innermost()
+    if owner is not None:
+        owner.registered.append(made)
+    return registrations.add(made)
 
 
 def _shaped(regex: str, devices: Any, dims: Sequence[int] | None) -> Any:

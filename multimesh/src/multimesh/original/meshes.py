@@ -102,7 +102,13 @@ class Task:
             )
         if (self.mesh is None) == (self.mesh_slice is None):
             raise UsageError(f"task {name!r}: give either mesh= or mesh_slice=, not both or neither")
-        mesh = self.mesh if self.mesh_slice is None else _global_mesh(name).slice(**self.mesh_slice)
+        mesh, around = self.mesh, innermost()
+        if self.mesh_slice is not None:
+            if around is None:
+                raise UsageError(
+                    f"task {name!r}: mesh_slice= is a slice of a MultiMesh; call inside `with MultiMesh(...):`"
+                )
+            mesh = around.slice(**self.mesh_slice)
         if isinstance(mesh, TaskMesh):
             mesh = mesh.on(devices)
         if not isinstance(mesh, Mesh):
@@ -119,15 +125,9 @@ class Entered(registrations.Registration):
     owner: Any = field(default=None, compare=False)
 
 
-def _innermost() -> MultiMesh | None:
+def innermost() -> MultiMesh | None:
+    """The `MultiMesh` in force."""
     return next((r.owner for r in registrations.in_force() if isinstance(r, Entered)), None)
-
-
-def _global_mesh(name: str) -> MultiMesh:
-    found = _innermost()
-    if found is None:
-        raise UsageError(f"task {name!r}: mesh_slice= is a slice of a MultiMesh; call inside `with MultiMesh(...):`")
-    return found
 
 
 class MultiMesh(contextlib.ContextDecorator):
@@ -161,7 +161,7 @@ class MultiMesh(contextlib.ContextDecorator):
                 raise UsageError(f"MultiMesh: axis_sizes={shape} and axis_names={axis_names} for {grid.size} devices")
             global_mesh = Mesh(grid.reshape(shape), tuple(axis_names))
         self.global_mesh = global_mesh
-        self._registered: list[registrations.Registration] = []
+        self.registered: list[registrations.Registration] = []
         self._open: list[tuple[Entered, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -187,7 +187,7 @@ class MultiMesh(contextlib.ContextDecorator):
     def register_task(self, matcher: str, *, callback: Any = None, task: Task | None = None) -> None:
         """As `register_task`; in force while the mesh is entered."""
         made = registration(matcher, callback=callback, task=task)
-        self._registered.append(made)
+        self.registered.append(made)
         if self._open:
             registrations.add(made)
 
@@ -195,13 +195,13 @@ class MultiMesh(contextlib.ContextDecorator):
         options = contexts.autoshard(True)
         options.__enter__()
         self._open.append((registrations.add(Entered(_NOTHING, mesh=self.global_mesh, owner=self)), options))
-        for made in self._registered:
+        for made in self.registered:
             registrations.add(made)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         entered, options = self._open.pop()
-        for made in self._registered:
+        for made in self.registered:
             made.remove()
         entered.remove()
         options.__exit__(*exc)
@@ -223,9 +223,9 @@ def registration(
     callback: Any = None,
     task: Task | None = None,
     fixed: submesh.Placement | None = None,
-    dims: tuple[int, ...] | None = None,
-    device_axes: tuple[str, ...] | None = None,
-    logical_axes: Pairs = (),
+    dims: Sequence[int] | None = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: Any = None,
 ) -> registrations.Registration:
     """Make a registration of a callback, a `Task` or a fixed task; it is not in force yet.
 
@@ -238,12 +238,6 @@ def registration(
     except re.error as error:
         raise UsageError(f"register_task({matcher!r}): not a regular expression: {error}") from None
     answer: Any = callback if task is None else lambda label, backprop: task
-    return _Registered(pattern, fixed, answer, dims, device_axes, tuple(dict(logical_axes).items()))
-
-
-def put_in_force(made: registrations.Registration) -> None:
-    """Put a registration in force until the `MultiMesh` in force ends, if there is one; else for good."""
-    owner = _innermost()
-    if owner is not None:
-        owner._registered.append(made)
-    registrations.add(made)
+    shape = None if dims is None else tuple(dims)
+    axes = tuple(device_axes) if device_axes else None
+    return _Registered(pattern, fixed, answer, shape, axes, tuple(dict(logical_axes or {}).items()))

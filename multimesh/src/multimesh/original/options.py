@@ -93,19 +93,20 @@ def _absent(name: str, remedy: str) -> Callable[..., Any]:
     return absent
 
 
-_COMPILER = "it reached into the compiler of the original; drop the call"
-_REMAT = "see enable_recomputation and jax.checkpoint"
-_STARTUP = "JAX has jax_num_cpu_devices for CPU devices and XLA_PYTHON_CLIENT_MEM_FRACTION for GPU memory"
-
 Context = _absent("Context", "use register_task in a with statement, or MultiMesh")
 MeshWrapper = _absent("MeshWrapper", "give tasks a jax.sharding.Mesh")
 custom_partitioning = _absent("custom_partitioning", "call jax.experimental.custom_partitioning inside a task")
-no_op_custom_call = _absent("no_op_custom_call", _COMPILER)
-recompute_from_arguments_if_cost_less_than = _absent("recompute_from_arguments_if_cost_less_than", _REMAT)
+no_op_custom_call = _absent("no_op_custom_call", "it reached into the compiler of the original; drop the call")
+recompute_from_arguments_if_cost_less_than = _absent(
+    "recompute_from_arguments_if_cost_less_than", "see enable_recomputation and jax.checkpoint"
+)
 register_custom_call_target = _absent("register_custom_call_target", "use jax.ffi.register_ffi_target")
 replicate_parameters_smaller_than_num_elements = _absent(
     "replicate_parameters_smaller_than_num_elements", "give in_shardings= or constrain the parameter to PartitionSpec()"
 )
-set_startup_config = _absent("set_startup_config", _STARTUP)
+set_startup_config = _absent(
+    "set_startup_config",
+    "JAX has jax_num_cpu_devices for CPU devices and XLA_PYTHON_CLIENT_MEM_FRACTION for GPU memory",
+)
 shard_map = _absent("shard_map", "call jax.shard_map with the task's mesh inside the task")
 slice_global_mesh = _absent("slice_global_mesh", "use the slice method of MultiMesh")

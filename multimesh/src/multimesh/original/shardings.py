@@ -30,8 +30,6 @@ def mjit(
 
     Parameters
     ----------
-    f, static_argnums, donate_argnums
-        As in `multimesh.jit`.
     mesh, devices
         The devices that tasks may use, in any shape; by default all.
     in_shardings, out_shardings
@@ -57,7 +55,7 @@ def mjit(
 
 def _annotated(values: Any, shardings: Any) -> Any:
     def annotate(sharding: Any, part: Any) -> Any:
-        return with_sharding_constraint(part, sharding.spec) if isinstance(sharding, NamedSharding) else part
+        return here.with_sharding_constraint(part, sharding.spec) if isinstance(sharding, NamedSharding) else part
 
     return _mapped("mjit", annotate, shardings, values)
 
@@ -80,15 +78,7 @@ def _is_names(x: Any) -> bool:
 
 
 def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
-    """`multimesh.with_sharding_constraint`; also takes a ``NamedSharding`` (for its spec) or a tuple of names.
-
-    Parameters
-    ----------
-    x
-        An array or a pytree of arrays.
-    axis_resources
-        A ``PartitionSpec``, a ``NamedSharding``, a tuple of names, or a pytree prefix of them. All names are logical.
-    """
+    """`multimesh.with_sharding_constraint`; also takes a ``NamedSharding`` (for its spec) or a tuple of names."""
 
     def constrain(given: Any, part: Any) -> Any:
         spec = given.spec if isinstance(given, NamedSharding) else PartitionSpec(*given) if _is_names(given) else given

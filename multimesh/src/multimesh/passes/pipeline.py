@@ -1,6 +1,6 @@
-"""The passes in order: what `multimesh.jit` runs, and what dumps, documentation and tests show.
+"""The passes in order. Each is a pure function from one frozen value to the next: a `Program`, its `Parts`, the `Plan`.
 
-Each is a pure function from one frozen value that prints to the next: a `Program`, its `Parts`, the `Plan`.
+`multimesh.jit` runs this list; dumps, documentation and tests show it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from multimesh.passes.cutting.stages import number_stages
 from multimesh.passes.cutting.tables import with_table
 from multimesh.passes.cutting.unfuse import unfused
 from multimesh.passes.laying_out.autoshard import autoshard
-from multimesh.passes.laying_out.planning import build
+from multimesh.passes.laying_out.build_plan import build
 from multimesh.passes.laying_out.propagate import fix_layouts
 from multimesh.passes.laying_out.reductions import delay_reductions
 from multimesh.passes.laying_out.transposes import transposes_folded
@@ -40,39 +40,17 @@ from multimesh.schedules import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A traced function and all that its partition depends on.
+    """A traced function and all that its partition depends on."""
 
-    Attributes
-    ----------
-    closed
-        Its jaxpr.
-    devices
-        Those that callbacks of `register_task` choose from.
-    options
-        Of the compiler contexts.
-    home
-        Submesh of a function without tasks.
-    specs
-        Partition spec of each argument leaf; None for one that may be derived.
-    donated
-        Argument leaves whose buffers may be reused.
-    alike
-        Result leaf to the argument leaf that it replaces.
-    out_specs
-        Result leaf to the partition spec that it must have.
-    schedules
-        Number of a loop to the schedule that it has in place of its own.
-    """
-
-    closed: Any
-    devices: tuple[jax.Device, ...]
-    options: Options
-    home: Mesh | None
-    specs: tuple[PartitionSpec | None, ...]
-    donated: frozenset[int]
-    alike: Mapping[int, int]
-    out_specs: Mapping[int, PartitionSpec]
-    schedules: Mapping[int, Schedule] = field(default_factory=dict)
+    closed: Any  # jaxpr
+    devices: tuple[jax.Device, ...]  # callbacks of `register_task` choose from these
+    options: Options  # of the compiler contexts
+    home: Mesh | None  # submesh of a function without tasks
+    specs: tuple[PartitionSpec | None, ...]  # of each argument leaf; None for one that may be derived
+    donated: frozenset[int]  # argument leaves whose buffers may be reused
+    alike: Mapping[int, int]  # result leaf to the argument leaf that it replaces
+    out_specs: Mapping[int, PartitionSpec]  # result leaf to the spec that it must have
+    schedules: Mapping[int, Schedule] = field(default_factory=dict)  # number of a loop to another schedule
 
 
 def _inline(_: None, traced: Traced) -> ir.Program:
@@ -135,7 +113,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "layouts": _layouts,
     "transposes": lambda plan, _: transposes_folded(plan),
 }
-"""Every pass by name, in the order in which they run: what one makes of what the one before it made."""
+"""Every pass by name, in order. Each takes the value that the one before it made."""
 
 LAST = [*PASSES][-1]
 """The pass that makes the plan that is compiled."""

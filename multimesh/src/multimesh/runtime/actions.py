@@ -17,31 +17,15 @@ from multimesh.runtime.routes import Owner, owner
 
 @dataclass(frozen=True)
 class Action:
-    """One call of the runtime: a kernel to run, or arrays to move.
+    """One call of the runtime: a kernel to run, or arrays to move."""
 
-    Attributes
-    ----------
-    number
-        Its place in the whole plan, the same in all processes.
-    submeshes
-        The submesh of the kernel, or those that the arrays leave and reach.
-    kernel
-        Index into ``Plan.kernels``; None for arrays that move.
-    ins, outs
-        Slots read and written.
-    instructions
-        Numbers of its RUN or its SENDs in ``Plan.instructions``.
-    frees
-        Slots that are empty afterwards.
-    """
-
-    number: int
-    submeshes: tuple[int, ...]
-    kernel: int | None
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-    instructions: tuple[int, ...]
-    frees: tuple[int, ...] = ()
+    number: int  # its place in the whole plan, the same in all processes
+    submeshes: tuple[int, ...]  # of the kernel, or those that the arrays leave and reach
+    kernel: int | None  # index into Plan.kernels; None for arrays that move
+    ins: tuple[int, ...]  # slots that it reads
+    outs: tuple[int, ...]  # slots that it writes
+    instructions: tuple[int, ...]  # numbers of its RUN or its SENDs in Plan.instructions
+    frees: tuple[int, ...] = ()  # slots that are empty afterwards
 
 
 def actions(plan: Plan, group: Callable[[Transfer], Any]) -> tuple[Action, ...]:

@@ -24,18 +24,10 @@ Carry = Callable[[Key, Pieces], Pieces]
 
 
 class Carrier(Protocol):
-    """A transport: it brings pieces from devices of one process to those of another, while kernels run.
+    """A transport: it brings pieces from devices of one process to those of another, while kernels run."""
 
-    Attributes
-    ----------
-    everyone
-        Whether a process that neither sends nor receives has to make the call too.
-    late
-        Whether it reads a piece after the call returned; such a piece must not be donated.
-    """
-
-    everyone: bool
-    late: bool
+    everyone: bool  # a process that neither sends nor receives has to make the call too
+    late: bool  # it reads a piece after the call returned; such a piece must not be donated
 
     def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """A function of a key and the pieces that this process sends; it returns the pieces that arrive here.
@@ -62,7 +54,7 @@ class Pull:
     @functools.cache  # noqa: B019 - lives as long as the process
     def _peer(self, process: int) -> Any:
         store = _compat.key_value_store()
-        address = store.blocking_key_value_get(f"multimesh/transfer/{process}", int(1000 * agree.WAIT))
+        address = store.blocking_key_value_get(f"multimesh/transfer/{process}", int(1000 * agree.patience()))
         return self._server.connect(address)
 
     def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:

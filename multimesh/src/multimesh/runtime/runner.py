@@ -19,7 +19,7 @@ from multimesh.errors import UsageError
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
 from multimesh.runtime.actions import Action, project
-from multimesh.runtime.compiling import CompiledPlan, first_invalid
+from multimesh.runtime.compile import CompiledPlan, first_invalid
 from multimesh.runtime.transport import Call, Transport
 
 Calls = tuple[tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Action], ...]
@@ -51,7 +51,9 @@ class Runner:
         self._inputs = tuple((arg, slot, plan.layouts[slot]) for arg, slot in plan.inputs)
         self.blank: list[Any] = [None] * len(plan.slots)  # slots before a call: only constants
         layouts = [plan.layouts[slot] for _, slot in plan.constants]
-        placed = self._put([_fixed(array) for array, _ in plan.constants], layouts)
+        # Copied as they are now: on CPUs jax.device_put may go on using NumPy's memory.
+        arrays = [array.copy() if isinstance(array, np.ndarray) else array for array, _ in plan.constants]
+        placed = self._put(arrays, layouts)
         for (_, slot), array in zip(plan.constants, placed, strict=True):
             self.blank[slot] = array
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
@@ -195,11 +197,6 @@ def _where(sharding: jax.sharding.Sharding) -> str:
         return f"{describe(sharding.mesh)} as {sharding.spec}"
     ids = sorted(device.id for device in sharding.device_set)
     return f"device{'s' * (len(ids) > 1)} {','.join(map(str, ids))}"
-
-
-def _fixed(array: Any) -> Any:
-    """A captured array as it is now: on CPUs ``jax.device_put`` may go on using NumPy's memory."""
-    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 _copy = jax.jit(lambda x: x)  # every result has a buffer of its own

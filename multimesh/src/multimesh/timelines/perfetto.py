@@ -65,11 +65,8 @@ def _transfers(timeline: Spans, tids: dict[tuple[int, int], int], scale: float) 
         start, lasting = transfer.start * scale, transfer.end > transfer.start
         if lasting:
             args = {} if transfer.nbytes is None else {"bytes": transfer.nbytes}
-            yield (
-                _event("X", name, "transfer", tid, start)
-                | {"dur": _us((transfer.end - transfer.start) * scale)}
-                | {"args": args}
-            )
+            lasted = _us((transfer.end - transfer.start) * scale)
+            yield _event("X", name, "transfer", tid, start) | {"dur": lasted, "args": args}
         for made, read in _ends(timeline, transfer):
             number += 1
             flow = {"id": number}

@@ -7,15 +7,17 @@ dark as the viewer prefers, so it can be read on any page.
 from __future__ import annotations
 
 import functools
-import math
 import textwrap
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from multimesh.core.text import amount
 from multimesh.timelines import hover
+from multimesh.timelines.drawing import STYLE, ticks
+from multimesh.timelines.drawing import coordinate as _n
+from multimesh.timelines.drawing import label as _text
 from multimesh.timelines.spans import Span, Spans
 
 _COLOURS = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "L": "#cc79a7", "": "#8a8f98"}
@@ -33,24 +35,6 @@ _CHARACTER = 0.64  # widest average width of a character, in units of the font s
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _MARGIN = 88, 184, 74, 30, 14, 16
 _NARROWEST, _PAGE, _WIDEST = 660, 1000, 3000  # of the plot: at least, on a page, at most
 _ROOMY, _TIGHT = 22.0, 14.0  # width of a short kernel: comfortable, and just enough for two digits
-
-_STYLE = """\
-{id} text{{font-family:Helvetica,Arial,'Liberation Sans',sans-serif;font-size:11px;fill:#1d2126}}
-{id} .card{{fill:#fff;stroke:#d5d9de}}
-{id} .idle{{fill:#eceef1}}
-{id} .grid{{stroke:#c4c9cf;stroke-width:1}}
-{id} .x{{stroke:#cc79a7;stroke-width:1.4;fill:none}}
-{id} .title{{font-size:15px;font-weight:bold}}
-{id} .soft{{fill:#545b64}}
-{id} .e{{text-anchor:end}}
-{id} .m{{text-anchor:middle}}
-@media (prefers-color-scheme:dark){{
-{id} text{{fill:#e8eaed}}
-{id} .card{{fill:#16191d;stroke:#3a4048}}
-{id} .idle{{fill:#2a2f36}}
-{id} .grid{{stroke:#4a515a}}
-{id} .soft{{fill:#aab1ba}}
-}}"""
 
 
 def draw(timeline: Spans) -> str:
@@ -104,7 +88,7 @@ class _Picture:
         )
         yield f'<title id="{name}t">{escape(line.title)}</title>'
         yield f'<desc id="{name}d">{escape(summary(line))}</desc>'
-        yield f"<style>{_STYLE.format(id='#' + name)}\n{self.fills('#' + name)}</style>"
+        yield f"<style>{STYLE.format(id='#' + name)}\n{self.fills('#' + name)}</style>"
         if any(len(s.phases) > 1 for s in line.spans):
             yield (
                 f'<linearGradient id="{name}g"><stop offset="{_TURN}" stop-color="{_COLOURS["F"]}"/>'
@@ -190,7 +174,7 @@ class _Picture:
         line, y = self.timeline, self.bottom + 8
         yield f'<path class="grid" d="M{_LEFT} {_n(y)}H{_n(_LEFT + self.plot)}"/>'
         scale, unit = _scale(line)
-        for tick in _ticks(line.makespan / scale, self.plot):
+        for tick in ticks(line.makespan / scale, self.plot):
             x = self.x(tick * scale)
             yield f'<path class="grid" d="M{_n(x)} {_n(y)}v4"/>'
             yield _text(x, y + 17, f"{tick:g}", "soft m")
@@ -274,16 +258,6 @@ def _scale(timeline: Spans) -> tuple[float, str]:
     return {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit], unit
 
 
-def _ticks(end: float, width: float) -> Iterable[float]:
-    """Round numbers from 0 to ``end``, at least 60 pixels apart."""
-    if end <= 0:
-        return [0.0]
-    least = end * 60 / width
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
-    return [round(i * step, 12) for i in range(math.floor(end / step * (1 + 1e-9)) + 1)]
-
-
 def _mixed(colour: str, white: float) -> str:
     parts = (round(int(colour[i : i + 2], 16) * (1 - white) + 255 * white) for i in (1, 3, 5))
     return "#" + "".join(f"{part:02x}" for part in parts)
@@ -297,13 +271,3 @@ def _on(colour: str) -> str:
         linear.append(part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#fff"
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    style = f' class="{kind}"' if kind else ""
-    return f'<text{style} x="{_n(x)}" y="{_n(y)}">{escape(text)}</text>'
-
-
-def _n(number: float) -> str:
-    """Shortest text of a coordinate, to a hundredth of a pixel."""
-    return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,15 +1,15 @@
-"""Everything of JAX that is not its documented interface (supported: jax 0.10 and later).
+"""Everything of JAX that is not its documented interface. docs/jax-internals.md lists it (jax 0.10 and later).
 
-The rest of the package uses public JAX, or what this package exports. Private parts under ``jax._src`` make calls
-faster, and tell how the processes were launched. Each has a public fallback with the same results, except where
-processes meet. A fallback is used if JAX has moved the part, if this JAX was never tried, or under
-``MULTIMESH_PUBLIC_JAX=1``. docs/jax-internals.md lists them. The code asks what a JAX has, never for its version.
+Private parts make calls faster, and tell how processes were launched. Each has a public fallback with the same results,
+except where processes meet: if JAX has moved the part, if this JAX was never tried, or under
+``MULTIMESH_PUBLIC_JAX=1``. The code asks what a JAX has, never for its version.
 """
 
 from multimesh.core._compat import versions
 from multimesh.core._compat.versions import SUPPORTED, moved, tried_version
 
 with tried_version():
+    from multimesh.core._compat.equations import called, evaluated, renamed, row_aval, variable
     from multimesh.core._compat.fast import DeviceList, copy_shards, explicit_transfers, forget_pruned, trace_context
     from multimesh.core._compat.jaxprs import (
         PRIMITIVES,
@@ -63,62 +63,3 @@ with tried_version():
     )
 
 versions.tell()
-
-__all__ = [
-    "PRIMITIVES",
-    "REMATTED",
-    "SUPPORTED",
-    "DeviceList",
-    "Literal",
-    "abstract_mesh_context",
-    "abstractify",
-    "add_p",
-    "auto",
-    "backends_started",
-    "bind",
-    "call_primitive",
-    "caller_line",
-    "captured",
-    "copy",
-    "copy_p",
-    "copy_shards",
-    "dce",
-    "device_put_address",
-    "device_put_p",
-    "devices_free",
-    "eager",
-    "error_line",
-    "explicit_transfers",
-    "forget_pruned",
-    "hoisted",
-    "invalid_value",
-    "is_tracer",
-    "jaxpr_as_fun",
-    "jit_p",
-    "key_value_store",
-    "launcher",
-    "leave_mesh",
-    "memory_kind",
-    "moved",
-    "named",
-    "nbytes",
-    "optimization_barrier_p",
-    "own_address",
-    "part",
-    "primal",
-    "remat_p",
-    "scan_counts",
-    "scan_params",
-    "scopes",
-    "shape_of",
-    "sharding_constraint_p",
-    "stacked",
-    "staged",
-    "subjaxprs",
-    "trace_context",
-    "traced_as",
-    "tried_version",
-    "typed_as",
-    "user_line",
-    "without_mesh",
-]

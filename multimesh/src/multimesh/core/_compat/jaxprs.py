@@ -16,18 +16,13 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from multimesh.core._compat.values import is_tracer, shape_of
 
 Literal = core.Literal
-
 jit_p = primitives.jit_p
-
 remat_p = primitives.remat_p
-
 sharding_constraint_p = primitives.sharding_constraint_p
-
 add_p = primitives.add_p
-
 device_put_p = primitives.device_put_p
-
 copy_p = primitives.copy_p
+jaxpr_as_fun: Callable[[Any], Callable[..., Any]] = core.jaxpr_as_fun
 
 
 def _primitive_of(fn: Callable[..., Any], size: int) -> Any:
@@ -46,12 +41,6 @@ PRIMITIVES: Mapping[str, Any] = {  # by name; an extension may give another prim
     )
     if isinstance(p, core.Primitive)
 }
-
-
-def jaxpr_as_fun(closed: Any) -> Callable[..., Any]:
-    """Make a traced function a Python function of flat arrays."""
-    fun: Callable[..., Any] = core.jaxpr_as_fun(closed)
-    return fun
 
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:

@@ -34,16 +34,19 @@ def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
     return names, backward
 
 
-def user_line(source_info: Any) -> str:
+def user_line(source_info: Any, *, libraries: bool = True) -> str:
     """``file:line`` of the user's code that made an equation, or an empty string.
 
-    JAX leaves out its own frames, and those that libraries such as Flax registered.
+    JAX leaves out its own frames, and those that libraries such as Flax registered. Without ``libraries``, those of any
+    installed package are left out where others are left.
     """
     if source_info is None or source_info.traceback is None:
         return ""
     frames = source_info_util.summarize(source_info, _ALL).splitlines()  # the innermost is the last
     places = (found[1] for found in map(_FRAME.match, reversed(frames)) if found)
-    return next((place for place in places if not place.startswith(_NOT_USERS)), "")
+    found = [place for place in places if not place.startswith(_NOT_USERS)]
+    own = found if libraries else [place for place in found if "site-packages" not in place]
+    return next(iter(own or found), "")
 
 
 def caller_line() -> str:

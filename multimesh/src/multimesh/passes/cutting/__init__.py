@@ -1,1 +1,1 @@
-"""From a placed program to fragments in the order of their schedule."""
+"""Cuts a placed program into fragments, and orders them by their schedule."""

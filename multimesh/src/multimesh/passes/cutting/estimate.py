@@ -1,8 +1,4 @@
-"""What programs cost, from shapes alone: what ``auto`` chooses by where nothing was measured, and forecasts show.
-
-A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each element of
-its results. An estimate says how unequal stages are, not how long they take; transfers take no time in it.
-"""
+"""Estimates the costs of stages from shapes alone: how unequal they are, not how long they take (see `ir.flops`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Fragments: operations of one submesh at one dataflow level, each compiled as one program.
+"""Cuts operations into fragments: those of one submesh at one dataflow level, each compiled as one kernel.
 
-The level of an operation is the number of times that the data it needs changed submesh (or turned from the forward to
-the backward pass). Fragments of a submesh and level can therefore never wait for each other in a circle, and the
-direction needs no names: it follows from the first transposed operation.
+The level of an operation says how often its data changed submesh, or turned from the forward to the backward pass. So
+fragments never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from multimesh.errors import internal_error
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """One program of a submesh. In a microbatch loop it has a ``phase``, F, B or W, and the number of its ``stage``."""
+    """One kernel of a submesh. In a microbatch loop it has a ``phase``, F, B or W, and the number of its ``stage``."""
 
     mesh: Mesh
     phase: str | None
@@ -63,14 +62,7 @@ _Key = tuple[Mesh, str | None, int]
 def fragment(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) -> tuple[Fragment, ...]:
     """Cut placed operations into fragments, ordered by level, the forward before the backward.
 
-    Parameters
-    ----------
-    ops
-        In topological order, every one placed.
-    results
-        Values that are read outside.
-    phased
-        Whether forward and backward pass go into different fragments (in a microbatch loop).
+    ``results`` are read outside; with ``phased``, in a loop, forward and backward pass go into different fragments.
     """
     results = set(ir.values(results))
     keys = _keys(ops, phased)
@@ -153,13 +145,3 @@ def with_interfaces(fragments: Sequence[Fragment], results: set[ir.Value]) -> tu
         outs = dict.fromkeys(o for op in part.ops for o in op.outs if o in wanted)
         done.append(replace(part, ins=tuple(ins), outs=tuple(outs)))
     return tuple(done)
-
-
-def join(first: Fragment, second: Fragment, fragments: Sequence[Fragment], results: set[ir.Value]) -> Fragment:
-    """One fragment of two, with the phase of the second; ``fragments`` are all those of the loop."""
-    ops = first.ops + second.ops
-    made = first.made | second.made
-    elsewhere = {v for f in fragments if f is not first and f is not second for v in f.needs}
-    ins = dict.fromkeys((*first.ins, *(v for v in second.ins if v not in first.made)))
-    outs = dict.fromkeys(o for op in ops for o in op.outs if o in made and (o in elsewhere or o in results))
-    return replace(second, ops=ops, ins=tuple(ins), outs=tuple(outs))

@@ -1,4 +1,4 @@
-"""From stages of a loop and its table to one global order of (fragment, microbatch)."""
+"""Makes one global order of (fragment, microbatch) from the stages of a loop and its table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from multimesh.errors import UsageError, internal_error
-from multimesh.passes.cutting.fragment import Fragment, join
+from multimesh.passes.cutting.fragment import Fragment, with_interfaces
 from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.weights import split_weights
 from multimesh.schedules import Cell
@@ -34,12 +34,12 @@ def with_turns_joined(pipeline: Pipeline) -> Pipeline:
     table = tuple(tuple(c for c in row if (c.phase, c.stage) in present) for row in pipeline.table)
     for number in sorted(_back_to_back(table, "F", "B")):
         first, second = (next(f for f in fragments if (f.phase, f.stage) == (phase, number)) for phase in "FB")
-        if _read_elsewhere(first, fragments):
-            continue
-        joined = join(first, second, fragments, set(pipeline.results))
+        if not set(first.outs).isdisjoint(v for f in fragments if f.stage != number for v in f.needs):
+            continue  # another stage reads what the forward makes, and so waits for no more than that
+        joined = replace(second, ops=first.ops + second.ops)
         fragments = tuple(joined if f is second else f for f in fragments if f is not first)
         table = tuple(tuple(c for c in row if c.stage != number or c.phase != "F") for row in table)
-    return replace(pipeline, fragments=fragments, table=table)
+    return replace(pipeline, fragments=with_interfaces(fragments, set(pipeline.results)), table=table)
 
 
 def with_order(pipeline: Pipeline) -> Pipeline:
@@ -73,12 +73,6 @@ def _back_to_back(table: Sequence[Sequence[Cell]], first: str, second: str) -> s
     cells = [c for c in _cells(table) if c.phase == first]
     apart = {c.stage for c in cells if (c, Cell(second, c.stage, c.microbatch)) not in pairs}
     return {c.stage for c in cells} - apart
-
-
-def _read_elsewhere(first: Fragment, fragments: Sequence[Fragment]) -> bool:
-    """Whether another stage reads what ``first`` makes, and so waits for no more than that."""
-    given = set(first.outs)
-    return any(v in given for f in fragments if f.stage != first.stage for v in f.needs)
 
 
 def _needs(fragments: Sequence[Fragment]) -> list[set[int]]:

@@ -1,4 +1,4 @@
-"""Parts of a placed program between cutting and planning: straight segments, and pipelines."""
+"""The parts of a placed program between cutting and planning: straight segments, and pipelines."""
 
 from __future__ import annotations
 
@@ -29,38 +29,21 @@ class Segment:
 class Pipeline:
     """A loop, and what the passes have made of it so far.
 
-    Attributes
-    ----------
-    loop
-        The loop.
-    fragments
-        Its operations; from the pass ``stages`` on each has a stage. Those of phase L are late: no table has them, they
-        run when what they read is there.
-    results
-        Values of an iteration that are read outside of it.
-    submeshes, chunks
-        From ``stages`` on: the submeshes in the order of the stages, and the number of stages on each.
-    table
-        From ``table`` on: for each submesh its cells in order.
-    cells
-        From ``order`` on: (index of a fragment, microbatch) in the order in which they are dispatched.
-    fronts, ahead
-        The front of each cell where the schedule has fronts. A transfer is then issued ``ahead`` fronts before the cell
-        that reads it, else as soon as the value is made.
-    choice
-        The tables that ``auto`` chose from.
+    From the pass ``stages`` on each fragment has a stage. Those of phase L are late: no table has them, and they run
+    when what they read is there. Where the schedule has fronts, a transfer is issued ``ahead`` fronts before the cell
+    that reads it, else as soon as the value is made.
     """
 
     loop: ir.Loop
     fragments: tuple[Fragment, ...]
-    results: frozenset[ir.Value]
-    submeshes: tuple[Mesh, ...] = ()
-    chunks: int = 1
-    table: Table = ()
-    cells: tuple[tuple[int, int], ...] = ()
-    fronts: tuple[int, ...] | None = None
+    results: frozenset[ir.Value]  # values of an iteration that are read outside of it
+    submeshes: tuple[Mesh, ...] = ()  # from `stages` on, in the order of the stages
+    chunks: int = 1  # stages on each of them
+    table: Table = ()  # from `table` on: for each submesh its cells in order
+    cells: tuple[tuple[int, int], ...] = ()  # from `order` on: (index of a fragment, microbatch) as dispatched
+    fronts: tuple[int, ...] | None = None  # of each cell
     ahead: int = 0
-    choice: Choice | None = None
+    choice: Choice | None = None  # the tables that `auto` chose from
 
     @property
     def stages(self) -> int:

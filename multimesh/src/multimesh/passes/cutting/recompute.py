@@ -1,14 +1,12 @@
-"""Recompute instead of keeping or sending: elementwise operations are repeated where their inputs are at hand.
+"""Recomputes cheap values where their inputs are at hand, instead of keeping them (`keep_less`) or sending them.
 
-A forward fragment hands its backward fragment every intermediate value that the derivative reads. Many follow from
-others by arithmetic that costs less than an array that is held (or sent) and handed to a program: what XLA's own
-fusion does inside one program, done here between programs (`keep_less`) and between submeshes (`send_less`).
+A forward fragment hands its backward fragment every value that the derivative reads. Many follow from others by
+arithmetic that costs less than an array that is held or sent. XLA's fusion avoids that inside a kernel; this does so
+between kernels and between submeshes (`send_less`).
 
-No arithmetic is reordered: the same operation reads the same values once more, whatever they are (NaN and infinities
-too). Those that may be repeated are the cheap ones of `primitives`, which are pure. As with `jax.checkpoint`, two
-programs may round a chain of them differently by a last bit. Where a bit decides, as in the gradient of a maximum,
-which asks what equals it, what is compared is what was there before: comparisons of two computed floats are not
-repeated, and what they read is repeated only by operations that do not round.
+The same operation reads the same values once more, so no arithmetic is reordered. Two kernels may round a chain of
+operations differently by a last bit, as with `jax.checkpoint`. A bit decides in the gradient of a maximum, which asks
+what equals it: comparisons of two computed floats are not repeated, and what they read only by what does not round.
 """
 
 from __future__ import annotations
@@ -134,7 +132,7 @@ def _is_constant(atom: ir.Atom, maker: _Maker) -> bool:
 
 
 class _Localiser:
-    """Decides what is repeated: latest values first, so that what they are computed from is still to be decided."""
+    """Decides which operations to repeat, the latest first: those that they read are still undecided then."""
 
     def __init__(
         self,

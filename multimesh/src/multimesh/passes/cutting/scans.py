@@ -1,6 +1,6 @@
-"""Split a scan in two: one makes what is needed soon, the other the rest, row by row from what the first stacks.
+"""Splits a scan in two: one makes what is needed soon, the other the rest, row by row from what the first stacks.
 
-Both go through the rows in the same order, and a carry is in one of them whole, so no arithmetic is reordered.
+Both go through the rows in the same order, and one of them has all of a carry, so no arithmetic is reordered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a placed program to segments between loops and to loops, both cut into fragments."""
+"""Cuts a placed program into loops and the segments between them, and both into fragments."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""From fragments of a loop to the stages of a pipeline: at most one forward and one backward fragment each.
+"""Makes stages of the fragments of a loop: at most one forward and one backward fragment each.
 
 The schedule says on which submesh a stage is. A forward fragment gets the first stage of its submesh that is not before
-the stages it reads from, a backward fragment likewise from the last stage down. Where a submesh has several stages one
-after another, as at the turn of a V, they share its tasks equally. Fragments of one stage and phase become one program.
-What a stage reads then always comes from an earlier stage (later, in the backward), which is what the tables of
-schedules assume; so any valid table can be run, whatever the loop looks like. A stage that a loop does not have, as the
-forward of a linear last stage, has no fragment.
+the stages it reads from, a backward fragment likewise from the last stage down. Several stages of a submesh one after
+another, as at the turn of a V, share its tasks equally. A stage then only reads from earlier ones (later ones, in the
+backward), as tables assume. A stage that a loop does not have, as the forward of a linear last stage, has no fragment.
 """
 
 from __future__ import annotations
@@ -95,9 +93,9 @@ def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[i
 
 
 def _without_late(behind: dict[int, list[ir.Op]], total: int) -> tuple[dict[int, list[ir.Op]], dict[int, list[ir.Op]]]:
-    """The backward pass by position, and what would take it beyond ``total`` positions with all that leads there.
+    """The backward pass by position, without what would take it beyond ``total``; and that, with all that leads there.
 
-    That is operations outside of tasks that no task waits for, over what several submeshes make backward.
+    Only operations outside of tasks that no task waits for can: those over what several submeshes make backward.
     """
     if max(behind, default=0) < total:
         return behind, {}
@@ -125,10 +123,7 @@ def _turns(route: Sequence[Mesh], total: int) -> list[tuple[int, int]]:
 
 
 def _shared(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[int, list[ir.Op]]:
-    """Operations by number of the stage, of several on one submesh; ``share`` has that of each task.
-
-    None is before what it reads. Unmarked operations go with what they read, or else with their first reader.
-    """
+    """Operations by number of the stage, of several on one submesh; ``share`` has that of each task."""
     number: dict[ir.Value, int] = {}
     chosen: list[int | None] = []
     for op in ops:

@@ -1,4 +1,4 @@
-"""The table of a loop: for each submesh its cells in order, by the loop's schedule."""
+"""Gives a loop the table of its schedule: for each submesh its cells in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multimesh.schedules import Table
 
 
 def with_table(pipeline: Pipeline) -> Pipeline:
-    """Give a loop the table of its schedule; ``auto`` chooses one by the costs that it has, or by estimated ones.
+    """Give a loop its table; ``auto`` chooses one by the costs that it has, or by estimated ones.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def _row(placement: Sequence[int]) -> str:
 
 
 def _again(pipeline: Pipeline) -> str:
-    """What brings a loop to a submesh for a second time, which some schedules have no place for."""
+    """Name the operation that brings a loop to a submesh for a second time; some schedules have no place for that."""
     late = [part for part in pipeline.fragments if part.stage is not None and part.stage >= len(pipeline.submeshes)]
     if not late:
         return ""

@@ -1,19 +1,16 @@
-"""The opposite of task fusion: fragments cut into one program per task.
+"""Cuts fragments into one kernel per task, the opposite of task fusion.
 
-Fragments are what the tasks of a submesh make at one level, and the schedule orders fragments. Cutting them after that
-leaves the order as it is: the pieces of a fragment run one after the other in its place, each operation in one of them
-and after what it reads. No arithmetic is reordered.
+The schedule has ordered the fragments before: the pieces of one run one after the other in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from multimesh import ir
 from multimesh.core.submesh import Placement
 from multimesh.ir import graph
-from multimesh.passes.cutting.fragment import Fragment
+from multimesh.passes.cutting.fragment import Fragment, with_interfaces
 from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
 
 
@@ -45,16 +42,17 @@ def _loop(pipeline: Pipeline) -> Pipeline:
     cut: list[list[Fragment]] = []
     for part in pipeline.fragments:
         joined = part.phase == "B" and (part.stage, "F") not in turns
-        cut.append([replace(f, phase="F") if joined and not _backward(f.ops) else f for f in pieces(part, joined)])
+        cut.append(
+            [
+                replace(f, phase="F") if joined and not any(op.backward for op in f.ops) else f
+                for f in pieces(part, joined)
+            ]
+        )
     first = [sum(map(len, cut[:i])) for i in range(len(cut))]
     cells = tuple((first[index] + k, m) for index, m in pipeline.cells for k in range(len(cut[index])))
     sizes = [len(cut[index]) for index, _ in pipeline.cells]
     fronts = pipeline.fronts and tuple(f for f, size in zip(pipeline.fronts, sizes, strict=True) for _ in range(size))
     return replace(pipeline, fragments=tuple(f for own in cut for f in own), cells=cells, fronts=fronts)
-
-
-def _backward(ops: Sequence[ir.Op]) -> bool:
-    return any(op.backward for op in ops)
 
 
 def pieces(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
@@ -85,18 +83,7 @@ def pieces(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
         chosen.append(at)
     if len(kinds) < 2:
         return (part,)
-    return _assembled(part, graph.with_first_reader(part.ops, chosen, len(kinds) - 1), len(kinds))
-
-
-def _assembled(part: Fragment, piece: Sequence[int], count: int) -> tuple[Fragment, ...]:
-    given = set(part.outs)
-    groups = [tuple(op for op, at in zip(part.ops, piece, strict=True) if at == k) for k in range(count)]
-    made = [{o for op in ops for o in op.outs} for ops in groups]
-    read = [{v for op in ops for v in op.reads} for ops in groups]
-    done = []
-    for k, ops in enumerate(groups):
-        elsewhere = given.union(*(read[j] for j in range(count) if j != k))
-        ins = dict.fromkeys(v for op in ops for v in op.reads if v not in made[k])
-        outs = dict.fromkeys(o for op in ops for o in op.outs if o in elsewhere)
-        done.append(replace(part, ops=ops, ins=tuple(ins), outs=tuple(outs)))
-    return tuple(done)
+    groups: list[list[ir.Op]] = [[] for _ in kinds]
+    for op, at in zip(part.ops, graph.with_first_reader(part.ops, chosen, len(kinds) - 1), strict=True):
+        groups[at].append(op)
+    return with_interfaces([replace(part, ops=tuple(ops)) for ops in groups], set(part.outs))

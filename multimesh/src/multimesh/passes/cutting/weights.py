@@ -1,11 +1,8 @@
-"""Split a backward fragment in two: B makes what other fragments wait for, W the rest, which is weight gradients.
+"""Splits a backward fragment in two: B makes what other fragments wait for, W the rest, which is weight gradients.
 
-Ancestors of the values that other fragments need are B. A scan over layers makes both: its body is split in the same
-way, into a scan that carries the cotangents and a second one, in W, that makes the weight gradients. What the second
-reads of the first is stacked. What needs no cotangent, as the forward that `jax.checkpoint` repeats, W computes again.
-
-No arithmetic is reordered: every operation reads the values that it read before, and those that are repeated have no
-effects. A barrier only orders.
+A scan over layers makes both. Its body is split likewise, into a scan that carries the cotangents and one, in W, that
+makes the weight gradients from what the first stacks. W computes again what needs no cotangent, as the forward that
+`jax.checkpoint` repeats. Every operation reads the values that it read before.
 """
 
 from __future__ import annotations
@@ -23,14 +20,7 @@ from multimesh.passes.cutting.scans import split_scan
 def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: set[ir.Value]) -> tuple[Fragment, ...]:
     """Split the backward fragments of ``stages``; all of one that nothing waits for, as the first, is W.
 
-    Parameters
-    ----------
-    fragments
-        Of a loop, in the order of the data.
-    stages
-        Those whose schedule runs B and W apart.
-    results
-        Values that are read outside of the loop: sums and stacks.
+    ``fragments`` are in the order of the data, and ``results`` are read outside of the loop.
     """
     wanted = set(stages)
     last = max((part.level for part in fragments if part.phase != "L"), default=0)
@@ -64,7 +54,7 @@ def _tainted(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> set[ir.Value]
 
 
 def _repeated_forward(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir.Value]:
-    """What `jax.checkpoint` computes again: it hangs on a barrier that ties its inputs to a cotangent."""
+    """Values that `jax.checkpoint` computes again: a barrier ties their inputs to a cotangent."""
     tainted = _tainted(ops, cotangents)
     made = {o for op in ops for o in op.outs}
     found: set[ir.Value] = set()
@@ -104,9 +94,8 @@ def _split(
 def _split_body(
     ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value]
 ) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
-    """Of a scan: its carries are the cotangents, and what depends on none may be repeated for each row."""
-    tainted = _tainted(ops, cotangents)
-    return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - tainted)
+    """Split the body of a scan: its carries are the cotangents, and each row may repeat what depends on none."""
+    return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - _tainted(ops, cotangents))
 
 
 def _with_copies(here: Sequence[ir.Op], later: Sequence[ir.Op], repeatable: set[ir.Value]) -> tuple[ir.Op, ...]:
@@ -120,7 +109,7 @@ def _with_copies(here: Sequence[ir.Op], later: Sequence[ir.Op], repeatable: set[
     rename: dict[ir.Value, ir.Atom] = {}
     copies: list[ir.Op] = []
     for op in reversed(copied):
-        if op.prim is _compat.optimization_barrier_p:  # a program of its own needs no tie to its cotangents
+        if op.prim is _compat.optimization_barrier_p:  # a kernel of its own needs no tie to its cotangents
             rename.update((o, i) for o, i in zip(op.outs, op.ins, strict=True) if o in repeatable)
         else:
             copies.append(graph.repeat_op(op, rename))

@@ -7,148 +7,97 @@ dimension that a constraint replicates stops others, as it does in a compiler.
 from __future__ import annotations
 
 import collections
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
-from multimesh.core import _compat
-from multimesh.core.submesh import translate
+from multimesh.core.specs import Axes, decided, entry
 from multimesh.errors import internal_error
 from multimesh.ir.primitives import links
 from multimesh.ir.program import all_ops
-
-Axes = tuple[str, ...]
-Node = tuple[ir.Value, Mesh, int]  # a dimension of a value on a submesh
+from multimesh.passes.laying_out.axes import Array, Dimension, constraint, join, spread
 
 
 def autoshard(program: ir.Program, given: Sequence[PartitionSpec | None]) -> ir.Program:
     """Derive the specs of those inputs that have none, on each submesh that reads them, as far as constraints reach."""
     if None not in given:
         return program
-    graph = Layouts(program)
-    axes = graph.spread()
-    specs: dict[tuple[ir.Value, Mesh], PartitionSpec] = {}
-    for value in (value for value, spec in zip(program.inputs, given, strict=True) if spec is None):
-        for mesh in graph.meshes[value]:
-            found = [axes.get((value, mesh, d), ()) for d in range(len(value.aval.shape))]
-            if any(found):
-                specs[value, mesh] = PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in found))
+    arrays = spread_constraints(program)
+    specs = {
+        (value, mesh): PartitionSpec(*map(entry, array.divided))
+        for value, spec in zip(program.inputs, given, strict=True)
+        for mesh, array in arrays[value].items()
+        if spec is None and any(array.divided)
+    }
     return replace(program, specs=specs)
 
 
-class Layouts:
-    """Dimensions of a placed program, which of them go together, and which have a layout: by a constraint, or given.
+Arrays = Mapping[ir.Value, Mapping[Mesh, Array]]
+"""Each value on the submeshes that make or read it."""
 
-    ``given`` maps inputs to their partition specs, which hold on each submesh that reads them; unlike a constraint, an
-    input that is replicated stops no other layout.
+
+def spread_constraints(program: ir.Program, given: Mapping[ir.Value, PartitionSpec] | None = None) -> Arrays:
+    """Axes of every dimension that a constraint of a placed program reaches, or the spec of an input.
+
+    The specs of inputs hold on each submesh that reads them. Unlike a constraint, an input that is replicated stops no
+    other layout.
     """
+    graph = _Graph(program)
+    sources = graph.constrained
+    for value, spec in (given or {}).items():
+        for array in graph.arrays[value].values():
+            sources += [((array, d), axes) for d, axes in decided(spec, len(array.shape)) if axes]
+    spread([(array, d) for (array, d), axes in sources if array.take(d, axes)])
+    return graph.arrays
 
-    def __init__(self, program: ir.Program, given: Mapping[ir.Value, PartitionSpec] | None = None):
-        self.meshes: dict[ir.Value, dict[Mesh, None]] = collections.defaultdict(dict)
-        self._next: dict[Node, list[Node]] = collections.defaultdict(list)
-        self._sources: list[tuple[Node, Axes]] = []
+
+class _Graph:
+    """Dimensions of a placed program: which of them go together, and which are constrained."""
+
+    def __init__(self, program: ir.Program):
+        self.arrays: dict[ir.Value, dict[Mesh, Array]] = collections.defaultdict(dict)
+        self.constrained: list[tuple[Dimension, Axes]] = []
         for op in all_ops(program):
             self._operation(op)
         for loop in reversed(program.loops):
             self._loop(loop)
-        for value, meshes in self.meshes.items():
-            first, *others = meshes
+        for first, *others in map(list[Array], map(dict.values, self.arrays.values())):
             for other in others:
-                for d in range(len(ir.shape(value))):
-                    self._join([(value, first, d), (value, other, d)])
-        for value, spec in (given or {}).items():
-            divided = [(d, axes) for d, axes in entries(spec, len(ir.shape(value))) if axes]
-            self._sources += [((value, mesh, d), axes) for mesh in self.meshes[value] for d, axes in divided]
+                self._same(first, other)
 
-    def _join(self, nodes: Iterable[Node]) -> None:
-        first, *others = nodes
-        for other in others:
-            self._next[first].append(other)
-            self._next[other].append(first)
+    def _array(self, value: ir.Value, mesh: Mesh) -> Array:
+        return self.arrays[value].setdefault(mesh, Array(ir.shape(value), mesh, 1))
 
     def _operation(self, op: ir.Op) -> None:
-        mesh = op.mesh
-        if mesh is None:
+        if op.mesh is None:
             raise internal_error(f"unplaced operation {op}")
-        for v in (*op.reads, *op.outs):
-            self.meshes[v][mesh] = None
-        given = constraint(op)
-        if given is None:
+        env = {v: self._array(v, op.mesh) for v in (*op.reads, *op.outs)}
+        fixed = constraint(op)
+        if fixed is None:
             for group in links(op):
-                self._join((value, mesh, d) for value, d in group)
+                join((env[value], d) for value, d in group)
             return
-        decided = dict(given)
-        for value in (*op.reads, *op.outs):
-            self._sources += [((value, mesh, d), axes) for d, axes in given]
+        self.constrained += [((array, d), axes) for array in env.values() for d, axes in fixed]
+        open_dims = set(range(len(ir.shape(op.outs[0])))).difference(d for d, _ in fixed)
         for value in op.reads:
-            for d in set(range(len(ir.shape(value)))).difference(decided):
-                self._join([(value, mesh, d), (op.outs[0], mesh, d)])
+            for d in open_dims:
+                join([(env[value], d), (env[op.outs[0]], d)])
 
     def _loop(self, loop: ir.Loop) -> None:
-        for inner, outer in (*loop.consts.items(), *loop.linked.items()):
-            self._same(inner, outer, 0)
-        for inner, outer in loop.slices.items():
-            self._same(inner, outer, 1)
-        for s in loop.sums:
-            self._same(s.leaf, s.out, 0)
-        for out, inner in loop.stacks.items():
-            self._same(inner, out, 1)
+        pairs = [(inner, outer, 0) for inner, outer in (*loop.consts.items(), *loop.linked.items())]
+        pairs += [(inner, outer, 1) for inner, outer in loop.slices.items()]
+        pairs += [(s.leaf, s.out, 0) for s in loop.sums]
+        pairs += [(inner, outer, 1) for outer, inner in loop.stacks.items()]
         for inner, carry in loop.carries.items():
-            for atom in (inner, carry.leaf):
-                self._same(atom, carry.init, 0)
-                self._same(atom, carry.out, 0)
+            pairs += [(atom, state, 0) for atom in (inner, carry.leaf) for state in (carry.init, carry.out)]
+        for inner, outer, shift in pairs:
+            if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
+                for mesh, array in tuple(self.arrays.get(inner, {}).items()):
+                    self._same(array, self._array(outer, mesh), shift)
 
-    def _same(self, inner: ir.Atom, outer: ir.Atom, shift: int) -> None:
+    def _same(self, inner: Array, outer: Array, shift: int = 0) -> None:
         """A value inside a loop and the one outside, which has ``shift`` dimensions more in front."""
-        if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
-            for mesh in tuple(self.meshes.get(inner, ())):
-                self.meshes[outer][mesh] = None
-                for d in range(len(ir.shape(inner))):
-                    self._join([(inner, mesh, d), (outer, mesh, d + shift)])
-
-    def spread(self) -> dict[Node, Axes]:
-        """Axes of every dimension that a layout reaches, the nearest first."""
-        found: dict[Node, Axes] = {}
-        used: dict[tuple[ir.Value, Mesh], set[str]] = collections.defaultdict(set)
-        queue = collections.deque(self._sources)
-        while queue:
-            (value, mesh, d), axes = queue.popleft()
-            node = (value, mesh, d)
-            if node in found or used[value, mesh].intersection(axes) or not _fits(axes, mesh, ir.shape(value)[d]):
-                continue
-            found[node] = axes
-            used[value, mesh].update(axes)
-            queue.extend((other, axes) for other in self._next[node])
-        return found
-
-
-def _fits(axes: Axes, mesh: Mesh, size: int) -> bool:
-    ways = math.prod(mesh.shape.get(axis, 0) for axis in axes)
-    return bool(ways) and size % ways == 0
-
-
-def constraint(op: ir.Op) -> list[tuple[int, Axes]] | None:
-    """Dimensions that a constraint decides with their axes; None for what is no constraint."""
-    if op.prim is not _compat.sharding_constraint_p or op.params.get("identity"):
-        return None
-    rank = len(ir.shape(op.outs[0]))
-    if "logical" in op.params:
-        if op.task is None or op.params["rank"] != rank:
-            return None
-        spec = translate(op.params["logical"], op.task)
-    else:
-        sharding = op.params["sharding"]
-        if not isinstance(sharding, NamedSharding):
-            return None
-        spec = sharding.spec
-    return list(entries(spec, rank))
-
-
-def entries(spec: PartitionSpec, rank: int) -> Iterator[tuple[int, Axes]]:
-    """Dimensions that a spec decides, with their axes."""
-    for d, entry in zip(range(rank), (*spec, *(None for _ in range(rank))), strict=False):
-        if entry is not PartitionSpec.UNCONSTRAINED:
-            yield d, () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for d in range(len(inner.shape)):
+            join([(inner, d), (outer, d + shift)])

@@ -1,24 +1,18 @@
-"""Delayed reduction of gradients: sum over data-parallel devices once, after the loop, not in every microbatch.
+"""Sums gradients over data-parallel devices once, after the loop, and not in every microbatch.
 
-The gradient of a weight sums over the rows of a microbatch, which lie on different devices of a submesh; so each
-backward program would end in an all-reduce of all its gradients. Here it makes one term for each part of the rows
-instead, along a leading dimension that is laid out as the rows are. The accumulators hold such terms, with as many
-bytes on each device as before, and are summed after the loop.
+The rows of a microbatch lie on several devices, and a gradient sums over them: each backward kernel would end in an
+all-reduce. Instead accumulators hold a term for each device, as many bytes on each as before. Axes that lay out a
+weight are left alone: a term would be larger there than the accumulator.
 
-Axes that lay out a weight are left alone: a term would be larger there than the accumulator that it replaces.
-
-What comes between the sum over rows and the accumulator is done to each term instead of their sum, so it must be
-linear; and terms of all microbatches are added before those of the devices, so the dtype must let a sum be reordered.
-`primitives` says which operations and dtypes are so. The other operand of a product or quotient must not be what is
-summed: it is the same for every term.
+Operations between the sum over rows and the accumulator then apply to each term, so they must be linear. The order of
+additions changes, so the dtype must allow that. `primitives` knows both.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,19 +22,20 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.specs import Axes, size
 from multimesh.core.stable import text
 from multimesh.errors import internal_error
 from multimesh.ir import graph
 from multimesh.ir.evaluate import evaluate
 from multimesh.ir.primitives import Group, linear_in, sums_over
-from multimesh.passes.laying_out.autoshard import Axes, Layouts, Node
+from multimesh.passes.laying_out.autoshard import Arrays, spread_constraints
 from multimesh.passes.placing.place import Homes
 from multimesh.passes.reading.inline import flattened
 
 
 @dataclass(frozen=True, eq=False)
 class _Term:
-    """A leaf that sums over rows: the operations from that reduction to the leaf, and where the rows are."""
+    """Where a leaf sums over rows, and the operations from that reduction to the leaf."""
 
     chain: tuple[ir.Op, ...]
     rows: Mapping[ir.Value, int]  # operand of the reduction to its dimension of rows
@@ -50,27 +45,18 @@ class _Term:
     @property
     def ways(self) -> int:
         """Number of terms."""
-        return _ways(self.axes, self.mesh)
+        return size(self.mesh, self.axes)
 
 
 def delay_reductions(program: ir.Program, specs: Sequence[PartitionSpec | None]) -> ir.Program:
-    """Let accumulators hold a term for each data-parallel device where their leaves sum over rows.
-
-    Parameters
-    ----------
-    program
-        From `place`.
-    specs
-        Partition spec of each input; None for one that has none.
-    """
+    """Let accumulators hold a term for each data-parallel device where their leaves sum over rows."""
     given = {v: spec for v, spec in zip(program.inputs, specs, strict=True) if spec is not None}
-    axes = Layouts(program, given).spread()
+    arrays = spread_constraints(program, given)
     homes = dict(program.homes)
-    linked = [v for loop in program.loops for v in loop.linked.values()]
     items: list[ir.Item] = []
     traces: _Traces = {}
     for item in program.items:
-        items += [item] if isinstance(item, ir.Op) else _delayed(item, axes, linked, homes, traces)
+        items += [item] if isinstance(item, ir.Op) else _delayed(item, arrays, program.linked, homes, traces)
     return replace(program, items=tuple(items), homes=homes)
 
 
@@ -78,15 +64,15 @@ _Traces = dict[tuple[Any, ...], Any]  # layers repeat themselves: what was trace
 
 
 def _delayed(
-    loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value], homes: Homes, traces: _Traces
+    loop: ir.Loop, arrays: Arrays, linked: Collection[ir.Value], homes: Homes, traces: _Traces
 ) -> list[ir.Item]:
     """The loop and what sums its accumulators up; ``homes`` learns where they are."""
     sums: list[ir.Sum] = []
     totals: list[ir.Op] = []
     made: dict[ir.Op, tuple[ir.Op, ...]] = {}
-    terms = _terms(loop, axes, linked)
+    search = _Search(loop, arrays, linked)
     for s in loop.sums:
-        term = terms.get(s.out)
+        term = search.term(s.leaf)
         if term is None:
             sums.append(s)
             continue
@@ -101,25 +87,18 @@ def _delayed(
     return [replace(loop, ops=ops, sums=tuple(sums)), *totals]
 
 
-def _terms(loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value]) -> dict[ir.Value, _Term]:
-    """Results of the loop whose leaves sum over rows that lie on several devices."""
-    search = _Search(loop, axes, linked)
-    found = ((s.out, search.term(s.leaf)) for s in loop.sums)
-    return {out: term for out, term in found if term is not None}
-
-
 class _Search:
     """Looks for the reduction that a leaf comes from."""
 
-    def __init__(self, loop: ir.Loop, axes: Mapping[Node, Axes], linked: Sequence[ir.Value]):
-        self._axes = axes
+    def __init__(self, loop: ir.Loop, arrays: Arrays, linked: Collection[ir.Value]):
+        self._arrays = arrays
         self._maker = graph.makers(loop.ops)
         self._uses = collections.Counter(v for op in loop.ops for v in op.needs)
         self._uses.update(ir.values([*loop.leaves, *linked]))
         self._of_weights: dict[Mesh, set[str]] = collections.defaultdict(set)
-        for (value, mesh, _), names in axes.items():
-            if value in loop.consts:
-                self._of_weights[mesh].update(names)
+        for value in loop.consts:
+            for mesh, array in arrays[value].items():
+                self._of_weights[mesh].update(*array.divided)
 
     def term(self, leaf: ir.Atom) -> _Term | None:
         """The term of a leaf: back through linear operations, each read by the next alone, to one that sums rows."""
@@ -128,7 +107,7 @@ class _Search:
             return None
         for rows in sums_over(op, self._maker):
             names = self._names(rows, op.mesh)
-            if _ways(names, op.mesh) > 1:
+            if size(op.mesh, names) > 1:
                 return _Term((op,), dict(rows), op.mesh, names)
         before = next(filter(None, (self.term(op.ins[i]) for i in linear_in(op))), None)
         if before is None or (op.mesh, op.backward) != (before.mesh, before.chain[0].backward):
@@ -138,12 +117,8 @@ class _Search:
         return replace(before, chain=(*before.chain, op))
 
     def _names(self, rows: Group, mesh: Mesh) -> Axes:
-        names = next(filter(None, (self._axes.get((v, mesh, d)) for v, d in rows)), ())
+        names = next(filter(None, (self._arrays[v][mesh].axes[d] for v, d in rows)), ())
         return tuple(itertools.takewhile(lambda name: name not in self._of_weights[mesh], names))
-
-
-def _ways(names: Axes, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[name] for name in names)
 
 
 def _cut(term: _Term, traces: _Traces) -> tuple[tuple[ir.Op, ...], ir.Value]:

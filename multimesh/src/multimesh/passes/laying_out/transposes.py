@@ -1,9 +1,7 @@
-"""Products of matrices that are made the way round in which they are read.
+"""Computes products of matrices the way round in which they are read.
 
-The transposition of ``x @ w`` is ``(dy.T @ x).T``: the gradient of a weight comes out transposed, and an accumulator
-that is added to it would be read against the order of its memory. The product with its operands swapped is the same
-numbers in the right order: multiplication commutes in every dtype (none is conjugated), and each element remains the
-sum of the same products in the same order. What treats the left operand in its own way is swapped too.
+JAX makes the gradient of a weight as ``(dy.T @ x).T``, against the order of the accumulator's memory. With its operands
+swapped the product has the same elements: each remains the sum of the same products in the same order.
 """
 
 from __future__ import annotations
@@ -28,15 +26,7 @@ def transposes_folded(plan: Plan) -> Plan:
 
 
 def fold_transposes(ops: Sequence[ir.Op], results: Iterable[ir.Value]) -> tuple[ir.Op, ...]:
-    """Replace each product whose only reader transposes it by the transposed product.
-
-    Parameters
-    ----------
-    ops
-        Of one program, in order.
-    results
-        Values that are read outside of it.
-    """
+    """Replace each product whose only reader transposes it by the transposed product; ``results`` are read outside."""
     reads = collections.Counter(v for op in ops for v in op.reads)
     reads.update(results)
     maker = graph.makers(ops)

@@ -1,11 +1,9 @@
-"""Conditionals over values of several submeshes: one per submesh, each with the part of the branches that it needs.
-
-``optax.MultiSteps`` for one updates every parameter inside a single ``lax.cond``.
-"""
+"""Cuts conditionals over several submeshes: ``optax.MultiSteps`` updates every parameter inside one ``lax.cond``."""
 
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
@@ -20,39 +18,25 @@ Home = TypeVar("Home")
 
 
 def split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Home]) -> list[tuple[ir.Op, Home]]:
-    """Cut an unmarked ``cond`` into one per submesh of its results.
+    """Cut an unmarked ``cond`` into one per submesh of its results, each with the part of the branches that it needs.
 
-    Parameters
-    ----------
-    op
-        The conditional.
-    home
-        Submesh of a result, given the operands that it depends on, and the result.
-
-    Returns
-    -------
-    list
-        Conditionals with their submesh; one where all results go together.
+    ``home`` gives the submesh of a result, from the operands that it depends on and the result.
     """
     branches = op.params["branches"]
     groups: dict[Home, list[int]] = collections.defaultdict(list)
     for i in range(len(op.outs)):
         _, reads = _compat.dce(branches, [j == i for j in range(len(op.outs))])
-        groups[home(_operands(op, reads), op.outs[i])].append(i)
+        given = ir.values((*itertools.compress(op.ins[1:], reads), op.ins[0]))
+        groups[home(given, op.outs[i])].append(i)
     if len(groups) == 1:
         return [(op, next(iter(groups)))]
     parts = []
     for where, results in groups.items():
         cut, reads = _compat.dce(branches, [j in results for j in range(len(op.outs))])
-        operands = tuple(i for i, read in zip(op.ins[1:], reads, strict=True) if read)
+        ins = (op.ins[0], *itertools.compress(op.ins[1:], reads))
         outs = tuple(op.outs[j] for j in results)
-        parts.append((replace(op, params={**op.params, "branches": cut}, ins=(op.ins[0], *operands), outs=outs), where))
+        parts.append((replace(op, params={**op.params, "branches": cut}, ins=ins, outs=outs), where))
     return parts
-
-
-def _operands(op: ir.Op, reads: Iterable[bool]) -> list[ir.Value]:
-    kept = (i for i, read in zip(op.ins[1:], reads, strict=True) if read)
-    return [v for v in (*kept, op.ins[0]) if isinstance(v, ir.Value)]
 
 
 def selected(op: ir.Op) -> tuple[ir.Op, ...] | None:

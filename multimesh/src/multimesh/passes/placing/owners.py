@@ -1,10 +1,8 @@
-"""Owners: the submesh that an argument belongs to, found from the tasks that read it.
+"""Finds the owner of an argument: the submesh whose tasks read most of it.
 
-What depends on arguments only floats: it can be computed anywhere. A floating value belongs to the submesh whose
-forward tasks read most of it, else to that of its backward tasks. An argument that no task reads (the moments of a
-weight) belongs where it is read otherwise, and what is computed from arguments (the square of a weight) where they do.
-Data belongs nowhere, each submesh takes what it needs: what loops cut into microbatches, integers (tokens, masks), and
-what is computed from them.
+What depends on arguments only floats: any submesh can compute it. A floating value belongs to the submesh whose forward
+tasks read most of it, else to that of its backward tasks. An argument that no task reads (the moments of a weight)
+belongs to its other readers. Data belongs nowhere: integers, what loops cut into microbatches, and what follows.
 """
 
 from __future__ import annotations
@@ -90,6 +88,17 @@ class Owners:
                     return max(read[v], key=lambda mesh, on=read[v]: (on[mesh], -self.order.get(mesh, 0)))  # type: ignore[misc]
         return None
 
+    def readers(self, placed: ir.Program) -> dict[ir.Value, dict[Mesh, ir.Op]]:
+        """Where a placed program reads large inputs that are no data: submeshes, with the first operation there."""
+        found: dict[ir.Value, dict[Mesh, ir.Op]] = {
+            v: {} for v in placed.inputs if not is_small(v) and v not in self.data
+        }
+        for op in all_ops(placed):
+            for v in map(self.outside, op.reads):
+                if op.mesh is not None and v in found:
+                    found[v].setdefault(op.mesh, op)
+        return found
+
     def sliced_at_home(self, op: ir.Op) -> Mesh | None:
         """Owner of a floating operand of which other submeshes read a part: they are sent that part."""
         for v in op.reads:
@@ -127,18 +136,9 @@ class Held:
 
 
 def held(program: ir.Program) -> Iterator[Held]:
-    """Arguments of a placed program that lie on submeshes whose tasks do not read them, beside others.
-
-    Not data, of which each submesh takes what it needs.
-    """
+    """Arguments of a placed program, except data, that lie on submeshes whose tasks do not read them, beside others."""
     owners = Owners(program, (), {})
-    readers: dict[ir.Value, dict[Mesh, ir.Op]] = {
-        v: {} for v in program.inputs if not is_small(v) and v not in owners.data
-    }
-    for op in all_ops(program):
-        for v in map(owners.outside, op.reads):
-            if op.mesh is not None and v in readers:
-                readers[v].setdefault(op.mesh, op)
+    readers = owners.readers(program)
     for n, v in enumerate(program.inputs):
         found = readers.get(v, {})
         foreign = [mesh for mesh in found if mesh not in owners.tasks_on(v)]
@@ -147,7 +147,7 @@ def held(program: ir.Program) -> Iterator[Held]:
 
 
 def _cut_by_loops(program: ir.Program) -> set[ir.Value]:
-    """What loops take a row of in each iteration, and what that is mostly computed from, outside of tasks."""
+    """Values of which loops take a row in each iteration, and the largest source of each, outside of tasks."""
     found: set[ir.Value] = set()
     for item in reversed(program.items):
         if isinstance(item, ir.Loop):

@@ -1,8 +1,8 @@
-"""Placement: every operation gets a submesh.
+"""Gives every operation a submesh.
 
-Marked operations are where their task is. Unmarked ones run where most of what they read belongs; `follow` has the
-rule. What depends on inputs only is cloned to each submesh whose tasks read it, so that nothing is sent that can be
-computed on the spot. A result that replaces an argument ends where that belongs.
+Operations of a task run where the task is, others where most of what they read belongs (`follow_operands`). What
+depends on inputs only is cloned to each submesh whose tasks read it. A result that replaces an argument ends where that
+belongs.
 """
 
 from __future__ import annotations
@@ -20,28 +20,18 @@ from multimesh.errors import MultiMeshError
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_small
 from multimesh.ir.program import all_ops
-from multimesh.passes.placing.follow import Follower, Homes, State
+from multimesh.passes.placing.follow_operands import Follower, Homes, State
 from multimesh.passes.placing.owners import Owners
-from multimesh.passes.placing.pieces import in_pieces
+from multimesh.passes.placing.piecewise import in_pieces
 from multimesh.passes.placing.route import in_order
 
 Moved = dict[ir.Value, ir.Value]
 
 
 def place(program: ir.Program, alike: Mapping[int, int] | None = None) -> ir.Program:
-    """Place a program.
+    """Place all operations of a program, and note the ``homes`` of values. Without tasks, all is on its ``home``.
 
-    Parameters
-    ----------
-    program
-        With loops in final form. Where nothing is a task, all of it is placed on its ``home``.
-    alike
-        Result leaf to the argument leaf that it replaces: it ends where that argument belongs.
-
-    Returns
-    -------
-    Program
-        All operations placed, with the ``homes`` of values.
+    ``alike`` maps result leaves to the argument leaves that they replace.
 
     Raises
     ------
@@ -85,7 +75,7 @@ def _placed(
         else:
             loop = graph.rename_loop(item, walked.renamed)
             walked.items.append(_place_loop(loop, state, default, rows, moved))
-    results = [walked.output(o) for o in program.outputs]
+    results = [graph.renamed(o, walked.renamed) for o in program.outputs]
     wanted = {v: mesh for i, mesh in replaced.items() for v in ir.values([results[i]])}
     walked.settle(pulled=wanted)
     items, outputs = _clone_floating(walked, state, tuple(results), wanted, default)
@@ -101,8 +91,8 @@ def _placed(
 
 
 def _pulls(program: ir.Program, replaced: Mapping[int, Mesh]) -> Homes:
-    """Results that end on a submesh, and what is computed on the way to them with their shape, to that submesh."""
-    producer = {o: i for i in program.items if isinstance(i, ir.Op) and i.task is None for o in i.outs}
+    """Results that end on a submesh, and values of their shape on the way to them, to that submesh."""
+    producer = graph.makers(i for i in program.items if isinstance(i, ir.Op) and i.task is None)
     pulls: Homes = {}
     for i, mesh in replaced.items():
         stack = list(ir.values([program.outputs[i]]))
@@ -116,13 +106,8 @@ def _pulls(program: ir.Program, replaced: Mapping[int, Mesh]) -> Homes:
 
 def _has_homeless(placed: ir.Program, state: State) -> bool:
     """Whether something large went anywhere because nothing says whose it is."""
-    on: dict[ir.Value, set[Mesh]] = {v: set() for v in placed.inputs if v not in state.owners.data and not is_small(v)}
-    for op in all_ops(placed):
-        for v in map(state.owners.outside, op.reads):
-            if op.mesh is not None and v in on:
-                on[v].add(op.mesh)
-    held = any(len(meshes) > 1 and state.owners.of(v) is None for v, meshes in on.items())
-    return held or bool(state.lost)
+    readers = state.owners.readers(placed)
+    return bool(state.lost) or any(len(on) > 1 and state.owners.of(v) is None for v, on in readers.items())
 
 
 def has_tasks(program: ir.Program) -> bool:
@@ -154,7 +139,8 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
             if not isinstance(item, ir.Op):
                 out.append(item)
                 continue
-            item = replace(item, ins=tuple(_seen_by(i, item.task, rename) for i in item.ins))
+            seen = (rename.get((i, item.task), i) if isinstance(i, ir.Value) else i for i in item.ins)
+            item = replace(item, ins=tuple(seen))
             if "logical" not in item.params or item.task is not None:
                 out.append(item)
                 continue
@@ -184,14 +170,6 @@ def _only_ops(items: Iterable[ir.Item]) -> tuple[ir.Op, ...]:
     return tuple(item for item in items if isinstance(item, ir.Op))
 
 
-def _seen_by(
-    atom: ir.Atom, task: Placement | None, rename: dict[tuple[ir.Value, Placement | None], ir.Value]
-) -> ir.Atom:
-    if not isinstance(atom, ir.Value):
-        return atom
-    return rename.get((atom, task), atom)
-
-
 def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value], moved: Moved) -> ir.Loop:
     """Place a loop's body; ``moved`` follows the ``rows`` that later loops are linked to when they are cloned."""
     homes = state.homes
@@ -199,27 +177,15 @@ def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value],
     homes.update({inner: homes[row] for inner, row in loop.linked.items() if row in homes})
     order = in_order(loop.ops) or tuple(state.owners.order)
     walked = Follower(state, [order[rank] for rank in loop.mark.schedule.placement(len(order))]).run(loop.ops)
-    walked.settle(ir.values(map(walked.output, (c.leaf for c in loop.carries.values()))))
+    states = [graph.renamed(c.leaf, walked.renamed) for c in loop.carries.values()]
+    walked.settle(ir.values(states))
     given = [o for op in loop.ops for o in op.outs if o in rows]
-    wanted = tuple(walked.output(a) for a in (*loop.leaves, *given))
-    states = {walked.output(c.leaf) for c in loop.carries.values()}
-    placed, results = _clone_floating(walked, state, wanted, {}, default, states)
-    sums = tuple(replace(s, leaf=r) for s, r in zip(loop.sums, results, strict=False))
-    stacks = dict(zip(loop.stacks, results[len(sums) :], strict=False))
-    left = results[len(sums) + len(stacks) :]
-    carries = {k: replace(c, leaf=r) for (k, c), r in zip(loop.carries.items(), left, strict=False)}
-    moved.update(zip(given, left[len(carries) :], strict=True))
-    for s in sums:
-        homes[s.out] = _home(s.leaf, homes, default)
-    for o, inner in stacks.items():
-        homes[o] = _home(inner, homes, default)
-    for c in carries.values():
-        homes[c.out] = _home(c.leaf, homes, default)
-    return replace(loop, ops=_only_ops(placed), sums=sums, stacks=stacks, carries=carries)
-
-
-def _home(atom: ir.Atom, homes: Homes, default: Mesh) -> Mesh:
-    return homes.get(atom, default) if isinstance(atom, ir.Value) else default
+    wanted = tuple(graph.renamed(a, walked.renamed) for a in (*loop.leaves, *given))
+    placed, results = _clone_floating(walked, state, wanted, {}, default, set(states))
+    count = len(loop.leaves)
+    moved.update(zip(given, results[count:], strict=True))
+    homes.update((o, homes.get(leaf, default)) for o, leaf in zip(loop.outs, results[:count], strict=True))
+    return replace(graph.with_leaves(loop, results), ops=_only_ops(placed))
 
 
 def _clone_floating(
@@ -230,10 +196,10 @@ def _clone_floating(
     default: Mesh,
     states: Collection[ir.Atom] = (),
 ) -> tuple[list[ir.Item], tuple[ir.Atom, ...]]:
-    """Copy what may run anywhere to every submesh that reads it; of ``outputs``, some are ``wanted`` on a submesh.
+    """Copy what may run anywhere to every submesh that reads it, or where it is ``wanted``.
 
-    What only outputs read goes where what it is computed from belongs, or to ``default``. Of the copies of outputs
-    among ``states`` the first that is read is the output, so that no iteration waits for it.
+    What only outputs read goes where what it is computed from belongs, or to ``default``. The first copy of one of the
+    ``states`` that is read becomes the output, so that no iteration waits for it.
     """
     items, anchored = walked.items, walked.anchored
     needed: dict[ir.Value, dict[Mesh, None]] = collections.defaultdict(dict)
@@ -300,9 +266,10 @@ def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]
             outer = loop.consts.get(v, loop.slices.get(v))
             if isinstance(outer, ir.Value) and op.mesh is not None:
                 yield outer, op.mesh
+    made_on = _made_on(loop) if loop.carries else {}
     for c in loop.carries.values():
         if isinstance(c.init, ir.Value):
-            yield c.init, _made_on(loop)[c.leaf]
+            yield c.init, made_on[c.leaf]
     for atom in (*(s.leaf for s in loop.sums), *loop.stacks.values()):
         outer = loop.consts.get(atom, loop.slices.get(atom)) if isinstance(atom, ir.Value) else None
         if isinstance(outer, ir.Value):

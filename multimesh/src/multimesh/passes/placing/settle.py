@@ -1,18 +1,17 @@
-"""Operations outside of tasks go where they add no stage and no transfer that another place would save.
+"""Moves operations outside of tasks to where they add no stage and save transfers.
 
-`follow` puts one operation after the other where most of its operands are, and does not see its readers. Here all are
-looked at together. In a loop a *place* is a position on the way of a microbatch: the stages forward, then backward,
-then, for what only results of the loop read, any submesh. In straight code it is a submesh. An operation never has an
-earlier place than what it reads. So there are as many stages as the tasks alone need. Of all such placements the one is
-wanted
+`follow_operands` does not see the readers of an operation; here all operations are looked at together. In a loop a
+*place* is a position on the way of a microbatch: the stages forward, then backward, then any submesh for what only
+results of the loop read. In straight code it is a submesh. An operation never has an earlier place than what it reads,
+so there are as many stages as the tasks alone need. Among such placements this looks for the one
 
 * that sends the fewest arrays in a loop, each once to a submesh; then the fewest scalars and keys; then bytes;
 * that sends the fewest bytes in straight code, where whole parameters are at stake; then arrays;
-* that then leaves the most operations where `follow` has put them, so that what ties stays.
+* that then leaves the most operations where `follow_operands` has put them.
 
-An expansion asks for one place which operations should all move there. The cheapest cut of a graph answers exactly
-(Boykov, Veksler and Zabih, "Fast approximate energy minimization via graph cuts", 2001). Expansions are repeated until
-none helps: with two places that is the optimum, with more it is one that no expansion betters.
+An expansion asks which operations should move to one place. The cheapest cut of a graph answers exactly (Boykov,
+Veksler and Zabih, "Fast approximate energy minimization via graph cuts", 2001). Expansions are repeated until none
+helps: with two places that is the optimum.
 """
 
 from __future__ import annotations
@@ -31,40 +30,21 @@ from multimesh.passes.placing.route import position
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Something on a submesh: an operation, or what anything else reads or makes there.
+    """Something on a submesh: an operation, or what anything else reads or makes there."""
 
-    Attributes
-    ----------
-    reads
-        Values that it needs there, with the submesh of those that no node makes.
-    movable
-        Whether it may be elsewhere.
-    staged
-        Whether it has a place on the way of a microbatch, as all has that does not depend on inputs only.
-    after
-        Values that must be there before it.
-    """
-
-    reads: Mapping[ir.Value, Mesh]
+    reads: Mapping[ir.Value, Mesh]  # each with its submesh, which counts if no node makes it
     outs: Sequence[ir.Value]
     mesh: Mesh
     movable: bool = False
-    staged: bool = True
+    staged: bool = True  # it has a place on the way of a microbatch; what depends on inputs only has none
     backward: bool = False
     after: Sequence[ir.Value] = ()
 
 
 def settle(nodes: Sequence[Node], route: Sequence[Mesh] = (), awaited: Iterable[ir.Value] = ()) -> dict[int, Mesh]:
-    """Numbers of the nodes that should move, each with its submesh.
+    """Numbers of the nodes that should move, each with its submesh; ``nodes`` are in topological order.
 
-    Parameters
-    ----------
-    nodes
-        In topological order.
-    route
-        In a loop, the submesh of each stage.
-    awaited
-        Values of the loop that the next iteration waits for.
+    In a loop ``route`` has the submesh of each stage, and the next iteration waits for the values ``awaited``.
     """
     if not any(node.movable for node in nodes) or len({node.mesh for node in nodes}) < 2:
         return {}
@@ -132,7 +112,7 @@ class _Problem:
         return found
 
     def _weights(self) -> dict[ir.Value, int]:
-        """What it costs to send a value that something movable makes or reads; in straight code scalars are free."""
+        """The cost of sending each value that a movable node makes or reads; in straight code scalars are free."""
         sent = {
             v: v.nbytes
             for v, readers in self._readers.items()
@@ -164,7 +144,7 @@ class _Problem:
             yield sorted(moving), weights[id(moving)]
 
     def starts(self) -> Iterator[_Places]:
-        """Where `follow` has put everything, if tasks then have no further stages; where the last operand is."""
+        """Where `follow_operands` put everything, if tasks then have no further stages; where the last operand is."""
         at = self._earliest(lambda node: True)
         known = not self._route or all(self._nodes[n].mesh in self._route for n in self._moving)
         if known and all(a == b for a, b, node in zip(at, self._fixed, self._nodes, strict=True) if not node.movable):
@@ -201,7 +181,7 @@ class _Problem:
         return self._mesh(self._maker[v], places) if v in self._maker else self._nodes[self._readers[v][0]].reads[v]
 
     def cost(self, places: _Places, weights: Mapping[ir.Value, int]) -> int:
-        """What a part sends, and how much of it is elsewhere than `follow` has it."""
+        """What a part sends, and how much of it is elsewhere than `follow_operands` has it."""
         total = sum(self._mesh(n, places) != self._nodes[n].mesh for n in places)
         for v, weight in weights.items():
             total += weight * len({self._mesh(n, places) for n in self._readers[v]} - {self._home(v, places)})
@@ -258,7 +238,7 @@ class _Problem:
                 cut.pay(SOURCE, n, self._never)
 
     def _send(self, cut: Cut, v: ir.Value, weight: int, places: _Places, place: int) -> None:
-        """What it costs to send a value: once for each submesh that it is read on and not made on."""
+        """Pay for sending a value: once for each submesh that reads it and does not make it."""
         there, made = self.meshes[place], self._maker.get(v)
         moves = {n for n in (*self._readers[v], made) if n in places and places[n] != place}
         home = self._home(v, places)

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.specs import stripped
-from multimesh.core.submesh import Placement, carry_over, describe
+from multimesh.core.specs import carry_over, stripped
+from multimesh.core.submesh import Placement, describe
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_pure
@@ -28,12 +28,10 @@ _CALLS = {  # primitive name -> parameter that holds the called jaxpr
     "jit": "jaxpr",
     "multimesh_call": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
+    _compat.remat_p.name: "jaxpr",
 }
 
 
@@ -140,7 +138,7 @@ class _Inliner:
         if eqn.primitive is _compat.device_put_p and any(map(_is_place, eqn.params["devices"])):
             return self._device_put(eqn, ins, where, out)
         if eqn.primitive is _compat.sharding_constraint_p and where.task is None and self._lies_so(eqn, ins):
-            return ins  # a program for it would copy the argument
+            return ins  # a kernel for it would copy the argument
         if isinstance(eqn.params.get("sharding"), jax.sharding.SingleDeviceSharding):
             raise MultiMeshError(
                 f"{where.line(eqn)}: {eqn.primitive.name} to one device, where a task runs on a submesh; give a "
@@ -218,7 +216,7 @@ class _Inliner:
                 where = replace(where, task=_nested(eqn, where, task), called=True, registered=False)
                 return self._task(eqn, jaxpr, consts, ins, where, out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
-            whole = _holds_loop(jaxpr)  # runs stage by stage, in programs apart from those of the forward
+            whole = _holds_loop(jaxpr)  # runs stage by stage, in kernels apart from those of the forward
             ins = ins if whole else self._barrier(eqn, ins, where, out)
         return self.jaxpr(jaxpr, consts, ins, where, out)
 
@@ -255,13 +253,8 @@ class _Inliner:
                 self.passed[copy.outs[0]] = atom
         return given
 
-    def _original(self, atom: ir.Atom) -> ir.Atom:
-        while isinstance(atom, ir.Value) and atom in self.passed:
-            atom = self.passed[atom]
-        return atom
-
     def read_through(self, items: Iterable[ir.Item]) -> Iterator[ir.Item]:
-        """Let tasks and loops read what was given to a task, not the copy that it gives back."""
+        """Let tasks and loops read the argument of a task, not the copy of it among the task's results."""
         for item in items:
             through = isinstance(item, ir.Loop) or item.task is not None
             yield graph.rename_item(item, self.passed) if through else item
@@ -287,7 +280,7 @@ class _Inliner:
                         f"{where.line(eqn)}: device_put to {describe(target.mesh)} inside task {task.name!r}, which "
                         f"runs on {describe(task.mesh)}; put it there outside the task, or give it to a task there"
                     )
-                if target.memory_kind in (None, _default_memory(target)):
+                if target.memory_kind in (None, next(iter(target.device_set)).default_memory().kind):
                     op = replace(op, prim=_compat.sharding_constraint_p, params={"sharding": target})
                 else:
                     on = _compat.auto(op.task.mesh if op.task else target.mesh)
@@ -322,7 +315,8 @@ class _Inliner:
             raise MultiMeshError(f"{mark.where}: a microbatch loop inside another; use one loop")
         fixed, carried = _compat.scan_counts(eqn.params)
         states = args[fixed : fixed + carried]
-        passed = {copy: arg for copy in self.passed if (arg := self._original(copy)) in states}  # a sum or none is one
+        originals = {copy: graph.renamed(copy, self.passed) for copy in self.passed}
+        passed = {copy: arg for copy, arg in originals.items() if arg in states}  # a sum or none is one
         ops = [graph.rename_op(op, passed) for op in ops]
         kept = [
             state if isinstance(r, ir.Value) and passed.get(r) is state else r
@@ -335,7 +329,7 @@ class _Inliner:
         return outs
 
     def _task_inside(self, eqn: Any, where: _Where) -> Placement | None:
-        """The task of an operation with programs inside (a scan, a condition): all of it must be on one submesh."""
+        """The task of an operation with jaxprs inside (a scan, a condition): all of it must be on one submesh."""
         inner = replace(where, calls=(*where.calls, eqn.source_info))
         outer = () if where.task is None else (where.task,)
         found = dict.fromkeys((*outer, *self._tasks_in(_compat.subjaxprs(eqn.params), inner)))
@@ -365,10 +359,6 @@ class _Inliner:
 def _is_place(target: Any) -> bool:
     """Whether a target of ``device_put`` says where; None and a memory space do not."""
     return isinstance(target, jax.Device | jax.sharding.Sharding)
-
-
-def _default_memory(sharding: NamedSharding) -> str | None:
-    return next(iter(sharding.device_set)).default_memory().kind
 
 
 def _is_microbatch_loop(eqn: Any, count: int) -> bool:
@@ -405,11 +395,8 @@ def _nested(eqn: Any, where: _Where, inner: Placement) -> Placement:
 
 
 def _same_type(a: ir.Atom, var: Any) -> bool:
-    if not isinstance(a, ir.Value):
-        return False
-    return a.aval.dtype == var.aval.dtype and getattr(a.aval, "weak_type", False) == getattr(
-        var.aval, "weak_type", False
-    )
+    weak = [getattr(each.aval, "weak_type", False) for each in (a, var)]
+    return isinstance(a, ir.Value) and a.aval.dtype == var.aval.dtype and weak[0] == weak[1]
 
 
 def inline(

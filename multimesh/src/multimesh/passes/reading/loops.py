@@ -1,10 +1,9 @@
-"""Microbatch loops: from scans to sums of independent iterations, and a forward loop with its transpose to one loop.
+"""Makes loops of microbatch scans: sums of independent iterations, and one loop of a forward and its transpose.
 
-A carry ``c`` that an iteration makes ``c + x`` of is the sum of all ``x``, added one by one in the order of the
-microbatches, in the carry's dtype: as the scan does it. Three things are reordered. The addends of one iteration,
-``(c + x) + y``, are added to each other first. Initial values other than zero are added last. And where ``x`` is a sum
-of cotangents, each has a sum of its own, if the dtype lets a sum be reordered (`primitives.reorders`). A sum starts at
-+0.0, so that it is never -0.0, as that of the scan.
+A carry that an iteration returns as ``c + x`` becomes a sum, which adds every ``x`` in the order of the microbatches,
+in the carry's dtype, as the scan does. Three things are reordered: addends of one iteration, ``(c + x) + y``, are added
+to each other first; initial values other than zero are added last; a sum of cotangents becomes several sums, if its
+dtype allows that (`primitives.reorders`). A sum starts at +0.0, so it is never -0.0 as that of the scan may be.
 """
 
 from __future__ import annotations
@@ -162,11 +161,8 @@ def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool
     for item in items[items.index(first) + 1 : items.index(second)]:
         if any(v in tainted for v in item.reads):
             tainted.update(item.outs)
-    reads = [v for v in second.consts.values() if isinstance(v, ir.Value)]
-    reads += [v for v in second.slices.values() if v not in first.stacks]
-    reads += [s.init for s in second.sums if isinstance(s.init, ir.Value)]
-    reads += [c.init for c in second.carries.values() if isinstance(c.init, ir.Value)]
-    return not any(v in tainted for v in reads)
+    others = {inner: outer for inner, outer in second.slices.items() if outer not in first.stacks}
+    return tainted.isdisjoint(replace(second, slices=others).reads)
 
 
 def _reads_rows(second: ir.Loop, first: ir.Loop) -> bool:
@@ -177,15 +173,15 @@ def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
     rename: dict[ir.Value, ir.Atom] = {
         inner: first.stacks[outer] for inner, outer in second.slices.items() if outer in first.stacks
     }
-    ops = tuple(replace(graph.rename_op(op, rename), backward=True) for op in second.ops)
+    second = graph.rename_body(second, rename)
     return replace(
         first,
-        ops=first.ops + ops,
-        consts={**first.consts, **second.consts},
-        slices={**first.slices, **{k: v for k, v in second.slices.items() if k not in rename}},
-        sums=first.sums + tuple(replace(s, leaf=graph.renamed(s.leaf, rename)) for s in second.sums),
-        stacks={**first.stacks, **{o: graph.renamed(i, rename) for o, i in second.stacks.items()}},
-        carries={**second.carries, **first.carries},
+        ops=first.ops + tuple(replace(op, backward=True) for op in second.ops),
+        consts=first.consts | second.consts,
+        slices=first.slices | {k: v for k, v in second.slices.items() if k not in rename},
+        sums=first.sums + second.sums,
+        stacks=first.stacks | second.stacks,
+        carries=second.carries | first.carries,
     )
 
 
@@ -235,7 +231,7 @@ def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.L
     joins: list[ir.Op] = []
     for s in loop.sums:
         leaves = _split_leaf(s.leaf, inner, uses, dropped)
-        made = [ir.Sum(ir.Value(_aval(s.out, leaf)), None, leaf) for leaf in leaves]
+        made = [ir.Sum(ir.Value((leaf if isinstance(leaf, ir.Value) else s.out).aval), None, leaf) for leaf in leaves]
         addends: list[ir.Atom] = [part.out for part in made]
         if s.init is not None and not is_zero(s.init, producer):
             addends.append(s.init)
@@ -246,22 +242,19 @@ def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.L
         added = _joined(_compat.add_p, addends, s.out)
         joins += [replace(op, backward=loop.backward, source=loop.source) for op in added]
     ops = [op for op in loop.ops if id(op) not in dropped]
-    sums = [replace(s, leaf=_made(s.leaf, s.out, inner, ops)) for s in sums]
-    stacks = {o: _made(i, o, inner, ops, stacked=True) for o, i in loop.stacks.items()}
-    carries = {k: replace(c, leaf=_made(c.leaf, c.out, inner, ops)) for k, c in loop.carries.items()}
-    return replace(loop, ops=tuple(ops), sums=tuple(sums), stacks=stacks, carries=carries), joins
+    loop = replace(loop, sums=tuple(sums))
+    leaves = [
+        _made(leaf, out, out in loop.stacks, inner, ops) for leaf, out in zip(loop.leaves, loop.outs, strict=True)
+    ]
+    return replace(graph.with_leaves(loop, leaves), ops=tuple(ops)), joins
 
 
-def _made(
-    atom: ir.Atom, out: ir.Value, inner: dict[ir.Value, ir.Op], ops: list[ir.Op], *, stacked: bool = False
-) -> ir.Value:
+def _made(atom: ir.Atom, out: ir.Value, stacked: bool, inner: dict[ir.Value, ir.Op], ops: list[ir.Op]) -> ir.Value:
     """A body value that an operation makes: results that are literals or inputs of the body get a copy."""
     if isinstance(atom, ir.Value) and atom in inner:
         return atom
-    aval = (
-        atom.aval if isinstance(atom, ir.Value) else out.aval.update(shape=out.aval.shape[1:]) if stacked else out.aval
-    )
-    result = ir.Value(aval)
+    row = out.aval.update(shape=out.aval.shape[1:]) if stacked else out.aval
+    result = ir.Value(atom.aval if isinstance(atom, ir.Value) else row)
     ops.append(ir.Op(_compat.copy_p, {}, (atom,), (result,)))
     return result
 
@@ -269,20 +262,7 @@ def _made(
 def _without_literals(loop: ir.Loop) -> ir.Loop:
     """Constants that are literals go into the operations that read them."""
     rename = {k: v for k, v in loop.consts.items() if not isinstance(v, ir.Value)}
-    if not rename:
-        return loop
-    return replace(
-        loop,
-        ops=tuple(graph.rename_op(op, rename) for op in loop.ops),
-        consts={k: v for k, v in loop.consts.items() if k not in rename},
-        sums=tuple(replace(s, leaf=graph.renamed(s.leaf, rename)) for s in loop.sums),
-        stacks={o: graph.renamed(i, rename) for o, i in loop.stacks.items()},
-        carries={k: replace(c, leaf=graph.renamed(c.leaf, rename)) for k, c in loop.carries.items()},
-    )
-
-
-def _aval(out: ir.Value, leaf: ir.Atom) -> Any:
-    return leaf.aval if isinstance(leaf, ir.Value) else out.aval
+    return replace(graph.rename_body(loop, rename), consts={k: v for k, v in loop.consts.items() if k not in rename})
 
 
 def _joined(add: Any, addends: Sequence[ir.Atom], out: ir.Value) -> list[ir.Op]:

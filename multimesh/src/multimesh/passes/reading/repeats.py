@@ -1,12 +1,10 @@
-"""What `jax.checkpoint` repeats, cut at the borders between submeshes.
+"""Cuts what `jax.checkpoint` repeats at the borders between submeshes.
 
-A checkpoint around several stages repeats the forward of all of them, one after the other: the backward pass would
-first go forward through the pipeline, and need as many stages again. But each stage was sent its input by the forward
-pass. Where it repeats its own part it reads that input, not what the stage before it repeats: so a checkpoint around a
-pipeline keeps what stages send each other, as one checkpoint for each stage does. So the forward pass is kept for what
-repeats it, even if nothing else reads it: a gradient whose loss nobody asks for.
+A checkpoint around several stages repeats the forward of all of them: the backward pass would first go forward through
+the pipeline. But the forward pass sent each stage its input. The stage reads that input where it repeats its own part,
+as under one checkpoint for each stage. The forward pass is then kept even if nothing else reads it.
 
-Nothing is rounded otherwise: the value that is read was made by the same operation from the same operands.
+Nothing is rounded otherwise: the same operation made the value that is read from the same operands.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def live_with_originals(program: ir.Program, loop: ir.Loop, wanted: Sequence[ir.
 class _Twins:
     """Finds the values that the backward pass of a loop makes again: ``first`` has those of the forward pass.
 
-    What is the same in every iteration may be made outside of the loop, once for each submesh, as JAX moves it there.
+    JAX moves what is the same in every iteration out of the loop: that counts, too.
     """
 
     def __init__(self, program: ir.Program, loop: ir.Loop):

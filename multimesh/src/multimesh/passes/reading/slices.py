@@ -1,11 +1,8 @@
-"""Parts of stacked weights: cut once before a microbatch loop, and their gradients joined once after it.
+"""Cuts stacked weights once, before a microbatch loop, and joins their gradients once, after it.
 
-A slice of a constant of the loop is the same in every iteration. And of a sum of gradients that are padded with zeros
-to the whole stack, ``sum(pad(x)) = pad(sum(x))`` exactly, in every dtype: adding zeros rounds nothing. So no submesh
-holds accumulators of the stack, or is sent a part of it more than once.
-
-Only static slices and splits are moved; a ``dynamic_slice`` stays where it is, whatever its indices. So does a slice
-that is itself a result of the iteration: its operation makes that result on a submesh.
+A slice of a constant is the same in every iteration, and ``sum(pad(x)) = pad(sum(x))`` exactly, as adding zeros rounds
+nothing. So no submesh holds accumulators of the whole stack, or is sent a part of it more than once. A
+``dynamic_slice`` stays where it is, and so does a slice that is itself a result of the iteration.
 """
 
 from __future__ import annotations

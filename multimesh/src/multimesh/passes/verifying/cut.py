@@ -40,7 +40,7 @@ def operations_are_in_order(parts: Sequence[Part]) -> Iterator[Fault]:
 
 
 def interfaces_are_complete(parts: Sequence[Part]) -> Iterator[Fault]:
-    """A fragment is given what its operations read and do not make, and gives what they make."""
+    """A fragment lists as inputs what its operations read and do not make, and gives only what they make."""
     for fragment in _all(parts):
         made = fragment.made
         reads = {v: op for op in fragment.ops for v in op.reads if v not in made}
@@ -51,7 +51,7 @@ def interfaces_are_complete(parts: Sequence[Part]) -> Iterator[Fault]:
 
 
 def reads_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
-    """What a fragment reads of another is given by that one, and that one does not come later."""
+    """A fragment reads values that earlier fragments give."""
     maker = {o: fragment for fragment in _all(parts) for o in fragment.made}
     given = {v for fragment in _all(parts) for v in fragment.outs}
     known: set[ir.Value] = set()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax.sharding import Mesh, PartitionSpec
-
 from multimesh import ir
+from multimesh.core import specs
 from multimesh.passes.verifying.faults import Fault, in_order, kind, shown, twice
 from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send
 from multimesh.plan.plan import Plan
@@ -132,7 +130,7 @@ def slots_are_of_the_types_of_values(plan: Plan) -> Iterator[Fault]:
 
 
 def readers_see_the_type_that_was_made(plan: Plan) -> Iterator[Fault]:
-    """What a kernel reads has the weak type with which another one made it, on whichever submesh."""
+    """A kernel reads a value with the weak type with which another kernel made it, on whichever submesh."""
     weak: dict[int, bool] = {}
     for instruction in plan.instructions:
         if isinstance(instruction, Send):
@@ -183,7 +181,7 @@ def layouts_fit(plan: Plan) -> Iterator[Fault]:
         mesh, shape = plan.submeshes[plan.slots[slot].submesh], plan.slots[slot].shape
         if layout.mesh != mesh:
             yield Fault(f"the layout of s{slot} is on another submesh")
-        elif any(size % ways for size, ways in zip(shape, _ways(layout.spec, mesh), strict=False)):
+        elif any(shape[d] % specs.size(mesh, axes) for d, axes in specs.decided(layout.spec, len(shape))):
             yield Fault(f"the layout {layout.spec} of s{slot} does not divide {shape}")
 
 
@@ -220,13 +218,6 @@ def _values(kernel: Kernel) -> tuple[list[ir.Value | None], list[ir.Value]]:
 
 def _weak(value: ir.Value) -> bool:
     return bool(getattr(value.aval, "weak_type", False))
-
-
-def _ways(spec: PartitionSpec, mesh: Mesh) -> Iterator[int]:
-    """Number of parts of each dimension that a spec names."""
-    for entry in spec:
-        axes: Sequence[Any] = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        yield math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def _source(kernel: Kernel) -> Any:

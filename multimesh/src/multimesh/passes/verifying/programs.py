@@ -46,7 +46,7 @@ def made_before_read(program: ir.Program) -> Iterator[Fault]:
 
 
 def leaves_are_made(program: ir.Program) -> Iterator[Fault]:
-    """What an iteration sums, stacks or carries is made by an operation of its own, which gives it a submesh."""
+    """An operation of the iteration makes each value that leaves it, and so gives the value a submesh."""
     for loop in program.loops:
         made = {o for op in loop.ops for o in op.outs}
         for what, leaf in _leaves(loop):
@@ -55,7 +55,7 @@ def leaves_are_made(program: ir.Program) -> Iterator[Fault]:
 
 
 def rows_are_made(program: ir.Program) -> Iterator[Fault]:
-    """A loop that reads the rows of an earlier loop, iteration by iteration, reads what that makes as often."""
+    """An earlier loop makes the rows that a loop reads, iteration by iteration, and as often."""
     made: dict[ir.Value, int] = {}
     for loop in program.loops:
         for inner, row in loop.linked.items():
@@ -105,9 +105,7 @@ def one_home(program: ir.Program) -> Iterator[Fault]:
     for op in all_ops(program):
         made.update((o, op.mesh) for o in op.outs if op.mesh is not None)
     for loop in program.loops:
-        made |= {s.out: made[s.leaf] for s in loop.sums if s.leaf in made}
-        made |= {out: made[leaf] for out, leaf in loop.stacks.items() if leaf in made}
-        made |= {c.out: made[c.leaf] for c in loop.carries.values() if c.leaf in made}
+        made |= {out: made[leaf] for out, leaf in zip(loop.outs, loop.leaves, strict=True) if leaf in made}
     for v, mesh in made.items():
         if v in homes and homes[v] != mesh:
             yield Fault(f"{shown(v)} is made on {describe(mesh)}, and said to be on {describe(homes[v])}")

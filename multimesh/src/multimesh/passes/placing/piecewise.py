@@ -1,18 +1,16 @@
-"""Values of several submeshes that one operation joins, done piece by piece where the pieces are.
+"""Computes piece by piece what one operation joined from several submeshes.
 
-``ravel_pytree`` concatenates the gradients of all stages, what follows clips or updates the flat vector, and slices of
-it are the tree again. Nothing of that needs the vector to exist. The algebra, for ``c = concatenate(a, b)``:
+``ravel_pytree`` concatenates the gradients of all stages, an optimizer updates the flat vector, and slices of it are
+the tree again. No device needs the vector. For ``c = concatenate(a, b)`` these hold:
 
-* elementwise ``f(c, s) = concatenate(f(a, s), f(b, s))`` for scalars ``s``, exactly; likewise for operands that are cut
-  as ``c`` is, and for those that are made from scalars (noise), which are sliced;
-* ``c[i:j]`` along the dimension of the pieces is slices of ``a`` and ``b``, exactly;
-* ``sum(c) = sum(a) + sum(b)``, and so ``max``, ``min``, ``prod``, ``and``, ``or``, and a product that contracts the
-  dimension: exact but for the order of floating-point additions and multiplications (`primitives.reorders`);
-* the sum over microbatches of ``c`` is the concatenation of the sums, exactly.
+* elementwise ``f(c, s) = concatenate(f(a, s), f(b, s))`` for scalars ``s``, for operands that are cut as ``c`` is, and
+  for those made from scalars (noise), which are sliced;
+* ``c[i:j]`` along the dimension of the pieces is slices of ``a`` and ``b``;
+* ``sum(c) = sum(a) + sum(b)``, and so other reductions, up to the order of additions (`primitives.reorders`);
+* the sum over microbatches of ``c`` is the concatenation of the sums.
 
-Any other reader gets the concatenation, after all that went before it was done in pieces. A ``lax.cond`` whose results
-depend on several submeshes each (a clipped update that is skipped if not finite) becomes both branches and a choice
-between their results; for each operation inside, placement then decides.
+Any other reader gets the concatenation. A ``lax.cond`` over several submeshes becomes both branches and a choice
+between their results; placement then decides for each operation inside.
 """
 
 from __future__ import annotations
@@ -54,19 +52,9 @@ class _Pieces(NamedTuple):
 
 
 def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Program, set[ir.Value]]:
-    """Do what follows some operations piece by piece.
+    """Do what follows some operations piece by piece; also return first results that need not be tried again.
 
-    Parameters
-    ----------
-    program
-        Before placement.
-    mixed
-        First results of unmarked ``concatenate`` and ``cond`` operations over values of several submeshes.
-
-    Returns
-    -------
-    Program, set
-        The given one where nothing gains by it; and first results of operations that need not be tried again.
+    ``mixed`` has the first results of unmarked ``concatenate`` and ``cond`` operations over several submeshes.
     """
     readers: dict[ir.Value, list[ir.Op | None]] = collections.defaultdict(list)  # None: a sum over microbatches
     alias: dict[ir.Value, list[ir.Value]] = collections.defaultdict(list)
@@ -168,18 +156,13 @@ class _Cutter:
         ops: list[ir.Op] = []
         result: list[ir.Atom] = []
         for atom in atoms:
-            atom = self._seen(atom)
+            atom = graph.renamed(atom, self._rename)
             if isinstance(atom, ir.Value) and atom in self._pieces:
                 pieces = self._pieces.pop(atom)
                 ops.append(ir.Op(primitives.concatenate_p, {"dimension": pieces.dim}, pieces.parts, (atom,)))
                 self.joined.add(atom)
             result.append(atom)
         return ops, result
-
-    def _seen(self, atom: ir.Atom) -> ir.Atom:
-        while isinstance(atom, ir.Value) and atom in self._rename:
-            atom = self._rename[atom]
-        return atom
 
     def loop(self, loop: ir.Loop, rows: set[ir.Value]) -> Iterator[ir.Item]:
         """What a loop becomes: it reads pieces, and sums pieces."""
@@ -205,7 +188,7 @@ class _Cutter:
         carries = {inner: replace(c, leaf=leaf) for (inner, c), leaf in last}
         sums: list[ir.Sum] = []
         for s in loop.sums:
-            leaf = self._seen(s.leaf)
+            leaf = graph.renamed(s.leaf, self._rename)
             if isinstance(leaf, ir.Value) and leaf in self._pieces:
                 dim, parts = self._pieces[leaf]
                 totals = tuple(ir.Value(part.aval) for part in parts)
@@ -214,7 +197,7 @@ class _Cutter:
             else:
                 sums.append(replace(s, leaf=leaf))
         kept = ir.live(ops, [*(s.leaf for s in sums), *wholes])
-        linked = {inner: self._seen(outer) for inner, outer in loop.linked.items()}
+        linked = {inner: graph.renamed(outer, self._rename) for inner, outer in loop.linked.items()}
         made = replace(loop, ops=tuple(kept), consts=consts, sums=tuple(sums), stacks=stacks)
         yield replace(made, carries=carries, linked=linked)
 

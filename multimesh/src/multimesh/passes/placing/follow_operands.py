@@ -1,12 +1,11 @@
 """The rule of placement: an operation outside of tasks runs where most of the bytes that it reads belong.
 
-So what belongs to a stage is computed there (the square of a weight, the clipping of its gradient, its moments), and
-scalars travel. Three things follow values differently:
+So a stage computes what belongs to it (the square of a weight, the moments of its gradient), and scalars travel.
+Three kinds of operations go elsewhere:
 
-* What floats (depends on arguments only) and is read by tasks is computed where they are; see `owners`.
-* What is at least twice as large as what it is made from (a broadcast scalar, a padded slice) is made where it is read.
-* In a loop, what tasks wait for never turns back against the pipeline: that would be one more stage. Gradients on their
-  way to a sum do, they go home.
+* What floats (depends on arguments only) and is read by tasks runs where those are; see `owners`.
+* A result at least twice as large as its operands (a broadcast scalar, a padded slice) is made where it is read.
+* In a loop, what tasks wait for never turns back against the pipeline: that would add a stage. Gradients may go home.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.ir import graph
 from multimesh.ir.primitives import is_small, known
 from multimesh.passes.placing.conditionals import split
 from multimesh.passes.placing.owners import Owners, leading_to_tasks
@@ -27,36 +27,22 @@ from multimesh.passes.placing.route import position
 from multimesh.passes.placing.settle import Node, settle
 
 Homes = dict[ir.Value, Mesh]
-Roots = dict[ir.Value, Mesh]  # what a value is computed from, where it runs wherever it is read; else itself
+Roots = dict[ir.Value, Mesh]  # the sources of a value that every reader recomputes; the value itself otherwise
 
 
 @dataclass
 class State:
-    """What following a program and its loops finds out.
+    """What following a program and its loops finds out."""
 
-    Attributes
-    ----------
-    owners, homes
-        Whose floating values are; the submesh of every other value.
-    pulls
-        Results that replace an argument, and what is computed elementwise on the way to them, to that argument's owner.
-    roots
-        What every value that is made counts as.
-    mixed
-        First results of operations over large values of several submeshes, which a rewrite may cut.
-    lost
-        Results that went to the default submesh, because nothing says whose they are.
-    """
-
-    owners: Owners
-    homes: Homes
-    pulls: Mapping[ir.Value, Mesh]
+    owners: Owners  # of floating values
+    homes: Homes  # submesh of every other value
+    pulls: Mapping[ir.Value, Mesh]  # what leads to a result that replaces an argument, to the owner of that
     roots: dict[ir.Value, Roots] = field(default_factory=dict)
-    mixed: list[ir.Value] = field(default_factory=list)
-    lost: list[ir.Value] = field(default_factory=list)
+    mixed: list[ir.Value] = field(default_factory=list)  # first results over several submeshes: a rewrite may cut them
+    lost: list[ir.Value] = field(default_factory=list)  # results on the default submesh, since nothing says whose
 
     def roots_of(self, values: Iterable[ir.Value]) -> Roots:
-        """What values are computed from, each with its submesh; nothing for what may be anywhere."""
+        """The sources of values, each with its submesh; nothing for what may be anywhere."""
         found: Roots = {}
         for v in values:
             if v in self.homes:
@@ -115,7 +101,7 @@ class Follower:
 
     def follow(self, op: ir.Op) -> None:
         """Place one operation."""
-        op = replace(op, ins=tuple(self.renamed.get(i, i) if isinstance(i, ir.Value) else i for i in op.ins))
+        op = graph.rename_op(op, self.renamed)
         if op.backward or any(v in self._turned for v in op.reads):
             self._turned.update(op.outs)
         if op.task is not None:
@@ -124,10 +110,6 @@ class Follower:
             self._split_barrier(op)
         else:
             self._unmarked(op)
-
-    def output(self, atom: ir.Atom) -> ir.Atom:
-        """What a result is called after barriers were split."""
-        return self.renamed.get(atom, atom) if isinstance(atom, ir.Value) else atom
 
     def settle(self, awaited: Iterable[ir.Value] = (), pulled: Mapping[ir.Value, Mesh] = MappingProxyType({})) -> None:
         """Move what saves a stage or a transfer elsewhere; some values are ``pulled`` to a submesh when all is done."""
@@ -205,7 +187,7 @@ class Follower:
             self._anchor(part, mesh)
 
     def _spreads(self, op: ir.Op, roots: Roots, floats: bool) -> bool:
-        """Whether sending what a result is made from takes at most half of what sending the result takes."""
+        """Whether the sources of a result have at most half of its bytes."""
         if op.effects or known(op).control or not (floats or known(op).spreads):
             return False
         return 0 < 2 * sum(v.nbytes for v in roots) <= sum(o.nbytes for o in op.outs)

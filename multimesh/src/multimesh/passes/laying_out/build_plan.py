@@ -1,4 +1,4 @@
-"""The last pass: a placed program to a `Plan` of kernels, slots and instructions."""
+"""Makes a `Plan` of a program that is cut and ordered: kernels, slots and instructions."""
 
 from __future__ import annotations
 
@@ -24,16 +24,9 @@ _Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, mic
 
 
 def build(parts: Parts, donated: frozenset[int] = frozenset(), alike: Mapping[int, int] | None = None) -> Plan:
-    """Plan of a program that is cut, and its loops ordered.
+    """Plan the parts. ``donated`` are argument leaves whose buffers may be reused; ``alike`` maps results to arguments.
 
-    Parameters
-    ----------
-    parts
-        From the passes of ``cutting``.
-    donated
-        Argument leaves whose buffers may be reused.
-    alike
-        Result leaf to the argument leaf that it replaces.
+    A result leaf has the layout of the argument leaf that it replaces.
     """
     builder = _Builder(parts.program, parts.parts)
     for part in parts.parts:
@@ -122,7 +115,6 @@ class _Builder:
         return len(self.kernels) - 1
 
     def _run(self, kernel: Kernel, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
-        """Run a kernel once."""
         self.instructions.append(Run(kernel.submesh, self._kernel(kernel), kernel.name, ins, outs))
 
     def _send(self, values: Iterable[ir.Value], submesh: int, task: str) -> None:
@@ -232,7 +224,7 @@ class _Builder:
         return task
 
     def _state(self, carry: ir.Carry, submesh: int, microbatch: int) -> int:
-        """Slot of the state that a microbatch reads; all states of a loop have one layout."""
+        """Slot of the state that a microbatch reads."""
         first = self._slot(carry.init, submesh)
         read = first if microbatch == 0 else self._slot(carry.leaf, submesh, microbatch - 1)
         self._states.update(dict.fromkeys((first, read, self._slot(carry.leaf, submesh, microbatch)), first))
@@ -272,9 +264,9 @@ class _Builder:
         return {key: spec for key, spec in found if spec is not None}
 
     def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
-        """Where each result is, and the argument that a slot has the layout of because it is passed through.
+        """Where each result is, and the argument whose layout the copy of a passed-through argument has.
 
-        As under `jax.jit` every result has a buffer of its own: one that is an argument, or is there twice, is copied.
+        As under `jax.jit` every result has a buffer of its own: an argument, or what is there twice, is copied.
         """
         staged = dict(reversed(self.inputs))  # the first of each
         outputs = [self._output(o, staged) for o in self.program.outputs]

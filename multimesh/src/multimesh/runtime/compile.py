@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat, checks
+from multimesh.core.progress import progress
 from multimesh.errors import MultiMeshError
 from multimesh.ir.evaluate import evaluate
 from multimesh.plan.instructions import Kernel, Run
@@ -32,41 +33,40 @@ class CompiledPlan:
 
 
 def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
-    """Compile the kernels that run on devices of this process.
+    """Compile the kernels that run on devices of this process; `with_defaults` adds to the options for XLA.
 
     The plan fixes the layouts of inputs and outputs, so that no kernel waits for another. Equal kernels of different
     submeshes share one compilation where `executables.code_key` allows it.
-
-    Parameters
-    ----------
-    plan
-        The plan, with its layouts.
-    options
-        Compiler options for XLA; `with_defaults` adds its own.
     """
     options = with_defaults(plan, options)
     alike: dict[Any, list[_Lowered]] = {}  # key of the code to the kernels with that code
-    with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
+    own = {number: run for number, run in plan.first_runs.items() if _is_own(plan.submeshes[run.submesh])}
+    with progress("compiling kernels", len(own)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
             running: dict[int, concurrent.futures.Future[Any]] = {}
-            for number, run in plan.first_runs.items():
+            for number, run in own.items():
                 mesh = plan.submeshes[run.submesh]
-                if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
-                    continue
                 kernel = _lower(plan, run)
                 group = alike.setdefault(executables.code_key(kernel.lowered, mesh) or number, [])
                 group.append(kernel)
                 if len(group) == 1:
                     running[number] = pool.submit(kernel.compile, options)
+                    running[number].add_done_callback(lambda _: done())
             for first, *others in alike.values():
                 for kernel in others:
                     running[kernel.number] = pool.submit(kernel.moved, running[first.number].result(), options)
+                    running[kernel.number].add_done_callback(lambda _: done())
             compiled = {number: future.result() for number, future in running.items()}
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     _compat.forget_pruned()
     return CompiledPlan(plan, tuple(compiled.get(number) for number in range(len(plan.kernels))))
+
+
+def _is_own(mesh: Mesh) -> bool:
+    """Whether this process has a device of a submesh."""
+    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,14 +126,10 @@ _ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_
 def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Compiler options, with ours where neither they nor ``XLA_FLAGS`` say otherwise.
 
-    On CPUs LLVM's level 2: level 3 unrolls loops of up to 32 iterations whole, before it looks for dependences between
-    all pairs of their accesses. That is a quarter of the compile time of a plan, and the code is no faster.
-
-    On CPUs no threads within a kernel if each submesh alone has a device for every core: no core is left for them, and
-    handing them work costs more than doing it.
-
-    On GPUs of several processes each process tunes its kernels alone: XLA would wait for the results of processes that
-    do not compile the kernel.
+    * On CPUs LLVM's level 2: level 3 takes a quarter of the compile time of a plan more, for code that is no faster.
+    * On CPUs no threads within a kernel if each submesh alone has a device for every core.
+    * On GPUs of several processes each process tunes its kernels alone: XLA would wait for processes that do not
+      compile the kernel.
     """
     chosen = {} if options is None else dict(checks.pairs("compile: compiler_options", options))
     platforms = {d.platform for mesh in plan.submeshes for d in mesh.devices.flat}

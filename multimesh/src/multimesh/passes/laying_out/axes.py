@@ -1,0 +1,83 @@
+"""Carries mesh axes from the dimensions of arrays to those that go together with them.
+
+`autoshard` reads a placed program as such a graph, to lay out arguments; `propagate` reads a plan, to lay out slots.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from jax.sharding import Mesh, NamedSharding
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.core.specs import Axes, decided, size, translate
+
+
+class Array:
+    """An array on a submesh, with the axes of each dimension: None where they are open, () where it is replicated.
+
+    An axis of fewer devices than ``least`` is no axis to it.
+    """
+
+    __slots__ = ("axes", "joined", "least", "mesh", "shape")
+
+    def __init__(self, shape: Sequence[int], mesh: Mesh, least: int):
+        self.shape, self.mesh, self.least = tuple(shape), mesh, least
+        self.axes: list[Axes | None] = [None] * len(self.shape)
+        self.joined: list[list[Dimension]] = [[] for _ in self.shape]
+
+    def take(self, d: int, axes: Axes) -> bool:
+        """Divide an open dimension over axes that are free; whether that was possible."""
+        if self.axes[d] is not None or any(self.mesh.shape.get(axis, 0) < self.least for axis in axes):
+            return False
+        used = {axis for other in self.axes for axis in other or ()}
+        if not used.isdisjoint(axes) or self.shape[d] % size(self.mesh, axes):
+            return False
+        self.axes[d] = axes
+        return True
+
+    def decide(self, given: Iterable[tuple[int, Axes]]) -> None:
+        """Fix dimensions; one that its axes do not divide is replicated."""
+        for d, axes in given:
+            self.axes[d] = None
+            if not self.take(d, tuple(axis for axis in axes if self.mesh.shape.get(axis) != 1)):
+                self.axes[d] = ()
+
+    @property
+    def divided(self) -> tuple[Axes, ...]:
+        """The axes of each dimension."""
+        return tuple(axes or () for axes in self.axes)
+
+
+Dimension = tuple[Array, int]
+
+
+def join(dimensions: Iterable[Dimension]) -> None:
+    """Note that dimensions go together."""
+    (array, d), *others = dimensions
+    for other, at in others:
+        array.joined[d].append((other, at))
+        other.joined[at].append((array, d))
+
+
+def spread(sources: Iterable[Dimension]) -> None:
+    """Carry axes on to open dimensions, the nearest first."""
+    queue = collections.deque(sources)
+    while queue:
+        array, d = queue.popleft()
+        queue.extend((other, at) for other, at in array.joined[d] if other.take(at, array.axes[d] or ()))
+
+
+def constraint(op: ir.Op) -> Sequence[tuple[int, Axes]] | None:
+    """Dimensions that a constraint decides with their axes; None for what is no constraint."""
+    if op.prim is not _compat.sharding_constraint_p or op.params.get("identity"):
+        return None
+    rank = len(ir.shape(op.outs[0]))
+    if "logical" in op.params:
+        if op.task is None or op.params["rank"] != rank:
+            return None
+        return list(decided(translate(op.params["logical"], op.task), rank))
+    sharding = op.params["sharding"]
+    return list(decided(sharding.spec, rank)) if isinstance(sharding, NamedSharding) else None

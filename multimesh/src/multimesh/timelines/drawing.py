@@ -1,0 +1,46 @@
+"""What pictures share: their style, text, coordinates, and round numbers of axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+
+STYLE = """\
+{id} text{{font-family:Helvetica,Arial,'Liberation Sans',sans-serif;font-size:11px;fill:#1d2126}}
+{id} .card{{fill:#fff;stroke:#d5d9de}}
+{id} .idle{{fill:#eceef1}}
+{id} .grid{{stroke:#c4c9cf;stroke-width:1}}
+{id} .x{{stroke:#cc79a7;stroke-width:1.4;fill:none}}
+{id} .title{{font-size:15px;font-weight:bold}}
+{id} .soft{{fill:#545b64}}
+{id} .e{{text-anchor:end}}
+{id} .m{{text-anchor:middle}}
+@media (prefers-color-scheme:dark){{
+{id} text{{fill:#e8eaed}}
+{id} .card{{fill:#16191d;stroke:#3a4048}}
+{id} .idle{{fill:#2a2f36}}
+{id} .grid{{stroke:#4a515a}}
+{id} .soft{{fill:#aab1ba}}
+}}"""
+
+
+def ticks(end: float, width: float) -> Iterable[float]:
+    """Round numbers from 0 to ``end``, at least 60 pixels apart."""
+    if end <= 0:
+        return [0.0]
+    least = end * 60 / width
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    return [round(i * step, 12) for i in range(math.floor(end / step * (1 + 1e-9)) + 1)]
+
+
+def label(x: float, y: float, words: str, kind: str = "") -> str:
+    """A line of text, of classes of `STYLE`."""
+    style = f' class="{kind}"' if kind else ""
+    return f'<text{style} x="{coordinate(x)}" y="{coordinate(y)}">{escape(words)}</text>'
+
+
+def coordinate(value: float) -> str:
+    """Shortest text of a coordinate, to a hundredth of a pixel."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
