@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
-OTHERS = ("maxtext.svg", "processes.svg", "layouts.svg")  # of measured runs, whose times nobody can repeat; by hand
+OTHERS = ("maxtext.svg", "processes.svg", "layouts.svg", "forecasts.svg", "suggest.svg")  # of runs and fits; by hand
 TUTORIAL = "tutorial-"  # written by docs/ten-minutes.md; tests/unit/test_repo_docs.py compares them
 
 

@@ -437,8 +437,12 @@ def test_wrong_arguments_of_what_was_compiled(options):
         for write in (compiled.plan.to_svg, compiled.plan.to_html, compiled.plan.to_perfetto):
             with pytest.raises(mm.UsageError, match="path must be a path"):
                 write(path)
-    for costs in (3, "F", None):
-        with pytest.raises(mm.UsageError, match="costs must be a mapping"):
+    for costs, wanted in (
+        (3, "costs must be a mapping"),
+        (None, "costs must be a mapping"),
+        ("F", "device: there is no"),
+    ):
+        with pytest.raises(mm.UsageError, match=wanted):
             compiled.plan.forecast(costs)
 
 

@@ -17,9 +17,10 @@ FLOORS = (
     ("observe",),
     ("runtime",),
     ("passes",),
-    ("marking", "plan"),
+    ("marking", "plan", "planner"),
     ("schedules",),
     ("processes", "ir", "timelines", "linalg", "fft"),
+    ("hardware",),
     ("core",),
     ("errors",),
 )

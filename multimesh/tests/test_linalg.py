@@ -28,15 +28,6 @@ def double():
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
-def partitioner():
-    """The Shardy of jax 0.11.2 ends the process on some of these programs, as docs/numerics.md says."""
-    used = jax.config.jax_use_shardy_partitioner
-    jax.config.update("jax_use_shardy_partitioner", used and jax.__version_info__ != (0, 11, 2))
-    yield
-    jax.config.update("jax_use_shardy_partitioner", used)
-
-
 def mesh_of(shape, kind="Auto"):
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     return Mesh(devices, ("x", "y")[: len(shape)], axis_types=(AxisType[kind],) * len(shape))

@@ -3,10 +3,10 @@
 import collections
 import itertools
 
+import every_schedule
 import jax
 import jax.numpy as jnp
 import numpy as np
-import published
 import pytest
 from jax.sharding import PartitionSpec as P
 from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER, squared_error
@@ -101,15 +101,15 @@ def test_adamw_of_every_model(model, schedule, optimizer):
 
 
 @pytest.mark.telling("zb-v-2-4")
-@pytest.mark.parametrize(("p", "m"), published.grid())
+@pytest.mark.parametrize(("p", "m"), every_schedule.grid())
 @pytest.mark.parametrize("name", NAMES)
 def test_idle_time_numerics_and_live_bytes(name, p, m):
-    """What benchmarks/published.py shows: of the plan that runs, the idle time is that of the table."""
-    found = published.measure(name, p, m)
+    """What benchmarks/every_schedule.py shows: of the plan that runs, the idle time is that of the table."""
+    found = every_schedule.measure(name, p, m)
     assert found["agrees"] != "NO"
     assert found["plan"] == pytest.approx(found["simulated"], abs=1e-6)
     assert found["error"] <= 1e-5
-    cut = m * published.ROWS * published.WIDTH * 4 / 1e6  # the batch, in microbatches
+    cut = m * every_schedule.ROWS * every_schedule.WIDTH * 4 / 1e6  # the batch, in microbatches
     for live, held in zip(found["live MB"].split(), found["bytes MB"].split(), strict=True):
         assert float(live) <= cut + 1.25 * float(held) + 0.1
 

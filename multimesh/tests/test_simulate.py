@@ -176,11 +176,15 @@ def test_bad_costs(costs, named):
 
 @pytest.mark.parametrize("row", [row for row in zero_bubble.ROWS if row.schedule not in zero_bubble.LEFT_OUT], ids=str)
 def test_the_bubble_rates_of_the_zero_bubble_paper(row):
-    """Its cost is the longest stage's. What they measured is slower than what is simulated, by what we leave out."""
-    found = zero_bubble.find(row)
-    assert found.rate == pytest.approx(row.rate, abs=1e-4)
-    if row.throughput:
-        assert 1.03 < found.throughput / row.throughput < 1.1
+    """Its cost is the longest stage's."""
+    assert zero_bubble.find(row).rate == pytest.approx(row.rate, abs=1e-4)
+
+
+@pytest.mark.longer
+def test_the_throughput_of_the_zero_bubble_paper():
+    """Transfers that block and the update of the parameters explain what was measured; nothing is fitted."""
+    for row in (row for row in zero_bubble.ROWS if row.throughput):
+        assert zero_bubble.find(row).throughput == pytest.approx(row.throughput, rel=0.05), row
 
 
 def test_the_interleaved_rates_of_the_paper_have_p_transfers_less():

@@ -1,8 +1,10 @@
 """Fragments: operations of one submesh, phase and level; and what they recompute."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
-from multimesh.passes.cutting.fragment import fragment, join
+from multimesh.passes.cutting.fragment import fragment, with_interfaces
 from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.recompute import keep_less
 from programs import loops, names, on, ones, placed
@@ -105,7 +107,8 @@ def test_joined_fragments_keep_what_others_read():
 
     fragments = straight(f, ones(2))
     first, second, third = fragments
-    both = join(first, second, fragments, set(first.outs[-1:]))
+    joined = replace(second, ops=first.ops + second.ops)
+    both, third = with_interfaces([joined, third], {first.outs[-1], *third.outs})
     assert both.ins == first.ins
     assert set(both.outs) == {*second.outs, first.outs[-1]}
     assert both.ops == first.ops + second.ops

@@ -7,15 +7,26 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER
-from multimesh.passes.laying_out.propagate import propagate, ways
+from multimesh.passes.laying_out.propagate import Flow, ways
 from multimesh.passes.reading.inline import inline
-from multimesh.runtime.compiling import kernel_function
+from multimesh.runtime.compile import kernel_function
 from pipelines import Split, gradient, submeshes
 from programs import jaxpr
 
 import multimesh as mm
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+
+def propagate(ops, known, mesh):
+    """Axes of what operations make, and of what was known before."""
+    flow, env = Flow(), {}
+    for value, axes in known.items():
+        env[value] = flow.new(value, mesh)
+        env[value].decide(enumerate(axes))
+    flow.operations(ops, env, mesh)
+    flow.fill()
+    return {value: array.divided for value, array in env.items()}
 
 
 def constrained(x, *spec):

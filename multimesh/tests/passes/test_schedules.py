@@ -250,6 +250,8 @@ def test_names():
         *("gpipe", "fill-drain", "looped-bfs", "1f1b", "eager-1f1b", "interleaved", "kimi-k2", "wavefront"),
         *("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v", "prefetch-wavefront"),
     }
+    with pytest.raises(mm.UsageError, match=r"unknown schedule 'zbv'; did you mean zb-v\? known: gpipe, "):
+        mm.schedules.get("zbv")
     with pytest.raises(mm.UsageError, match="unknown schedule 'zigzag'; known: gpipe, "):
         schedules.get("zigzag")
     with pytest.raises(mm.UsageError, match="unknown schedule 'custom'; give the table as custom_schedule="):
