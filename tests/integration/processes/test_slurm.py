@@ -74,7 +74,7 @@ def srun(*argv: str, kill: bool) -> list[str]:
         ("raise ValueError('a fault')", "", 1, f"0 of 2 {WHO} ends because process 1 of 2 {WHO} failed "),
         ("os._exit(3)", "", 3, f"0 of 2 {WHO} ends because process 1 of 2 {WHO} ended with exit code 3"),
         ("os.kill(os.getpid(), 9)", "", 137, f"0 of 2 {WHO} ends because process 1 of 2 {WHO} was killed by SIGKILL"),
-        ("pass", "--xla_cpu_enable_fast_math=true", 1, f"process 0 of 2 {WHO} has nothing where process 1 of 2 {WHO}"),
+        ("pass", "--xla_cpu_enable_fast_math=true", 2, f"process 0 of 2 {WHO} has nothing where process 1 of 2 {WHO}"),
     ],
     ids=["ends", "fails", "leaves", "is killed", "has another flag"],
 )
