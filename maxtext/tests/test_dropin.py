@@ -23,6 +23,7 @@ from multimesh_maxtext.options import parse, parser
 from multimesh_maxtext.settings import find_types, find_wrong_settings
 
 
+@pytest.mark.telling("validate-cpu", "validate-cpu of its last release", "gpt3-175b-64gpus")
 @pytest.mark.parametrize("script", original.SCRIPTS)
 def test_scripts_of_the_original_pass_a_dry_run(run: Callable[..., Any], script: str):
     line = original.SCRIPTS[script].split()

@@ -90,6 +90,7 @@ def batch() -> Any:
     return {"x": x, "y": y}
 
 
+@pytest.mark.telling("1f1b-0", "auto-1000000")
 @pytest.mark.parametrize(("schedule", "limit"), [("1f1b", 0), ("auto", 0), ("auto", 10**6)])
 def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
     handoff: Handoff, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, limit: int

@@ -37,6 +37,7 @@ def test_a_folder_is_what_its_description_makes(job: jobs.Job):
         assert os.access(jobs.HERE / job.folder / name, os.X_OK) == name.endswith(".sh")
 
 
+@pytest.mark.telling("gpt3-175b-64gpus", "slurm")
 @pytest.mark.parametrize("job", jobs.JOBS, ids=lambda job: job.folder)
 def test_a_process_of_a_job_starts_with_flags_that_fit(job: jobs.Job, maxtext: Path):
     size = job.processes or 8
@@ -121,6 +122,7 @@ JOBSET = fields(
 """The fields of a JobSet that ours use, as its CustomResourceDefinition has them (v1alpha2, August 2026)."""
 
 
+@pytest.mark.telling("llama3-70b-64gpus")
 @pytest.mark.parametrize("job", [job for job in jobs.JOBS if job.machine.kubernetes], ids=lambda job: job.folder)
 def test_a_jobset_starts_the_processes_of_its_folder(job: jobs.Job, maxtext: Path, tmp_path: Path):
     """Its fields are those of a JobSet; a pod that has what a kubelet gives it knows who it is."""

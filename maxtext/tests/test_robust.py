@@ -119,6 +119,7 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.longer
 def test_a_folder_that_holds_a_run_is_kept_unless_told_otherwise(start: Start, tmp_path: Path):
     code, out, errors = finished(start("--output", tmp_path))
     assert code == 0, errors
@@ -139,6 +140,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.longer
 def test_looking_ahead_leaves_a_run_alone_even_while_it_runs(start: Start, command: Command, tmp_path: Path):
     """``--forecast`` and ``--dump-only`` have folders of their own, and are no run that another would replace."""
     start("--output", tmp_path, STAND_IN="hangs")

@@ -116,6 +116,7 @@ def test_what_moved_within_an_object_of_jax_is_named_once():
     assert len(told) == 1
 
 
+@pytest.mark.full
 @pytest.mark.longer
 @pytest.mark.telling("calls")
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ LEAVE = {  # what the last process does, its exit code, and what the others say 
 }
 
 
+@pytest.mark.telling("raise-2", "callback-2")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("how", "count"),

@@ -72,7 +72,7 @@ def test_a_training_step(kinds, schedule, where):
     assert len(jitted.compiled) == 1
 
 
-@pytest.mark.telling("transformer-scope", "dropout-context", "dropout-wrapper")
+@pytest.mark.telling("transformer-scope", "dropout-context")
 @pytest.mark.parametrize("form", ["wrapper", "context", "scope"])
 @pytest.mark.parametrize("model", [TRANSFORMER, DROPOUT], ids=lambda m: m.name)
 def test_every_form_of_a_task(form, model):

@@ -83,7 +83,7 @@ def owners(params):
     return jax.tree.map_with_path(lambda path, _: stage_of(path), params)
 
 
-@pytest.mark.telling("Rematted-gpipe", "Scanned-1f1b")
+@pytest.mark.telling("Scanned-1f1b")
 @pytest.mark.parametrize(
     ("cls", "schedule"),
     list(itertools.product([Decoder, Rematted, Scanned], SCHEDULES)),

@@ -30,7 +30,9 @@ def each(first: int, count: int, draw: Callable[[int], Any], check: Callable[[An
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.longer) for first in range(TOGETHER, SEEDS, TOGETHER))]
+)
 def test_pipelines(first):
     each(first, TOGETHER, generated.program, generated.check)
 

@@ -92,6 +92,7 @@ def test_solves_and_determinants_are_as_good_as_lapacks():
     check("rows", 128, "float32")
 
 
+@pytest.mark.telling("columns-64-complex64")
 @pytest.mark.longer
 @pytest.mark.parametrize(
     ("layout", "n", "dtype"),
@@ -104,6 +105,7 @@ def test_solves_and_determinants_are_as_good_as_lapacks_everywhere(layout, n, dt
     check(layout, n, dtype)
 
 
+@pytest.mark.telling("both-float32")
 @pytest.mark.longer
 @pytest.mark.parametrize(("layout", "dtype"), [("both", "float32"), ("rows", "complex128")])
 def test_factors_inverses_and_gradients_are_as_good_as_lapacks(layout, dtype):
@@ -126,6 +128,7 @@ def test_factors_inverses_and_gradients_are_as_good_as_lapacks(layout, dtype):
     assert residual(a, back.conj(), v) < 3 * residual(a, scipy.linalg.cho_solve((l, True), v), v)
 
 
+@pytest.mark.longer
 def test_a_stack_of_matrices_is_as_good_as_lapacks():
     k = covariance("rbf", 1, 64, "float32")
     stack = np.stack([k + j * np.eye(64) for j in (1e-1, 1e-3, 1e-4)]).astype("float32")
@@ -136,7 +139,9 @@ def test_a_stack_of_matrices_is_as_good_as_lapacks():
         assert residual(a, x, b) < 3 * residual(a, scipy.linalg.cho_solve((lapack(a), True), b), b)
 
 
-@pytest.mark.parametrize("layout", ["rows", pytest.param("both", marks=pytest.mark.longer)])
+@pytest.mark.longer
+@pytest.mark.telling("rows")
+@pytest.mark.parametrize("layout", ["rows", "both"])
 def test_what_lapack_refuses_is_nan_as_in_jax(layout):
     n = 64
     k = covariance("rbf", 1, n, "float64")

@@ -65,6 +65,7 @@ def check_potrs(layout, n, dtype, r, kind="Auto"):
     assert x.shape == b.shape
 
 
+@pytest.mark.telling("one-5-float64-r0", "columns-28-complex64-r2", "both-36-complex128-r3")
 @pytest.mark.parametrize(
     ("layout", "n", "dtype", "r"),
     [
@@ -104,11 +105,13 @@ def check_cholesky(layout, n, dtype):
     assert l.sharding.is_equivalent_to(a.sharding, 2)
 
 
+@pytest.mark.telling("columns-12-complex64")
 @pytest.mark.parametrize(("layout", "n", "dtype"), [("columns", 12, "complex64"), ("both", 12, "float64")])
 def test_cholesky_is_numpys(layout, n, dtype):
     check_cholesky(layout, n, dtype)
 
 
+@pytest.mark.telling("float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_residuals_are_as_small_as_lapacks(dtype):
     for condition in (1e2, 1e4, 1e6):
@@ -137,6 +140,7 @@ def reference(a, b):
     return jnp.sum(jnp.abs(solve(a, b) - 1) ** 2) + jnp.linalg.slogdet(a)[1]
 
 
+@pytest.mark.telling("both-float64-Explicit")
 @pytest.mark.parametrize(
     ("layout", "dtype", "kind"), [("both", "float64", "Explicit"), ("columns", "complex128", "Auto")]
 )
@@ -181,6 +185,7 @@ def test_gradient_of_the_lower_factor(layout, kind, dtype):
     np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.longer
 def test_under_vmap_and_checkpoint():
     mesh = mesh_of((2,))
     a, b = np.stack([definite(6), definite(6, condition=3.0)]), normal(2, 6, 3)
@@ -192,6 +197,7 @@ def test_under_vmap_and_checkpoint():
     np.testing.assert_allclose(got, jax.jit(jax.grad(total(jnp.linalg.solve)))(a, b), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.longer
 def test_inside_tasks_on_submeshes():
     devices = np.array(jax.devices())
     front, back = Mesh(devices[:2], ("x",)), Mesh(devices[4:].reshape(2, 2), ("p", "q"))

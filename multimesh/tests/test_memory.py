@@ -26,6 +26,7 @@ def case(schedule, count, size=2, model=MLP):
     return f, placed, jax.device_put(model.batch(rows, 0))
 
 
+@pytest.mark.longer
 def test_live_bytes():
     """Rows are many against the width, so that activations and not gradients fill the memory."""
     peaks = {}
@@ -56,6 +57,7 @@ def live_arrays():
     return len([x for x in jax.live_arrays() if not x.is_deleted()])
 
 
+@pytest.mark.longer
 def test_nothing_leaks_over_200_steps():
     split = Split(submeshes(2, (1,)))
     params = MLP.init(2)

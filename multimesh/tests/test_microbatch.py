@@ -52,6 +52,7 @@ def test_another_dimension_and_another_argument(split):
     assert_same(f(2.0, columns, params), jax.jit(whole)(2.0, columns, params))
 
 
+@pytest.mark.longer
 @pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stacked_beside_summed(split, schedule):
@@ -87,6 +88,7 @@ def test_typed_keys_can_be_stacked(split):
     assert_same(f(keys), jnp.stack([want[i::COUNT] for i in range(COUNT)]))
 
 
+@pytest.mark.longer
 @pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_loops(split, schedule):
@@ -339,6 +341,7 @@ def test_mean_index_and_rows_that_are_cut(schedule):
     assert_same(f(params, cut, key=key), want)
 
 
+@pytest.mark.longer
 def test_a_key_that_is_split_on_the_way(split):
     """A state that no stage owns is copied to where it is read."""
 

@@ -58,6 +58,7 @@ def test_every_original_name_is_there():
     assert set(f"{contexts} {functions} {classes} {compiler}".split()) <= set(mm.__all__) <= set(dir(mm))
 
 
+@pytest.mark.longer
 def test_microbatch_takes_dim_and_size_by_position():
     mm.register_task("layer_0", devices=[0, 1], dims=[2, 1], device_axes=["x", "y"], logical_axes=AXES)
     mm.register_task("layer_1", devices=[2, 3], dims=[2, 1], device_axes=["x", "y"], logical_axes=AXES)

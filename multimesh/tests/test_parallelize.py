@@ -79,6 +79,7 @@ DERIVED = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
 # autoshard
 
 
+@pytest.mark.longer
 def test_autoshard_lays_out_weights_by_the_constraints_of_activations():
     """A gradient has the layout of its parameter, so it shows what was derived."""
     meshes = submeshes(2, (2, 2))
@@ -192,6 +193,7 @@ def test_nothing_is_compiled_by_the_first_call(compilations):
     assert compilations == []
 
 
+@pytest.mark.longer
 def test_parameters_are_made_where_they_live():
     meshes = submeshes(2, (2, 2))
     _, init = mm.parallelize(grads_of(staged(meshes)), init_params=init_params, initial_batch=jax.eval_shape(get_batch))
@@ -256,6 +258,7 @@ def test_the_parameters_of_a_flax_module_are_made_on_its_stages():
     assert_same(y, model.apply(model.init(jax.random.key(0), x), x))
 
 
+@pytest.mark.longer
 def test_a_batch_of_numpy_arrays_is_asked_for_anew():
     seeds = iter(range(9))
     step, init, batch = mm.parallelize(

@@ -59,6 +59,7 @@ def test_gradients_have_the_numbers_of_plain_jit():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, wanted)
 
 
+@pytest.mark.telling("scan", "u-net", "towers", "moe")
 @pytest.mark.longer
 @pytest.mark.parametrize("name", MODELS)
 def test_training_has_the_numbers_of_plain_jit(name):

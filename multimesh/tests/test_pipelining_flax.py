@@ -90,6 +90,7 @@ def from_nnx():
 MODELS = {"linen": lambda: linen(False), "linen scan": lambda: linen(True), "nnx": from_nnx}
 
 
+@pytest.mark.telling("linen scan", "nnx")
 @pytest.mark.longer
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_it_is(name):
@@ -101,6 +102,7 @@ def test_a_model_trains_as_it_is(name):
     assert_trains_alike(loss, piped, params, batch())
 
 
+@pytest.mark.longer
 def test_the_table_names_modules():
     loss, params = linen(False)
     lines = [s.line for s in mm.pipeline(loss, submeshes(4, (1,))).cuts(params, microbatch_of(batch())).stages]

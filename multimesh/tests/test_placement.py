@@ -85,7 +85,7 @@ def loss_of(stage, penalty=lambda params: 0.0):
     return lambda params, batch: MLP.loss(params, batch, stage) + 0.01 * penalty(params)
 
 
-@pytest.mark.telling("l2-inside", "l1-after", "l2-straight")
+@pytest.mark.telling("l2-inside", "l1-after")
 @pytest.mark.parametrize(
     ("name", "where"),
     [
@@ -115,6 +115,7 @@ def test_a_penalty_in_the_loss(name, where):
     check(make, most=ROWS // SIZE * LARGEST if where == "straight" else LARGEST)
 
 
+@pytest.mark.longer
 def test_a_penalty_inside_the_tasks():
     def make(stage, loop):
         def loss(params, batch):
@@ -185,6 +186,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.telling("adamw with a mask", "lamb")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_and_an_average_with_a_penalty(optimizer):
@@ -204,6 +206,7 @@ def test_optimizers_and_an_average_with_a_penalty(optimizer):
     check(make, jax.jit(optimizer.init)(params), params)
 
 
+@pytest.mark.longer
 @pytest.mark.telling("where")
 @pytest.mark.parametrize("form", ["cond", "where"])
 def test_loss_scaling_skips_an_update(form):

@@ -38,6 +38,7 @@ def test_bfloat16(model, schedule):
     assert_same(got, want, rtol=BFLOAT16)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("model", [MOE, pytest.param(TRANSFORMER, marks=pytest.mark.full)], ids=lambda m: m.name)
 def test_mixed(model):
     """float32 parameters and optimizer, bfloat16 arithmetic inside the tasks, float32 gradients."""

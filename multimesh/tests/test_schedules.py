@@ -83,6 +83,7 @@ def test_gradients_of_every_model(model, schedule, where, rows):
     check(model, schedule, where, rows=rows)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("model", "schedule", "stages"),
     [(TRANSFORMER, "zb-h1", 2), pytest.param(MOE, "interleaved", 4, marks=pytest.mark.full)],

@@ -174,7 +174,15 @@ def test_bad_costs(costs, named):
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("row", [row for row in zero_bubble.ROWS if row.schedule not in zero_bubble.LEFT_OUT], ids=str)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.full if row.stages * row.microbatches > 4000 else ())
+        for row in zero_bubble.ROWS
+        if row.schedule not in zero_bubble.LEFT_OUT
+    ],
+    ids=str,
+)
 def test_the_bubble_rates_of_the_zero_bubble_paper(row):
     """Its cost is the longest stage's."""
     assert zero_bubble.find(row).rate == pytest.approx(row.rate, abs=1e-4)
@@ -187,6 +195,7 @@ def test_the_throughput_of_the_zero_bubble_paper():
         assert zero_bubble.find(row).throughput == pytest.approx(row.throughput, rel=0.05), row
 
 
+@pytest.mark.longer
 def test_the_interleaved_rates_of_the_paper_have_p_transfers_less():
     for row in (row for row in zero_bubble.ROWS if row.schedule == "1F1B-I"):
         found = zero_bubble.find(row)

@@ -11,7 +11,7 @@ from pipelines import SCHEDULES, Split, assert_same, gradient, submeshes
 import multimesh as mm
 
 
-@pytest.mark.telling("mlp-gpipe", "transformer-1f1b")
+@pytest.mark.telling("mlp-gpipe")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", [MLP, TRANSFORMER, MOE], ids=lambda m: m.name)
 def test_adamw(model, schedule):
@@ -39,6 +39,7 @@ def test_every_optimizer(model, name, schedule):
     check(model, OPTIMIZERS[name](), schedule, Split(submeshes(4, (2,))), 4)
 
 
+@pytest.mark.longer
 def test_dropout_key_carried_through_steps():
     """A typed PRNG key is part of the state: split on every step, folded into every row's key."""
     optimizer = optax.sgd(0.1)
@@ -59,6 +60,7 @@ def test_dropout_key_carried_through_steps():
     assert_same(got, want)
 
 
+@pytest.mark.longer
 def test_a_global_norm_over_all_stages():
     split = Split(submeshes(4, (2,)))
     params, batch = MLP.init(4), MLP.batch(ROWS, 0)

@@ -74,6 +74,7 @@ def test_vmap_of_a_task_over_rows():
     both(make, MLP.init(2), MLP.batch(ROWS, 0)["x"])
 
 
+@pytest.mark.longer
 def test_hessian_vector_product():
     def make(stage, _):
         def f(params, tangent, batch):
@@ -86,7 +87,7 @@ def test_hessian_vector_product():
     both(make, params, jax.tree.map(np.sin, params), MLP.batch(ROWS, 0))
 
 
-@pytest.mark.telling("the submeshes' name-wrapper", "Explicit-context")
+@pytest.mark.telling("Explicit-context")
 @pytest.mark.parametrize("form", ["wrapper", "context"])
 @pytest.mark.parametrize("axes", ["names of their own", "the submeshes' name", "Explicit"])
 def test_a_call_under_set_mesh_of_all_devices(form, axes):
@@ -175,7 +176,7 @@ BODIES = {
 }
 
 
-@pytest.mark.telling("scan", "linalg", "custom_vjp")
+@pytest.mark.telling("scan", "linalg")
 @pytest.mark.parametrize("body", BODIES)
 def test_inside_a_task(body):
     def make(stage, microbatch):
@@ -189,6 +190,7 @@ def test_inside_a_task(body):
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
+@pytest.mark.longer
 @pytest.mark.telling("scan")
 @pytest.mark.parametrize("body", ["scan", "cond", "custom_vjp"])
 def test_inside_a_task_with_the_gradient_outside_the_loop(body):
@@ -290,7 +292,7 @@ OUTSIDE = {  # a function of (f, params, tangent, x), where f is jitted
 }
 
 
-@pytest.mark.telling("grad", "jvp", "vmap", "concrete under grad")
+@pytest.mark.telling("grad", "vmap")
 @pytest.mark.parametrize("transform", OUTSIDE)
 def test_outside(transform, compilations):
     """Of a jitted function whose arguments lie on their submeshes; once compiled it stays so."""
@@ -363,6 +365,7 @@ CONSTRAINED = {  # transformations of a function with a constraint between tasks
 }
 
 
+@pytest.mark.telling("grad", "vmap", "checkpoint")
 @pytest.mark.parametrize("transform", CONSTRAINED)
 def test_a_constraint_between_tasks_is_transformed_as_the_identity(transform):
     first, second = submeshes(2)
@@ -384,6 +387,7 @@ def test_a_constraint_between_tasks_is_transformed_as_the_identity(transform):
         assert_same(got(x), want(x))
 
 
+@pytest.mark.longer
 def test_operations_that_jax_writes_out_late():
     """From jax 0.12 on, ``interp`` and ``searchsorted`` are primitives that say what they are when they are lowered."""
 

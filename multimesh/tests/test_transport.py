@@ -110,6 +110,7 @@ def piped(first, second):
     return lambda w, x: mm.microbatch(jax.value_and_grad(f), argnum=1, size=4)(w, x)
 
 
+@pytest.mark.telling("2 to 4", "2d")
 @pytest.mark.parametrize(("first", "second"), [(TWO, FOUR), (FOUR, TWO), (ROW, SQUARE)], ids=["2 to 4", "4 to 2", "2d"])
 def test_no_step_of_a_plan_touches_the_host(first, second, no_host, monkeypatch):
     w, x = np.eye(4, dtype=np.float32), np.ones((8, 4), np.float32)

@@ -152,6 +152,7 @@ def check_sums(chains, dtype, seed=0):
     check_close(f(jax.device_put(x, NamedSharding(MESH, P("data")))), jax.jit(loop)(x), dtype)
 
 
+@pytest.mark.telling("int8", "bfloat16", "complex64")
 @pytest.mark.parametrize("dtype", SOME)
 def test_every_elementwise_operation_on_a_sum_over_rows(dtype):
     """``f(sum)`` for every ``f`` there is: of integers, of what narrows, and of what is not linear."""

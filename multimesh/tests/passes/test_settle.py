@@ -145,9 +145,21 @@ def check(where, count, mode, loop):
             assert not better, [f"{case.ops[n]} -> {mesh}" for n, mesh in zip(case.moving, meshes, strict=True)]
 
 
-@pytest.mark.parametrize("loop", [True, False], ids=["loop", "straight"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("where", ALL)
+MANY = ("mean of a skip", "a parameter", "scale by a scalar", "several from a skip")
+"""Where a checkpointed loop has the most placements to try."""
+
+
+@pytest.mark.parametrize(
+    ("where", "mode", "loop"),
+    [
+        pytest.param(
+            *case,
+            id="-".join((*case[:2], "loop" if case[2] else "straight")),
+            marks=pytest.mark.longer if case in itertools.product(MANY, ["checkpoint"], [True]) else (),
+        )
+        for case in itertools.product(ALL, MODES, [True, False])
+    ],
+)
 def test_no_placement_of_two_stages_is_better(where, mode, loop):
     check(where, 2, mode, loop)
 
@@ -161,6 +173,15 @@ def test_no_placement_of_a_forward_is_better(where, count):
     check(where, count, "forward", True)
 
 
+@pytest.mark.telling(
+    "nothing",
+    "product with a skip",
+    "several from a skip",
+    "sum of all",
+    "cast of the batch",
+    "skip into the last",
+    "skip of a batch",
+)
 @pytest.mark.longer
 @pytest.mark.parametrize("where", FEW)
 def test_no_placement_of_a_gradient_of_three_stages_is_better(where):
