@@ -69,6 +69,8 @@ if [[ -n $limit ]]; then
   # A node that is lost never says that its processes ended: srun waits so many seconds for it, and shares its place.
   export SLURM_WAIT="${SLURM_WAIT:-60}" SLURM_OVERLAP=1
 fi
+# Only who knows this word joins the job's processes, and can stop them.
+export MULTIMESH_JOB_SECRET="${MULTIMESH_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')}"
 more=()
 for ((restarts = 0; ; restarts++)); do
   # JAX's own choice of a port; another one each time, because what is left of the last attempt may still listen.
@@ -85,7 +87,10 @@ for ((restarts = 0; ; restarts++)); do
 done
 """
 
-VARIABLES = "{JAX_COORDINATOR_ADDRESS,MULTIMESH_MAXTEXT_RESTARTS,SLURM_{JOB_ID,STEP_NODELIST,NTASKS,PROCID,LOCALID}}"
+VARIABLES = (
+    "{JAX_COORDINATOR_ADDRESS,MULTIMESH_{JOB_SECRET,MAXTEXT_RESTARTS},"
+    "SLURM_{JOB_ID,STEP_NODELIST,NTASKS,PROCID,LOCALID}}"
+)
 
 BATCH = r"""#!/usr/bin/env bash
 # @title@, one process per GPU. Made by maxtext/jobs.py; see README.md.
@@ -166,6 +171,12 @@ spec:
                   env:
                     - name: JAX_COORDINATOR_ADDRESS
                       value: @folder@-node-0-0.@folder@:61440
+                    - name: MULTIMESH_JOB_SECRET
+                      valueFrom:
+                        secretKeyRef:
+                          name: multimesh-job
+                          key: secret
+                          optional: true
                     - name: MULTIMESH_MAXTEXT_SIZE
                       value: "@count@"
                     - name: MULTIMESH_MAXTEXT_LOCAL_RANK

@@ -1,11 +1,7 @@
 """Processes that meet, agree, and end together: real processes, and every fault within its time."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -16,8 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from multimesh.processes import watcher
-from test_meeting_rules import member
 
 START = """
 import os, sys, time
@@ -402,41 +396,31 @@ def test_under_mpirun(tmp_path, last, code, told):
     assert not told or re.search(f"multimesh: .*{_named(1)} {told}\n", done.stderr), done
 
 
-STRANGE = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n\n", b"[]\n", b'{"hello": 1}\n', b'{"hello": {"rank": "1"}}\n')
+@pytest.mark.multiprocess
+def test_a_process_with_another_secret_is_not_let_in(job):
+    """Its own line says so; process 0 says that one came without the secret."""
+    words = [{"MULTIMESH_JOB_SECRET": f"the secret of {whose}"} for whose in ("this job", "another")]
+    first, second = job(JOIN.replace("rank)", "rank, initialization_timeout=9)"), environ=lambda rank: words[rank])
+    told = r"process 1 of 2 did not start within 9 s \(\d+ came without the job's secret\)"
+    assert re.fullmatch(f"multimesh: {told}.*\n", first.said), first
+    assert re.fullmatch(r"multimesh: process 1 .* cannot meet process 0 .* MULTIMESH_JOB_SECRET.*\n", second.said), (
+        second
+    )
+    assert (first.code, second.code) == (2, 2)
 
 
-def strangers(seed):
-    """Bytes that port scanners, browsers and broken programs may send."""
-    rng = random.Random(seed)
-    hello = json.dumps({"hello": member(1) | {"count": 2}}).encode() + b"\n"
-    changed = bytes(b ^ (rng.random() < 0.05) << rng.randrange(8) for b in hello[: rng.randrange(len(hello) - 20)])
-    return rng.choice([*STRANGE, rng.randbytes(rng.randrange(2000)), changed, b"[" * 100_000 + b"\n"])
-
-
-def test_strangers_do_not_keep_a_job_from_meeting(address):
-    """Whatever they send at the hub's port; then a watcher of the job comes, and both have met."""
-    hub, guest = (member(rank) | {"count": 2} for rank in (0, 1))
-    port = address.rpartition(":")[2]
-    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        lines = [watcher.Line(stack.enter_context(each)) for each in socket.socketpair()]
-        others = [watcher.Line(stack.enter_context(each)) for each in socket.socketpair()]
-        meeting = watcher.Meeting(hub, address, f"127.0.0.1:{port}", 60, lines[0])
-        met = pool.submit(meeting.hub)
-        for seed in range(60):
-            with _connected(int(port), met) as link, contextlib.suppress(OSError):
-                link.sendall(strangers(seed))
-                link.shutdown(socket.SHUT_WR)
-        links, members = watcher.Meeting(guest, address, "", 60, others[0]).guest()
-        assert [m["rank"] for m in members] == [0, 1]
-        hubs, known = met.result()
-        assert known == members
-        for line in (*links.values(), *hubs.values()):
-            line.link.close()
-
-
-def _connected(port, met):
-    """A connection to the hub as soon as it listens."""
-    while not met.done():
-        with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection(("127.0.0.1", port))
-    raise AssertionError(met.result())
+@pytest.mark.multiprocess
+@pytest.mark.full
+def test_ps_shows_who_a_watcher_belongs_to_and_no_secret(job, address):
+    word = "0123456789abcdef"
+    look = """
+out = __import__("subprocess").run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+print([line for line in out.splitlines() if address in line and "watcher.py" in line])
+"""
+    for ended in job(JOIN + look, environ=lambda rank: {"MULTIMESH_JOB_SECRET": word}):
+        shown = eval(ended.said.splitlines()[0])
+        assert len(shown) == 2, ended
+        for line in shown:
+            assert re.search(rf"watcher.py \d+ {address} process \d of 2$", line), line
+            assert len(line) < 400, line
+            assert word not in line, line

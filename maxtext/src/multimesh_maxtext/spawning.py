@@ -6,6 +6,7 @@ With ``--max-restarts`` all start again from the last checkpoint when one of the
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from multimesh.processes.secret import VARIABLE
 from multimesh_maxtext.errors import ProcessLostError
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.reserve import end_with_parent
@@ -54,6 +56,7 @@ def _run(words: Sequence[str], options: Options, root: Path | None) -> int:
     """Run the job once; its exit code."""
     door = [str(root / "maxtext/run.py")] if root else ["-P", "-m", "multimesh_maxtext"]
     shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "MULTIMESH_MAXTEXT_SIZE": str(options.nodes)}
+    shared[VARIABLE] = os.environ.get(VARIABLE) or secrets.token_hex(16)
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(options.nodes):

@@ -191,7 +191,7 @@ def _initialize(
     own = {"rank": rank, "count": count, "host": socket.gethostname(), "pid": os.getpid(), "facts": _facts()}
     if not same_command:
         del own["facts"]["command line"]
-    _client, members = start(own, address, bind, waits)
+    _client, hosts = start(own, address, bind, waits)
     timeouts.use(waits)
     preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
     jax.config.update("jax_enable_preemption_service", preemptible)  # by default it swallows SIGTERM
@@ -207,7 +207,7 @@ def _initialize(
         shutdown_timeout_seconds=shutdown,
         coordinator_bind_address=bind,
     )
-    return Processes(launcher, rank, tuple(member["host"] for member in members))
+    return Processes(launcher, rank, tuple(hosts))
 
 
 def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[str, Sequence[Any]]:

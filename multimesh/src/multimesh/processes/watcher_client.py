@@ -22,9 +22,10 @@ from types import CodeType, TracebackType
 from typing import Any, NoReturn
 
 from multimesh.errors import LostProcessError, UsageError
-from multimesh.processes import watcher
-from multimesh.processes.members import Member, named
+from multimesh.processes import secret, watcher
+from multimesh.processes.members import Member, named, unfolded
 from multimesh.processes.timeouts import Timeouts
+from multimesh.processes.wire import GRACE, Line, allow_files
 
 NOTICE = 10.0  # seconds after which a process says that it waits for others
 _ASK = (
@@ -44,7 +45,7 @@ class RefusedError(UsageError):
 class WatcherClient:
     """The connection to a watcher that has met all others; made by `start`."""
 
-    def __init__(self, line: watcher.Line, steps: mmap.mmap, name: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, line: Line, steps: mmap.mmap, name: str, process: subprocess.Popen[bytes]) -> None:
         self._line, self._name, self._watcher = line, name, process
         self._steps = memoryview(steps).cast("q")
         self._pid = os.getpid()
@@ -73,7 +74,7 @@ class WatcherClient:
         It returns when this process may end. If the cause is the end of another process, it never returns.
         """
         self._line.send(failed=text[:1000], code=code)
-        self._told.wait(watcher.HOLD + watcher.GRACE)
+        self._told.wait(watcher.HOLD + GRACE)
 
     def _listen(self) -> None:
         while (messages := self._line.receive()) is not None:
@@ -136,14 +137,17 @@ class WatcherClient:
         self._watcher.wait()
 
 
-def start(own: Member, address: str, bind: str, timeouts: Timeouts) -> tuple[WatcherClient, list[Any]]:
-    """Start a watcher, let it meet the others at ``address``, and return its client and the members of the job.
+def start(own: Member, address: str, bind: str, timeouts: Timeouts) -> tuple[WatcherClient, list[str]]:
+    """Start a watcher, let it meet the others at ``address``, and return its client and the hosts of all processes.
 
     Raises
     ------
     UsageError
-        If the processes cannot be one job, or do not find each other.
+        If the processes cannot be one job, or do not find each other; if the job's secret is none.
     """
+    word = secret.found()
+    if own["rank"] == 0:
+        allow_files(own["count"])  # also JAX's coordinator has a connection to every process
     ours, theirs = socket.socketpair()
     stack = tempfile.TemporaryFile("ab")  # noqa: SIM115 - open as long as this process
     with tempfile.TemporaryFile() as file, theirs:
@@ -157,11 +161,12 @@ def start(own: Member, address: str, bind: str, timeouts: Timeouts) -> tuple[Wat
             pass_fds=(theirs.fileno(), file.fileno(), stack.fileno()),
             start_new_session=True,
         )
-        line = watcher.Line(ours)
+        line = Line(ours)
         line.send(
             own=own,
             address=address,
             bind=bind,
+            secret=word,
             timeout=timeouts.start,
             silence=timeouts.silence,
             stop=timeouts.stop,
@@ -178,16 +183,16 @@ def start(own: Member, address: str, bind: str, timeouts: Timeouts) -> tuple[Wat
         ours.close()
         process.wait()
         raise
-    if "members" not in answer:
+    if "hosts" not in answer:
         process.wait()
         raise RefusedError(
             answer.get("refused", f"the watcher of {named(own)} ended while it started"),
             told=answer.get("told", False),
         )
-    return WatcherClient(line, steps, named(own), process), answer["members"]
+    return WatcherClient(line, steps, named(own), process), unfolded(answer["hosts"])
 
 
-def _answer(line: watcher.Line) -> Mapping[str, Any]:
+def _answer(line: Line) -> Mapping[str, Any]:
     line.link.settimeout(None)
     while (messages := line.receive()) is not None:
         for message in messages:
