@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,28 +89,28 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; {self.prog} --help lists every flag")
 
 
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+def _at_least(least: int, kind: Callable[[str], float], what: str) -> Callable[[str], Any]:
+    def number(text: str) -> float:
+        try:
+            found = kind(text)
+        except ValueError:
+            found = -1
+        if not least <= found < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, got {text!r}")
+        return found
+
     return number
 
 
-def _time(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a time of at least 0, got {text!r}")
-    return number
+_positive = _at_least(1, int, "a whole number")
+_time = _at_least(0, float, "a time")
 
 
 def _file(text: str) -> Path:
@@ -124,12 +124,7 @@ def _file(text: str) -> Path:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of every command and flag."""
-    root = _Parser(
-        prog="python -m multimesh",
-        description=_ROOT,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    root = _Parser(prog="python -m multimesh", description=_ROOT)
     commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_demo(commands)
     _add_forecast(commands)
@@ -144,8 +139,6 @@ def _add_demo(commands: Any) -> None:
         usage="%(prog)s [flags]",
         description=_DEMO,
         epilog=_EXIT_CODES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     demo.add_argument(
         "--schedule",
@@ -212,8 +205,6 @@ def _add_forecast(commands: Any) -> None:
         usage="%(prog)s [flags]",
         description=_FORECAST,
         epilog=_FORECAST_EXIT_CODES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--schedule",
@@ -244,8 +235,6 @@ def _add_suggest(commands: Any) -> None:
         usage="%(prog)s [flags]",
         description=_SUGGEST,
         epilog=_SUGGEST_EXIT_CODES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = command.add_argument_group("model")
     for flag, text in (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from multimesh.core.specs import AnyMesh, Axes, entry, lay_out
 from multimesh.errors import UsageError
 from multimesh.fft import shards
 from multimesh.fft.shards import Decomposition
+
+Arguments = ParamSpec("Arguments")
 
 
 def fftn(
@@ -75,49 +79,51 @@ def fftn(
     >>> x = jax.device_put(x, NamedSharding(mesh, P("x")))  # doctest: +SKIP
     >>> y = mm.fft.ifftn(mm.fft.fftn(x))  # doctest: +SKIP
     """
-    return _transform("fftn", x, s, axes, norm, mesh, spec, transposed, chunks)
+    return _transform("fftn", x, s, axes, norm, mesh=mesh, spec=spec, transposed=transposed, chunks=chunks)
 
 
-def rfftn(
-    x: Array,
-    s: Sequence[int] | None = None,
-    axes: Sequence[int] | None = None,
-    norm: str | None = None,
-    *,
-    mesh: AnyMesh | None = None,
-    spec: P | None = None,
-    transposed: bool = False,
-    chunks: int = 1,
-) -> Array:
+def _like(of: Callable[Arguments, Array]) -> Callable[[Callable[..., Array]], Callable[Arguments, Array]]:
+    """Give a function the signature of another."""
+
+    def signed(fn: Any) -> Any:
+        fn.__signature__ = inspect.signature(of)
+        return fn
+
+    return signed
+
+
+@_like(fftn)
+def rfftn(*args: Any, **kwargs: Any) -> Array:
     """``jnp.fft.rfftn`` of a real sharded array; otherwise as `fftn`.
 
     The transformed Z has Z // 2 + 1 entries. If it is sharded, it is padded as in `fftn`.
     """
-    return _transform("rfftn", x, s, axes, norm, mesh, spec, transposed, chunks)
+    return _transform("rfftn", *args, **kwargs)
 
 
-def ifftn(
-    x: Array,
-    s: Sequence[int] | None = None,
-    axes: Sequence[int] | None = None,
-    norm: str | None = None,
-    *,
-    mesh: AnyMesh | None = None,
-    spec: P | None = None,
-    transposed: bool = False,
-    chunks: int = 1,
-) -> Array:
+@_like(fftn)
+def ifftn(*args: Any, **kwargs: Any) -> Array:
     """``jnp.fft.ifftn`` of an array in the layout of `fftn`'s result, with the same ``axes`` and ``transposed``.
 
     ``mesh`` and ``spec`` are those of the transformed array. ``s`` has the sizes of the result, in the order of
     ``axes``; it is needed if `fftn` padded one. The result is sharded as the argument of `fftn`. A sharded dimension
     that does not divide is padded with zeros. Errors are those of `fftn`.
     """
-    return _transform("ifftn", x, s, axes, norm, mesh, spec, transposed, chunks)
+    return _transform("ifftn", *args, **kwargs)
 
 
-def irfftn(
-    x: Array,
+@_like(fftn)
+def irfftn(*args: Any, **kwargs: Any) -> Array:
+    """``jnp.fft.irfftn`` of an array in the layout of `rfftn`'s result; otherwise as `ifftn`.
+
+    ``s`` is needed if the last of ``axes`` is sharded (pencils, two dimensions), since its size may be padded.
+    """
+    return _transform("irfftn", *args, **kwargs)
+
+
+def _transform(
+    what: str,
+    x: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = None,
     norm: str | None = None,
@@ -126,24 +132,6 @@ def irfftn(
     spec: P | None = None,
     transposed: bool = False,
     chunks: int = 1,
-) -> Array:
-    """``jnp.fft.irfftn`` of an array in the layout of `rfftn`'s result; otherwise as `ifftn`.
-
-    ``s`` is needed if the last of ``axes`` is sharded (pencils, two dimensions), since its size may be padded.
-    """
-    return _transform("irfftn", x, s, axes, norm, mesh, spec, transposed, chunks)
-
-
-def _transform(
-    what: str,
-    x: Any,
-    s: Sequence[int] | None,
-    axes: Sequence[int] | None,
-    norm: str | None,
-    mesh: AnyMesh | None,
-    spec: P | None,
-    transposed: bool,
-    chunks: int,
 ) -> Array:
     x = specs.as_array(x)
     specs.check_dtype(what, x)
@@ -164,8 +152,7 @@ def _transform(
     layout = Decomposition(mesh, dims, (0,) * len(dims), first, second, batch, "r" in what, transposed, norm, chunks)
     if inverse and transposed:
         shape = [shape[place] for place in layout.turned]  # X, Y, Z
-    sizes = _sizes(what, shape, s, layout, inverse)
-    layout = Decomposition(mesh, dims, sizes, first, second, batch, "r" in what, transposed, norm, chunks)
+    layout = dataclasses.replace(layout, sizes=_sizes(what, shape, s, layout, inverse))
     return _compiled(layout, inverse)(x)
 
 

@@ -9,18 +9,11 @@ Kimi K2: Moonshot AI, "Kimi K2: Open Agentic Intelligence", 2025, in the form of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from multimesh.schedules.table import Cell, Schedule
-
-
-def alternated(forwards: Sequence[Cell], backwards: Sequence[Cell], warm: int) -> Iterator[Cell]:
-    """``warm`` forwards, then pairs of a forward and a backward, then the remaining backwards."""
-    yield from forwards[:warm]
-    for pair in itertools.zip_longest(forwards[warm:], backwards):
-        yield from (cell for cell in pair if cell is not None)
 
 
 @dataclass(frozen=True)
@@ -36,16 +29,21 @@ class Interleaved(Schedule):
     name: ClassVar[str] = "interleaved"
     usual: ClassVar[int] = 2
 
-    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """Forwards and backwards group by group, chunk by chunk."""
-        if chunks == 1:
-            return OneFOneB().row(rank, submeshes, chunks, microbatches)
+    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:
+        """By groups and chunks: `warm` forwards, then pairs of a forward and a backward, then the backwards left."""
         forwards, backwards, group = in_groups(rank, submeshes, chunks, microbatches)
-        return alternated(forwards, backwards, 2 * (submeshes - rank - 1) + (chunks - 1) * group)
+        warm = self.warm(submeshes - rank - 1, chunks, group)
+        yield from forwards[:warm]
+        for pair in itertools.zip_longest(forwards[warm:], backwards):
+            yield from (cell for cell in pair if cell is not None)
+
+    def warm(self, behind: int, chunks: int, group: int) -> int:
+        """Forwards before the first backward, on a submesh with so many ``behind`` it."""
+        return 2 * behind + (chunks - 1) * group if chunks > 1 else behind
 
 
 @dataclass(frozen=True)
-class KimiK2(Schedule):
+class KimiK2(Interleaved):
     """`Interleaved` with one more forward before the first backward.
 
     In the steady state a cell ends one cell before its reader starts. That is the time for a transfer, or for an
@@ -53,12 +51,37 @@ class KimiK2(Schedule):
     """
 
     name: ClassVar[str] = "kimi-k2"
-    usual: ClassVar[int] = 2
 
-    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """Forwards and backwards group by group, chunk by chunk."""
-        forwards, backwards, group = in_groups(rank, submeshes, chunks, microbatches)
-        return alternated(forwards, backwards, 2 * (submeshes - rank - 1) + (chunks - 1) * group + 1)
+    def warm(self, behind: int, chunks: int, group: int) -> int:
+        """One more than `EagerOneFOneB`."""
+        return 2 * behind + (chunks - 1) * group + 1
+
+
+@dataclass(frozen=True)
+class OneFOneB(Interleaved):
+    """One forward, one backward in the steady state: submesh ``r`` of ``p`` holds at most ``p - r`` microbatches.
+
+    With several stages on each submesh this is `Interleaved`.
+    """
+
+    name: ClassVar[str] = "1f1b"
+    usual: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class EagerOneFOneB(OneFOneB):
+    """1F1B with twice the warm-up: a transfer has the time of a microbatch before its reader waits for it.
+
+    Submesh ``r`` of ``p`` holds at most ``2 (p - r) - 1`` microbatches; under 1F1B it holds ``p - r``. If transfers
+    take no time, it waits as long as 1F1B. With several stages on each submesh this is `Interleaved`, which has that
+    warm-up already.
+    """
+
+    name: ClassVar[str] = "eager-1f1b"
+
+    def warm(self, behind: int, chunks: int, group: int) -> int:
+        """Twice as many as 1F1B."""
+        return 2 * behind + (chunks - 1) * group
 
 
 def in_groups(rank: int, submeshes: int, chunks: int, microbatches: int) -> tuple[list[Cell], list[Cell], int]:
@@ -76,43 +99,3 @@ def _groups(size: int, microbatches: int) -> list[range]:
     count = max(1, microbatches // size)
     starts = [-(-microbatches * g // count) for g in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(starts)]
-
-
-@dataclass(frozen=True)
-class OneFOneB(Schedule):
-    """One forward, one backward in the steady state: submesh ``r`` of ``p`` holds at most ``p - r`` microbatches.
-
-    With several stages on each submesh this is `Interleaved`.
-    """
-
-    name: ClassVar[str] = "1f1b"
-
-    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """``p - r - 1`` forwards, then pairs, then the remaining backwards."""
-        if chunks > 1:
-            return Interleaved().row(rank, submeshes, chunks, microbatches)
-        return _one_stage(rank, microbatches, submeshes - rank - 1)
-
-
-@dataclass(frozen=True)
-class EagerOneFOneB(Schedule):
-    """1F1B with twice the warm-up: a transfer has the time of a microbatch before its reader waits for it.
-
-    Submesh ``r`` of ``p`` holds at most ``2 (p - r) - 1`` microbatches; under 1F1B it holds ``p - r``. If transfers
-    take no time, it waits as long as 1F1B. With several stages on each submesh this is `Interleaved`, which has that
-    warm-up already.
-    """
-
-    name: ClassVar[str] = "eager-1f1b"
-
-    def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """``2 (p - r - 1)`` forwards, then pairs, then the remaining backwards."""
-        if chunks > 1:
-            return Interleaved().row(rank, submeshes, chunks, microbatches)
-        return _one_stage(rank, microbatches, 2 * (submeshes - rank - 1))
-
-
-def _one_stage(rank: int, microbatches: int, warm: int) -> Iterator[Cell]:
-    forwards = [Cell("F", rank, i) for i in range(microbatches)]
-    backwards = [Cell("B", rank, i) for i in range(microbatches)]
-    return alternated(forwards, backwards, warm)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multimesh.schedules.costs import CLOSE, StageCosts
 from multimesh.schedules.scheduler import run
 from multimesh.schedules.table import Cell, Table
+from multimesh.schedules.validation import needs
 
 _WINDOW = 8  # how far a cell is moved within its row
 _STARTS = 3  # tables that are improved
@@ -47,25 +48,13 @@ class Problem:
         covers = {"F": "F", "B": "B" if splits else "BW", "W": "W"}
         times = [costs.of(stage, covers[phase]) for phase in self.phases for stage in range(stages)]
         self.time = [time for time in times for _ in range(count)]
-        self.needs: list[tuple[int, ...]] = [
-            tuple(need * count + i for need in self._needs(kind)) for kind in self.kinds for i in range(count)
-        ]
+        numbers = range(len(self.time))
+        self.needs = [tuple(map(self._number, needs(self._cell(cell), stages))) for cell in numbers]
         self.users: list[list[int]] = [[] for _ in self.needs]
-        for cell, needs in enumerate(self.needs):
-            for need in needs:
+        for cell, sources in enumerate(self.needs):
+            for need in sources:
                 self.users[need].append(cell)
         self.last = len(self.phases) - 1
-
-    def _needs(self, kind: int) -> Iterator[int]:
-        """Kinds of the same microbatch that must have run before a kind."""
-        stages = len(self.place)
-        phase, stage = divmod(kind, stages)
-        if phase == 0 and stage:
-            yield kind - 1
-        if phase:
-            yield kind - stages
-        if phase == 1 and stage + 1 < stages:
-            yield kind + 1
 
     def hop(self, source: int, cell: int) -> float:
         """Time of a transfer between two cells of different submeshes."""
@@ -141,10 +130,13 @@ class Problem:
         phase, stage = divmod(kind, len(self.place))
         return Cell(self.phases[phase], stage, microbatch)
 
+    def _number(self, cell: Cell) -> int:
+        kind = self.phases.index(cell.phase) * len(self.place) + cell.stage
+        return kind * self.microbatches + cell.microbatch
+
     def rows(self, table: Table) -> Rows:
         """The kinds of a table whose microbatches are in order."""
-        stages = len(self.place)
-        return tuple(tuple(self.phases.index(c.phase) * stages + c.stage for c in row) for row in table)
+        return tuple(tuple(self._number(cell) // self.microbatches for cell in row) for row in table)
 
 
 @dataclass(frozen=True)

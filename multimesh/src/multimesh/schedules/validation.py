@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 
 from multimesh.core.checks import many, refuse
 from multimesh.errors import UsageError
@@ -47,16 +48,11 @@ def validate(
     on = placement or range(submeshes)
     home = [on[stage % len(on)] for stage in range(submeshes * chunks)]
     where = _places(table, home, microbatches, backward)
-    split = any(c.phase == "W" for c in where)
-    for cell in _expected(submeshes * chunks, microbatches, backward, split):
+    phases = "F" + "B" * backward + "W" * any(c.phase == "W" for c in where)
+    for cell in itertools.starmap(Cell, itertools.product(phases, range(len(home)), range(microbatches))):
         if cell not in where:
             raise UsageError(f"schedule table: {cell} is missing; it belongs in the row of submesh {home[cell.stage]}")
     _refuse_deadlock(table, where, submeshes * chunks)
-
-
-def _expected(stages: int, microbatches: int, backward: bool, split: bool) -> Iterator[Cell]:
-    for phase in "F" + "B" * backward + "W" * split:
-        yield from (Cell(phase, s, i) for s in range(stages) for i in range(microbatches))
 
 
 def _places(table: Table, home: Sequence[int], microbatches: int, backward: bool) -> dict[Cell, tuple[int, int]]:
