@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from multimesh.passes.placing.place import has_tasks, place, task_meshes
+from multimesh.ir.program import has_tasks
+from multimesh.passes.placing.place import place, task_meshes
 from programs import MESHES, loops, on, ones, placed, separated
 
 import multimesh as mm

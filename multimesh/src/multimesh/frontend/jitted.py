@@ -37,14 +37,13 @@ from multimesh.frontend.arguments import (
 from multimesh.frontend.auto_schedule import Made, fitted
 from multimesh.frontend.cache import Cache, Recent, matching, traits
 from multimesh.frontend.transforms import Call
-from multimesh.ir.program import all_ops
+from multimesh.ir.program import all_ops, has_tasks
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
 from multimesh.marking.tracing import partitioning, recorded, uncollected
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Traced
 from multimesh.passes.placing.owners import held
-from multimesh.passes.placing.place import has_tasks
 from multimesh.plan.plan import Plan
 
 if TYPE_CHECKING:

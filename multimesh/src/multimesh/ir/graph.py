@@ -59,6 +59,17 @@ def repeat_op(op: Op, names: dict[Value, Atom]) -> Op:
     return again
 
 
+def chained(op: Op, operands: Sequence[Atom], out: Value) -> list[Op]:
+    """An operation of two operands, again and again: in order, until ``out`` is made of all."""
+    again: list[Op] = []
+    total = operands[0]
+    for n, operand in enumerate(operands[1:], 2):
+        result = out if n == len(operands) else Value(out.aval)
+        again.append(replace(op, ins=(total, operand), outs=(result,)))
+        total = result
+    return again
+
+
 def rename_loop(loop: Loop, names: Names) -> Loop:
     """The loop with outer values replaced."""
     return replace(

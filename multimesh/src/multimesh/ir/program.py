@@ -227,3 +227,8 @@ def all_ops(program: Program) -> Iterator[Op]:
     """Operations of a program and of the bodies of its loops, in order."""
     for item in program.items:
         yield from item.ops if isinstance(item, Loop) else (item,)
+
+
+def has_tasks(program: Program) -> bool:
+    """Whether anything in the program is marked."""
+    return any(op.task is not None for op in all_ops(program))

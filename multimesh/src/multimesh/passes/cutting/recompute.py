@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -131,58 +131,54 @@ def _is_constant(atom: ir.Atom, maker: _Maker) -> bool:
     return True
 
 
+@dataclass
 class _Localiser:
     """Decides which operations to repeat, the latest first: those that they read are still undecided then."""
 
-    def __init__(
-        self,
-        maker: _Maker,
-        own_inputs: set[ir.Value],
-        at_hand: set[ir.Value],
-        firm: set[ir.Value],
-        allowed: Callable[[ir.Op], bool],
-    ):
-        self.copies: list[tuple[_Position, ir.Op]] = []
-        self._maker, self._own_inputs, self._at_hand, self._allowed = maker, own_inputs, at_hand, allowed
-        self._firm = firm
-        self._repeated: dict[int, ir.Op] = {}
-        self._made: set[ir.Value] = set()
+    maker: _Maker
+    own_inputs: set[ir.Value]
+    at_hand: set[ir.Value]
+    firm: set[ir.Value]
+    allowed: Callable[[ir.Op], bool]
+    copies: list[tuple[_Position, ir.Op]] = field(default_factory=list)
+    repeated: dict[int, ir.Op] = field(default_factory=dict)
+    made: set[ir.Value] = field(default_factory=set)
 
     def run(self, crossing: Iterable[ir.Value]) -> dict[ir.Value, ir.Atom]:
         """New names of the values that are made here again; ``copies`` then holds what makes them, in order."""
-        for value in sorted(crossing, key=lambda v: self._maker[v][0], reverse=True):
+        for value in sorted(crossing, key=lambda v: self.maker[v][0], reverse=True):
             op = self._op(value)
-            siblings = [o for o in op.outs if o in self._at_hand]
-            if value not in self._at_hand or not self._may_repeat(op):
+            siblings = [o for o in op.outs if o in self.at_hand]
+            if value not in self.at_hand or not self._may_repeat(op):
                 continue
-            self._at_hand.difference_update(siblings)
+            self.at_hand.difference_update(siblings)
             costs: dict[ir.Value, int] = {}
             saved = sum(v.nbytes for v in siblings)
             cost = sum(self._cost(v, costs, _DEPTH) for v in dict.fromkeys(op.reads))
             if cost < saved or (cost == saved and len(siblings) > 1):  # equal bytes: one array rather than several
                 self._repeat(op, costs)
             else:
-                self._at_hand.update(siblings)
+                self.at_hand.update(siblings)
         return self._copied()
 
     def _op(self, value: ir.Value) -> ir.Op:
-        return self._maker[value][1]
+        return self.maker[value][1]
 
     def _may_repeat(self, op: ir.Op) -> bool:
-        if not known(op).cheap or op.effects or not self._allowed(op) or _decides(op, self._maker):
+        if not known(op).cheap or op.effects or not self.allowed(op) or _decides(op, self.maker):
             return False
-        return self._firm.isdisjoint(op.outs) or not _rounds(op)
+        return self.firm.isdisjoint(op.outs) or not _rounds(op)
 
     def _here(self, value: ir.Value) -> bool:
         """Whether a value costs nothing: already read, or an input of the loop that this submesh has anyway."""
-        return value in self._at_hand or (value not in self._maker and value in self._own_inputs)
+        return value in self.at_hand or (value not in self.maker and value in self.own_inputs)
 
     def _cost(self, value: ir.Value, costs: dict[ir.Value, int], depth: int) -> int:
         """Fewest bytes that must cross so that ``value`` can be had here."""
         if value not in costs:
             if self._here(value):
                 costs[value] = 0
-            elif value not in self._maker or not depth or not self._may_repeat(self._op(value)):
+            elif value not in self.maker or not depth or not self._may_repeat(self._op(value)):
                 costs[value] = value.nbytes
             else:
                 inputs = sum(self._cost(v, costs, depth - 1) for v in dict.fromkeys(self._op(value).reads))
@@ -190,21 +186,21 @@ class _Localiser:
         return costs[value]
 
     def _repeat(self, op: ir.Op, costs: dict[ir.Value, int]) -> None:
-        self._repeated[id(op)] = op
-        self._made.update(op.outs)
+        self.repeated[id(op)] = op
+        self.made.update(op.outs)
         for v in op.reads:
-            if self._here(v) or v in self._made:
+            if self._here(v) or v in self.made:
                 continue
-            if v in self._maker and self._may_repeat(self._op(v)) and self._inputs_cost(v, costs) < v.nbytes:
+            if v in self.maker and self._may_repeat(self._op(v)) and self._inputs_cost(v, costs) < v.nbytes:
                 self._repeat(self._op(v), costs)
             else:
-                self._at_hand.add(v)
+                self.at_hand.add(v)
 
     def _inputs_cost(self, value: ir.Value, costs: dict[ir.Value, int]) -> int:
         return sum(costs.get(v, v.nbytes) for v in dict.fromkeys(self._op(value).reads))
 
     def _copied(self) -> dict[ir.Value, ir.Atom]:
         rename: dict[ir.Value, ir.Atom] = {}
-        for op in sorted(self._repeated.values(), key=lambda op: self._maker[op.outs[0]][0]):
-            self.copies.append((self._maker[op.outs[0]][0], graph.repeat_op(op, rename)))
+        for op in sorted(self.repeated.values(), key=lambda op: self.maker[op.outs[0]][0]):
+            self.copies.append((self.maker[op.outs[0]][0], graph.repeat_op(op, rename)))
         return rename

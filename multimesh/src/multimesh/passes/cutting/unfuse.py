@@ -5,24 +5,13 @@ The schedule has ordered the fragments before: the pieces of one run one after t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from multimesh import ir
 from multimesh.core.submesh import Placement
 from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
 from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What the operations of a piece have in common; unmarked ones join any task."""
-
-    task: Placement | None
-    backward: bool
-
-    def takes(self, task: Placement | None, backward: bool) -> bool:
-        return self.backward == backward and (task is None or task == self.task)
 
 
 def unfused(parts: Parts, *, segments: bool, loops: bool) -> Parts:
@@ -61,7 +50,7 @@ def pieces(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
     A piece only reads from earlier ones. Unmarked operations go with what they read, or else with their first reader;
     so do forward operations that the backward pass repeats.
     """
-    kinds: list[_Kind] = []
+    kinds: list[tuple[Placement | None, bool]] = []  # task and pass of each piece; unmarked operations join any task
     piece_of: dict[ir.Value, int] = {}
     turned: set[ir.Value] = set()
     chosen: list[int | None] = []
@@ -75,10 +64,10 @@ def pieces(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
             chosen.append(None)
             continue
         at = max(before, default=0)
-        while at < len(kinds) and not kinds[at].takes(op.task, back):
+        while at < len(kinds) and not (kinds[at][1] == back and op.task in (None, kinds[at][0])):
             at += 1
         if at == len(kinds):
-            kinds.append(_Kind(op.task, back))
+            kinds.append((op.task, back))
         piece_of.update(dict.fromkeys(op.outs, at))
         chosen.append(at)
     if len(kinds) < 2:

@@ -62,23 +62,9 @@ class _Builder:
             self._submesh(mesh)
         self._readers: dict[ir.Value, dict[int, None]] = collections.defaultdict(dict)
         for part in self.parts:
-            self._note_readers(part)
-
-    def _note_readers(self, part: Segment | Pipeline) -> None:
-        if isinstance(part, Segment):
             for f in part.fragments:
-                for v in f.ins:
-                    self._readers[v][self._submesh(f.mesh)] = None
-            return
-        loop = part.loop
-        for f in part.fragments:
-            for v in f.ins:
-                if v in loop.carries:
-                    for outer in (loop.carries[v].init, loop.carries[v].leaf):
-                        self._readers[outer][self._submesh(f.mesh)] = None
-                    continue
-                outer = loop.consts.get(v, loop.slices.get(v, loop.linked.get(v, v)))
-                self._readers[outer][self._submesh(f.mesh)] = None
+                for outer in (outer for v in f.ins for outer in _read(part, v)):
+                    self._readers[outer][self._submesh(f.mesh)] = None
 
     def _submesh(self, mesh: Mesh) -> int:
         if mesh not in self._number:
@@ -340,6 +326,16 @@ class _Builder:
         arg_of = {slot: arg for arg, slot in self.inputs}
         like.update({slot: (arg_of[first],) if first in arg_of else () for slot, first in self._states.items()})
         return like
+
+
+def _read(part: Segment | Pipeline, value: ir.Value) -> tuple[ir.Atom, ...]:
+    """What a fragment reads as a value: outside of its loop, of another loop, or of another microbatch."""
+    if isinstance(part, Segment):
+        return (value,)
+    loop = part.loop
+    if value in loop.carries:
+        return loop.carries[value].init, loop.carries[value].leaf
+    return (loop.consts.get(value, loop.slices.get(value, loop.linked.get(value, value))),)
 
 
 def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:

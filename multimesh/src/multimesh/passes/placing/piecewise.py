@@ -210,9 +210,7 @@ class _Cutter:
         if pieces is None:
             return None
         if op.prim.name == "slice" and not any(stride != 1 for stride in op.params["strides"] or ()):
-            ops: list[ir.Op] = []
-            starts, limits = op.params["start_indices"], op.params["limit_indices"]
-            return ops if self._slice(op, pieces, starts, limits, op.outs[0], ops) else None
+            return self._slice(op, pieces, op.params["start_indices"], op.params["limit_indices"], op.outs[0])
         if op.prim.name == "split" and op.params["axis"] == pieces.dim:
             return self._split(op, pieces)
         if op.prim.name in _SUMS and not reorders(op.outs[0].aval.dtype):
@@ -253,16 +251,11 @@ class _Cutter:
         return ops
 
     def _slice(
-        self,
-        op: ir.Op,
-        pieces: _Pieces,
-        starts: Sequence[int],
-        limits: Sequence[int],
-        out: ir.Value,
-        ops: list[ir.Op],
-    ) -> bool:
-        """Name a slice after the parts that it takes; appends what cuts them. False where it takes nothing."""
+        self, op: ir.Op, pieces: _Pieces, starts: Sequence[int], limits: Sequence[int], out: ir.Value
+    ) -> list[ir.Op] | None:
+        """Name a slice after the parts that it takes, and return what cuts them. None where it takes nothing."""
         dim = pieces.dim
+        ops: list[ir.Op] = []
         found: list[ir.Value] = []
         for part, begin, end in zip(pieces.parts, pieces.cuts, pieces.cuts[1:], strict=False):
             low, high = max(starts[dim], begin), min(limits[dim], end)
@@ -275,7 +268,7 @@ class _Cutter:
             self._rename[out] = found[0]
         elif found:
             self._pieces[out] = _Pieces(dim, tuple(found))
-        return bool(found)
+        return ops if found else None
 
     def _split(self, op: ir.Op, pieces: _Pieces) -> list[ir.Op] | None:
         shape = op.ins[0].aval.shape
@@ -286,7 +279,7 @@ class _Cutter:
         for out, size, end in zip(op.outs, op.params["sizes"], ends, strict=True):
             starts, limits = [0] * len(shape), list(shape)
             starts[pieces.dim], limits[pieces.dim] = end - size, end
-            self._slice(op, pieces, starts, limits, out, ops)
+            ops += self._slice(op, pieces, starts, limits, out) or ()
         return ops
 
     def _combined(self, op: ir.Op, operands: Sequence[tuple[ir.Value, ...]], combine: object) -> list[ir.Op]:
@@ -294,12 +287,7 @@ class _Cutter:
         out = op.outs[0]
         partial = [ir.Value(out.aval) for _ in operands] if len(operands) > 1 else [out]
         ops = [replace(op, ins=ins, outs=(part,)) for ins, part in zip(operands, partial, strict=True)]
-        total = partial[0]
-        for n, part in enumerate(partial[1:], 2):
-            result = out if n == len(partial) else ir.Value(out.aval)
-            ops.append(replace(op, prim=combine, params={}, ins=(total, part), outs=(result,), ctx=None))
-            total = result
-        return ops
+        return ops + graph.chained(replace(op, prim=combine, params={}, ctx=None), partial, out)
 
 
 def _cut(op: ir.Op, value: ir.Value, dim: int, begin: int, end: int, ops: list[ir.Op]) -> ir.Value:

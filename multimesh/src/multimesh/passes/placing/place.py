@@ -110,11 +110,6 @@ def _has_homeless(placed: ir.Program, state: State) -> bool:
     return bool(state.lost) or any(len(on) > 1 and state.owners.of(v) is None for v, on in readers.items())
 
 
-def has_tasks(program: ir.Program) -> bool:
-    """Whether anything in the program is marked."""
-    return any(op.task is not None for op in all_ops(program))
-
-
 def task_meshes(program: ir.Program) -> tuple[Mesh, ...]:
     """Submeshes of the tasks of a program, in the order of their first forward use."""
     ops = sorted(all_ops(program), key=lambda op: op.backward)
@@ -241,22 +236,14 @@ def _clone_floating(
     for carried in states:
         needed[carried] = dict(reversed(needed[carried].items()))
     any_copy = {value: made for (value, _), made in reversed(copy.items())}  # the first of each
-    return placed, tuple(_copy_for_output(o, copy, any_copy, needed, wanted) for o in outputs)
 
+    def copied(atom: ir.Atom) -> ir.Atom:
+        if not isinstance(atom, ir.Value):
+            return atom
+        found = (copy[atom, mesh] for mesh in (wanted.get(atom), *needed[atom]) if (atom, mesh) in copy)
+        return next(found, any_copy.get(atom, atom))
 
-def _copy_for_output(
-    atom: ir.Atom,
-    copy: dict[tuple[ir.Value, Mesh], ir.Value],
-    any_copy: dict[ir.Value, ir.Value],
-    needed: dict[ir.Value, dict[Mesh, None]],
-    wanted: Mapping[ir.Value, Mesh],
-) -> ir.Atom:
-    if not isinstance(atom, ir.Value):
-        return atom
-    for mesh in (wanted.get(atom), *needed[atom]):
-        if (atom, mesh) in copy:
-            return copy[atom, mesh]
-    return any_copy.get(atom, atom)
+    return placed, tuple(map(copied, outputs))
 
 
 def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]:

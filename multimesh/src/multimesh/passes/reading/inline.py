@@ -21,6 +21,7 @@ from multimesh.core.submesh import Placement, describe
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_pure
+from multimesh.ir.program import has_tasks
 from multimesh.marking import marks, registrations
 from multimesh.passes.reading import loops
 
@@ -216,7 +217,7 @@ class _Inliner:
                 where = replace(where, task=_nested(eqn, where, task), called=True, registered=False)
                 return self._task(eqn, jaxpr, consts, ins, where, out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
-            whole = _holds_loop(jaxpr)  # runs stage by stage, in kernels apart from those of the forward
+            whole = _calls(jaxpr, marks.LOOPS.find)  # runs stage by stage, in kernels apart from those of the forward
             ins = ins if whole else self._barrier(eqn, ins, where, out)
         return self.jaxpr(jaxpr, consts, ins, where, out)
 
@@ -363,25 +364,15 @@ def _is_place(target: Any) -> bool:
 
 def _is_microbatch_loop(eqn: Any, count: int) -> bool:
     """Whether a scan is that of `microbatch`, not one of the user's that ``grad`` hoisted out of it."""
-    if eqn.params["length"] != count:
-        return False
-    pending = [eqn.params["jaxpr"].jaxpr]
-    while pending:
-        for inner in pending.pop().eqns:
-            if inner.primitive is _compat.jit_p and inner.params["name"] == marks.BODY:
-                return True
-            pending += _compat.subjaxprs(inner.params)
-    return False
+    return eqn.params["length"] == count and _calls(eqn.params["jaxpr"].jaxpr, marks.BODY.__eq__)
 
 
-def _holds_loop(jaxpr: Any) -> bool:
-    """Whether a microbatch loop is in a jaxpr."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is _compat.jit_p and marks.LOOPS.find(eqn.params["name"]) is not None:
-            return True
-        if any(map(_holds_loop, _compat.subjaxprs(eqn.params))):
-            return True
-    return False
+def _calls(jaxpr: Any, known: Callable[[str], Any]) -> bool:
+    """Whether a jaxpr calls a function of a known name, itself or in a jaxpr inside."""
+    named = (eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive is _compat.jit_p)
+    return any(map(known, named)) or any(
+        _calls(inner, known) for eqn in jaxpr.eqns for inner in _compat.subjaxprs(eqn.params)
+    )
 
 
 def _nested(eqn: Any, where: _Where, inner: Placement) -> Placement:
@@ -407,10 +398,9 @@ def inline(
     walker = _Inliner(devices, dict(zip(inputs, specs or (), strict=specs is not None)))
     items: list[ir.Item] = []
     outputs = walker.jaxpr(closed.jaxpr, closed.consts, inputs, _Where(), items)
-    items = list(walker.read_through(items))
-    ops = (op for item in items for op in (item.ops if isinstance(item, ir.Loop) else (item,)))
-    walker.check_registrations(placed=any(op.task is not None for op in ops))
-    return ir.Program(tuple(inputs), walker.consts, tuple(items), tuple(outputs))
+    program = ir.Program(tuple(inputs), walker.consts, tuple(walker.read_through(items)), tuple(outputs))
+    walker.check_registrations(placed=has_tasks(program))
+    return program
 
 
 def flattened(op: ir.Op, closed: Any, args: Sequence[ir.Value]) -> tuple[tuple[ir.Op, ...], list[ir.Atom]] | None:

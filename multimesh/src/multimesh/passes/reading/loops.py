@@ -57,7 +57,7 @@ def from_scan(
             leaves, chain = found
             spent |= chain
             total = leaves[0] if len(leaves) == 1 else ir.Value(out.aval)
-            joins += _joined(_compat.PRIMITIVES["add_any"], leaves, total)
+            joins += graph.chained(ir.Op(_compat.PRIMITIVES["add_any"], {}, (), ()), leaves, total)
             sums.append(ir.Sum(out, init, total))
         elif mark.carries and not eqn.params["reverse"]:
             carries[carry_in] = ir.Carry(out, init, carry_out)
@@ -239,8 +239,8 @@ def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.L
             sums.append(replace(made[0], out=s.out))
             continue
         sums += made
-        added = _joined(_compat.add_p, addends, s.out)
-        joins += [replace(op, backward=loop.backward, source=loop.source) for op in added]
+        add = ir.Op(_compat.add_p, {}, (), (), backward=loop.backward, source=loop.source)
+        joins += graph.chained(add, addends, s.out)
     ops = [op for op in loop.ops if id(op) not in dropped]
     loop = replace(loop, sums=tuple(sums))
     leaves = [
@@ -263,17 +263,6 @@ def _without_literals(loop: ir.Loop) -> ir.Loop:
     """Constants that are literals go into the operations that read them."""
     rename = {k: v for k, v in loop.consts.items() if not isinstance(v, ir.Value)}
     return replace(graph.rename_body(loop, rename), consts={k: v for k, v in loop.consts.items() if k not in rename})
-
-
-def _joined(add: Any, addends: Sequence[ir.Atom], out: ir.Value) -> list[ir.Op]:
-    """Additions that make ``out`` of several addends, in order."""
-    ops = []
-    total = addends[0]
-    for i, addend in enumerate(addends[1:]):
-        result = out if i == len(addends) - 2 else ir.Value(out.aval)
-        ops.append(ir.Op(add, {}, (total, addend), (result,)))
-        total = result
-    return ops
 
 
 def _split_leaf(

@@ -8,15 +8,15 @@ MultiMesh, never of the user: the error names the pass, the value and the user's
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.errors import internal_error
+from multimesh.passes.cutting.parts import Parts
 from multimesh.passes.verifying import cut, plans, programs
 from multimesh.passes.verifying.faults import Fault
-from multimesh.plan.plan import Plan
 
 VARIABLE = "MULTIMESH_VERIFY"
 
@@ -52,12 +52,8 @@ def verify(name: str, made: Any) -> None:
 
 def faults(name: str, made: Any) -> Iterator[tuple[str, Fault]]:
     """Each fault in what a pass made, with the name of the rule."""
-    if isinstance(made, ir.Program):
-        for check in programs.rules_after(name):
-            yield from ((check.__name__, fault) for fault in check(made))
-    elif isinstance(made, Plan):
-        for rule in plans.RULES:
-            yield from ((rule.__name__, fault) for fault in rule(made))
-    else:
-        for law in cut.RULES:
-            yield from ((law.__name__, fault) for fault in law(made.parts))
+    rules: Sequence[Any] = programs.rules_after(name) if isinstance(made, ir.Program) else plans.RULES
+    if isinstance(made, Parts):
+        rules, made = cut.RULES, made.parts
+    for rule in rules:
+        yield from ((rule.__name__, fault) for fault in rule(made))
