@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS
-from multimesh.runtime.actions import project, whole
-from multimesh.runtime.routes import by_devices, routes
+from multimesh.runtime.actions import by_devices, lanes, project, whole
 from multimesh.runtime.transport import way
 from pipelines import Split, gradient, submeshes
 
@@ -72,11 +71,11 @@ def replay(plan, parts, owner):
                 action = queue[0]
                 needed = []
                 if action.kernel is None:
-                    found = routes(ways(plan, action), owner)
-                    for route in found:
-                        if route.source == me and ("sent", action.number, me, route.target) not in sent:
-                            sent["sent", action.number, me, route.target] += 1
-                            assert {action.ins[p.array] for p in route.parcels} <= env[me]
+                    found = lanes(ways(plan, action), owner)
+                    for lane in found:
+                        if lane.source == me and ("sent", action.number, me, lane.target) not in sent:
+                            sent["sent", action.number, me, lane.target] += 1
+                            assert {action.ins[p.array] for p in lane.parcels} <= env[me]
                     needed = [r for r in found if r.target == me != r.source]
                 else:
                     assert set(action.ins) <= env[me]
@@ -129,7 +128,7 @@ def test_every_byte_crosses_once_where_cuts_fit():
     devices = np.array(jax.devices())
     source = NamedSharding(Mesh(devices[:4], ("data",)), P("data"))
     target = NamedSharding(Mesh(devices[4:].reshape(2, 2), ("data", "model")), P("data", "model"))
-    found = routes([way(source, target, (8, 8))], OWNERS["4x2"])
+    found = lanes([way(source, target, (8, 8))], OWNERS["4x2"])
     assert sum(len(r.parcels) for r in found) * 8 == 64
     assert [(r.source, r.target) for r in found] == [(0, 2), (1, 3)]
     pairs = [(a.id, b.id) for r in found for a, b, _ in by_devices(r)]

@@ -116,13 +116,12 @@ def lay_out(x: Any, mesh: AnyMesh, *axes: Axes) -> Any:
     return lax.with_sharding_constraint(x, sharding)
 
 
-def check_dtype(what: str, *arrays: Any) -> None:
+def check_dtype(what: str, x: Any) -> None:
     """Refuse dtypes other than float32, float64, complex64 and complex128."""
-    for x in arrays:
-        if jnp.dtype(x.dtype) not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
-            raise UsageError(
-                f"{what}: works in float32, float64, complex64 or complex128, got {x.dtype}; convert it with .astype"
-            )
+    if jnp.dtype(x.dtype) not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
+        raise UsageError(
+            f"{what}: works in float32, float64, complex64 or complex128, got {x.dtype}; convert it with .astype"
+        )
 
 
 def stripped(spec: P) -> P:

@@ -26,7 +26,7 @@ def readers(ops: Iterable[Op]) -> dict[Value, list[Op]]:
     return found
 
 
-def with_first_reader(ops: Sequence[Op], chosen: Sequence[int | None], rest: int) -> list[int]:
+def with_first_reader(ops: Sequence[Item], chosen: Sequence[int | None], rest: int) -> list[int]:
     """Numbers of groups of operations: one without a number joins its first reader, or the group ``rest``."""
     first: dict[Value, int] = {}
     done = [rest] * len(ops)

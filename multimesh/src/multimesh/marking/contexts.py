@@ -34,11 +34,6 @@ class Options:
     transport: str | None = None
 
     @property
-    def fuse_loops(self) -> bool:
-        """Whether tasks of a submesh become one kernel inside microbatch loops."""
-        return self.enable_task_fusion
-
-    @property
     def fuse_segments(self) -> bool:
         """Whether tasks of a submesh become one kernel outside microbatch loops."""
         return self.enable_task_fusion and not self.only_fuse_loop_tasks

@@ -17,9 +17,8 @@ from multimesh.core import _compat
 from multimesh.marking.contexts import Options
 from multimesh.passes import verifying
 from multimesh.passes.cutting.order import check_states, with_order, with_turns_joined, with_weights_apart
-from multimesh.passes.cutting.parts import Parts, Pipeline
+from multimesh.passes.cutting.parts import Parts, Pipeline, cut
 from multimesh.passes.cutting.recompute import keep_less, send_less
-from multimesh.passes.cutting.segments import cut
 from multimesh.passes.cutting.stages import number_stages
 from multimesh.passes.cutting.tables import with_table
 from multimesh.passes.cutting.unfuse import unfused
@@ -106,7 +105,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "turns": _each(with_turns_joined),
     "order": _each(with_order),
     "unfuse": lambda parts, traced: unfused(
-        parts, segments=not traced.options.fuse_segments, loops=not traced.options.fuse_loops
+        parts, segments=not traced.options.fuse_segments, loops=not traced.options.enable_task_fusion
     ),
     "states": _each(check_states),
     "planning": lambda parts, traced: build(parts, traced.donated, traced.alike),

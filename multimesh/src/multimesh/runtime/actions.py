@@ -1,18 +1,30 @@
-"""The actions of a plan, and those that one process takes part in.
+"""The actions of a plan, those that one process takes part in, and what they send from one process to another.
 
 All processes have the same plan, and each runs the kernels of its submeshes. Actions are grouped and numbered on the
-whole plan: processes that grouped transfers differently would wait for each other for ever.
+whole plan: processes that grouped transfers differently would wait for each other for ever. All processes work out
+alone, with the same result, which pieces of arrays go where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from multimesh.plan.instructions import Free, Run, Send, Transfer
 from multimesh.plan.plan import Plan
-from multimesh.runtime.routes import Owner, owner
+from multimesh.runtime.transport import Piece, Way
+
+Owner = Callable[[jax.Device], int]  # the process of a device
+
+
+def owner(device: jax.Device) -> int:
+    """The process of a device."""
+    return int(device.process_index)
 
 
 @dataclass(frozen=True)
@@ -71,3 +83,38 @@ def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = Fal
         elif frees:  # of what an earlier action of this process read or made
             found[-1] = replace(found[-1], frees=found[-1].frees + frees)
     return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """A piece of one of the arrays of a call; compared by identity, so that a run can look it up."""
+
+    array: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The parcels that go from one process to another, or stay within one, in one call."""
+
+    source: int
+    target: int
+    parcels: tuple[Parcel, ...]
+
+
+def lanes(ways: Sequence[Way], owner: Owner = owner) -> tuple[Lane, ...]:
+    """The lanes of a call, in the same order in all processes."""
+    found: dict[tuple[int, int], list[Parcel]] = collections.defaultdict(list)
+    for array, piece in ((n, piece) for n, way in enumerate(ways) for piece in way.pieces):
+        found[owner(piece.source), owner(piece.target)].append(Parcel(array, piece))
+    return tuple(Lane(*ends, tuple(parcels)) for ends, parcels in sorted(found.items()))
+
+
+def by_devices(lane: Lane) -> list[tuple[jax.Device, jax.Device, tuple[Parcel, ...]]]:
+    """The parcels of a lane for each pair of devices."""
+
+    def pair(parcel: Parcel) -> tuple[Any, Any]:
+        return parcel.piece.source.id, parcel.piece.target.id
+
+    groups = (tuple(group) for _, group in itertools.groupby(sorted(lane.parcels, key=pair), pair))
+    return [(group[0].piece.source, group[0].piece.target, group) for group in groups]

@@ -16,7 +16,7 @@ from multimesh.errors import UsageError
 from multimesh.marking import contexts
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here
-from multimesh.runtime.routes import Parcel, Route, by_devices
+from multimesh.runtime.actions import Lane, Parcel, by_devices
 
 Key = tuple[int, int, int]  # plan, run, call
 Pieces = dict[Parcel, Any]
@@ -29,10 +29,10 @@ class Carrier(Protocol):
     everyone: bool  # a process that neither sends nor receives has to make the call too
     late: bool  # it reads a piece after the call returned; such a piece must not be donated
 
-    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+    def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """A function of a key and the pieces that this process sends; it returns the pieces that arrive here.
 
-        ``way`` has routes between two processes each, ``types`` the type of a piece of each array.
+        ``way`` has lanes between two processes each, ``types`` the type of a piece of each array.
         """
         ...
 
@@ -57,20 +57,18 @@ class Pull:
         address = store.blocking_key_value_get(f"multimesh/transfer/{process}", int(1000 * agree.patience()))
         return self._server.connect(address)
 
-    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+    def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """See `Carrier`."""
-        sends = [route for route in way if route.source == self._me]
-        pulls = [
-            (route, [_struct(parcel, types) for parcel in route.parcels]) for route in way if route.target == self._me
-        ]
+        sends = [lane for lane in way if lane.source == self._me]
+        pulls = [(lane, [_struct(parcel, types) for parcel in lane.parcels]) for lane in way if lane.target == self._me]
 
         def carry(key: Key, pieces: Pieces) -> Pieces:
-            for route in sends:
-                self._server.await_pull(_number(key, route.target), [pieces[parcel] for parcel in route.parcels])
+            for lane in sends:
+                self._server.await_pull(_number(key, lane.target), [pieces[parcel] for parcel in lane.parcels])
             got: Pieces = {}
-            for route, wanted in pulls:
-                arrived = self._peer(route.source).pull(_number(key, self._me), wanted)
-                got.update(zip(route.parcels, arrived, strict=True))
+            for lane, wanted in pulls:
+                arrived = self._peer(lane.source).pull(_number(key, self._me), wanted)
+                got.update(zip(lane.parcels, arrived, strict=True))
             return got
 
         return carry
@@ -98,9 +96,9 @@ class Put:
                 "machine with a free port (not 0) before the first use of a device"
             )
 
-    def link(self, way: Sequence[Route], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+    def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """See `Carrier`."""
-        pairs = [pair for route in way for pair in by_devices(route) if self.everyone or here(pair[:2])]
+        pairs = [pair for lane in way for pair in by_devices(lane) if self.everyone or here(pair[:2])]
         nothing = {
             parcel: absent(types[parcel.array], on_device(source))
             for source, _, parcels in pairs

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from multimesh.errors import UsageError
 from multimesh.processes.arrays import here
+from multimesh.runtime.actions import Parcel, lanes
 from multimesh.runtime.carriers import carrier, on_device
-from multimesh.runtime.routes import Parcel, routes
 from multimesh.runtime.transport import Ends, ends
 
 turn = threading.RLock()
@@ -53,24 +53,24 @@ class Exchange:
         the buffers of arrays that are ``lent``.
         """
         both = [_ends(_named(s), t, tuple(a.shape), a.dtype) for s, t, a in zip(sources, targets, avals, strict=True)]
-        whole = routes([end.way for end in both])
+        whole = lanes([end.way for end in both])
         full = [math.prod(end.piece.shape) > 0 for end in both]  # nothing is sent of an array without elements
         crossing = [
-            replace(route, parcels=tuple(parcel for parcel in route.parcels if full[parcel.array]))
-            for route in whole
-            if route.source != route.target
+            replace(lane, parcels=tuple(parcel for parcel in lane.parcels if full[parcel.array]))
+            for lane in whole
+            if lane.source != lane.target
         ]
-        crossing = [route for route in crossing if route.parcels]
+        crossing = [lane for lane in crossing if lane.parcels]
         carry = self.carrier.link(crossing, [end.piece for end in both])
         me = jax.process_index()
-        sent = [parcel for route in crossing if route.source == me for parcel in route.parcels]
-        stays = [parcel for route in whole if route.source == route.target == me for parcel in route.parcels]
+        sent = [parcel for lane in crossing if lane.source == me for parcel in lane.parcels]
+        stays = [parcel for lane in whole if lane.source == lane.target == me for parcel in lane.parcels]
         copied = {
             parcel for parcel in sent if self.carrier.late and lent[parcel.array] and not both[parcel.array].fresh
         }
         places = [SingleDeviceSharding(p.piece.target, memory_kind=targets[p.array].memory_kind) for p in stays]
         leaves = [here(source.device_set) for source in sources]
-        arriving = {(p.array, p.piece): p for route in whole if route.target == me for p in route.parcels}
+        arriving = {(p.array, p.piece): p for lane in whole if lane.target == me for p in lane.parcels}
         empty = {
             parcel: jax.device_put(np.empty(both[parcel.array].piece.shape, both[parcel.array].piece.dtype), device)
             for parcel, device in ((p, p.piece.target) for p in arriving.values() if not full[p.array])

@@ -14,9 +14,8 @@ from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, place
 from multimesh.processes.initialize import begin_step, count_step
 from multimesh.runtime import exchange
-from multimesh.runtime.actions import Action, processes
+from multimesh.runtime.actions import Action, owner, processes
 from multimesh.runtime.compile import CompiledPlan
-from multimesh.runtime.routes import owner
 from multimesh.runtime.runner import Runner, donated_by, is_placed
 from multimesh.runtime.transport import Call
 

@@ -141,8 +141,7 @@ class Choice:
             "taken": self.taken.name,
             "reason": self.reason,
             "candidates": [
-                {"name": c.name, "makespan": c.makespan, "bubble": c.bubble, "peaks": c.peaks, "fits": c.fits}
-                for c in self.candidates
+                {name: value for name, value in vars(c).items() if name != "table"} for c in self.candidates
             ],
             "table": rows_of(self.taken.table),
         }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
+from importlib import resources
 from pathlib import Path
 
 from multimesh.core import checks
 from multimesh.core.text import amount, columns
-from multimesh.timelines.html import page
 from multimesh.timelines.perfetto import trace
 from multimesh.timelines.spans import Spans
 from multimesh.timelines.svg import draw
@@ -54,7 +55,9 @@ class Timeline(Spans):
 
     def to_html(self, path: str | Path) -> None:
         """Write the picture as a page that explains each box. It is one file, and needs no network."""
-        Path(checks.path("to_html: path", path)).write_text(page(self), encoding="utf-8")
+        page = (resources.files("multimesh.timelines") / "page.html").read_text(encoding="utf-8")
+        text = page.replace("TITLE", escape(self.title), 1).replace("<!-- PICTURE -->", draw(self), 1)
+        Path(checks.path("to_html: path", path)).write_text(text, encoding="utf-8")
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write it as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""

@@ -1,8 +1,9 @@
-"""The parts of a placed program between cutting and planning: straight segments, and pipelines."""
+"""Cuts a placed program into its parts until planning: straight segments, and pipelines, both of fragments."""
 
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from multimesh import ir
-from multimesh.passes.cutting.fragment import Fragment
+from multimesh.ir import graph
+from multimesh.passes.cutting.fragment import Fragment, fragment
 from multimesh.schedules import Choice, Table
 
 
@@ -92,3 +94,44 @@ class Parts:
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, map(str, self.parts)))
+
+
+def cut(program: ir.Program) -> Parts:
+    """Cut a placed program into straight segments and loops, and these into fragments."""
+    epochs = _epochs(program)
+    rows = program.linked
+    read_at: dict[ir.Value, set[int]] = collections.defaultdict(set)
+    for item, epoch in zip(program.items, epochs, strict=True):
+        if isinstance(item, ir.Op):
+            for v in item.needs:
+                read_at[v].add(epoch)
+    outside = {v for loop in program.loops for v in loop.reads} | set(ir.values(program.outputs))
+
+    def segment(epoch: int) -> Segment:
+        ops = [i for i, e in zip(program.items, epochs, strict=True) if e == epoch and isinstance(i, ir.Op)]
+        results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
+        return Segment(fragment(ops, results, phased=False), frozenset(results))
+
+    parts: list[Segment | Pipeline] = [segment(0)]
+    for number, loop in enumerate(program.loops):
+        results = {*ir.values(loop.leaves), *(o for op in loop.ops for o in op.outs if o in rows)}
+        parts.append(Pipeline(loop, fragment(loop.ops, results, phased=True), frozenset(results)))
+        parts.append(segment(number + 1))
+    return Parts(program, tuple(parts))
+
+
+def _epochs(program: ir.Program) -> list[int]:
+    """For each operation the number of loops it must come after; what needs none waits for its first reader."""
+    epoch_of: dict[ir.Value, int] = {}
+    chosen: list[int | None] = []
+    loops = 0
+    for item in program.items:
+        epoch = max((epoch_of.get(v, 0) for v in item.reads), default=0)
+        if isinstance(item, ir.Loop):
+            chosen.append(loops)  # what only it reads comes before it
+            loops += 1
+            epoch = loops
+        else:
+            chosen.append(epoch if epoch or item.effects else None)
+        epoch_of.update(dict.fromkeys(item.outs, epoch))
+    return graph.with_first_reader(program.items, chosen, 0)

@@ -1,7 +1,8 @@
-"""Gives a loop the table of its schedule: for each submesh its cells in order."""
+"""Gives a loop the table of its schedule: for each submesh its cells in order. For ``auto`` it estimates costs."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,9 +10,13 @@ from multimesh import schedules
 from multimesh.core import _compat
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
-from multimesh.passes.cutting.estimate import estimate
+from multimesh.ir.flops import of_ops
+from multimesh.passes.cutting.fragment import Fragment
 from multimesh.passes.cutting.parts import Pipeline
+from multimesh.passes.cutting.weights import split_weights
+from multimesh.plan.kernel_costs import NOTE
 from multimesh.schedules import Table
+from multimesh.schedules.costs import PHASES, StageCosts
 
 
 def with_table(pipeline: Pipeline) -> Pipeline:
@@ -75,3 +80,31 @@ def _again(pipeline: Pipeline) -> str:
         f". {_compat.user_line(op.source) or 'A line that JAX did not record'}: submesh {describe(part.mesh)} gets a "
         f"stage more by this {op.prim.name} {who}"
     )
+
+
+def estimate(pipeline: Pipeline) -> StageCosts:
+    """Operations of F, B and W of every stage on each of its devices, and the bytes that a microbatch keeps there.
+
+    They say how unequal stages are, not how long they take (see `ir.flops`). Until the end of B the bytes are what F
+    made or got and B or W reads; from then on what W reads.
+    """
+    number = len(pipeline.submeshes) * pipeline.chunks
+    parts = split_weights(pipeline.fragments, range(number), set(pipeline.results))
+    made = {v for part in parts for v in part.made}
+    by: dict[tuple[int, str], list[Fragment]] = collections.defaultdict(list)
+    for part in parts:
+        by[part.stage or 0, part.phase or ""].append(part)
+    times, kept, after = [], [], []
+    for stage in range(number):
+        of = {phase: by[stage, phase] for phase in PHASES}
+        times.append((_total(of["F"]), _total(of["B"]), _total(of["W"])))
+        there = {v for part in of["F"] for v in (*part.made, *part.ins)} & made
+        read = {v for phase in "BW" for part in of[phase] for v in part.ins}
+        kept.append(float(sum(v.nbytes for v in there & read)))
+        late = {v for part in of["W"] for v in part.ins} & made
+        after.append(float(sum(v.nbytes for v in late)))
+    return StageCosts(tuple(times), (), tuple(kept), "", "bytes", NOTE, tuple(after))
+
+
+def _total(parts: Sequence[Fragment]) -> float:
+    return sum(of_ops(part.ops) / part.mesh.size for part in parts)

@@ -20,7 +20,7 @@ from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Se
 from multimesh.plan.plan import Plan
 from multimesh.schedules import Cell
 
-_Route = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
+_Lane = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
 
 
 def build(parts: Parts, donated: frozenset[int] = frozenset(), alike: Mapping[int, int] | None = None) -> Plan:
@@ -111,12 +111,12 @@ class _Builder:
         """Submeshes that read a value which this one makes."""
         return [other for other in self._readers[value] if other != submesh]
 
-    def _transfer(self, sent: Iterable[tuple[ir.Value, _Route]]) -> None:
-        """One SEND and one RECV for each route."""
-        routes: dict[_Route, list[ir.Value]] = collections.defaultdict(list)
-        for v, route in sent:
-            routes[route].append(v)
-        for (submesh, other, task, microbatch), values in routes.items():
+    def _transfer(self, sent: Iterable[tuple[ir.Value, _Lane]]) -> None:
+        """One SEND and one RECV for each lane."""
+        lanes: dict[_Lane, list[ir.Value]] = collections.defaultdict(list)
+        for v, lane in sent:
+            lanes[lane].append(v)
+        for (submesh, other, task, microbatch), values in lanes.items():
             ins = tuple(self._slot(v, submesh, microbatch) for v in values)
             outs = tuple(self._slot(v, other, microbatch) for v in values)
             number = len(self.transfers)
@@ -145,7 +145,7 @@ class _Builder:
             self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
             self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"), (), outs)
         kernels = [self._stage_kernel(part.loop, f) for f in part.fragments]
-        waiting: dict[int, list[tuple[ir.Value, _Route]]] = collections.defaultdict(list)
+        waiting: dict[int, list[tuple[ir.Value, _Lane]]] = collections.defaultdict(list)
         for n, (index, microbatch) in enumerate(part.cells):
             self._transfer(waiting.pop(n, ()))
             task = self._cell(part, index, microbatch, *kernels[index])

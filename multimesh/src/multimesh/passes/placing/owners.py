@@ -31,7 +31,8 @@ class Owners:
         self.order = {mesh: i for i, mesh in enumerate(order)}
         self._homes, self._arguments = homes, frozenset(program.inputs)
         self._outer: dict[ir.Value, ir.Value] = {}
-        self._read = (_readers(), _readers(), _readers())  # by forward tasks, by backward tasks, by others
+        # Readers by forward tasks, by backward tasks, by others.
+        self._read: list[dict[ir.Value, dict[Mesh, int]]] = [collections.defaultdict(dict) for _ in range(3)]
         self._whole: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
         for item in program.items:
             if isinstance(item, ir.Loop):
@@ -108,13 +109,6 @@ class Owners:
                 if read_on - self._whole[self.outside(v)] - {owner}:
                     return owner
         return None
-
-
-_Readers = dict[ir.Value, dict[Mesh, int]]
-
-
-def _readers() -> _Readers:
-    return collections.defaultdict(dict)
 
 
 def leading_to_tasks(ops: Iterable[ir.Op]) -> set[ir.Value]:
