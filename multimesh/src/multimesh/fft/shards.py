@@ -83,14 +83,11 @@ def forward(x: Array, layout: Decomposition) -> Array:
     last = functools.partial(jnp.fft.rfft if layout.real else jnp.fft.fft, n=layout.sizes[-1], norm=norm)
 
     # Arrays are transposed before the all-to-all: to transpose its result is slower.
-    def lines(x: Array) -> Array:  # X/p, Z -> Z/p, X
-        return _exchange(last(x).swapaxes(-1, -2), layout.first, -2, -1, layout)
+    def lines(x: Array, axes: Axes = layout.first) -> Array:  # X/p, Z -> Z/p, X
+        return _exchange(last(x).swapaxes(-1, -2), axes, -2, -1, layout)
 
     def slabs(x: Array) -> Array:  # X/p, Y, Z -> Y/p, Z, X
         return _exchange(jnp.moveaxis(x, -3, -1), layout.first, -3, -1, layout)
-
-    def pencils(x: Array) -> Array:  # X/p, Y/q, Z -> X/p, Z/q, Y
-        return _exchange(last(x).swapaxes(-1, -2), layout.second, -2, -1, layout)
 
     def planes(x: Array) -> Array:  # X/p, Z/q, Y -> Z/q, Y/p, X
         x = jnp.moveaxis(fft(x, n=layout.sizes[1]), -3, -1)
@@ -100,6 +97,7 @@ def forward(x: Array, layout: Decomposition) -> Array:
     if len(layout.dims) == 2:
         x = _chunked(lines, x, 0, 0, chunks) if x.ndim > 2 else lines(x)
     elif layout.second:
+        pencils = functools.partial(lines, axes=layout.second)  # X/p, Y/q, Z -> X/p, Z/q, Y
         x = _chunked(planes, _chunked(pencils, x, -3, -3, chunks), -2, -3, chunks)
     elif chunks > 1:
         x = _chunked(lambda x: slabs(fft(x, n=layout.sizes[1], axis=-2)), last(x), -1, -2, chunks)
@@ -116,17 +114,14 @@ def inverse(x: Array, layout: Decomposition) -> Array:
     ifft = functools.partial(jnp.fft.ifft, norm=norm)
     last = functools.partial(jnp.fft.irfft if layout.real else jnp.fft.ifft, n=layout.sizes[-1], norm=norm)
 
-    def lines(x: Array) -> Array:  # X, Z/p -> X/p, Z
-        return last(_exchange(x, layout.first, -2, -1, layout))
+    def lines(x: Array, axes: Axes = layout.first) -> Array:  # X, Z/p -> X/p, Z
+        return last(_exchange(x, axes, -2, -1, layout))
 
     def slabs(x: Array) -> Array:  # X, Y/p, Z -> X/p, Y, Z
         return ifft(_exchange(x, layout.first, -3, -2, layout), n=layout.sizes[1], axis=-2)
 
     def planes(x: Array) -> Array:  # X, Z/q, Y/p -> X/p, Z/q, Y
         return ifft(_exchange(x, layout.first, -3, -1, layout), n=layout.sizes[1])
-
-    def pencils(x: Array) -> Array:  # X/p, Y, Z/q -> X/p, Y/q, Z
-        return last(_exchange(x, layout.second, -2, -1, layout))
 
     if not layout.transposed:
         x = jnp.moveaxis(x, layout.dims, layout.turned)
@@ -136,6 +131,7 @@ def inverse(x: Array, layout: Decomposition) -> Array:
         x = _chunked(lines, x, 0, 0, chunks) if x.ndim > 2 else lines(x)
     elif layout.second:
         x = _chunked(planes, jnp.moveaxis(x, -1, -3), -2, -2, chunks)
+        pencils = functools.partial(lines, axes=layout.second)  # X/p, Y, Z/q -> X/p, Y/q, Z
         x = _chunked(pencils, x.swapaxes(-1, -2), -3, -3, chunks)
     elif chunks > 1:
         x = last(_chunked(slabs, jnp.moveaxis(x, -1, -3), -1, -1, chunks))

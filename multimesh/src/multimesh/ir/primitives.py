@@ -95,7 +95,10 @@ def elementwise(op: ir.Op) -> bool:
 def links(op: ir.Op) -> Iterator[Group]:
     """Groups of dimensions that an operation keeps together."""
     rule = known(op).links
-    yield from _of_values(rule(op) if rule is not None else ())
+    for group in rule(op) if rule is not None else ():
+        kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
+        if len(kept) > 1:
+            yield kept
 
 
 def linear_in(op: ir.Op) -> tuple[int, ...]:
@@ -127,13 +130,6 @@ def is_zero(atom: ir.Atom, maker: Mapping[ir.Value, ir.Op]) -> bool:
             return False
         atom = op.ins[0]
     return bool(np.all(np.asarray(atom.val) == 0))
-
-
-def _of_values(groups: Any) -> Iterator[Group]:
-    for group in groups:
-        kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
-        if len(kept) > 1:
-            yield kept
 
 
 def _same_shape(op: ir.Op) -> _Groups:

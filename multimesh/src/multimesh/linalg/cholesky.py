@@ -54,19 +54,10 @@ def _gather(mine: Array, after: Array, layout: Layout) -> tuple[Array, Array]:
     return lax.all_gather(mine, layout.axes, tiled=True), after
 
 
-def _forward(l: Array, b: Array) -> Array:
-    """``inv(l) @ b``."""
-    return lax.linalg.triangular_solve(l, b, left_side=True, lower=True)
-
-
-def _back(l: Array, b: Array) -> Array:
-    """``inv(l)^H @ b``."""
-    return lax.linalg.triangular_solve(l, b, left_side=True, lower=True, transpose_a=True, conjugate_a=True)
-
-
-def _divided(c: Array, l: Array) -> Array:
-    """``c @ inv(l)^H``."""
-    return lax.linalg.triangular_solve(l, c, lower=True, transpose_a=True, conjugate_a=True)
+_solved = lax.linalg.triangular_solve
+_forward = functools.partial(_solved, left_side=True, lower=True)  # of l and b: inv(l) @ b
+_back = functools.partial(_forward, transpose_a=True, conjugate_a=True)  # of l and b: inv(l)^H @ b
+_divided = functools.partial(_solved, lower=True, transpose_a=True, conjugate_a=True)  # of l and c: c @ inv(l)^H
 
 
 def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
@@ -91,7 +82,7 @@ def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
         l = _cholesky(lax.all_gather(c[:height], layout.axes, tiled=True), layout)
         # My rows of l are taken as they are. A solve for them would multiply errors by the condition of l.
         mine = lax.dynamic_slice_in_dim(l, start, height)
-        below.append(jnp.concatenate([mine, _divided(c[height:], l)]))
+        below.append(jnp.concatenate([mine, _divided(l, c[height:])]))
     diagonals = [jnp.diagonal(lax.dynamic_slice_in_dim(panel[:height], start, height, 1)) for panel in below]
     each = lax.psum(2 * jnp.log(jnp.real(jnp.stack(diagonals))).sum(1), layout.axes)
     bad = ~jnp.isfinite(each)

@@ -81,10 +81,6 @@ def _each(change: Callable[[Pipeline], Pipeline]) -> Callable[[Parts, Traced], P
     return lambda parts, _: parts.each_pipeline(change)
 
 
-def _recompute(parts: Parts, traced: Traced) -> Parts:
-    return parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts
-
-
 PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "inline": _inline,
     "fuse": lambda program, _: fuse(program),
@@ -101,7 +97,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "stages": _each(number_stages),
     "table": _each(with_table),
     "weights": _each(with_weights_apart),
-    "recompute": _recompute,
+    "recompute": lambda parts, traced: parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts,
     "turns": _each(with_turns_joined),
     "order": _each(with_order),
     "unfuse": lambda parts, traced: unfused(

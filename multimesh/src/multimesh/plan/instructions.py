@@ -216,6 +216,10 @@ class PlanData:
         """Slots that are full before the first instruction: arguments and constants."""
         return frozenset(slot for _, slot in (*self.inputs, *self.constants))
 
+    def donated_by(self, run: Run) -> list[int]:
+        """Slots whose buffers a RUN may reuse."""
+        return [run.ins[i] for i in self.donations.get(run.kernel, ())]
+
     def liveness(self) -> Iterator[tuple[Instruction, set[int], set[int]]]:
         """Yield each instruction with the slots that it fills and those that it empties.
 

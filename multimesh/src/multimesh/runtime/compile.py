@@ -21,6 +21,7 @@ from multimesh.errors import MultiMeshError
 from multimesh.ir.evaluate import evaluate
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
+from multimesh.processes.arrays import here
 from multimesh.runtime import executables
 
 
@@ -40,7 +41,7 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
     """
     options = with_defaults(plan, options)
     alike: dict[Any, list[_Lowered]] = {}  # key of the code to the kernels with that code
-    own = {number: run for number, run in plan.first_runs.items() if _is_own(plan.submeshes[run.submesh])}
+    own = {number: run for number, run in plan.first_runs.items() if here(plan.submeshes[run.submesh].devices.flat)}
     with progress("compiling kernels", len(own)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
             running: dict[int, concurrent.futures.Future[Any]] = {}
@@ -62,11 +63,6 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
             raise
     _compat.forget_pruned()
     return CompiledPlan(plan, tuple(compiled.get(number) for number in range(len(plan.kernels))))
-
-
-def _is_own(mesh: Mesh) -> bool:
-    """Whether this process has a device of a submesh."""
-    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from multimesh.processes.initialize import begin_step, count_step
 from multimesh.runtime import exchange
 from multimesh.runtime.actions import Action, owner, processes
 from multimesh.runtime.compile import CompiledPlan
-from multimesh.runtime.runner import Runner, donated_by, is_placed
+from multimesh.runtime.runner import Runner, is_placed
 from multimesh.runtime.transport import Call
 
 
@@ -32,7 +32,7 @@ class PartRunner(Runner):
         plan, self._name = compiled.plan, name
         self._owners = processes(plan)
         self._exchange: exchange.Exchange | None = None
-        donated = {slot for run in plan.runs for slot in donated_by(plan, run)}
+        donated = {slot for run in plan.runs for slot in plan.donated_by(run)}
         kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
         self._lent = frozenset(donated | kept)  # a later kernel, or one of the next call, may reuse their buffers
         self._known: dict[Any, Call] = {}

@@ -16,8 +16,6 @@ from jax.sharding import Mesh, NamedSharding
 from multimesh.core import _compat
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
-from multimesh.plan.instructions import Run
-from multimesh.plan.plan import Plan
 from multimesh.runtime.actions import Action, project
 from multimesh.runtime.compile import CompiledPlan, first_invalid
 from multimesh.runtime.transport import Call, Transport
@@ -59,7 +57,8 @@ class Runner:
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
         self._transport = Transport()
         self.calls = self.bound(project(plan, jax.process_index(), everyone=self._everyone))
-        self._donated = _donated(compiled)
+        given = {slot for _, slot in plan.inputs}
+        self._donated = given.intersection(slot for run in plan.runs for slot in plan.donated_by(run))
         self._aliases = _aliases(compiled, self._donated)
 
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
@@ -208,22 +207,10 @@ def copied(x: Any) -> Any:
     return x if elsewhere else _copy(x)
 
 
-def _donated(compiled: CompiledPlan) -> frozenset[int]:
-    """Slots of arguments whose buffers a kernel may reuse."""
-    plan = compiled.plan
-    given = {slot for _, slot in plan.inputs}
-    return frozenset(given.intersection(slot for run in plan.runs for slot in donated_by(plan, run)))
-
-
-def donated_by(plan: Plan, run: Run) -> list[int]:
-    """Slots whose buffers a RUN may reuse."""
-    return [run.ins[i] for i in plan.donations.get(run.kernel, ())]
-
-
 _Alike = tuple[tuple[int, int], ...]
 
 
-def _aliases(compiled: CompiledPlan, donated: frozenset[int]) -> tuple[tuple[_Alike, slice], ...]:
+def _aliases(compiled: CompiledPlan, donated: set[int]) -> tuple[tuple[_Alike, slice], ...]:
     """Groups of inputs, as (argument, slot), that may be one buffer, one of them donated; and the shards to compare.
 
     Those of a group have one type, shards of one shape, and a device in common. If they are on the same devices, their

@@ -105,8 +105,8 @@ def donated_slots_are_not_read_again(plan: Plan) -> Iterator[Fault]:
         for slot in instruction.ins:
             if slot in gone:
                 yield _fault(plan, instruction, f"reads s{slot}, which '{gone[slot]}' may have overwritten")
-        donated = plan.donations.get(instruction.kernel, ()) if isinstance(instruction, Run) else ()
-        for slot in {instruction.ins[i] for i in donated} - set(instruction.outs):
+        donated = plan.donated_by(instruction) if isinstance(instruction, Run) else ()
+        for slot in set(donated) - set(instruction.outs):
             gone[slot] = instruction
             if slot in kept:
                 yield _fault(plan, instruction, f"may overwrite s{slot}, which is a result or a constant")
