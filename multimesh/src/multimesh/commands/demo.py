@@ -222,12 +222,7 @@ def _first(options: Job, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
 def run(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
     """Train, print unless ``quiet``, and return the printed table as data for JSON.
 
-    Raises
-    ------
-    LossesDifferError
-        After printing, if the losses of a step differ by more than rounding.
-    MissingPartError
-        If there are fewer than 8 devices.
+    After printing, it is an error if the losses of a step differ by more than rounding.
     """
     submeshes = meshes()
     shown = plan(options, submeshes) if show_plan else None

@@ -24,26 +24,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Published:
-    """The idle time of a submesh in a paper.
+    """The idle time of a submesh in a paper: of every submesh in one step.
 
-    Attributes
-    ----------
-    idle, formula
-        The idle time of every submesh in one step. With ``in_a_row`` it is that of the busiest submesh when steps
-        follow each other, so that the next step begins on a submesh as soon as this one has ended there.
-    unless
-        The reason why it need not hold, or empty.
-    in_a_row
-        See ``idle``.
-    bound
-        Whether it is an upper bound.
+    With ``in_a_row`` it is that of the busiest submesh when steps follow each other, so that the next step begins on a
+    submesh as soon as this one has ended there.
     """
 
     idle: float
     formula: str
-    unless: str = ""
+    unless: str = ""  # the reason why it need not hold
     in_a_row: bool = False
-    bound: bool = False
+    bound: bool = False  # it is an upper bound
 
 
 def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS) -> Published | None:

@@ -69,10 +69,7 @@ def sharding_of(x: Any) -> NamedSharding | None:
 def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMesh, tuple[Axes, ...]]:
     """The mesh of ``x``, and the mesh axes of each of its dimensions, as given or as the array carries them.
 
-    Raises
-    ------
-    UsageError
-        If neither is given or carried, or if the given ones do not fit the array.
+    It is an error if neither is given or carried, or if the given ones do not fit the array.
     """
     known = sharding_of(x)
     if spec is None and known is not None and (mesh is None or set(mesh.axis_names) >= set(axis_names(known.spec))):
@@ -135,10 +132,7 @@ def stripped(spec: P) -> P:
 def check_fits(what: str, shape: Sequence[int], spec: P, mesh: Mesh) -> None:
     """Refuse a layout that an array can't have on a submesh, as ``jax.jit`` does; axes of other submeshes do not count.
 
-    Raises
-    ------
-    UsageError
-        If the spec has more entries than the array has dimensions, or if its axes do not divide one of them.
+    A spec has no more entries than the array has dimensions, and its axes divide each of them.
     """
     if len(spec) > len(shape):
         raise UsageError(
@@ -157,11 +151,6 @@ def translate(spec: P, task: Placement) -> P:
     """Replace the logical names in a spec by axes of the task's submesh.
 
     A name that is no logical axis of the task must be an axis of its submesh.
-
-    Raises
-    ------
-    UsageError
-        For a name that is neither.
     """
     table = dict(task.logical_axes)
 

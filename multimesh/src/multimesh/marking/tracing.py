@@ -50,12 +50,7 @@ def uncollected() -> Iterator[None]:
 def inside(task: Placement) -> Iterator[None]:
     """Trace code of a task: bare partition specs name the axes of its submesh. Outside of a trace it does nothing.
 
-    All axes are Auto inside, whatever they are in the user's mesh.
-
-    Raises
-    ------
-    UsageError
-        For code that needs Explicit axes.
+    All axes are Auto inside, whatever they are in the user's mesh; code that needs Explicit axes is an error.
     """
     if not partitioned_trace():
         yield

@@ -204,12 +204,7 @@ def _loaded(unloaded: Any, lowered: Any) -> Any:
 def compile_hlo(text: str, devices: Sequence[jax.Device]) -> Any:
     """Compile HLO, one partition a device; return XLA's memory statistics of a device.
 
-    Raises
-    ------
-    MultiMeshError
-        Where this JAX has no door for that.
-    ValueError, RuntimeError
-        Where XLA cannot read or compile it.
+    Where XLA cannot read or compile it, it raises ``ValueError`` or ``RuntimeError``.
     """
     if _compat.DeviceList is None:
         raise MultiMeshError(

@@ -64,10 +64,7 @@ class Runner:
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
         """Run on flat arguments and return flat results, those in ``moved`` with the layout given there.
 
-        Raises
-        ------
-        UsageError
-            If a donated argument and another one are the same buffer.
+        It is an error if a donated argument and another one are the same buffer.
         """
         env = self.staged(args)
         if self._aliases:

@@ -15,26 +15,14 @@ CLOSE = 1e-9  # relative difference of rounding
 
 
 def cost(value: object, what: str) -> float:
-    """Return a cost as a float.
-
-    Raises
-    ------
-    UsageError
-        If it is no finite number of at least 0.
-    """
+    """Return a cost as a float; an error if it is no finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise UsageError(f"costs: that of {what} must be a finite number of at least 0, got {value!r}")
     return float(value)
 
 
 def checked(costs: Mapping[str, float]) -> dict[str, float]:
-    """Return the costs of F, B and W.
-
-    Raises
-    ------
-    UsageError
-        If a phase is missing or unknown, or a cost is none.
-    """
+    """Return the costs of F, B and W; an error if a phase is missing or unknown, or a cost is none."""
     if set(costs) != set(PHASES):
         raise UsageError(f"costs: expected one for each of F, B and W, got {', '.join(map(repr, costs)) or 'none'}")
     return {phase: cost(costs[phase], phase) for phase in PHASES}
@@ -61,13 +49,7 @@ def covered(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
 
 
 def parsed_costs(text: str) -> dict[str, float]:
-    """Read costs, written as ``F=1,B=1,W=1``.
-
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
+    """Read costs, written as ``F=1,B=1,W=1``; an error for anything else."""
     found: dict[str, float] = {}
     for part in text.split(","):
         phase, _, value = part.partition("=")
@@ -110,13 +92,7 @@ class StageCosts:
     kept: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises
-        ------
-        UsageError
-            If they are not finite, negative, or not as many as there are stages.
-        """
+        """Refuse numbers that are not finite, negative, or not as many as there are stages."""
         stages = len(self.times)
         for what, found, wanted in (
             ("transfers", self.transfers, (0, stages - 1)),

@@ -22,21 +22,11 @@ def run(
 ) -> dict[C, tuple[float, float]]:
     """Compute the start and end of every cell. If two start at the same time, that of the first row comes first.
 
-    Parameters
-    ----------
-    rows
-        Cells that share a resource (a submesh, a link), in the order in which they use it.
-    needs
-        Cells that must have ended before a cell starts.
-    cost
-        Time of a cell.
-    transfer
-        Time between the end of a cell and the start of one that needs it in another row; by default none.
+    The cells of a row share a resource (a submesh, a link), in the order in which they use it. ``needs`` gives the
+    cells that must have ended before one starts, ``cost`` the time of a cell, and ``transfer`` the time between the end
+    of a cell and the start of one that needs it in another row; by default none.
 
-    Returns
-    -------
-    dict
-        In the order in which cells start. It lacks cells that wait for each other, and those behind them.
+    The result is in the order in which cells start. It lacks cells that wait for each other, and those behind them.
     """
     place = {cell: row for row, cells in enumerate(rows) for cell in cells}
     times: dict[C, tuple[float, float]] = {}

@@ -27,14 +27,8 @@ Rows = tuple[tuple[int, ...], ...]
 class Problem:
     """A loop to be ordered: its cells as numbers, ``kind * microbatches + microbatch``.
 
-    Microbatches cost the same, so those of a kind keep their order: a row is a sequence of kinds.
-
-    Parameters
-    ----------
-    place
-        Submesh of each stage.
-    splits
-        Whether weight gradients are cells of their own; else B takes the time of both.
+    Microbatches cost the same, so those of a kind keep their order: a row is a sequence of kinds. ``place`` has the
+    submesh of each stage. If it ``splits``, weight gradients are cells of their own; else B takes the time of both.
     """
 
     def __init__(self, place: Sequence[int], microbatches: int, costs: StageCosts, *, backward: bool, splits: bool):
@@ -143,23 +137,13 @@ class Problem:
 class Policy:
     """How the list scheduler chooses between cells that could start.
 
-    Attributes
-    ----------
-    limits
-        The most activations alive on each submesh.
-    forward
-        Whether a submesh prefers a forward to a backward, as long as it may hold more.
-    patience
-        How long a submesh waits for a better cell that will arrive, as a share of the time of the cell that it could
-        start.
-    grouped
-        Whether stages of a submesh take turns by groups of as many microbatches as submeshes, or one by one.
+    A submesh waits for a better cell that will arrive, as long as ``patience`` times the cell that it could start.
     """
 
-    limits: tuple[float, ...]
-    forward: bool
+    limits: tuple[float, ...]  # the most activations alive on each submesh
+    forward: bool  # a submesh prefers a forward to a backward, as long as it may hold more
     patience: float
-    grouped: bool
+    grouped: bool  # stages take turns by groups of as many microbatches as submeshes, not one by one
 
 
 def listed(problem: Problem, policy: Policy) -> Rows | None:
@@ -228,20 +212,11 @@ def search(
     evaluations: int,
     seed: int,
 ) -> Found | None:
-    """Return the shortest table within the limits that the search finds.
+    """Return the shortest table within the limits that the search finds; it simulates so many ``evaluations``.
 
-    Parameters
-    ----------
-    problems
-        The loop with weight gradients apart, with them in B, or one of these.
-    starts
-        Known tables that fit; they are improved too.
-    limits
-        The most activations alive on each submesh.
-    evaluations
-        Number of tables to simulate.
-    seed
-        Seed of the random choices: the same arguments give the same table.
+    ``problems`` are the loop with weight gradients apart, with them in B, or one of these. ``starts`` are known tables
+    that fit; they are improved too. ``limits`` are the most activations alive on each submesh. The same arguments, with
+    the ``seed`` of the random choices, give the same table.
     """
     rng = random.Random(seed)  # noqa: S311
     bound = min(problem.bound() for problem in problems)

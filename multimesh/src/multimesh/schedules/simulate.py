@@ -20,27 +20,12 @@ def simulate(
     A submesh starts its next cell as soon as it is free and the inputs of the cell have arrived. A transfer starts when
     its cell ends, whenever the schedule issues it. It keeps no submesh from computing.
 
-    Parameters
-    ----------
-    table
-        The cells of each submesh in order.
-    costs
-        Time of F, B and W of every stage, or of each. In a table without W, its B takes the time of both.
-    transfer
-        Time between the end of a cell and the arrival of its result on another submesh, if all stages cost the same.
-    title
-        Title of the timeline.
+    ``costs`` are the time of F, B and W of every stage, or of each. In a table without W, its B takes the time of both.
+    If all stages cost the same, ``transfer`` is the time between the end of a cell and the arrival of its result on
+    another submesh. Cells that wait for each other are an error, which names them.
 
-    Returns
-    -------
-    Timeline
-        Its ``live`` counts activations, or their memory if the costs have it. The activation of a stage and microbatch
-        is alive from the start of F to the end of its last phase.
-
-    Raises
-    ------
-    UsageError
-        If cells wait for each other; names them.
+    ``live`` of the result counts activations, or their memory if the costs have it. The activation of a stage and
+    microbatch is alive from the start of F to the end of its last phase.
     """
     place = {cell: row for row, cells in enumerate(table) for cell in cells}
     covers = covered((cell.stage, cell.phase) for cell in place)

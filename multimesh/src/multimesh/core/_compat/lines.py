@@ -79,10 +79,7 @@ _CONCRETE = (
 def traced_as(what: Callable[[], str]) -> Iterator[None]:
     """If JAX can't trace the user's function, raise an error that names that function and its line.
 
-    Raises
-    ------
-    UsageError
-        If a result is no array, or Python code asks for the value of a traced array.
+    That is so if a result is no array, or if Python code asks for the value of a traced array.
     """
     try:
         yield

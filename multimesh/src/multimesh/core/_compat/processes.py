@@ -28,13 +28,7 @@ def backends_started() -> bool:
 
 
 def key_value_store() -> Any:
-    """The store in which the processes of ``jax.distributed`` leave each other messages.
-
-    Raises
-    ------
-    MultiMeshError
-        If JAX does not give it.
-    """
+    """The store in which the processes of ``jax.distributed`` leave each other messages; an error if JAX has none."""
     client = getattr(_state, "client", None)
     if client is None:
         raise MultiMeshError(

@@ -100,13 +100,7 @@ def _by_start(
 
 
 def check_states(pipeline: Pipeline) -> Pipeline:
-    """Refuse an order in which a cell reads a state before the microbatch before it has left one.
-
-    Raises
-    ------
-    UsageError
-        Which names the two cells.
-    """
+    """Refuse an order in which a cell reads a state before the microbatch before it has left one; name both cells."""
     loop, fragments = pipeline.loop, pipeline.fragments
     at = {cell: n for n, cell in enumerate(pipeline.cells)}
     for state, carry in loop.carries.items():

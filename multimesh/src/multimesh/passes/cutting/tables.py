@@ -22,10 +22,7 @@ from multimesh.schedules.costs import PHASES, StageCosts
 def with_table(pipeline: Pipeline) -> Pipeline:
     """Give a loop its table; ``auto`` chooses one by the costs that it has, or by estimated ones.
 
-    Raises
-    ------
-    UsageError
-        When the loop does not have the stages that were asked for, or the schedule has no valid table for it.
+    Refuses a loop without the stages that were asked for, and a schedule that has no valid table for it.
     """
     schedule = pipeline.loop.mark.schedule
     if not isinstance(schedule, schedules.Auto):

@@ -100,8 +100,12 @@ class _Builder:
         self.kernels.append(kernel)
         return len(self.kernels) - 1
 
-    def _run(self, kernel: Kernel, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
+    def _run(self, kernel: Kernel, ins: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Run a kernel once, and return the slots of its results."""
+        ins = tuple(self._slot(v, kernel.submesh) for v in kernel.ins) if ins is None else ins
+        outs = tuple(self._slot(v, kernel.submesh) for v in kernel.outs)
         self.instructions.append(Run(kernel.submesh, self._kernel(kernel), kernel.name, ins, outs))
+        return outs
 
     def _send(self, values: Iterable[ir.Value], submesh: int, task: str) -> None:
         """Send what a kernel made to every other submesh that reads it."""
@@ -127,12 +131,9 @@ class _Builder:
     def segment(self, part: Segment) -> None:
         """Run each fragment once."""
         for f in part.fragments:
-            submesh = self._submesh(f.mesh)
-            name = f.task or "unmarked"
-            ins = tuple(self._slot(v, submesh) for v in f.ins)
-            outs = tuple(self._slot(v, submesh) for v in f.outs)
-            self._run(Kernel(name, submesh, f.ops, ins=f.ins, outs=f.outs), ins, outs)
-            self._send(f.outs, submesh, name)
+            kernel = Kernel(f.task or "unmarked", self._submesh(f.mesh), f.ops, ins=f.ins, outs=f.outs)
+            self._run(kernel)
+            self._send(f.outs, kernel.submesh, kernel.name)
 
     def loop(self, part: Pipeline) -> None:
         """Zero accumulators, every cell of the schedule, then stacks."""
@@ -140,10 +141,9 @@ class _Builder:
         for s in part.loop.sums:
             sums[self._submesh(self.program.homes[s.out])].append(s)
         for submesh, mine in sorted(sums.items()):
-            outs = tuple(self._slot(s.out, submesh) for s in mine)
+            outs = self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
             self._accumulators += outs
-            self._over.update((self._slot(s.out, submesh), s.over) for s in mine if s.over)
-            self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"), (), outs)
+            self._over.update((slot, s.over) for slot, s in zip(outs, mine, strict=True) if s.over)
         kernels = [self._stage_kernel(part.loop, f) for f in part.fragments]
         waiting: dict[int, list[tuple[ir.Value, _Lane]]] = collections.defaultdict(list)
         for n, (index, microbatch) in enumerate(part.cells):
@@ -158,8 +158,7 @@ class _Builder:
         for out, inner in part.loop.stacks.items():
             submesh = self._submesh(self.program.homes[out])
             rows = tuple(self._slot(inner, submesh, k) for k in range(part.loop.mark.count))
-            kernel = Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack")
-            self._run(kernel, rows, (self._slot(out, submesh),))
+            self._run(Kernel("stack", submesh, ins=(inner,) * len(rows), outs=(out,), make="stack"), rows)
         for c in part.loop.carries.values():
             home = self._submesh(self.program.homes[c.out])
             self._index[c.out, home, None] = self._slot(c.leaf, home, part.loop.mark.count - 1)
@@ -271,9 +270,7 @@ class _Builder:
                 for value in (self.program.outputs[p] for p in positions)
             )
             values = tuple(dict.fromkeys(v for op in ops for v in op.reads))
-            made = tuple(op.outs[0] for op in ops)
-            ins, outs = (tuple(self._slot(v, submesh) for v in group) for group in (values, made))
-            self._run(Kernel("results", submesh, ops, ins=values, outs=made), ins, outs)
+            outs = self._run(Kernel("results", submesh, ops, ins=values, outs=tuple(op.outs[0] for op in ops)))
             for position, slot in zip(positions, outs, strict=True):
                 source = outputs[position][1]
                 outputs[position] = "slot", slot

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from jax.extend.core import primitives
 from multimesh import ir
 from multimesh.ir import graph
 from multimesh.ir.primitives import elementwise, is_small, reorders
+from multimesh.ir.program import all_ops
 from multimesh.passes.placing.conditionals import selected
 
 _COMBINES = {
@@ -56,23 +57,15 @@ def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Prog
 
     ``mixed`` has the first results of unmarked ``concatenate`` and ``cond`` operations over several submeshes.
     """
-    readers: dict[ir.Value, list[ir.Op | None]] = collections.defaultdict(list)  # None: a sum over microbatches
+    ops = list(all_ops(program))
+    readers = graph.readers(ops)
     alias: dict[ir.Value, list[ir.Value]] = collections.defaultdict(list)
-    conds: set[ir.Value] = set()
-    for item in program.items:
-        for op in item.ops if isinstance(item, ir.Loop) else (item,):
-            for v in op.reads:
-                readers[v].append(op)
-            if op.prim.name == "cond":
-                conds.update(op.outs[:1])
-        if isinstance(item, ir.Loop):
-            for inner, outer in item.consts.items():
-                if isinstance(outer, ir.Value):
-                    alias[outer].append(inner)
-            for s in item.sums:
-                for v in ir.values([s.leaf]):
-                    readers[v].append(None)
-    chosen = {v for v in mixed if v in conds or _gains(v, readers, alias)}
+    for inner, outer in (pair for loop in program.loops for pair in loop.consts.items()):
+        if isinstance(outer, ir.Value):
+            alias[outer].append(inner)
+    conds = {out for op in ops if op.prim.name == "cond" for out in op.outs[:1]}
+    summed = set(ir.values(s.leaf for loop in program.loops for s in loop.sums))
+    chosen = {v for v in mixed if v in conds or _gains(v, readers, alias, summed)}
     if not chosen:
         return program, set(mixed)
     cutter = _Cutter(chosen)
@@ -91,18 +84,21 @@ def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Prog
     return replace(program, items=tuple(ir.live(items, outputs)), outputs=tuple(outputs)), {*mixed, *cutter.joined}
 
 
-def _gains(value: ir.Value, readers: dict[ir.Value, list[ir.Op | None]], alias: dict[ir.Value, list[ir.Value]]) -> bool:
-    """Whether elementwise operations lead from a value to one that takes pieces of it, or makes it smaller."""
+def _gains(
+    value: ir.Value,
+    readers: Mapping[ir.Value, list[ir.Op]],
+    alias: Mapping[ir.Value, list[ir.Value]],
+    summed: Collection[ir.Value],
+) -> bool:
+    """Whether elementwise operations lead from a value to what takes pieces of it, makes it smaller, or sums it up."""
     seen = {value}
     stack = [value]
     while stack:
         v = stack.pop()
-        found = list(alias[v])
-        for op in readers[v]:
-            if op is None or (op.task is None and op.prim.name in {"slice", "split", "dot_general", *_COMBINES}):
-                return True
-            if op.task is None and elementwise(op):
-                found += op.outs
+        outside = [op for op in readers[v] if op.task is None]
+        if v in summed or any(op.prim.name in {"slice", "split", "dot_general", *_COMBINES} for op in outside):
+            return True
+        found = [*alias[v], *(o for op in outside if elementwise(op) for o in op.outs)]
         stack += [o for o in found if o not in seen]
         seen.update(found)
     return False

@@ -31,12 +31,7 @@ Moved = dict[ir.Value, ir.Value]
 def place(program: ir.Program, alike: Mapping[int, int] | None = None) -> ir.Program:
     """Place all operations of a program, and note the ``homes`` of values. Without tasks, all is on its ``home``.
 
-    ``alike`` maps result leaves to the argument leaves that they replace.
-
-    Raises
-    ------
-    MultiMeshError
-        When nothing in the program is a task and it has no ``home``.
+    ``alike`` maps result leaves to the argument leaves that they replace. A program has a task or a ``home``.
     """
     program = replace(program, items=tuple(_resolve_constraints(program)))
     order = task_meshes(program) or ((program.home,) if program.home is not None else ())

@@ -82,10 +82,7 @@ class _Inliner:
     def check_registrations(self, *, placed: bool) -> None:
         """Tell of a registered pattern that no scope matches where a near name, or the lack of tasks, says it should.
 
-        Raises
-        ------
-        UsageError
-            Where nothing is ``placed`` and a scope has a name near to the pattern.
+        Where nothing is ``placed`` and a scope has a name near to the pattern, it raises an error.
         """
         names = list(dict.fromkeys(name for path in self._paths for name in path.split("/")))
         for r in self._registrations:

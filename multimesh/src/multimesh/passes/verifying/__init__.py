@@ -27,20 +27,7 @@ def enabled() -> bool:
 
 
 def verify(name: str, made: Any) -> None:
-    """Check what a pass made.
-
-    Parameters
-    ----------
-    name
-        Of the pass.
-    made
-        An `ir.Program`, its `Parts`, or a `Plan`.
-
-    Raises
-    ------
-    MultiMeshError
-        For the first broken rule.
-    """
+    """Raise an error for the first rule that an `ir.Program`, its `Parts` or a `Plan` breaks after a pass."""
     for rule, fault in faults(name, made):
         line = (
             fault.source if isinstance(fault.source, str) else _compat.user_line(fault.source) if fault.source else ""
