@@ -68,7 +68,7 @@ def test_each_public_name_may_be_the_first_that_is_used():
 
 
 def test_one_name_has_one_meaning():
-    """No two modules of one name, but those of commands; no two classes, but the original's in `multimesh.jax`."""
+    """No two modules have one name, and no two classes."""
     root = Path(mm.__file__).parent
     paths = [path for path in root.rglob("*.py") if not path.stem.startswith("__")]
     classes = [
@@ -77,6 +77,5 @@ def test_one_name_has_one_meaning():
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
-    modules = [path.stem for path in paths if path.parent.name != "commands"]  # named as one types them
-    for names in (modules, classes):
+    for names in ([path.stem for path in paths], classes):
         assert [name for name, count in collections.Counter(names).items() if count > 1] == []

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from multimesh.observe import clocks
-from multimesh.plan.forecast import Times
 from multimesh.plan.instructions import Send
 from multimesh.plan.plan import Plan
+from multimesh.plan.timing import Times
 from multimesh.processes import agree
 from multimesh.runtime.actions import Action, actions, processes, whole
 from multimesh.runtime.runner import Runner, copied, observed

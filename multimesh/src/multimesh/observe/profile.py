@@ -13,10 +13,10 @@ from typing import Any
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.observe.measure import Alone, Measured, Together
-from multimesh.plan.forecast import assembled, forecast, timed
 from multimesh.plan.instructions import Transfer
 from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
+from multimesh.plan.timing import assembled, forecast, timed
 from multimesh.processes import agree
 from multimesh.runtime import exchange
 from multimesh.runtime.actions import processes

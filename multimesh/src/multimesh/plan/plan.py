@@ -70,7 +70,7 @@ class Plan(PlanData):
     def forecast(self, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
         """Simulate the plan: when each kernel runs, when submeshes are idle, and how many bytes are alive.
 
-        Submeshes run at the same time and transfers beside kernels, as on accelerators; see `multimesh.plan.forecast`.
+        Submeshes run at the same time and transfers beside kernels, as on accelerators; see `multimesh.plan.timing`.
 
         Parameters
         ----------
@@ -91,9 +91,9 @@ class Plan(PlanData):
         UsageError
             For costs that do not fit the plan.
         """
-        from multimesh.plan import forecast
+        from multimesh.plan import timing
 
-        return forecast.forecast(self, costs)
+        return timing.forecast(self, costs)
 
     def to_svg(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
         """Write a picture of `forecast`. ``profile.measured.to_svg`` draws a measured run."""

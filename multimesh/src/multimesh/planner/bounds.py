@@ -111,7 +111,7 @@ class Transformers:
     def _beside(self, how: Configuration) -> float:
         key = how.dp, how.fsdp, how.tp, how.pp, how.ep
         if key not in self._after:
-            self._after[key] = step.after(self.space.model, how, self.space.device, self.software)
+            self._after[key] = sum(step.after(self.space.model, how, self.space.device, self.software))
         return self._after[key]
 
     def _least(self, how: Configuration, in_flight: int) -> float:

@@ -6,9 +6,9 @@ import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from multimesh.timelines.drawing import STYLE, coordinate, label, ticks
+from multimesh.timelines.drawing import begun, coordinate, label, ticks
+from multimesh.timelines.drawing import point as circle
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 860, 440, 64, 64, 28, 52
 _LINE = 13  # between lines of names
@@ -54,13 +54,7 @@ def _lines(title: str, points: Sequence[Point], limit: float) -> Iterator[str]:
 
     name = f"mm{zlib.crc32(repr((title, points)).encode()):08x}"
     words = "; ".join(f"{p.name}: {p.seconds:.4g} s, {p.bytes / 1e9:.1f} GB" for p in best)
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{name}t {name}d">'
-    )
-    yield f'<title id="{name}t">{escape(title)}</title><desc id="{name}d">On the front: {escape(words)}.</desc>'
-    yield f"<style>{STYLE.format(id='#' + name)}\n{_own('#' + name)}</style>"
-    yield f'<rect class="card" x=".5" y=".5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="6"/>'
+    yield from begun(name, _WIDTH, _HEIGHT, title, f"On the front: {words}.", _own("#" + name))
     yield label(16, 26, title, "title")
     yield label(16, 46, "GB of the fullest device, against seconds of a step", "soft")
     for tick in ticks(top, tall):
@@ -73,18 +67,14 @@ def _lines(title: str, points: Sequence[Point], limit: float) -> Iterator[str]:
     yield label(_WIDTH - _RIGHT, y(limit) - 5, f"{limit / 1e9:.1f} GB may be used", "soft e")
     path = "L".join(f"{coordinate(x(p.seconds))} {coordinate(y(p.bytes))}" for p in best)
     yield f'<path class="front" d="M{path}"/>'
-    for point in points:
-        kind = "best" if point in best else "other"
-        yield (
-            f'<circle class="{kind}" cx="{coordinate(x(point.seconds))}" cy="{coordinate(y(point.bytes))}" r="4">'
-            f"<title>{escape(f'{point.name}: {point.seconds:.4g} s, {point.bytes / 1e9:.1f} GB')}</title></circle>"
-        )
+    for p in points:
+        told = f"{p.name}: {p.seconds:.4g} s, {p.bytes / 1e9:.1f} GB"
+        yield circle(x(p.seconds), y(p.bytes), "best" if p in best else "other", told)
     below = -_LINE * 1.0
-    for point in best:
-        across, down = x(point.seconds), max(below + _LINE, y(point.bytes) + 4)
-        below = down
-        right = across + 8 + _CHARACTER * len(point.name) > _WIDTH - _RIGHT
-        yield label(across - 8 if right else across + 8, down, point.name, "e" if right else "")
+    for p in best:
+        across, below = x(p.seconds), max(below + _LINE, y(p.bytes) + 4)
+        right = across + 8 + _CHARACTER * len(p.name) > _WIDTH - _RIGHT
+        yield label(across - 8 if right else across + 8, below, p.name, "e" if right else "")
     yield "</svg>"
 
 

@@ -96,23 +96,20 @@ def forecast(model: Transformer, how: Configuration, on: str | Device, software:
     span = busy = how.microbatches * sum(s.total for s in of) / how.pp
     if how.pp > 1:
         span = loop.seconds(how.schedule, how.pp, how.microbatches, of, parts.hop, parts.blocked)
-    gradients, optimizer = _gradients(model, how, on, software), _optimizer(model, how, on)
-    total = span + gradients + optimizer + software.step
+    gradients, optimizer, host = after(model, how, on, software)
+    total = span + gradients + optimizer + host
     scale = busy / max(1e-30, sum(s for _, s in parts.shares))
     shares = {name: s * scale for name, s in parts.shares}
-    shares |= {"bubble": span - busy, "gradients": gradients, "optimizer": optimizer, "host": software.step}
+    shares |= {"bubble": span - busy, "gradients": gradients, "optimizer": optimizer, "host": host}
     held = footprint.held(model, how, software)
     found = tuple((name, s) for name, s in shares.items() if s > 0)
     return Step(model, how, on, total, span, gradients, optimizer, 1 - busy / span, held, found)
 
 
-def after(model: Transformer, how: Configuration, on: Device, software: Stack) -> float:
-    """Seconds of a step beside its loop."""
-    return _gradients(model, how, on, software) + _optimizer(model, how, on) + software.step
-
-
-def _optimizer(model: Transformer, how: Configuration, on: Device) -> float:
-    return kernels.moved(on, _owned(model, how) * OPTIMIZER / how.state_shards)
+def after(model: Transformer, how: Configuration, on: Device, software: Stack) -> tuple[float, float, float]:
+    """Seconds of a step beside its loop: for gradients that nothing hides, for the optimizer, and on the host."""
+    optimizer = kernels.moved(on, _owned(model, how) * OPTIMIZER / how.state_shards)
+    return _gradients(model, how, on, software), optimizer, software.step
 
 
 def _owned(model: Transformer, how: Configuration) -> float:

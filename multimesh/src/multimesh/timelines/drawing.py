@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 
 STYLE = """\
@@ -33,6 +33,26 @@ def ticks(end: float, width: float) -> Iterable[float]:
     power = 10.0 ** math.floor(math.log10(least))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
     return [round(i * step, 12) for i in range(math.floor(end / step * (1 + 1e-9)) + 1)]
+
+
+def begun(name: str, width: float, height: float, title: str, words: str, styles: str, *paints: str) -> Iterator[str]:
+    """The beginning of a picture, with its card; ``words`` tell it to readers who do not see it."""
+    wide, high = coordinate(width), coordinate(height)
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" width="{wide}" height="{high}" '
+        f'viewBox="0 0 {wide} {high}" role="img" aria-labelledby="{name}t {name}d">'
+    )
+    yield f'<title id="{name}t">{escape(title)}</title>'
+    yield f'<desc id="{name}d">{escape(words)}</desc>'
+    yield f"<style>{STYLE.format(id='#' + name)}\n{styles}</style>"
+    yield from paints
+    yield f'<rect class="card" x=".5" y=".5" width="{coordinate(width - 1)}" height="{coordinate(height - 1)}" rx="6"/>'
+
+
+def point(x: float, y: float, kind: str, words: str) -> str:
+    """A point of a class of the picture's own; ``words`` tell of it to readers who point at it."""
+    place = f'cx="{coordinate(x)}" cy="{coordinate(y)}" r="4"'
+    return f'<circle class="{kind}" {place}><title>{escape(words)}</title></circle>'
 
 
 def label(x: float, y: float, words: str, kind: str = "") -> str:

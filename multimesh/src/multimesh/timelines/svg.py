@@ -15,7 +15,7 @@ from html import escape
 
 from multimesh.core.text import amount
 from multimesh.timelines import hover
-from multimesh.timelines.drawing import STYLE, ticks
+from multimesh.timelines.drawing import begun, ticks
 from multimesh.timelines.drawing import coordinate as _n
 from multimesh.timelines.drawing import label as _text
 from multimesh.timelines.spans import Span, Spans
@@ -82,19 +82,13 @@ class _Picture:
         legend, below = self.legend(self.bottom + 50)
         note = textwrap.wrap(line.note, int((self.width - 2 * _MARGIN) / (11 * 0.56)))
         height = below + 18 * len(note)
-        yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" width="{_n(self.width)}" height="{_n(height)}" '
-            f'viewBox="0 0 {_n(self.width)} {_n(height)}" role="img" aria-labelledby="{name}t {name}d">'
+        both = (
+            f'<linearGradient id="{name}g"><stop offset="{_TURN}" stop-color="{_COLOURS["F"]}"/>'
+            f'<stop offset="{_TURN}" stop-color="{_COLOURS["B"]}"/></linearGradient>'
         )
-        yield f'<title id="{name}t">{escape(line.title)}</title>'
-        yield f'<desc id="{name}d">{escape(summary(line))}</desc>'
-        yield f"<style>{STYLE.format(id='#' + name)}\n{self.fills('#' + name)}</style>"
-        if any(len(s.phases) > 1 for s in line.spans):
-            yield (
-                f'<linearGradient id="{name}g"><stop offset="{_TURN}" stop-color="{_COLOURS["F"]}"/>'
-                f'<stop offset="{_TURN}" stop-color="{_COLOURS["B"]}"/></linearGradient>'
-            )
-        yield f'<rect class="card" x=".5" y=".5" width="{_n(self.width - 1)}" height="{_n(height - 1)}" rx="6"/>'
+        paints = [both] * any(len(s.phases) > 1 for s in line.spans)
+        styles = self.fills("#" + name)
+        yield from begun(name, self.width, height, line.title, summary(line), styles, *paints)
         yield from self.head()
         yield from self.axis()
         yield from (self.track(row) for row in range(len(line.rows)))
