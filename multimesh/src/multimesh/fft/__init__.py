@@ -5,7 +5,6 @@ The functions have the names and results of ``jax.numpy.fft`` and work under ``j
 dimension costs one all-to-all; nothing is ever gathered. See `fftn` for layouts and sizes.
 """
 
-from multimesh.fft.fourier import fftn, ifftn, irfftn, rfftn
-from multimesh.fft.frequencies import fftfreq, rfftfreq, unpad
+from multimesh.fft.fourier import fftfreq, fftn, ifftn, irfftn, rfftfreq, rfftn, unpad
 
 __all__ = ["fftfreq", "fftn", "ifftn", "irfftn", "rfftfreq", "rfftn", "unpad"]

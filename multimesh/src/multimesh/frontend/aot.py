@@ -69,7 +69,7 @@ class Lowered:
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
         """Submesh and layout of each argument leaf; None if no operation reads it.
 
-        If several submeshes read it, this is the one that makes the result which replaces it, or else the first.
+        Several submeshes may read it. The one that makes its replacement counts, or else the first.
         """
         plan = self.plan
         made_on = {

@@ -33,8 +33,8 @@ def parallelize(
 ) -> tuple[Jitted, Make] | tuple[Jitted, Make, Make]:
     """Compile ``fn(params, batch)``, and place parameters and batch in the layouts that its constraints derive.
 
-    Every parameter is made on the submesh of the task that reads it, in the layout that the sharding constraints there
-    give it (see `autoshard`). No device ever holds more than its shard.
+    Every parameter is made on the submesh of its task. The sharding constraints there give its layout (see
+    `autoshard`). No device ever holds more than its shard.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Calls that only the original MultiMesh has, for ``multimesh.jax``."""
 
-from multimesh.original.calls import clear_tasks, microbatch, register_task, task, tasks
+from multimesh.original.calls import clear_tasks, microbatch, mjit, register_task, task, tasks, with_sharding_constraint
 from multimesh.original.meshes import MultiMesh, Task, TaskMesh
 from multimesh.original.options import (
     Context,
@@ -21,7 +21,6 @@ from multimesh.original.options import (
     shutdown,
     slice_global_mesh,
 )
-from multimesh.original.shardings import mjit, with_sharding_constraint
 
 __all__ = [
     "Context",

@@ -80,7 +80,7 @@ def _struct(parcel: Parcel, types: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeD
 
 
 def _number(key: Key, target: int) -> int:
-    """64 bits that differ between all pulls that are under way from one process."""
+    """64 bits; no two pulls under way from one process have the same."""
     plan, run, call = key
     return (((plan % 2**12) << 20 | run % 2**20) << 20 | call % 2**20) << 12 | target % 2**12
 

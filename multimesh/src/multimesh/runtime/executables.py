@@ -102,7 +102,7 @@ def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
 
 @_else_none
 def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Any:
-    """The executable of ``lowered``, from that of an equal kernel on other devices; None where that can't be had.
+    """The executable of ``lowered``, from an equal kernel on other devices; None where JAX can't load it there.
 
     Both kernels have the same `code_key`, and their submeshes the same axes.
     """

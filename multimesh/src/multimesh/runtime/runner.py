@@ -24,7 +24,7 @@ Calls = tuple[tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Act
 """Functions to call in order, each with the slots that it reads, writes and empties, and its action."""
 
 Observer = Callable[[Action, Call], Call]
-"""Makes a function to call in place of that of an action; it may note when that starts and ends."""
+"""Wraps the function of an action; the wrapper may note start and end."""
 
 
 def observed(calls: Calls, observer: Observer) -> Calls:

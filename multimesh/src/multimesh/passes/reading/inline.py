@@ -95,12 +95,11 @@ class _Inliner:
             what = (
                 f"{r.where}: register_task({r.pattern.pattern!r}) matches no named scope of a function that is traced"
             )
+            known = f"near names are {', '.join(map(repr, near))}"
             if near and not placed:
-                raise UsageError(
-                    f"{what}, and nothing else in it is a task; near names are {', '.join(map(repr, near))}"
-                )
+                raise UsageError(f"{what}, and nothing else in it is a task; {known}")
             remedy = (
-                f"near names are {', '.join(map(repr, near))}"
+                known
                 if near
                 else f"it runs without tasks; its scopes are {', '.join(map(repr, names[:8]))}"
                 if names
