@@ -137,15 +137,12 @@ def _peak(
             size = _size(v, known, mesh)
             alive += size
             ending[last[v]] += size
-        peak = max(peak, alive + _inside(op, known, bodies, mesh))
+        own_peak = 0  # of one iteration of a scan, or of a nested function
+        if (nested := bodies.get(op)) is not None:
+            own_peak = _peak(nested.ops, known, bodies, set(nested.inputs), nested.outputs, mesh)
+        peak = max(peak, alive + own_peak)
         alive -= ending[n]
     return peak
-
-
-def _inside(op: ir.Op, known: Known, bodies: Mapping[ir.Op, Inner], mesh: Mesh) -> int:
-    """Bytes of one iteration of a scan, or of a nested function."""
-    nested = bodies.get(op)
-    return 0 if nested is None else _peak(nested.ops, known, bodies, set(nested.inputs), nested.outputs, mesh)
 
 
 def _size(value: ir.Value, known: Known, mesh: Mesh) -> int:

@@ -90,7 +90,8 @@ class Schedule:
         if self.chunks is not None and chunks != self.chunks:
             others = "interleaved, gpipe or wavefront" if chunks > 1 else "1f1b or zb-h1"
             raise UsageError(
-                f"schedule {self.name} has {_stages(self.chunks)} a submesh, but the loop has {chunks}; use {others}"
+                f"schedule {self.name} has {('no stages', 'one stage', 'two stages')[self.chunks]} a submesh, but the "
+                f"loop has {chunks}; use {others}"
             )
         rows = (self.row(rank, submeshes, chunks, microbatches) for rank in range(submeshes))
         return tuple(tuple(c for c in row if backward or c.phase == "F") for row in rows)
@@ -113,7 +114,3 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.name
-
-
-def _stages(number: int) -> str:
-    return f"{('no', 'one', 'two')[number]} stage{'' if number == 1 else 's'}"

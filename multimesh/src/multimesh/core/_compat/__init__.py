@@ -41,7 +41,6 @@ with tried_version():
         traced_as,
         user_line,
     )
-    from multimesh.core._compat.mesh_contexts import abstract_mesh_context, auto, devices_free, leave_mesh, without_mesh
     from multimesh.core._compat.processes import (
         backends_started,
         device_put_address,
@@ -49,7 +48,16 @@ with tried_version():
         launcher,
         own_address,
     )
-    from multimesh.core._compat.traces import bind, eager, staged
+    from multimesh.core._compat.traces import (
+        abstract_mesh_context,
+        auto,
+        bind,
+        devices_free,
+        eager,
+        leave_mesh,
+        staged,
+        without_mesh,
+    )
     from multimesh.core._compat.values import (
         abstractify,
         copy,

@@ -1,16 +1,87 @@
-"""Traces: whether one is in force, and equations, evaluated again."""
+"""Traces: the one in force, its mesh, meshes in the types of arrays and in layouts, and equations, evaluated again."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.extend import core
-from jax.sharding import Mesh
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from multimesh.core._compat.mesh_contexts import auto, is_explicit
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
+
+
+def auto(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with Auto axes only. Everything is traced and lowered under such meshes.
+
+    Types with Explicit axes can't be mixed with those of another submesh, and passes that move operations break them.
+    """
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    if mesh.axis_types == kinds:
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names) if isinstance(mesh, Mesh) else mesh.update(axis_types=kinds)
+
+
+def _concrete_mesh_is_empty() -> bool:
+    try:
+        with core.take_current_trace():  # JAX refuses to say inside a trace
+            return jax.sharding.get_mesh().empty
+    except ValueError:  # jax < 0.12, inside a trace that names an axis: there are no devices
+        return True
+
+
+def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh of an enclosing ``jax.set_mesh``. Under it nothing can be compiled or run on other devices."""
+    if _concrete_mesh_is_empty() and (concrete_only or jax.sharding.get_abstract_mesh().empty):
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+@contextlib.contextmanager
+def devices_free() -> Iterator[None]:
+    """Leave the devices of an enclosing ``jax.set_mesh``, but keep its axes for bare constraints in a trace."""
+    axes = auto(jax.sharding.get_abstract_mesh())
+    with without_mesh(concrete_only=True), jax.sharding.use_abstract_mesh(axes):
+        yield
+
+
+@contextlib.contextmanager
+def abstract_mesh_context(mesh: Mesh) -> Iterator[None]:
+    """Resolve bare ``PartitionSpec`` constraints in a trace on ``mesh``, without its devices.
+
+    JAX goes from one mesh to one of another size only by way of none.
+    """
+    none, own = AbstractMesh((), ()), auto(mesh).abstract_mesh
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
+        yield
+
+
+_leave_p = core.Primitive("multimesh_leave")
+_leave_p.def_impl(lambda x: x)
+_leave_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
+ad.deflinear2(_leave_p, lambda cotangent, _: [cotangent])
+batching.defvectorized(_leave_p)
+mlir.register_lowering(_leave_p, lambda ctx, x: [x])
+
+
+def leave_mesh(x: Any) -> Any:
+    """The identity, which removes the mesh from the type of an array.
+
+    The type names the mesh that the array was traced under, and JAX refuses to mix meshes of different sizes in one
+    backward pass.
+    """
+    if not isinstance(x, jax.Array) or jax.typeof(x).sharding.mesh.empty:
+        return x
+    return _leave_p.bind(x)
+
+
+def is_explicit(given: Any) -> bool:
+    """Whether a parameter is a layout on Explicit axes. Such a layout has no meaning where axes are Auto."""
+    return isinstance(given, NamedSharding) and given.mesh != auto(given.mesh)
 
 
 def _trace_in_force() -> Any:

@@ -169,6 +169,7 @@ class _Builder:
         made = f.made
         mine = tuple(s for s in loop.sums if s.leaf in made)
         rows = tuple(v for v in f.ins if v in loop.slices)
+        left = loop.leaves[len(loop.sums) :]  # leave the kernel otherwise than through an accumulator
         kernel = Kernel(
             f"{f.phase}{f.stage}.{f.task or 'unmarked'}",
             self._submesh(f.mesh),
@@ -176,13 +177,9 @@ class _Builder:
             sums=tuple(s.leaf for s in mine),
             rows=rows,
             ins=tuple(v for v in f.ins if v not in loop.slices),
-            outs=tuple(v for v in f.outs if self._is_read(v, loop)),
+            outs=tuple(v for v in f.outs if self._readers[v] or v in left),
         )
         return self._kernel(kernel), kernel, mine
-
-    def _is_read(self, value: ir.Value, loop: ir.Loop) -> bool:
-        """Whether a value leaves its kernel otherwise than through an accumulator."""
-        return bool(self._readers[value]) or value in loop.leaves[len(loop.sums) :]
 
     def _cell(
         self, part: Pipeline, index: int, microbatch: int, number: int, kernel: Kernel, mine: tuple[ir.Sum, ...]

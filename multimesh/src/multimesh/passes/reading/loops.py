@@ -200,7 +200,10 @@ def separate(program: ir.Program) -> ir.Program:
             items.append(item)
             continue
         inits, item = _with_inits(item)
-        loop, joins = _one_leaf_each(_linked(_without_literals(item), bodies), producer)
+        item = _without_literals(item)
+        linked = {inner: bodies[outer] for inner, outer in item.slices.items() if outer in bodies}  # not by their stack
+        slices = {inner: outer for inner, outer in item.slices.items() if inner not in linked}
+        loop, joins = _one_leaf_each(replace(item, linked=linked, slices=slices), producer)
         bodies.update({o: i for o, i in loop.stacks.items() if isinstance(i, ir.Value)})
         items += [*inits, loop, *joins]
     return replace(program, items=tuple(_pruned(replace(program, items=tuple(items)))))
@@ -213,13 +216,6 @@ def _with_inits(loop: ir.Loop) -> tuple[list[ir.Op], ir.Loop]:
     ops = [ir.Op(_compat.copy_p, {}, (loop.carries[k].init,), (v,), source=loop.source) for k, v in made.items()]
     carries = {k: replace(c, init=made.get(k, c.init)) for k, c in loop.carries.items()}
     return ops, replace(loop, carries=carries)
-
-
-def _linked(loop: ir.Loop, bodies: dict[ir.Value, ir.Atom]) -> ir.Loop:
-    """Read rows that an earlier loop made directly, instead of from their stack."""
-    linked = {inner: bodies[outer] for inner, outer in loop.slices.items() if outer in bodies}
-    slices = {inner: outer for inner, outer in loop.slices.items() if inner not in linked}
-    return replace(loop, linked=linked, slices=slices)
 
 
 def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.Loop, list[ir.Op]]:
