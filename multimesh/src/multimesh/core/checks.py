@@ -71,8 +71,7 @@ def many(what: str, value: Any, wanted: str) -> tuple[Any, ...]:
 
 def names(what: str, value: Any) -> tuple[str, ...]:
     """Return a sequence of str as a tuple."""
-    found = many(what, value, "a sequence of names")
-    return tuple(text(f"{what}: a name", name) for name in found)
+    return tuple(text(f"{what}: a name", name) for name in many(what, value, "a sequence of names"))
 
 
 def pairs(what: str, value: Any, wanted: str = "a mapping or a sequence of pairs") -> tuple[tuple[Any, Any], ...]:

@@ -62,8 +62,7 @@ def sharding_of(x: Any) -> NamedSharding | None:
     found = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(found, NamedSharding) or found.mesh.empty:
         return None
-    traced = isinstance(x, jax.core.Tracer)
-    return None if traced and not axis_names(found.spec) else found
+    return None if isinstance(x, jax.core.Tracer) and not axis_names(found.spec) else found
 
 
 def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMesh, tuple[Axes, ...]]:

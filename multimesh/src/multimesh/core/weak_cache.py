@@ -23,8 +23,7 @@ def kept(fn: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
             mine = _kept.setdefault(fn, {})
             if key not in mine:
                 mine[key] = make()
-            found: T = mine[key]
-            return found
+            return mine[key]
     except TypeError:
         return make()
 

@@ -34,8 +34,7 @@ class Made:
     @property
     def plan(self) -> Plan:
         """The finished plan."""
-        plan: Plan = self.passes[LAST].made
-        return plan
+        return self.passes[LAST].made
 
     @property
     def choice(self) -> Choice:
@@ -112,8 +111,7 @@ def _first(tries: list[Made], auto: Auto, limit: float, again: Callable[[Schedul
         last = tries[-1]
         if last.over(limit) <= 0:
             return last
-        less = tuple(map(min, last.choice.limits, last.room(limit)))
-        found = again(replace(auto, memory=less))
+        found = again(replace(auto, memory=tuple(map(min, last.choice.limits, last.room(limit)))))
         if found is None:
             break
         tries.append(found)

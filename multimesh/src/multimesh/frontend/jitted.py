@@ -132,8 +132,7 @@ class Jitted:
         """Trace: the call, the values that it captures from an enclosing transformation, the tree of its result."""
         signature = replace(self._signature(leaves, tree, given), specs=())
         if signature in self._cache.traced:
-            found: tuple[Call, list[Any], Any] = self._cache.traced[signature]
-            return found
+            return self._cache.traced[signature]
         flat, structs = self._flat(given, signature)
         with _compat.devices_free(), _compat.traced_as(lambda: self._name):
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
@@ -147,8 +146,7 @@ class Jitted:
     def _compiled(self, given: Given, signature: Signature) -> Compiled | Plain:
         known = self._cache.compiled
         if signature in known:
-            found: Compiled | Plain = known[signature]
-            return found
+            return known[signature]
         with self._cache.lock:
             compiled = known.get(signature)
             if compiled is None and signature.context.options.autoshard:

@@ -33,8 +33,7 @@ class Call:
 
     def run(self, *args: Any) -> Sequence[Any]:
         """Run on arrays."""
-        results: Sequence[Any] = self._once("run", lambda: self._jit(self.function))(*args)
-        return results
+        return self._once("run", lambda: self._jit(self.function))(*args)
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -86,14 +85,12 @@ class Call:
             def of(*moving: Any) -> Sequence[Any]:
                 return self.function(*_merged(linear, moving, given))
 
-            transposed: Sequence[Any] = jax.linear_transpose(of, *wanted)(list(cotangents))
-            return transposed
+            return jax.linear_transpose(of, *wanted)(list(cotangents))
 
         wanted = list(itertools.compress(self._shapes, linear))
         given = list(itertools.compress(self._shapes, map(operator.not_, linear)))
         results = [_compat.shape_of(aval) for aval in self.closed.out_avals]
-        made: Call = self._once(("transposed", linear), lambda: self._traced(pull, given, results))
-        return made
+        return self._once(("transposed", linear), lambda: self._traced(pull, given, results))
 
     def batched(self, size: int, dims: tuple[int | None, ...]) -> Call:
         """The function over ``size`` rows along ``dims`` of the arguments; results have their rows in front."""
@@ -102,8 +99,7 @@ class Call:
             one if d is None else one.update(shape=(*one.shape[:d], size, *one.shape[d:]))
             for one, d in zip(self._shapes, dims, strict=True)
         ]
-        made: Call = self._once(("batched", size, dims), lambda: self._traced(fn, *shapes))
-        return made
+        return self._once(("batched", size, dims), lambda: self._traced(fn, *shapes))
 
 
 def _merged(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:

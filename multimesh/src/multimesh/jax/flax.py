@@ -48,8 +48,7 @@ def task(model: type[nn.Module], name: str | None = None, **where: Any) -> type[
 
         return placed
 
-    made: type[nn.Module] = subclass(model, wrapped)
-    return made
+    return subclass(model, wrapped)
 
 
 def shard_axes(*args: str | None) -> Callable[..., Any]:

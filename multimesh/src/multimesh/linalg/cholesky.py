@@ -161,8 +161,7 @@ def solve_columns(panels: Panels, b: Array, layout: Layout) -> Array:
 
 def inverse(panels: Panels, layout: Layout) -> Array:
     """My shard of ``inv(A)``."""
-    me = lax.axis_index(layout.axes)
-    mine = (jnp.arange(layout.devices) == me)[:, None, None]
+    mine = (jnp.arange(layout.devices) == lax.axis_index(layout.axes))[:, None, None]
     eye = jnp.where(mine, jnp.eye(layout.padded, layout.held, dtype=panels.below[0].dtype), 0)
     eye = eye.reshape(layout.devices, layout.count, layout.height, -1).swapaxes(0, 1)
     x = layout.from_panels(_solve_own(panels, eye.reshape(layout.count, layout.width, -1), layout))

@@ -178,8 +178,7 @@ _cholesky = jax.jit(_lower_factor, static_argnames="layout")
 @functools.partial(jax.jit, static_argnames="layout")
 def _slogdet(a: Array, panels: Panels | None, *, layout: Layout) -> SlogdetResult:
     logdet = log_determinant(a, factorize(a, layout) if panels is None else panels, layout)
-    sign = jnp.where(jnp.isnan(logdet), jnp.nan, 1).astype(a.dtype)
-    return SlogdetResult(sign, logdet)
+    return SlogdetResult(jnp.where(jnp.isnan(logdet), jnp.nan, 1).astype(a.dtype), logdet)
 
 
 # Checks, made at the call.

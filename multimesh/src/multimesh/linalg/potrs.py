@@ -62,8 +62,7 @@ def potrs(
     of_a, of_b = pair(in_specs)
     of_a = _known_axes(a, mesh, of_a)
     layout = layout_of("potrs", a, mesh, of_a, T_A)
-    columns = columns_of("potrs", a, b, layout, of_b)
-    x, logdet, status = _potrs(a, b, layout=layout, columns=columns)
+    x, logdet, status = _potrs(a, b, layout=layout, columns=columns_of("potrs", a, b, layout, of_b))
     more = (logdet,) * return_logdet + (status,) * return_status
     return (x, *more) if more else x
 
@@ -87,5 +86,4 @@ def _known_axes(a: Any, mesh: Any, spec: Any) -> Any:
 @functools.partial(jax.jit, static_argnames=("layout", "columns"))
 def _potrs(a: Array, b: Array, *, layout: Layout, columns: bool) -> tuple[Array, Array, Array]:
     panels = factorize(a, layout)
-    x = backsolve(a, panels, b, layout, columns)
-    return x, log_determinant(a, panels, layout), panels.status
+    return backsolve(a, panels, b, layout, columns), log_determinant(a, panels, layout), panels.status

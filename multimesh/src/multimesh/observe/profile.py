@@ -80,8 +80,7 @@ class Profile:
                 f"profile.schedule: the profiled step has {len(choices)} loops with schedule='auto'; profile a step "
                 "with one, and no other microbatch loop"
             )
-        measured = stage_costs_of(self.plan, self.costs, choices[0].costs)
-        return replace(choices[0].schedule, costs=measured)
+        return replace(choices[0].schedule, costs=stage_costs_of(self.plan, self.costs, choices[0].costs))
 
     def __str__(self) -> str:
         both = (self.measured, self.forecast)

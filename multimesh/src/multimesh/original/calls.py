@@ -237,16 +237,12 @@ def mjit(
 
     @functools.wraps(f)
     def annotated(*args: Any, **kwargs: Any) -> Any:
-        result = f(*_annotated(args, in_shardings), **kwargs)
-        return _annotated(result, out_shardings)
+        return _annotated(f(*_annotated(args, in_shardings), **kwargs), out_shardings)
 
     among = mesh.devices if mesh is not None else devices
     flat = None if among is None else list(np.asarray(among, dtype=object).flat)
     plain = in_shardings is None and out_shardings is None
-    made: Jitted = jit(
-        f if plain else annotated, static_argnums=static_argnums, donate_argnums=donate_argnums, devices=flat
-    )
-    return made
+    return jit(f if plain else annotated, static_argnums=static_argnums, donate_argnums=donate_argnums, devices=flat)
 
 
 def _annotated(values: Any, shardings: Any) -> Any:

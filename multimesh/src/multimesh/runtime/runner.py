@@ -103,8 +103,7 @@ class Runner:
         return tuple((move(a) if a.kernel is None else kernels[a.kernel], a.ins, a.outs, a.frees, a) for a in actions)
 
     def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
-        placed: Sequence[Any] = jax.device_put(list(arrays), list(layouts))
-        return placed
+        return jax.device_put(list(arrays), list(layouts))
 
     def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
         return jax.device_put(result, layout)

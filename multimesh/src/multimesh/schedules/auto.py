@@ -319,8 +319,7 @@ def _fits(found: Found, limits: Sequence[float]) -> bool:
 
 def _candidate(name: str, found: Found, table: Table, limits: Sequence[float], *, refused: bool = False) -> Candidate:
     problem, end = found.problem, found.makespan
-    busy = sum(problem.time)
-    bubble = 1 - busy / (end * problem.submeshes) if end else 0.0
+    bubble = 1 - sum(problem.time) / (end * problem.submeshes) if end else 0.0
     fits = not refused and _fits(found, limits)
     return Candidate(name, table, end, bubble, tuple(map(problem.peak, found.rows)), fits)
 

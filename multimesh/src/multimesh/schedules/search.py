@@ -42,8 +42,7 @@ class Problem:
         covers = {"F": "F", "B": "B" if splits else "BW", "W": "W"}
         times = [costs.of(stage, covers[phase]) for phase in self.phases for stage in range(stages)]
         self.time = [time for time in times for _ in range(count)]
-        numbers = range(len(self.time))
-        self.needs = [tuple(map(self._number, needs(self._cell(cell), stages))) for cell in numbers]
+        self.needs = [tuple(map(self._number, needs(self._cell(n), stages))) for n in range(len(self.time))]
         self.users: list[list[int]] = [[] for _ in self.needs]
         for cell, sources in enumerate(self.needs):
             for need in sources:
@@ -103,8 +102,7 @@ class Problem:
         for row in range(self.submeshes):
             mine = [kind for kind in self.kinds if self.row[kind] == row]
             head = min(way(0, kind) for kind in mine if kind < stages)
-            busy = self.microbatches * sum(times[kind] for kind in mine)
-            least.append(head + busy)
+            least.append(head + self.microbatches * sum(times[kind] for kind in mine))
             if self.last:
                 front = self.microbatches * sum(times[kind] for kind in mine if kind < 2 * stages)
                 after = min(way(1, kind - stages) for kind in mine if stages <= kind < 2 * stages)
