@@ -303,12 +303,12 @@ class Jitted:
 
     def _tell_held(self, program: ir.Program, names: Sequence[str]) -> None:
         """Warn of arguments that an operation outside of tasks places on one more submesh."""
-        for found in held(program):
-            size = amount(program.inputs[found.argument].nbytes, "bytes")
+        for argument, meshes, op in held(program):
+            size = amount(program.inputs[argument].nbytes, "bytes")
             warnings.warn(
-                f"{_compat.user_line(found.op.source)}: {names[found.argument]} ({size}) lies on {len(found.meshes)} "
-                f"submeshes: outside of tasks, {found.op.prim.name} reads it on {describe(found.meshes[-1])} too; make "
-                "that part of a task on the submesh that it belongs to",
+                f"{_compat.user_line(op.source)}: {names[argument]} ({size}) lies on {len(meshes)} submeshes: outside "
+                f"of tasks, {op.prim.name} reads it on {describe(meshes[-1])} too; make that part of a task on the "
+                "submesh that it belongs to",
                 stacklevel=2,
             )
 

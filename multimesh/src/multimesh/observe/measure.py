@@ -155,22 +155,22 @@ class Together:
         """All processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(_copies(args)))
-        clock = offset(name)
+        ahead, error = offset(name)
         with ThreadPoolExecutor(_WAITERS) as pool:
-            watch = _Watch(self._plan, pool, clock.seconds)
+            watch = _Watch(self._plan, pool, ahead)
             self._runner.run(env, observed(self._runner.calls, watch))
             watch.finish()
-        own = [clock.error, *([*found.items()] for found in vars(watch.seen).values())]
+        own = [error, *([*found.items()] for found in vars(watch.seen).values())]
         told = [json.loads(said) for said in agree.exchanged(name, json.dumps(own).encode())]
         every = [Seen(*map(dict, found)) for _, *found in told]
-        errors = sorted((error for error, *_ in told), reverse=True)
+        errors = sorted((each for each, *_ in told), reverse=True)
         return merged(self._plan, every, sum(errors[:2]))
 
     def call(self, args: Sequence[Any]) -> float:
         """Seconds from the first process's start of an ordinary call to the last one's end."""
         copies = _copies(args)
         name = f"{self._name}/{next(self._rounds)}"
-        ahead = offset(name).seconds
+        ahead, _ = offset(name)
         own = [at + ahead for at in _called(self._runner, copies)]
         every = [json.loads(said) for said in agree.exchanged(name, json.dumps(own).encode())]
         return float(max(end for _, end in every) - min(start for start, _ in every))
@@ -232,16 +232,10 @@ def now() -> float:
     return time.perf_counter()
 
 
-@dataclass(frozen=True)
-class Offset:
-    """Seconds to add to `now` for the time of process 0, and their possible error."""
+def offset(name: str) -> tuple[float, float]:
+    """Seconds to add to `now` for the time of process 0, and their possible error.
 
-    seconds: float = 0.0
-    error: float = 0.0
-
-
-def offset(name: str) -> Offset:
-    """Compare clocks; all processes call it, with a name that is used once.
+    All processes call it, with a name that is used once.
 
     A process asks process 0 for its time through JAX's key-value store. It assumes that process 0 read its clock in the
     middle between question and answer; the error is at most half of the time between them.
@@ -263,4 +257,4 @@ def offset(name: str) -> Offset:
             found.append((end - start, theirs - (start + end) / 2))
     best = sorted(found)[:_BEST] or [(0.0, 0.0)]
     agree.forget(f"clock/{name}")
-    return Offset(statistics.median(ahead for _, ahead in best), best[-1][0] / 2)
+    return statistics.median(ahead for _, ahead in best), best[-1][0] / 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -120,24 +119,18 @@ def leading_to_tasks(ops: Iterable[ir.Op]) -> set[ir.Value]:
     return found
 
 
-@dataclass(frozen=True)
-class Held:
-    """An argument that lies whole on several submeshes; on the last ones ``op`` reads it, outside of tasks."""
+def held(program: ir.Program) -> Iterator[tuple[int, tuple[Mesh, ...], ir.Op]]:
+    """Arguments of a placed program, except data, that lie on submeshes whose tasks do not read them, beside others.
 
-    argument: int
-    meshes: tuple[Mesh, ...]
-    op: ir.Op
-
-
-def held(program: ir.Program) -> Iterator[Held]:
-    """Arguments of a placed program, except data, that lie on submeshes whose tasks do not read them, beside others."""
+    Yields the number of the argument, its submeshes, and an operation that reads it on the last ones, outside of tasks.
+    """
     owners = Owners(program, (), {})
     readers = owners.readers(program)
     for n, v in enumerate(program.inputs):
         found = readers.get(v, {})
         foreign = [mesh for mesh in found if mesh not in owners.tasks_on(v)]
         if len(found) > 1 and foreign:
-            yield Held(n, tuple(sorted(found, key=lambda mesh: mesh in foreign)), found[foreign[0]])
+            yield n, tuple(sorted(found, key=lambda mesh: mesh in foreign)), found[foreign[0]]
 
 
 def _cut_by_loops(program: ir.Program) -> set[ir.Value]:
