@@ -61,11 +61,6 @@ def text(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-@text.register
-def _(value: functools.partial) -> str:
-    return f"partial{text((value.func, value.args, value.keywords))}"
-
-
 @text.register(np.ndarray)
 @text.register(np.generic)
 @text.register(jax.Array)
@@ -86,38 +81,17 @@ def _(value: Mesh) -> str:
     return f"{text(value.abstract_mesh)} {devices}"
 
 
-@text.register
-def _(value: AbstractMesh) -> str:
-    return f"mesh {text(tuple(value.shape.items()))} {text(value.axis_types)}"
-
-
-@text.register
-def _(value: NamedSharding) -> str:
-    return f"{text(value.mesh)} {value.spec} {value.memory_kind}"
-
-
-@text.register
-def _(value: enum.Enum) -> str:
-    return f"{type(value).__name__}.{value.name}"
-
-
-@text.register
-def _(value: str) -> str:
-    return repr(value)
-
-
-@text.register(Mapping)
-def _(value: Any) -> str:
-    return f"{{{', '.join(sorted(f'{text(k)}: {text(v)}' for k, v in value.items()))}}}"
-
-
-@text.register(Set)
-def _(value: Any) -> str:
-    return f"{{{', '.join(sorted(map(text, value)))}}}"
-
-
 @text.register(tuple)
 @text.register(list)
 def _(value: Sequence[Any]) -> str:
     named = type(value).__name__ if hasattr(value, "_fields") else ""
     return f"{named}({', '.join(map(text, value))})"
+
+
+text.register(functools.partial, lambda value: f"partial{text((value.func, value.args, value.keywords))}")
+text.register(AbstractMesh, lambda value: f"mesh {text(tuple(value.shape.items()))} {text(value.axis_types)}")
+text.register(NamedSharding, lambda value: f"{text(value.mesh)} {value.spec} {value.memory_kind}")
+text.register(enum.Enum, lambda value: f"{type(value).__name__}.{value.name}")
+text.register(str, repr)
+text.register(Mapping, lambda value: f"{{{', '.join(sorted(f'{text(k)}: {text(v)}' for k, v in value.items()))}}}")
+text.register(Set, lambda value: f"{{{', '.join(sorted(map(text, value)))}}}")

@@ -134,14 +134,9 @@ def with_interfaces(fragments: Sequence[Fragment], results: set[ir.Value]) -> tu
     for part in reversed(fragments):
         ops = tuple(ir.live(part.ops, wanted))
         if ops:
-            kept.append(replace(part, ops=ops))
             made = {o for op in ops for o in op.outs}
+            ins = dict.fromkeys(v for op in ops for v in op.reads if v not in made)
+            outs = dict.fromkeys(o for op in ops for o in op.outs if o in wanted)
+            kept.append(replace(part, ops=ops, ins=tuple(ins), outs=tuple(outs)))
             wanted.update(v for op in ops for v in op.needs if v not in made)
-    kept.reverse()
-    done = []
-    for part in kept:
-        made = part.made
-        ins = dict.fromkeys(v for op in part.ops for v in op.reads if v not in made)
-        outs = dict.fromkeys(o for op in part.ops for o in op.outs if o in wanted)
-        done.append(replace(part, ins=tuple(ins), outs=tuple(outs)))
-    return tuple(done)
+    return tuple(reversed(kept))

@@ -191,13 +191,11 @@ class _Localiser:
         for v in op.reads:
             if self._here(v) or v in self.made:
                 continue
-            if v in self.maker and self._may_repeat(self._op(v)) and self._inputs_cost(v, costs) < v.nbytes:
-                self._repeat(self._op(v), costs)
+            by = self._op(v) if v in self.maker else None
+            if by and self._may_repeat(by) and sum(costs.get(i, i.nbytes) for i in dict.fromkeys(by.reads)) < v.nbytes:
+                self._repeat(by, costs)
             else:
                 self.at_hand.add(v)
-
-    def _inputs_cost(self, value: ir.Value, costs: dict[ir.Value, int]) -> int:
-        return sum(costs.get(v, v.nbytes) for v in dict.fromkeys(self._op(value).reads))
 
     def _copied(self) -> dict[ir.Value, ir.Atom]:
         rename: dict[ir.Value, ir.Atom] = {}
