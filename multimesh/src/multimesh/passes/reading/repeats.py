@@ -10,6 +10,7 @@ Nothing is rounded otherwise: the same operation made the value that is read fro
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ def cut_repeats(program: ir.Program) -> ir.Program:
 
 def _cut(program: ir.Program, loop: ir.Loop) -> tuple[ir.Op, ...]:
     """Operations of a loop of a placed program, of which no repeated one reads what another submesh repeats."""
-    first = _Twins(program, loop).first
+    first = _twins(program, loop)
     if not first:
         return loop.ops
     made_on = {o: op.mesh for op in loop.ops for o in op.outs}
@@ -45,64 +46,56 @@ def live_with_originals(program: ir.Program, loop: ir.Loop, wanted: Sequence[ir.
     ops = tuple(ir.live(loop.ops, wanted))
     if all(op.backward for op in set(loop.ops).difference(ops)):
         return ops
-    first = _Twins(program, loop).first
+    first = _twins(program, loop)
     originals = [first[o] for op in ops for o in op.outs if o in first]
     return tuple(ir.live(loop.ops, [*wanted, *originals])) if originals else ops
 
 
-class _Twins:
-    """Finds the values that the backward pass of a loop makes again: ``first`` has those of the forward pass.
+def _twins(program: ir.Program, loop: ir.Loop) -> dict[ir.Value, ir.Value]:
+    """Values that the backward pass of a loop makes again, each with that of the forward pass.
 
     JAX moves what is the same in every iteration out of the loop: that counts, too.
     """
+    first: dict[ir.Value, ir.Value] = {}
+    if {op.prim for op in loop.ops if op.backward}.isdisjoint(op.prim for op in loop.ops if not op.backward):
+        return first
+    same: dict[ir.Value, ir.Value] = {}  # a value to the first that equals it
+    fixed = {*program.inputs, *program.consts}  # first values that are the same in every iteration
+    known: dict[Hashable, list[ir.Op]] = collections.defaultdict(list)
 
-    def __init__(self, program: ir.Program, loop: ir.Loop):
-        self.first: dict[ir.Value, ir.Value] = {}
-        self._same: dict[ir.Value, ir.Value] = {}  # a value to the first that equals it
-        self._fixed: set[Hashable] = set()  # first values that are the same in every iteration
-        self._known: dict[Hashable, list[ir.Op]] = collections.defaultdict(list)
-        self._inside = frozenset(loop.ops)
-        repeats = {op.prim for op in loop.ops if op.backward} & {op.prim for op in loop.ops if not op.backward}
-        if not repeats:
-            return
-        self._fixed.update((*program.inputs, *program.consts))
-        for item in program.items:
-            if item is loop:
-                break
-            self._fixed.update(item.outs)
-            if isinstance(item, ir.Op) and not item.effects:
-                self._note(item, fixed=True)
-        for inner, outer in loop.consts.items():
-            if isinstance(outer, ir.Value):
-                self._same[inner] = self._same.get(outer, outer)
-        rows: dict[ir.Value, ir.Value] = {}
-        for inner, outer in (*loop.slices.items(), *loop.linked.items()):
-            self._same[inner] = rows.setdefault(self._same.get(outer, outer), inner)
-        for op in loop.ops:
-            self._in_loop(op)
+    def note(op: ir.Op, *, everywhere: bool) -> ir.Op | None:
+        """The first operation that equals one, which may have more results; None where this is the first."""
+        names = [same.get(i, i) if isinstance(i, ir.Value) else (str(i.aval), str(i.val)) for i in op.ins]
+        mesh = op.mesh or (op.task and op.task.mesh)
+        alike = known[op.prim, None if everywhere else mesh, *names]
+        twin = next((other for other in alike if _equal(other, op)), None)
+        if twin is None:
+            alike.append(op)
+            fixed.update(op.outs if everywhere else ())
+        else:
+            same.update((o, same.get(t, t)) for o, t in zip(op.outs, twin.outs, strict=False))
+        return twin
 
-    def _in_loop(self, op: ir.Op) -> None:
+    for item in itertools.takewhile(lambda item: item is not loop, program.items):
+        fixed.update(item.outs)
+        if isinstance(item, ir.Op) and not item.effects:
+            note(item, everywhere=True)
+    for inner, outer in loop.consts.items():
+        if isinstance(outer, ir.Value):
+            same[inner] = same.get(outer, outer)
+    rows: dict[ir.Value, ir.Value] = {}
+    for inner, outer in (*loop.slices.items(), *loop.linked.items()):
+        same[inner] = rows.setdefault(same.get(outer, outer), inner)
+    inside = frozenset(loop.ops)
+    for op in loop.ops:
         if op.prim is _compat.optimization_barrier_p:
             tied = ((o, i) for o, i in zip(op.outs, op.ins, strict=True) if isinstance(i, ir.Value))
-            self._same.update((o, self._same.get(i, i)) for o, i in tied)
+            same.update((o, same.get(i, i)) for o, i in tied)
         elif not op.effects:
-            fixed = self._fixed.issuperset(self._same.get(v, v) for v in op.reads)
-            twin = self._note(op, fixed=fixed)
-            if twin in self._inside and op.backward and not twin.backward:
-                self.first.update(zip(op.outs, twin.outs, strict=False))
-
-    def _note(self, op: ir.Op, *, fixed: bool) -> ir.Op | None:
-        """The first operation that equals one, which may have more results; None where this is the first."""
-        names = [self._same.get(i, i) if isinstance(i, ir.Value) else (str(i.aval), str(i.val)) for i in op.ins]
-        mesh = op.mesh or (op.task and op.task.mesh)
-        known = self._known[op.prim, None if fixed else mesh, *names]
-        twin = next((other for other in known if _equal(other, op)), None)
-        if twin is None:
-            known.append(op)
-            self._fixed.update(op.outs if fixed else ())
-        else:
-            self._same.update((o, self._same.get(t, t)) for o, t in zip(op.outs, twin.outs, strict=False))
-        return twin
+            twin = note(op, everywhere=fixed.issuperset(same.get(v, v) for v in op.reads))
+            if twin in inside and op.backward and not twin.backward:
+                first.update(zip(op.outs, twin.outs, strict=False))
+    return first
 
 
 def _equal(first: ir.Op, second: ir.Op) -> bool:
