@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multimesh.core import _compat
-from multimesh.runtime.transport import Transport, needs_cutting, way
+from multimesh.runtime.transport import mover, needs_cutting, way
 from pipelines import assert_same
 
 import multimesh as mm
@@ -80,7 +80,7 @@ def test_a_transfer_keeps_every_value_and_stays_on_devices(case, dtype, no_host,
     x = jax.device_put(want, source)
     with _compat.explicit_transfers():
         no_host()
-        move = Transport().mover([source], [target], [x])
+        move = mover([source], [target], [x])
         (y,) = move(x)
         jax.block_until_ready(y)
     monkeypatch.undo()

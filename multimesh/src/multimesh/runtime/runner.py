@@ -18,7 +18,7 @@ from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
 from multimesh.runtime.actions import Action, project
 from multimesh.runtime.compile import CompiledPlan, first_invalid
-from multimesh.runtime.transport import Call, Transport
+from multimesh.runtime.transport import Call, mover, put
 
 Calls = tuple[tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Action], ...]
 """Functions to call in order, each with the slots that it reads, writes and empties, and its action."""
@@ -55,7 +55,6 @@ class Runner:
         for (_, slot), array in zip(plan.constants, placed, strict=True):
             self.blank[slot] = array
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
-        self._transport = Transport()
         self.calls = self.bound(project(plan, jax.process_index(), everyone=self._everyone))
         given = {slot for _, slot in plan.inputs}
         self._donated = given.intersection(slot for run in plan.runs for slot in plan.donated_by(run))
@@ -110,7 +109,7 @@ class Runner:
 
     def _mover(self, action: Action) -> Call:
         sources, targets = ([self.compiled.plan.layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
-        return self._transport.mover(sources, targets, [self.compiled.plan.slots[slot] for slot in action.ins])
+        return mover(sources, targets, [self.compiled.plan.slots[slot] for slot in action.ins])
 
     def _check_buffers(self, env: Sequence[Any]) -> None:
         """Refuse a donated buffer that is there twice: XLA would do so on one device, and end the process on several.
@@ -160,7 +159,7 @@ class Runner:
             else:
                 moved.append(each)
         if moved:
-            placed = self._transport.put([args[arg] for arg, _, _ in moved], [layout for _, _, layout in moved])
+            placed = put([args[arg] for arg, _, _ in moved], [layout for _, _, layout in moved])
             for (_, slot, _), array in zip(moved, placed, strict=True):
                 env[slot] = array
             for arg in dict.fromkeys(arg for arg, _, _ in moved if self._moved.get(arg, 0) < 2):

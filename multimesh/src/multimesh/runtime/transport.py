@@ -8,6 +8,7 @@ device waits for the calling thread.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -84,54 +85,43 @@ def _places(
     return list(itertools.product(*(range(a, a + count) for a, count in zip(starts, counts, strict=True))))
 
 
-class Transport:
-    """Makes functions that move arrays within a process; compiles each cut and join once."""
+def mover(
+    sources: Sequence[jax.sharding.Sharding], targets: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
+) -> Call:
+    """A function that copies arrays of known ``sources`` to other devices with layouts ``targets``.
 
-    def __init__(self) -> None:
-        self._known: dict[Any, Callable[[Any], Any]] = {}
+    Call it inside `_compat.explicit_transfers`.
+    """
+    others = {
+        n: _resharder(s, t, tuple(x.shape), x.dtype)
+        for n, (s, t, x) in enumerate(zip(sources, targets, avals, strict=True))
+        if needs_cutting(s, t, x)
+    }
+    plain = [n for n in range(len(sources)) if n not in others]
+    direct = executables.transfer([sources[n] for n in plain], [targets[n] for n in plain], [avals[n] for n in plain])
+    if not others:
+        return direct
 
-    def mover(
-        self, sources: Sequence[jax.sharding.Sharding], targets: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
-    ) -> Call:
-        """A function that copies arrays of known ``sources`` to other devices with layouts ``targets``.
+    def move(*arrays: Any) -> list[Any]:
+        results: dict[int, Any] = {n: reshard(arrays[n]) for n, reshard in others.items()}
+        if plain:
+            results |= zip(plain, direct(*(arrays[n] for n in plain)), strict=True)
+        return [results[n] for n in range(len(arrays))]
 
-        Call it inside `_compat.explicit_transfers`.
-        """
-        others = {
-            n: self._resharder(*case)
-            for n, case in enumerate(zip(sources, targets, avals, strict=True))
-            if needs_cutting(*case)
-        }
-        plain = [n for n in range(len(sources)) if n not in others]
-        direct = executables.transfer(
-            [sources[n] for n in plain], [targets[n] for n in plain], [avals[n] for n in plain]
-        )
-        if not others:
-            return direct
+    return move
 
-        def move(*arrays: Any) -> list[Any]:
-            results: dict[int, Any] = {n: reshard(arrays[n]) for n, reshard in others.items()}
-            if plain:
-                results |= zip(plain, direct(*(arrays[n] for n in plain)), strict=True)
-            return [results[n] for n in range(len(arrays))]
 
-        return move
-
-    def put(self, values: Sequence[Any], targets: Sequence[jax.sharding.Sharding]) -> list[Any]:
-        """Values of the caller, wherever they are, with layouts ``targets``."""
-        pairs = list(zip(values, targets, strict=True))
-        cut = [n for n, (x, t) in enumerate(pairs) if isinstance(x, jax.Array) and needs_cutting(x.sharding, t, x)]
-        rest = [n for n in range(len(pairs)) if n not in cut]
-        found = dict(zip(rest, jax.device_put([values[n] for n in rest], [targets[n] for n in rest]), strict=True))
-        with _compat.explicit_transfers():
-            found |= {n: self._resharder(values[n].sharding, targets[n], values[n])(values[n]) for n in cut}
-        return [found[n] for n in range(len(pairs))]
-
-    def _resharder(self, source: Any, target: Any, aval: Any) -> Callable[[Any], Any]:
-        key = (source, target, tuple(aval.shape), aval.dtype)
-        if key not in self._known:
-            self._known[key] = _resharder(source, target, aval)
-        return self._known[key]
+def put(values: Sequence[Any], targets: Sequence[jax.sharding.Sharding]) -> list[Any]:
+    """Values of the caller, wherever they are, with layouts ``targets``."""
+    pairs = list(zip(values, targets, strict=True))
+    cut = [n for n, (x, t) in enumerate(pairs) if isinstance(x, jax.Array) and needs_cutting(x.sharding, t, x)]
+    rest = [n for n in range(len(pairs)) if n not in cut]
+    found = dict(zip(rest, jax.device_put([values[n] for n in rest], [targets[n] for n in rest]), strict=True))
+    with _compat.explicit_transfers():
+        for n in cut:
+            x = values[n]
+            found[n] = _resharder(x.sharding, targets[n], tuple(x.shape), x.dtype)(x)
+    return [found[n] for n in range(len(pairs))]
 
 
 def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, aval: Any) -> bool:
@@ -198,9 +188,10 @@ def ends(source: NamedSharding, target: NamedSharding, aval: Any) -> Ends:
     return Ends(found, cut, join, piece, between if impl is not None or count > 1 else target, struct.shape)
 
 
-def _resharder(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[Any], Any]:
-    """A function that moves an array from the layout ``source`` to ``target``."""
-    both = ends(source, target, aval)
+@functools.lru_cache(maxsize=1024)
+def _resharder(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) -> Callable[[Any], Any]:
+    """A function that moves an array from the layout ``source`` to ``target``; each cut and join is compiled once."""
+    both = ends(source, target, jax.ShapeDtypeStruct(shape, dtype))
     pieces = both.way.pieces
     places = [SingleDeviceSharding(piece.target, memory_kind=target.memory_kind) for piece in pieces]
 
