@@ -7,6 +7,7 @@ dimension that a constraint replicates stops others, as it does in a compiler.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -44,60 +45,56 @@ def spread_constraints(program: ir.Program, given: Mapping[ir.Value, PartitionSp
     The specs of inputs hold on each submesh that reads them. Unlike a constraint, an input that is replicated stops no
     other layout.
     """
-    graph = _Graph(program)
-    sources = graph.constrained
+    arrays, sources = _joined(program)
     for value, spec in (given or {}).items():
-        for array in graph.arrays[value].values():
+        for array in arrays[value].values():
             sources += [((array, d), axes) for d, axes in decided(spec, len(array.shape)) if axes]
     spread([(array, d) for (array, d), axes in sources if array.take(d, axes)])
-    return graph.arrays
+    return arrays
 
 
-class _Graph:
-    """Dimensions of a placed program: which of them go together, and which are constrained."""
+def _joined(program: ir.Program) -> tuple[dict[ir.Value, dict[Mesh, Array]], list[tuple[Dimension, Axes]]]:
+    """The arrays of a placed program, with dimensions joined that go together, and those that are constrained."""
+    arrays: dict[ir.Value, dict[Mesh, Array]] = collections.defaultdict(dict)
+    constrained: list[tuple[Dimension, Axes]] = []
 
-    def __init__(self, program: ir.Program):
-        self.arrays: dict[ir.Value, dict[Mesh, Array]] = collections.defaultdict(dict)
-        self.constrained: list[tuple[Dimension, Axes]] = []
-        for op in all_ops(program):
-            self._operation(op)
-        for loop in reversed(program.loops):
-            self._loop(loop)
-        for first, *others in map(list[Array], map(dict.values, self.arrays.values())):
-            for other in others:
-                self._same(first, other)
+    def array(value: ir.Value, mesh: Mesh) -> Array:
+        return arrays[value].setdefault(mesh, Array(ir.shape(value), mesh, 1))
 
-    def _array(self, value: ir.Value, mesh: Mesh) -> Array:
-        return self.arrays[value].setdefault(mesh, Array(ir.shape(value), mesh, 1))
-
-    def _operation(self, op: ir.Op) -> None:
+    for op in all_ops(program):
         if op.mesh is None:
             raise internal_error(f"unplaced operation {op}")
-        env = {v: self._array(v, op.mesh) for v in (*op.reads, *op.outs)}
+        env = {v: array(v, op.mesh) for v in (*op.reads, *op.outs)}
         fixed = constraint(op)
         if fixed is None:
             for group in links(op):
                 join((env[value], d) for value, d in group)
-            return
-        self.constrained += [((array, d), axes) for array in env.values() for d, axes in fixed]
+            continue
+        constrained += [((each, d), axes) for each in env.values() for d, axes in fixed]
         open_dims = set(range(len(ir.shape(op.outs[0])))).difference(d for d, _ in fixed)
-        for value in op.reads:
-            for d in open_dims:
-                join([(env[value], d), (env[op.outs[0]], d)])
+        for value, d in itertools.product(op.reads, open_dims):
+            join([(env[value], d), (env[op.outs[0]], d)])
+    for inner, outer, shift in (edge for loop in reversed(program.loops) for edge in _edges(loop)):
+        if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
+            for mesh, each in tuple(arrays.get(inner, {}).items()):
+                _same(each, array(outer, mesh), shift)
+    for first, *others in map(list[Array], map(dict.values, arrays.values())):
+        for other in others:
+            _same(first, other)
+    return arrays, constrained
 
-    def _loop(self, loop: ir.Loop) -> None:
-        pairs = [(inner, outer, 0) for inner, outer in (*loop.consts.items(), *loop.linked.items())]
-        pairs += [(inner, outer, 1) for inner, outer in loop.slices.items()]
-        pairs += [(s.leaf, s.out, 0) for s in loop.sums]
-        pairs += [(inner, outer, 1) for outer, inner in loop.stacks.items()]
-        for inner, carry in loop.carries.items():
-            pairs += [(atom, state, 0) for atom in (inner, carry.leaf) for state in (carry.init, carry.out)]
-        for inner, outer, shift in pairs:
-            if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
-                for mesh, array in tuple(self.arrays.get(inner, {}).items()):
-                    self._same(array, self._array(outer, mesh), shift)
 
-    def _same(self, inner: Array, outer: Array, shift: int = 0) -> None:
-        """A value inside a loop and the one outside, which has ``shift`` dimensions more in front."""
-        for d in range(len(inner.shape)):
-            join([(inner, d), (outer, d + shift)])
+def _edges(loop: ir.Loop) -> list[tuple[ir.Atom, ir.Atom, int]]:
+    """Values inside and outside of a loop that are one, the outer one with so many dimensions more in front."""
+    pairs = [(inner, outer, 0) for inner, outer in (*loop.consts.items(), *loop.linked.items())]
+    pairs += [(inner, outer, 1) for inner, outer in loop.slices.items()]
+    pairs += [(s.leaf, s.out, 0) for s in loop.sums]
+    pairs += [(inner, outer, 1) for outer, inner in loop.stacks.items()]
+    for inner, carry in loop.carries.items():
+        pairs += [(atom, state, 0) for atom in (inner, carry.leaf) for state in (carry.init, carry.out)]
+    return pairs
+
+
+def _same(inner: Array, outer: Array, shift: int = 0) -> None:
+    for d in range(len(inner.shape)):
+        join([(inner, d), (outer, d + shift)])
