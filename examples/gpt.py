@@ -106,13 +106,13 @@ class Metrics:
     """Rows of a CSV file, and of TensorBoard if tensorboardX is installed; only process 0 writes any."""
 
     def __init__(self, folder, first):
-        self.rows, self.board = None, None
+        self.table, self.board = None, None
         if folder is None or jax.process_index():
             return
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.rows = open(f"{folder}/metrics.csv", "a" if first else "w", newline="")
+        self.table = Path(folder, "metrics.csv")
         if not first:
-            csv.writer(self.rows).writerow(("step", *COLUMNS))
+            self.table.parent.mkdir(parents=True, exist_ok=True)
+            self.table.write_text(",".join(("step", *COLUMNS)) + "\n")
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
@@ -124,9 +124,9 @@ class Metrics:
         if not jax.process_index():
             told = (f"{name} {values[name]:.6f}" for name in COLUMNS if name in values)
             print(f"step {number}: {', '.join(told)}", flush=True)
-        if self.rows:
-            csv.writer(self.rows).writerow((number, *(values.get(name, "") for name in COLUMNS)))
-            self.rows.flush()
+        if self.table:
+            with open(self.table, "a", newline="") as file:
+                csv.writer(file).writerow((number, *(values.get(name, "") for name in COLUMNS)))
         for name, value in values.items() if self.board else ():
             self.board.add_scalar(name, value, number)
 
@@ -178,7 +178,9 @@ def main():
             values["evaluation"] = evaluate(params, jax.device_put(test(0), rows))
         metrics.add(number, **mm.distributed.gather(values))  # every process asks, since a loss lies on the last stage
         if last and given.save:
-            mm.distributed.save(f"{given.save}/step-{given.steps}", {"params": params, "state": state, "step": number + 1})
+            mm.distributed.save(
+                f"{given.save}/step-{given.steps}", {"params": params, "state": state, "step": number + 1}
+            )
 
 
 if __name__ == "__main__":

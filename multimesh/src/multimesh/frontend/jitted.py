@@ -40,6 +40,7 @@ from multimesh.frontend.transforms import Call
 from multimesh.ir.program import all_ops, has_tasks
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
+from multimesh.marking.flax_modules import unchanged
 from multimesh.marking.tracing import partitioning, recorded, uncollected
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Traced
@@ -254,8 +255,9 @@ class Jitted:
         call = given.caller(weak(self._fn))
 
         def flat(*leaves: Any) -> Any:
-            with partitioning():
-                return call(jax.tree.unflatten(signature.tree, leaves))
+            args = jax.tree.unflatten(signature.tree, leaves)
+            with partitioning(), unchanged(lambda: self._name, args):
+                return call(args)
 
         return flat, structs
 

@@ -20,6 +20,7 @@ from multimesh.frontend.chains import chain_of, orders
 from multimesh.frontend.staged import run
 from multimesh.frontend.units import Unit, Units, read
 from multimesh.marking import contexts
+from multimesh.marking.flax_modules import unchanged
 from multimesh.marking.tracing import inside, partitioned_trace, recorded
 from multimesh.schedules import LayerCosts
 from multimesh.schedules.costs import cost
@@ -126,16 +127,19 @@ class Pipelined:
         first = make_task("pipeline", mesh=self.meshes[0], logical_axes=self.logical_axes)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
+        def name() -> str:
+            return f"pipeline: {getattr(self.fn, '__name__', 'the function')}"
+
         def fn(*arrays: Any) -> Any:
             full = list(leaves)
             for i, array in zip(where, arrays, strict=True):
                 full[i] = array
             inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
-            with inside(first):
+            with inside(first), unchanged(name, (inner_args, inner_kwargs)):
                 return self.fn(*inner_args, **inner_kwargs)
 
         arrays = tuple(leaves[i] for i in where)
-        with _compat.traced_as(lambda: f"pipeline: {getattr(self.fn, '__name__', 'the function')}"):
+        with _compat.traced_as(name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
         return _Traced(closed, jax.tree.structure(shapes), arrays)
 

@@ -1,10 +1,11 @@
-"""Flax modules as tasks, and named scopes for NNX. Flax is imported only if the user did."""
+"""Flax modules as tasks and as arguments, and named scopes for NNX. Flax is imported only if the user did."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +52,42 @@ def _linen_copy(module: Any, wrap: Wrap) -> Any:
     }
     named = {"name": module.name} if module.name is not None else {}
     return subclass(type(module), wrap)(**fields, **named)
+
+
+@contextlib.contextmanager
+def unchanged(what: Callable[[], str], args: Any) -> Iterator[None]:
+    """Refuse a change of NNX objects among the arguments of a traced function: it changes copies, which nobody sees.
+
+    Raises
+    ------
+    UsageError
+        If an object has other arrays at the end than at the beginning.
+    """
+    before = _variables(args)
+    yield
+    now = _variables(args) if before else {}
+    changed = next((name for name in {**before, **now} if before.get(name) is not now.get(name)), None)
+    if changed is not None:
+        raise UsageError(
+            f"{what()} changes {changed} of a Flax NNX object among its arguments, and this change is lost, as under "
+            "jax.jit; give its state (nnx.split) as an argument, nnx.merge it inside, and return the new state"
+        )
+
+
+def _variables(args: Any) -> dict[str, Any]:
+    """Arrays of the NNX objects in a pytree, by their paths."""
+    nnx = _flax("nnx")
+    if nnx is None:
+        return {}
+    objects = [
+        x for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Pytree)) if isinstance(x, nnx.Pytree)
+    ]
+    paths = ((number, jax.tree.leaves_with_path(x)) for number, x in enumerate(objects))
+    return {
+        f"{type(objects[number]).__name__}{jax.tree_util.keystr(path)}": leaf
+        for number, found in paths
+        for path, leaf in found
+    }
 
 
 def scope_nnx(module: Any) -> Any:

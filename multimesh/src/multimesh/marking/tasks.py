@@ -16,7 +16,7 @@ from multimesh.core.specs import translate
 from multimesh.core.submesh import AxisMap, Placement, make_task
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
-from multimesh.marking.flax_modules import subclass, with_call
+from multimesh.marking.flax_modules import subclass, unchanged, with_call
 from multimesh.marking.tracing import current_task, inside, partitioned_trace, recorded
 
 
@@ -144,7 +144,7 @@ def _label(name: str) -> str:
 
 def _marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with inside(placed):
+        with inside(placed), unchanged(lambda: f"task {placed.name!r}", (args, kwargs)):
             return fn(*args, **kwargs)
 
     def marked(*args: Any, **kwargs: Any) -> Any:

@@ -58,9 +58,9 @@ def caller_line() -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of the user that an exception passed."""
+    """``file:line`` of the innermost frame of the user, and not of a library, that an exception passed."""
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS)]
+    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS) and "site-packages" not in name]
     return own[-1] if own else caller_line()
 
 
@@ -79,7 +79,8 @@ _CONCRETE = (
 def traced_as(what: Callable[[], str]) -> Iterator[None]:
     """If JAX can't trace the user's function, raise an error that names that function and its line.
 
-    That is so if a result is no array, or if Python code asks for the value of a traced array.
+    That is so if a result is no array, if Python code asks for the value of a traced array, or if it changes an object
+    of Flax NNX that was made outside.
     """
     try:
         yield
@@ -94,6 +95,14 @@ def traced_as(what: Callable[[], str]) -> Iterator[None]:
         raise _not_concrete(what(), error) from error
     except _CONCRETE as error:
         raise _not_concrete(what(), error) from error
+    except Exception as error:
+        if "different trace level" not in str(error) or isinstance(error, errors.MultiMeshError):
+            raise
+        raise UsageError(
+            f"{error_line(error)}: {what()} is traced, and may not change an object of Flax NNX that was made outside "
+            "of it; give its state as an argument, nnx.merge it inside with copy=True, and return the new state. "
+            f"Flax says: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def _not_concrete(what: str, error: Exception) -> UsageError:
