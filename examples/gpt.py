@@ -11,11 +11,7 @@ that makes one is `mm.pipeline(loss_of, meshes)`.
 
 import argparse
 import csv
-import os
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with accelerators, delete this line
-os.environ.setdefault("NPROC", "64")  # a collective needs a thread for each of its devices, even on two cores
 
 import jax
 import numpy as np
@@ -145,8 +141,9 @@ def main():
     flags.add_argument("--coordinator", default="localhost:6000", help="where process 0 listens (default: %(default)s)")
     given = flags.parse_args()
 
-    # 4. Devices: virtual ones on CPUs. Each row of the grid is a submesh, which is a stage with data parallelism.
-    jax.config.update("jax_num_cpu_devices", max(1, given.stages * given.data // given.processes))
+    # 4. Devices: virtual ones, so that it runs anywhere; with accelerators delete the first line. Each row of the grid
+    #    is a submesh, which is a stage with data parallelism.
+    mm.virtual_devices(max(1, given.stages * given.data // given.processes))
     if given.processes > 1:
         mm.distributed.initialize(given.coordinator, given.processes, given.process)
     grid = np.array(jax.devices()[: given.stages * given.data]).reshape(given.stages, given.data)

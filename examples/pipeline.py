@@ -2,15 +2,8 @@
 
     python examples/pipeline.py
 
-It needs `multimesh` and nothing else. On a machine without accelerators the next lines make eight virtual CPU devices;
-they stand before the import of JAX, which reads them once.
+It needs `multimesh` and nothing else.
 """
-
-import os
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with 8 accelerators, delete this line and the one above
-os.environ.setdefault("NPROC", "64")  # a collective needs a thread for each of its devices, even on two cores
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
+
+mm.virtual_devices(8)  # with 8 accelerators, delete this line
 
 # 1. Submeshes. Eight devices become two submeshes of 2 x 2. Their axes mean what axes of any JAX mesh mean.
 devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)

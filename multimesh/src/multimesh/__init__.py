@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from multimesh import linalg as linalg
     from multimesh import planner as planner
     from multimesh import schedules as schedules
+    from multimesh.core.virtual import virtual_devices as virtual_devices
     from multimesh.frontend.aot import Compiled as Compiled
     from multimesh.frontend.aot import Lowered as Lowered
     from multimesh.frontend.clusters import suggest as suggest
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "core.virtual": ("virtual_devices",),
     "frontend.clusters": ("suggest",),
     "frontend.jitted": ("Jitted", "jit"),
     "frontend.layers": ("sequential",),

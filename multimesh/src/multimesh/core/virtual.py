@@ -1,0 +1,49 @@
+"""Virtual CPU devices: a pipeline can be tried on any machine."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+
+from multimesh.core import checks
+from multimesh.errors import UsageError
+
+_THREADS = "64"  # a collective waits until each of its devices has a thread
+
+
+def virtual_devices(count: int) -> None:
+    """Make JAX see virtual CPU devices, in place of what this machine has.
+
+    Call it before anything uses a device, and before `multimesh.distributed.initialize`; JAX may be imported already.
+    On real devices leave the call out. It sets ``jax_platforms``, ``jax_num_cpu_devices`` and, unless it is set
+    already, the variable ``NPROC``: a collective of devices without threads of their own would wait for ever.
+
+    Parameters
+    ----------
+    count
+        Devices of this process.
+
+    Raises
+    ------
+    UsageError
+        If JAX has started other devices already.
+
+    Examples
+    --------
+    >>> mm.virtual_devices(8)  # doctest: +SKIP
+    >>> front, back = np.array(jax.devices()).reshape(2, 4)  # doctest: +SKIP
+    """
+    count = checks.whole("virtual_devices: the number of devices", count, 1)
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        there = jax.local_devices()
+        if len(there) == count and all(device.platform == "cpu" for device in there):
+            return
+        raise UsageError(
+            f"virtual_devices({count}): JAX has started already, with {len(there)} devices ({there[0].platform}); call "
+            "it before anything that uses a device, such as jax.devices() or jnp.ones"
+        ) from None
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("NPROC", _THREADS)  # XLA reads it when it starts its devices

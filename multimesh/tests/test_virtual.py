@@ -1,0 +1,37 @@
+"""Virtual devices are made by one line, before JAX starts; after that the line says what is wrong."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+from test_demo import CLEAN
+
+import multimesh as mm
+
+PROGRAM = """
+import os, jax, multimesh as mm
+mm.virtual_devices(4)
+assert [d.platform for d in jax.devices()] == ["cpu"] * 4
+assert os.environ["NPROC"] == "64"
+mm.virtual_devices(4)  # they are there
+try:
+    mm.virtual_devices(8)
+except mm.UsageError as error:
+    print(error)
+"""
+
+
+def test_devices_are_made_before_jax_starts():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=CLEAN, check=True)
+    assert done.stdout.startswith("virtual_devices(8): JAX has started already, with 4 devices (cpu); call it before")
+
+
+def test_devices_that_are_there_may_stay():
+    mm.virtual_devices(len(jax.devices()))
+
+
+@pytest.mark.parametrize("count", [0, 2.5, "8"])
+def test_a_number_is_needed(count):
+    with pytest.raises(mm.UsageError, match="virtual_devices: the number of devices"):
+        mm.virtual_devices(count)
