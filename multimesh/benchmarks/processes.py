@@ -177,6 +177,7 @@ def accumulated(params: Any, pieces: Any) -> Any:
 def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
     """Every form of the step in turns."""
     import jax
+    from multimesh.processes import agree
 
     import multimesh as mm
 
@@ -204,8 +205,8 @@ def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
             jax.block_until_ready(call())
             if n:
                 seen[name].append((time.perf_counter() - start, time.process_time() - cpu))
-    told = mm.distributed.exchanged(f"{m}", json.dumps(seen).encode())
-    every = [json.loads(text) for text in told]
+    told = agree.decided(f"{m}", json.dumps(seen).encode(), lambda every: b"\n".join(every))
+    every = [json.loads(text) for text in told.splitlines()]
     rounds_of = {name: list(zip(*(each[name] for each in every), strict=True)) for name in seen}
     wall = {name: [max(w for w, _ in pair) for pair in pairs] for name, pairs in rounds_of.items()}
     base = wall["halves"]

@@ -4,6 +4,10 @@
 the watchers' protocol: they meet the hub, say that they are there as often as watchers do, and end together. ``meet``
 is the time from the first guest's arrival to the last answer, with the hub's CPU time; ``core`` the share of a core
 that the hub needs after that; ``death`` the time until all have heard of one that is gone.
+
+The second table is of JAX's key-value store, with a real process 0, and one process that takes the part of all others:
+an agreement, in which each leaves a value and reads what process 0 decided; what a save has of these, and a run or a
+call of a profile, where all processes of eight read one clock.
 """
 
 from __future__ import annotations
@@ -14,17 +18,25 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import SimpleQueue, get_context
 from pathlib import Path
 from typing import Any
 
+import jax
 import report
-from multimesh.processes import watcher, wire
+from multimesh.core import _compat
+from multimesh.observe import clocks
+from multimesh.processes import agree, watcher, wire
 from multimesh.processes.initialize import _facts
 
 SECRET = b"a secret of a benchmark's job"
 SILENCE = 30.0
+SAVE, PROFILE = 2.5, 4  # agreements in a save, and in a run of a profile besides its clocks
+NODE = 8  # processes that read one clock
 HOST = "a-node-of-a-large-cluster-{:05d}.compute.example.org"
 
 
@@ -35,7 +47,7 @@ def main() -> None:
     args = options.parse_args()
     facts = _facts()
     rows = [watched(count, args.seconds, facts) for count in args.counts]
-    report.show({"watchers": rows}, args.json)
+    report.show({"watchers": rows, "agreement": agreements(args.counts)}, args.json)
 
 
 def watched(count: int, seconds: float, facts: dict[str, list[str]]) -> report.Row:
@@ -68,6 +80,90 @@ def watched(count: int, seconds: float, facts: dict[str, list[str]]) -> report.R
             "hub's MB": hub.megabytes,
             "death s": death,
         }
+
+
+def agreements(counts: Sequence[int]) -> list[report.Row]:
+    """Agreements of so many processes each, in two processes that JAX made one job."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    context = get_context("spawn")
+    ends: list[Any] = [context.SimpleQueue() for _ in range(3)]
+    both = [context.Process(target=agreeing, args=(rank, address, counts, *ends), daemon=True) for rank in range(2)]
+    for each in both:
+        each.start()
+    rows: list[report.Row] = ends[2].get()
+    for each in both:
+        each.join()
+    return rows
+
+
+def agreeing(
+    rank: int,
+    address: str,
+    counts: Sequence[int],
+    said: SimpleQueue[Any],
+    go: SimpleQueue[Any],
+    found: SimpleQueue[Any],
+) -> None:
+    """Be process 0, or all others in turn."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.distributed.initialize(address, 2, rank)
+    mine, rows, here = bytes(32), [], threading.local()
+    jax.process_index = lambda: getattr(here, "rank", rank)
+
+    def give(other: int) -> None:
+        here.rank = other
+        agree.first_hears(name, mine)
+
+    def hear(other: int) -> bool:
+        here.rank = other
+        return agree.get(f"multimesh/{name}/decided", name, 0)[1:] == mine
+
+    for count in counts:
+        jax.process_count = lambda count=count: count
+        for name in (f"agreement {n} of {count}" for n in range(3)):
+            if rank == 0:
+                go.put(name)
+                start, cpu = time.monotonic(), time.process_time()
+                agree.decided(name, mine, lambda every: every[0])
+                said.get()
+                seconds, used = time.monotonic() - start, time.process_time() - cpu
+            else:
+                go.get()
+                with ThreadPoolExecutor(16) as pool:
+                    list(pool.map(give, range(1, count)))
+                    assert all(pool.map(hear, range(1, count)))
+                said.put(True)
+        if rank == 0:
+            clock = asked(count, rank, said, go)
+            left = len(_compat.key_value_store().key_value_dir_get("multimesh/"))
+            rows.append(
+                {"processes": count, "agreement s": seconds, "CPU s of process 0": used, "keys left": left}
+                | {"save s": SAVE * seconds, "profile's run s": PROFILE * seconds + clock}
+            )
+        else:
+            asked(count, rank, said, go)
+    if rank == 0:
+        found.put(rows)
+
+
+def asked(count: int, rank: int, said: SimpleQueue[Any], go: SimpleQueue[Any]) -> float:
+    """Seconds in which one process of each node compares its clock with that of process 0."""
+    others = max(1, count // NODE - 1)
+    rounds = clocks.rounds(others)
+    start = time.monotonic()
+    for key in (f"multimesh/questions/{count}/{other}" for other in range(others)):
+        if rank == 0:
+            clocks.answer(key, rounds, 1)
+        else:
+            clocks.ask(key, rounds)
+    if rank == 0:
+        said.get()
+        agree.forget("multimesh/questions/")
+    else:
+        said.put(True)
+    return time.monotonic() - start
 
 
 class Hub:

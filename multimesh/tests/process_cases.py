@@ -206,7 +206,7 @@ def analyses() -> None:
 
 def profiled(split: str, skew: str, transport: str | None = None) -> None:
     """A profile has all that any process did, in order on one clock, also where their clocks differ; alike in all."""
-    from multimesh.observe import measure
+    from multimesh.observe import clocks
     from multimesh.timelines import perfetto, svg
 
     parts, ahead = SPLITS[split](), float(skew) * jax.process_index()
@@ -222,8 +222,9 @@ def profiled(split: str, skew: str, transport: str | None = None) -> None:
         return [a - b for a, b in zip(w, g, strict=True)], total
 
     with mm.context(transport=transport), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "now", lambda: time.perf_counter() + ahead)
-        seconds, error = measure.offset(f"of test {split} {skew}")
+        patch.setattr(clocks, "now", lambda: time.perf_counter() + ahead)
+        patch.setattr(clocks, "identity", lambda: str(jax.process_index() if ahead else "one"))
+        seconds, error = clocks.offset(f"of test {split} {skew}")
         assert abs(seconds + ahead) <= error + 1e-6  # the processes of one machine have one clock
         jitted = mm.jit(step, donate_argnums=0)
         found = jitted.profile(w, np.ones((32, 64), np.float32))

@@ -1,15 +1,10 @@
-"""Runs of a compiled plan under an observer that waits for kernels and transfers: when each started and ended.
-
-The clocks of several processes are compared with that of process 0.
-"""
+"""Runs of a compiled plan under an observer that waits for kernels and transfers: when each started and ended."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import json
-import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +12,7 @@ from typing import Any
 
 import jax
 
-from multimesh.core import _compat
+from multimesh.observe import clocks
 from multimesh.plan.instructions import Send
 from multimesh.plan.plan import Plan
 from multimesh.plan.timing import Times
@@ -26,8 +21,6 @@ from multimesh.runtime.actions import Action, actions, processes, whole
 from multimesh.runtime.runner import Runner, copied, observed
 from multimesh.runtime.transport import Call
 
-ROUNDS = 40  # questions to process 0 about its clock
-_BEST = 10  # of them, those with the fastest answers count
 _WAITERS = 64  # threads, each of which waits for the arrays of a move
 _profiles = itertools.count(1)
 
@@ -59,13 +52,13 @@ class Alone:
         """Every kernel and transfer by itself."""
         env = _ready(self._runner.staged(_copies(args)))
         times: dict[int, tuple[float, float]] = {}
-        origin = now()
+        origin = clocks.now()
 
         def observe(action: Action, call: Call) -> Call:
             def waited(*given: Any) -> Sequence[Any]:
-                start = now()
+                start = clocks.now()
                 results = _ready(call(*given))
-                times[action.instructions[0]] = start - origin, now() - origin
+                times[action.instructions[0]] = start - origin, clocks.now() - origin
                 return results
 
             return waited
@@ -95,7 +88,7 @@ class _Watch:
     """
 
     def __init__(self, plan: Plan, pool: ThreadPoolExecutor, ahead: float) -> None:
-        self.seen, self._now = Seen(), lambda: now() + ahead
+        self.seen, self._now = Seen(), lambda: clocks.now() + ahead
         self._here, self._pool = [jax.process_index() in owners for owners in processes(plan)], pool
         self._arriving: dict[int, Future[None]] = {}  # slot to the thread that waits for its array
         self._running: tuple[Action, float, Sequence[Any]] | None = None
@@ -155,25 +148,34 @@ class Together:
         """All processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(_copies(args)))
-        ahead, error = offset(name)
+        ahead, error = clocks.offset(name)
         with ThreadPoolExecutor(_WAITERS) as pool:
             watch = _Watch(self._plan, pool, ahead)
             self._runner.run(env, observed(self._runner.calls, watch))
             watch.finish()
         own = [error, *([*found.items()] for found in vars(watch.seen).values())]
-        told = [json.loads(said) for said in agree.exchanged(name, json.dumps(own).encode())]
-        every = [Seen(*map(dict, found)) for _, *found in told]
-        errors = sorted((each for each, *_ in told), reverse=True)
-        return merged(self._plan, every, sum(errors[:2]))
+
+        def merge(every: Sequence[bytes]) -> bytes:
+            told = [agree.unpacked(each) for each in every]
+            errors = sorted((each for each, *_ in told), reverse=True)
+            found = merged(self._plan, [Seen(*map(dict, each)) for _, *each in told], sum(errors[:2]))
+            return agree.packed([[*found.times.items()], [*found.lasts.items()], found.error])
+
+        times, lasts, most = agree.unpacked(agree.decided(name, agree.packed(own), merge))
+        return Measured({number: tuple(span) for number, span in times}, dict(lasts), most)
 
     def call(self, args: Sequence[Any]) -> float:
         """Seconds from the first process's start of an ordinary call to the last one's end."""
         copies = _copies(args)
         name = f"{self._name}/{next(self._rounds)}"
-        ahead, _ = offset(name)
-        own = [at + ahead for at in _called(self._runner, copies)]
-        every = [json.loads(said) for said in agree.exchanged(name, json.dumps(own).encode())]
-        return float(max(end for _, end in every) - min(start for start, _ in every))
+        ahead = clocks.offset(name)[0]
+        own = [time + ahead for time in _called(self._runner, copies)]
+
+        def last(every: Sequence[bytes]) -> bytes:
+            spans = [json.loads(each) for each in every]
+            return json.dumps(max(end for _, end in spans) - min(start for start, _ in spans)).encode()
+
+        return float(json.loads(agree.decided(name, json.dumps(own).encode(), last)))
 
 
 def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measured:
@@ -222,39 +224,6 @@ def _ready(arrays: Iterable[Any]) -> list[Any]:
 
 def _called(runner: Runner, args: Sequence[Any]) -> tuple[float, float]:
     """Start and end of an ordinary call."""
-    start = now()
+    start = clocks.now()
     jax.block_until_ready(runner(args))
-    return start, now()
-
-
-def now() -> float:
-    """Seconds on the clock of this process."""
-    return time.perf_counter()
-
-
-def offset(name: str) -> tuple[float, float]:
-    """Seconds to add to `now` for the time of process 0, and their possible error.
-
-    All processes call it, with a name that is used once.
-
-    A process asks process 0 for its time through JAX's key-value store. It assumes that process 0 read its clock in the
-    middle between question and answer; the error is at most half of the time between them.
-    """
-    store, patience = _compat.key_value_store(), int(1000 * agree.patience())
-    me, key = jax.process_index(), f"multimesh/clock/{name}"
-    agree.barrier(f"clock/{name}")
-    found: list[tuple[float, float]] = []
-    if me == 0:
-        for asking in (f"{key}/{rank}/{i}" for rank in range(1, jax.process_count()) for i in range(ROUNDS)):
-            store.blocking_key_value_get(f"{asking}/asked", patience)
-            store.key_value_set(f"{asking}/time", repr(now()))
-    else:
-        for asking in (f"{key}/{me}/{i}" for i in range(ROUNDS)):
-            start = now()
-            store.key_value_set(f"{asking}/asked", "")
-            theirs = float(store.blocking_key_value_get(f"{asking}/time", patience))
-            end = now()
-            found.append((end - start, theirs - (start + end) / 2))
-    best = sorted(found)[:_BEST] or [(0.0, 0.0)]
-    agree.forget(f"clock/{name}")
-    return statistics.median(ahead for _, ahead in best), best[-1][0] / 2
+    return start, clocks.now()

@@ -10,15 +10,14 @@ import concurrent.futures
 import errno
 import functools
 import itertools
-import json
 import os
 import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,54 +34,58 @@ HALF = ".half-written"
 
 _FILE = "process-{}.shards"
 _numbers = itertools.count(1)
+T = TypeVar("T")
 
 
 def save(path: Path, tree: Any) -> None:
     """See `multimesh.distributed.save`."""
     leaves = named(tree)
     kinds = {name: kind_of(name, x) for name, x in leaves.items()}
-    step, first = f"save {next(_numbers)}", jax.process_index() == 0
+    step = f"save {next(_numbers)}"
     if agree.several():
         agree.agree_on(step, [str(path), *(f"{name}: {kinds[name]}{described(x)}" for name, x in leaves.items())])
-    writer = agree.first_says(f"{step}/writer", f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     half = path.with_name(f"{path.name}@{writer}{HALF}")
     contents = {
         "leaves": kinds,
         "keys": {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)},
     }
-    mine: list[Shard] = []
 
-    def begin() -> None:
-        if not first:
-            return
+    def begin() -> str:
         _refuse(path)
         for left in _halves(path):
             if _ended(left):
                 shutil.rmtree(left, ignore_errors=True)
         half.mkdir(parents=True)
+        return str(half)
 
-    def write() -> None:
-        if parts := [part for name, x in leaves.items() for part in _parts(name, x)]:
-            mine.extend(shard_files.write(half / _FILE.format(jax.process_index()), parts))
+    def write() -> list[Any]:
+        parts = [part for name, x in leaves.items() for part in _parts(name, x)]
+        shards = shard_files.write(half / _FILE.format(jax.process_index()), parts) if parts else []
+        return [shard.row() for shard in shards]
 
-    def finish() -> None:
-        told = agree.first_hears(f"{step}/shards", json.dumps([shard.row() for shard in mine]).encode())
-        if first:
-            every = [Shard.of(row) for part in told for row in json.loads(part)]
-            shard_files.check_sizes(half, every)
-            shard_files.write_table(half, contents, every)
-            shard_files.settle_folder(half)
-            _refuse(path)
-            half.rename(path)  # now the checkpoint is there, and whole; it fails where another one is
-            shard_files.settle_folder(path.parent)
-            for left in _halves(path):  # of jobs that were killed, or that will be told
-                shutil.rmtree(left, ignore_errors=True)
+    def finish(told: Sequence[list[Any]]) -> None:
+        every = [Shard.of(row) for part in told for row in part]
+        shard_files.check_sizes(half, every)
+        shard_files.write_table(half, contents, every)
+        shard_files.settle_folder(half)
+        _refuse(path)
+        half.rename(path)  # now the checkpoint is there, and whole; it fails where another one is
+        shard_files.settle_folder(path.parent)
+        for left in _halves(path):  # of jobs that were killed, or that will be told
+            shutil.rmtree(left, ignore_errors=True)
 
+    attempt = functools.partial(_attempt, path, half)
     try:
-        for name, part in (("begin", begin), ("write", write), ("finish", finish)):
-            _together(f"{step}/{name}", path, half, part)
+        half = Path(agree.first_does(f"{step}/begin", lambda: attempt(begin, "something already")))
+        error, shards = None, []
+        try:
+            shards = attempt(write)
+        except MultiMeshError as wrong:
+            error = wrong
+        agree.settle(step, error, shards, lambda told: attempt(lambda: finish(told)))
     except MultiMeshError:
-        if first:
+        if jax.process_index() == 0:
             shutil.rmtree(half, ignore_errors=True)
         raise
 
@@ -127,22 +130,20 @@ def _parts(name: str, x: Any) -> list[Part]:
     return [part for part in found if part.size]
 
 
-def _together(name: str, path: Path, half: Path, part: Callable[[], None]) -> None:
-    """Do a part of a save in every process. If it fails in one, all raise its error."""
-    error: MultiMeshError | None = None
+def _attempt(
+    path: Path, half: Path, part: Callable[[], T], there: str = "a checkpoint of another job, which was faster"
+) -> T:
+    """Do a part of a save; raise any error as one of ours, which says what becomes of the checkpoint."""
     try:
-        part()
-    except Exception as wrong:  # noqa: BLE001 - whatever the file system, the devices and the store raise
+        return part()
+    except Exception as wrong:  # whatever the file system, the devices and the store raise
         begun = f"mm.distributed.save to {path}"
         if path.exists():  # also where the one that was faster has removed what this job wrote
-            when = "something already" if name.endswith("begin") else "a checkpoint of another job, which was faster"
-            error = UsageError(f"{begun}: there is {when}; give every checkpoint a path of its own")
-        else:
-            of_system = wrong.strerror if isinstance(wrong, OSError) else None
-            said = f"{of_system}: {getattr(wrong, 'filename', None) or half}" if of_system else str(wrong).strip()
-            reason = (said or type(wrong).__name__).splitlines()[0]
-            error = MultiMeshError(f"{begun}: {reason[:300]}; there is no checkpoint of that name")
-    agree.settle(name, error)
+            raise UsageError(f"{begun}: there is {there}; give every checkpoint a path of its own") from wrong
+        of_system = wrong.strerror if isinstance(wrong, OSError) else None
+        said = f"{of_system}: {getattr(wrong, 'filename', None) or half}" if of_system else str(wrong).strip()
+        reason = (said or type(wrong).__name__).splitlines()[0]
+        raise MultiMeshError(f"{begun}: {reason[:300]}; there is no checkpoint of that name") from wrong
 
 
 def restore(path: Path, like: Any) -> Any:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from multimesh.errors import UsageError
-from multimesh.processes.agree import forget, get, put, several
+from multimesh.processes import agree
 
 SMALL = 64 * 2**20
 """The most bytes that `gather` copies."""
@@ -51,7 +51,7 @@ def gather(tree: Any, timeout: float | None = None) -> Any:
 
 
 def _gathered(leaves: list[Any], timeout: float | None) -> list[Any]:
-    far = {i: x for i, x in enumerate(leaves) if several() and isinstance(x, jax.Array) and x.committed}
+    far = {i: x for i, x in enumerate(leaves) if agree.several() and isinstance(x, jax.Array) and x.committed}
     size = sum(x.nbytes for x in far.values())
     if size > SMALL:
         largest = max(far.values(), key=lambda x: x.nbytes)
@@ -59,9 +59,10 @@ def _gathered(leaves: list[Any], timeout: float | None) -> list[Any]:
             f"mm.distributed.gather is for small trees: {size:,} bytes in all, of which {largest.nbytes:,} in a "
             f"{largest.dtype} array of shape {largest.shape}; reduce arrays on their devices first, or save them"
         )
-    me, number = jax.process_index(), next(_gathers) if far else 0
+    me = jax.process_index()
     whole = [np.asarray(x) if isinstance(x, jax.Array) and i not in far else x for i, x in enumerate(leaves)]
-    wanted: list[tuple[int, Any, str, int]] = []
+    places: list[tuple[int, int, Any]] = []  # of every part, in an order that all know: its owner, its array, where
+    mine: list[bytes] = []
     for i, x in far.items():
         bounds = functools.partial(_bounds, shape=x.shape)
         owners: dict[Any, int] = {}
@@ -69,19 +70,18 @@ def _gathered(leaves: list[Any], timeout: float | None) -> list[Any]:
             owners[bounds(index)] = min(owners.get(bounds(index), device.process_index), device.process_index)
         held = {bounds(shard.index): shard.data for shard in x.addressable_shards}
         whole[i] = np.empty(x.shape, x.dtype)
-        for n, (corner, owner) in enumerate(sorted(owners.items())):
-            index, key = tuple(slice(*ends) for ends in corner), f"multimesh/gather/{number}/{i}/{n}"
-            if corner in held:
-                whole[i][index] = np.asarray(held[corner])  # an error of its computation, or Ctrl-C, is raised as it is
-                if owner == me:
-                    put(key, whole[i][index].tobytes())
-            else:
-                wanted.append((i, index, key, owner))
-    for i, index, key, owner in wanted:
-        part, found = whole[i][index], get(key, "mm.distributed.gather", owner, timeout)
-        whole[i][index] = np.frombuffer(found, part.dtype).reshape(part.shape)
-    if far:
-        forget(f"gather/{number}", timeout)
+        for corner, owner in sorted(owners.items()):
+            places.append((owner, i, tuple(slice(*ends) for ends in corner)))
+            if owner == me:  # an error of its computation, or Ctrl-C, is raised as it is
+                mine.append(np.asarray(held[corner]).tobytes())
+    if not far:
+        return whole
+    every = agree.decided(f"mm.distributed.gather {next(_gathers)}", b"".join(mine), b"".join, timeout)
+    start = 0
+    for _, i, index in sorted(places, key=lambda place: place[0]):  # stable: as each owner gave them
+        part = whole[i][index]
+        whole[i][index] = np.frombuffer(every[start : start + part.nbytes], part.dtype).reshape(part.shape)
+        start += part.nbytes
     return whole
 
 

@@ -49,13 +49,11 @@ class Pull:
         address = _compat.own_address()
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(client, f"{address}:0", [f"{address}:0"] * 2)
-        _compat.key_value_store().key_value_set(f"multimesh/transfer/{self._me}", self._server.address())
+        agree.put(f"multimesh/transfer/{self._me}", self._server.address().encode())
 
     @functools.cache  # noqa: B019 - lives as long as the process
     def _peer(self, process: int) -> Any:
-        store = _compat.key_value_store()
-        address = store.blocking_key_value_get(f"multimesh/transfer/{process}", int(1000 * agree.patience()))
-        return self._server.connect(address)
+        return self._server.connect(agree.get(f"multimesh/transfer/{process}", "transfers", process).decode())
 
     def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """See `Carrier`."""
