@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 UBUNTU = "http://archive.ubuntu.com/ubuntu"
+_TURNS = Path(tempfile.gettempdir()) / "multimesh-apt.lock"
+"""One test run at a time reads apt's lists: apt itself waits for the lock of the packages only."""
 
 
 def as_root(*argv: str | Path, env: Mapping[str, str] | None = None) -> list[str]:
@@ -91,5 +95,7 @@ def _apt(*args: str, env: Mapping[str, str] | None = None, cwd: Path | None = No
     # A machine that has just started may be installing packages of its own.
     wait = ["apt-get", "-o", "DPkg::Lock::Timeout=300", *args]
     argv = wait if env else as_root(*wait, env={"DEBIAN_FRONTEND": "noninteractive"})
-    done = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True)
+    with _TURNS.open("w") as turns:
+        fcntl.flock(turns, fcntl.LOCK_EX)
+        done = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr[-1000:]}"
