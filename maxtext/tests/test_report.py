@@ -14,6 +14,7 @@ from multimesh_maxtext.errors import (
     DisagreementError,
     LossNotFallingError,
     LossNotFiniteError,
+    ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
 )
@@ -66,6 +67,15 @@ def test_a_process_that_is_lost_has_a_code_of_its_own(returncode: int, code: int
     with pytest.raises(TrainerFailedError, match=message) as raised:
         judge(steps(3.0), expected=3, returncode=returncode, log=LOG, several=True)
     assert raised.value.exit_code == code
+
+
+def test_a_process_that_was_stopped_did_not_run_out_of_memory(tmp_path: Path):
+    """The last words of its watcher, which killed it, are in the log."""
+    log = tmp_path / "log"
+    log.write_text("multimesh: process 1 of 2 (n1, pid 7) has been stopped (SIGSTOP) for 30 s after 3 steps\n")
+    told = r"was killed by SIGKILL, because it had been stopped \(SIGSTOP\) after 1 of 3 steps"
+    with pytest.raises(ProcessLostError, match=told):
+        judge(steps(3.0), expected=3, returncode=-9, log=log, several=True)
 
 
 def test_a_repeated_or_missing_step_is_not_a_full_run():

@@ -424,3 +424,24 @@ print([line for line in out.splitlines() if address in line and "watcher.py" in 
             assert re.search(rf"watcher.py \d+ {address} process \d of 2$", line), line
             assert len(line) < 400, line
             assert word not in line, line
+
+
+WAITS = {  # where process 0 waits for the other one, and seconds until Ctrl-C has ended both
+    "a barrier": ("jax.devices(); print('ready', flush=True); mm.distributed.barrier('x')", 5),
+    "C++ code": ("import threading; threading.Timer(3, print, ['ready']).start(); jax.devices()", 15),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.full
+@pytest.mark.parametrize("where", WAITS)
+def test_ctrl_c_ends_a_process_that_waits(job, where):
+    """JAX alone: a wait in C++ code, as for the devices of others, ends after minutes."""
+    what, limit = WAITS[where]
+    late = f"if rank:\n    {'jax.devices(); ' * (limit == 5)}print('ready', flush=True); time.sleep(600)\n"
+    first, second = job(JOIN + late + what, fault=([0], signal.SIGINT), environ=lambda rank: {"PYTHONUNBUFFERED": "1"})
+    assert (first.code, second.code) == (130, 130), (first, second)
+    assert max(first.seconds, second.seconds) < limit, (first, second)
+    told = rf"multimesh: {_named(0)} was interrupted in code that does not notice it\n"
+    assert re.search(told if limit == 15 else "KeyboardInterrupt\n", first.said), first
+    assert re.search(rf"ends because {_named(0)} failed: KeyboardInterrupt\n", second.said), second

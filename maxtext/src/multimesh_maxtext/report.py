@@ -110,9 +110,13 @@ def judge(
             )
     complete = [step.number for step in steps] == list(range(first, expected))
     if several and (returncode < 0 or returncode == ProcessLostError.exit_code):
-        raise ProcessLostError(f"the trainer {_ending(returncode)} after {_count(steps, expected, first)}; see {log}")
+        raise ProcessLostError(
+            f"the trainer {_ending(returncode, log)} after {_count(steps, expected, first)}; see {log}"
+        )
     if returncode:
-        raise TrainerFailedError(f"the trainer {_ending(returncode)} after {_count(steps, expected, first)}; see {log}")
+        raise TrainerFailedError(
+            f"the trainer {_ending(returncode, log)} after {_count(steps, expected, first)}; see {log}"
+        )
     if not complete:
         raise StoppedEarlyError(f"the trainer ended after {_count(steps, expected, first)} without an error; see {log}")
     every = [step.loss for step in (*before, *steps)]
@@ -134,12 +138,14 @@ def falling(losses: Sequence[float]) -> bool:
     return sum(losses[-third:]) < sum(losses[:third])
 
 
-def _ending(returncode: int) -> str:
+def _ending(returncode: int, log: Path) -> str:
     if returncode == ProcessLostError.exit_code:
         return "ended because another process was lost"
     if returncode > 0:
         return f"failed with exit code {returncode}"
     hint = " (out of memory?)" if -returncode == signal.SIGKILL else ""
+    if hint and log.exists() and " has been stopped (SIGSTOP) for " in log.read_text(errors="replace"):
+        hint = ", because it had been stopped (SIGSTOP)"
     return f"was killed by {signal.Signals(-returncode).name}{hint}"
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
 from multimesh.errors import LostProcessError, UsageError
@@ -27,6 +27,7 @@ from multimesh.processes.members import Member, named, unfolded
 from multimesh.processes.timeouts import Timeouts
 from multimesh.processes.wire import GRACE, Line, allow_files
 
+DEAF = 5.0  # seconds in which Python code must have noticed Ctrl-C, which C++ code that waits never does
 NOTICE = 10.0  # seconds after which a process says that it waits for others
 _ASK = (
     signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -57,6 +58,7 @@ class WatcherClient:
         sys.exit = self._sys_exit
         atexit.register(self._finish)  # runs before JAX's handler, which was registered first
         self._see_exits()
+        self._see_interrupts()
         threading.Thread(target=self._listen, name="multimesh-watcher-client", daemon=True).start()
 
     def begin_step(self) -> None:
@@ -121,6 +123,35 @@ class WatcherClient:
         monitoring.use_tool_id(_TOOL, "multimesh")
         monitoring.register_callback(_TOOL, monitoring.events.PY_UNWIND, unwound)
         monitoring.set_events(_TOOL, monitoring.events.PY_UNWIND)
+
+    def _see_interrupts(self) -> None:
+        """Let Ctrl-C end this process also while C++ code waits for others: there Python's own handler never runs."""
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        noticed = threading.Event()
+
+        def interrupted(number: int, frame: FrameType | None) -> None:
+            noticed.set()
+            signal.default_int_handler(number, frame)
+
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        try:
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            signal.signal(signal.SIGINT, interrupted)
+        except ValueError:  # this thread is not the main one
+            return
+
+        def wait() -> None:
+            while numbers := os.read(reader, 64):
+                ours = signal.getsignal(signal.SIGINT) is interrupted  # not a handler that the script has set since
+                if signal.SIGINT in numbers and ours and not noticed.wait(DEAF):
+                    os.write(2, f"multimesh: {self._name} was interrupted in code that does not notice it\n".encode())
+                    self._leave("KeyboardInterrupt", 130)
+                    _exit(130)
+                noticed.clear()
+
+        threading.Thread(target=wait, name="multimesh-interrupts", daemon=True).start()
 
     def _finish(self) -> None:
         """Wait until all processes are done, however long that takes. JAX's own barrier at exit then need not wait."""
