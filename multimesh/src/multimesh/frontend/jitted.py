@@ -45,6 +45,7 @@ from multimesh.marking.tracing import partitioning, recorded, uncollected
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Traced
 from multimesh.passes.placing.owners import held
+from multimesh.plan.idle import idle_axes
 from multimesh.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -292,6 +293,7 @@ class Jitted:
         self._check_devices(fit.passes["reductions"].made)
         names = leaf_names(signature.tree, parameters)
         self._tell_held(fit.passes["place"].made, names)
+        _tell_idle(plan)
         self._check_layouts(plan, names, per_leaf(self._in_shardings, signature.tree, "in_shardings"), out_specs)
         return Lowered(
             plan,
@@ -343,6 +345,20 @@ class Jitted:
                     f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that are not among "
                     "jit(devices=...)"
                 )
+
+
+def _tell_idle(plan: Plan) -> None:
+    """Warn of axes of submeshes along which nothing is laid out."""
+    found = list(idle_axes(plan))
+    if found:
+        submesh, axis, op = found[0]
+        more = f", nor do {len(found) - 1} more axes of submeshes" if len(found) > 1 else ""
+        warnings.warn(
+            f"{_compat.user_line(op.source)}: axis {axis!r} of submesh {describe(plan.submeshes[submesh])} shards "
+            f"nothing{more}: its devices all compute the same; lay out an argument along it, as jax.device_put(x, "
+            "NamedSharding(mesh, P(axis))), or a value in a task by with_sharding_constraint",
+            stacklevel=2,
+        )
 
 
 def jit(

@@ -21,7 +21,7 @@ from multimesh.frontend.staged import run
 from multimesh.frontend.units import Unit, Units, read
 from multimesh.marking import contexts
 from multimesh.marking.flax_modules import unchanged
-from multimesh.marking.tracing import inside, partitioned_trace, recorded
+from multimesh.marking.tracing import in_a_mesh, inside, partitioned_trace, recorded
 from multimesh.schedules import LayerCosts
 from multimesh.schedules.costs import cost
 from multimesh.schedules.cuts import SLACK, Chain, ChainCut, cut_chain
@@ -100,7 +100,8 @@ class Pipelined:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function; each stage is a task on its submesh."""
         if not self.meshes or contexts.ignoring() or not recorded():
-            return self.fn(*args, **kwargs)
+            with in_a_mesh(self._name):
+                return self.fn(*args, **kwargs)
         if partitioned_trace():
             args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
         traced = self._traced(args, kwargs)
@@ -127,21 +128,22 @@ class Pipelined:
         first = make_task("pipeline", mesh=self.meshes[0], logical_axes=self.logical_axes)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
-        def name() -> str:
-            return f"pipeline: {getattr(self.fn, '__name__', 'the function')}"
-
         def fn(*arrays: Any) -> Any:
             full = list(leaves)
             for i, array in zip(where, arrays, strict=True):
                 full[i] = array
             inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
-            with inside(first), unchanged(name, (inner_args, inner_kwargs)):
+            with inside(first), unchanged(lambda: self._name, (inner_args, inner_kwargs)):
                 return self.fn(*inner_args, **inner_kwargs)
 
         arrays = tuple(leaves[i] for i in where)
-        with _compat.traced_as(name):
+        with _compat.traced_as(lambda: self._name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
         return _Traced(closed, jax.tree.structure(shapes), arrays)
+
+    @property
+    def _name(self) -> str:
+        return f"pipeline: {getattr(self.fn, '__name__', 'the function')}"
 
     def _cut(self, closed: Any) -> tuple[Units, tuple[tuple[Unit, ...], ...], Cuts]:
         number = len(self.meshes) * self.interleave

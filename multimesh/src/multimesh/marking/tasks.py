@@ -17,7 +17,7 @@ from multimesh.core.submesh import AxisMap, Placement, make_task
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.flax_modules import subclass, unchanged, with_call
-from multimesh.marking.tracing import current_task, inside, partitioned_trace, recorded
+from multimesh.marking.tracing import current_task, in_a_mesh, inside, partitioned_trace, recorded, tell_one_program
 
 
 def task(
@@ -151,9 +151,10 @@ def _marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
         if contexts.ignoring():
             return fn(*args, **kwargs)
         if not recorded():
-            with _outside(f"task {placed.name!r}"):
+            with _outside(f"task {placed.name!r}"), in_a_mesh(f"task {placed.name!r}"):
                 return fn(*args, **kwargs)
         if not partitioned_trace():
+            tell_one_program(placed.name)
             return marked_call(marks.TASKS.name(placed), run, args, kwargs)
         args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
         return jax.tree.map(_compat.leave_mesh, marked_call(marks.TASKS.name(placed), run, args, kwargs))

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import gc
 import re
+import warnings
 from collections.abc import Iterator
 
 import jax
@@ -15,12 +16,26 @@ from multimesh.core.submesh import Placement
 from multimesh.errors import UsageError
 
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_tracing", default=False)
+_told = False
 _task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multimesh_task", default=None)
 
 
 def partitioned_trace() -> bool:
     """Whether this is a trace whose tasks will be placed on their submeshes."""
     return _tracing.get()
+
+
+def tell_one_program(name: str) -> None:
+    """Warn, once in a process, of a task that a jit of JAX makes a part of one program."""
+    global _told
+    if not _told and _compat.in_a_jit_of_jax():
+        _told = True
+        warnings.warn(
+            f"{_compat.caller_line()}: task {name!r} is a part of one program here, and runs on the devices of that: "
+            "jax.jit, nnx.jit or a loop is around it, and no multimesh.jit; call multimesh.jit in its place, or say "
+            "that one program is meant: with multimesh.ignore_transforms()",
+            stacklevel=2,
+        )
 
 
 def recorded() -> bool:
@@ -53,7 +68,8 @@ def inside(task: Placement) -> Iterator[None]:
     All axes are Auto inside, whatever they are in the user's mesh; code that needs Explicit axes is an error.
     """
     if not partitioned_trace():
-        yield
+        with in_a_mesh(f"task {task.name!r}"):
+            yield
         return
     token = _task.set(task)
     try:
@@ -69,6 +85,27 @@ def inside(task: Placement) -> Iterator[None]:
         ) from error
     finally:
         _task.reset(token)
+
+
+@contextlib.contextmanager
+def in_a_mesh(what: str) -> Iterator[None]:
+    """Say what to do if code with bare partition specs runs where no mesh has their axes.
+
+    Raises
+    ------
+    UsageError
+        In place of JAX's error, which does not know of submeshes.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if "requires a non-empty mesh" not in str(error):
+            raise
+        raise UsageError(
+            f"{_compat.error_line(error)}: {what} has a bare PartitionSpec, and runs without a submesh here; run it "
+            "under multimesh.jit, or in jax.set_mesh(mesh), or use multimesh.with_sharding_constraint, which has no "
+            "effect without a submesh"
+        ) from error
 
 
 def _explicit_remedy(message: str, task: Placement) -> str | None:

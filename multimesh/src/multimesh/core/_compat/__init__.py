@@ -54,6 +54,7 @@ with tried_version():
         bind,
         devices_free,
         eager,
+        in_a_jit_of_jax,
         leave_mesh,
         staged,
         without_mesh,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -84,6 +86,9 @@ def is_explicit(given: Any) -> bool:
     return isinstance(given, NamedSharding) and given.mesh != auto(given.mesh)
 
 
+_PJIT = os.path.join(os.path.dirname(jax.__file__), "_src", "pjit.py")
+
+
 def _trace_in_force() -> Any:
     with core.take_current_trace() as trace:
         return trace
@@ -109,6 +114,14 @@ def staged() -> bool:
 def eager() -> bool:
     """Whether no transformation is in force."""
     return isinstance(_trace_in_force(), _RUNS)
+
+
+def in_a_jit_of_jax() -> bool:
+    """Whether a call of a function of ``jax.jit`` traces it now, as JAX's own frames on the stack say."""
+    frame = sys._getframe(1).f_back
+    while frame is not None and not (frame.f_code.co_name == "cache_miss" and frame.f_code.co_filename == _PJIT):
+        frame = frame.f_back
+    return frame is not None
 
 
 def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
