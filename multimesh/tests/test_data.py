@@ -1,0 +1,50 @@
+"""Each process reads the rows of its own devices, those of stages without data none; a run goes on with other ones."""
+
+import json
+from pathlib import Path
+
+import data_steps
+import jax
+import numpy as np
+import pytest
+from spawning import run
+
+pytestmark = pytest.mark.multiprocess
+SCRIPT = Path(__file__).parent / "data_steps.py"
+ROWS = data_steps.ROWS
+
+
+def steps(processes, stages, folder, first):
+    ended = run(processes, 8 // processes, SCRIPT, str(stages), str(folder), str(first), "2")
+    assert [e.code for e in ended] == [0] * processes, [e.err for e in ended]
+    found = [json.loads(e.out.splitlines()[-1]) for e in ended]
+    assert all(each["losses"] == found[0]["losses"] for each in found)
+    return found[0]["losses"], [each["asked"] for each in found]
+
+
+def shares(first, parts):
+    """Rows of two steps, in parts of equal length."""
+    number = [n * ROWS + np.arange(ROWS).reshape(parts, -1) for n in (first, first + 1)]
+    return [sorted(row for rows in number for row in rows[part].tolist()) for part in range(parts)]
+
+
+def test_processes_read_their_shares_and_a_run_goes_on_with_others(tmp_path):
+    """Two processes with two stages each, then four: a stage of two processes first, then one process for each."""
+    dataset = data_steps.shuffled(data_steps.Source())
+    plain, params, wanted = jax.jit(data_steps.training(data_steps.loss_of)), data_steps.initial(), []
+    for number in range(6):
+        rows = [dataset[number * ROWS + i] for i in range(ROWS)]
+        params, value = plain(params, {name: np.stack([row[name] for row in rows]) for name in ("x", "y")})
+        wanted.append(float(value))
+
+    losses, asked = steps(2, 4, tmp_path, 0)
+    assert asked == [{"x": shares(0, 1)[0], "y": []}, {"x": [], "y": shares(0, 1)[0]}]
+
+    more, asked = steps(4, 2, tmp_path, 2)
+    front, back = shares(2, 2)
+    assert asked == [{"x": front, "y": []}, {"x": back, "y": []}, {"x": [], "y": front}, {"x": [], "y": back}]
+
+    last, asked = steps(4, 4, tmp_path, 4)
+    whole = shares(4, 1)[0]
+    assert asked == [{"x": whole, "y": []}, {"x": [], "y": []}, {"x": [], "y": []}, {"x": [], "y": whole}]
+    np.testing.assert_allclose([*losses, *more, *last], wanted, rtol=1e-5)
