@@ -41,7 +41,7 @@ from multimesh.ir.program import all_ops, has_tasks
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
 from multimesh.marking.flax_modules import unchanged
-from multimesh.marking.tracing import partitioning, recorded, uncollected
+from multimesh.marking.tracing import jit_is_known, partitioning, recorded, uncollected
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Traced
 from multimesh.passes.placing.owners import held
@@ -84,6 +84,7 @@ class Jitted:
         *,
         autoshard: bool = False,
     ):
+        jit_is_known()
         self._fn = fn
         self._autoshard = autoshard
         self._name = getattr(fn, "__name__", type(fn).__name__)

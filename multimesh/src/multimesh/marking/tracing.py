@@ -25,8 +25,17 @@ def partitioned_trace() -> bool:
     return _tracing.get()
 
 
+def jit_is_known() -> None:
+    """The user has called `multimesh.jit`."""
+    global _told
+    _told = True
+
+
 def tell_one_program(name: str) -> None:
-    """Warn, once in a process, of a task that a jit of JAX makes a part of one program."""
+    """Warn, once in a process, of a task that a jit of JAX makes a part of one program.
+
+    Who has called `multimesh.jit` knows of it, and may compare with ``jax.jit``: then there is no warning.
+    """
     global _told
     if not _told and _compat.in_a_jit_of_jax():
         _told = True
