@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+_PLAIN: frozenset[Any] = frozenset((int, bool, float, type(None)))  # most values by far; `repr` is all that they need
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
@@ -76,6 +77,7 @@ def _(value: Any) -> str:
 
 
 @text.register
+@functools.lru_cache(maxsize=256)
 def _(value: Mesh) -> str:
     devices = [] if value.empty else [(d.platform, d.id) for d in value.devices.flat]
     return f"{text(value.abstract_mesh)} {devices}"
@@ -85,13 +87,14 @@ def _(value: Mesh) -> str:
 @text.register(list)
 def _(value: Sequence[Any]) -> str:
     named = type(value).__name__ if hasattr(value, "_fields") else ""
-    return f"{named}({', '.join(map(text, value))})"
+    return f"{named}({', '.join([repr(each) if type(each) in _PLAIN else text(each) for each in value])})"
 
 
 text.register(functools.partial, lambda value: f"partial{text((value.func, value.args, value.keywords))}")
 text.register(AbstractMesh, lambda value: f"mesh {text(tuple(value.shape.items()))} {text(value.axis_types)}")
 text.register(NamedSharding, lambda value: f"{text(value.mesh)} {value.spec} {value.memory_kind}")
 text.register(enum.Enum, lambda value: f"{type(value).__name__}.{value.name}")
-text.register(str, repr)
+for _plain in {str} | _PLAIN:
+    text.register(_plain, repr)
 text.register(Mapping, lambda value: f"{{{', '.join(sorted(f'{text(k)}: {text(v)}' for k, v in value.items()))}}}")
 text.register(Set, lambda value: f"{{{', '.join(sorted(map(text, value)))}}}")

@@ -106,7 +106,7 @@ class Lowered:
             if not agree.several():
                 return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))
             spans = len(frozenset().union(*processes(self.plan))) > 1
-            number = agree.agree_on_plan(self.name, fingerprint.lines(self.plan)) if spans else None
+            number = agree.agree_on_plan(self.name, fingerprint.Lines(self.plan)) if spans else None
             compiled = compile_plan(self.plan, compiler_options)
             return Compiled(self, PartRunner(compiled, self.names, self.name, number))
 

@@ -19,7 +19,20 @@ from multimesh.plan.instructions import PlanData, record
 
 def digest(plan: PlanData) -> str:
     """SHA-256 of the lines of a plan, in hexadecimal."""
-    return hashlib.sha256("\n".join(lines(plan)).encode()).hexdigest()
+    found = hashlib.sha256()
+    for line in lines(plan):  # the text of a large plan has tens of megabytes
+        found.update(line.encode() + b"\n")
+    return found.hexdigest()
+
+
+class Lines:
+    """`lines`, made anew each time that they are read."""
+
+    def __init__(self, plan: PlanData) -> None:
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[str]:
+        return lines(self._plan)
 
 
 def lines(plan: PlanData) -> Iterator[str]:

@@ -89,7 +89,7 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
     LostProcessError
         If a process has not come here in time.
     """
-    lines = lines if iter(lines) is not lines else [*lines]
+    lines = [*lines] if iter(lines) is lines else lines  # what can be read again is not kept
     verdict = decided(f"{name}/agree", _digest(lines), _odd, timeout)
     usually, *odd = map(int, verdict.split())
     if not odd:

@@ -52,7 +52,7 @@ class PartRunner(Runner):
         """The exchange with other processes, which agree on a plan within one process when they first take part."""
         if self._exchange is None:
             plan = self.compiled.plan
-            number = agree.agree_on_plan(self._name, fingerprint.lines(plan))
+            number = agree.agree_on_plan(self._name, fingerprint.Lines(plan))
             self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
         return self._exchange
 
