@@ -33,11 +33,6 @@ class Options:
     ignore_transforms: bool = False
     transport: str | None = None
 
-    @property
-    def fuse_segments(self) -> bool:
-        """Whether tasks of a submesh become one kernel outside microbatch loops."""
-        return self.enable_task_fusion and not self.only_fuse_loop_tasks
-
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Options))
 _DEFAULTS = Options()

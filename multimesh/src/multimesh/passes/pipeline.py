@@ -101,7 +101,9 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "turns": _each(with_turns_joined),
     "order": _each(with_order),
     "unfuse": lambda parts, traced: unfused(
-        parts, segments=not traced.options.fuse_segments, loops=not traced.options.enable_task_fusion
+        parts,
+        segments=not traced.options.enable_task_fusion or traced.options.only_fuse_loop_tasks,
+        loops=not traced.options.enable_task_fusion,
     ),
     "states": _each(check_states),
     "planning": lambda parts, traced: build(parts, traced.donated, traced.alike),

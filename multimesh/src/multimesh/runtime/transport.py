@@ -129,9 +129,7 @@ def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, 
 
     It copies shards in the order of the devices, and slices what is on one device.
     """
-    if len(source.device_set) == 1:
-        return False
-    if not isinstance(source, NamedSharding) or not isinstance(target, NamedSharding):
+    if len(source.device_set) == 1 or not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
         return False
     shape = tuple(aval.shape)
     return list(source.devices_indices_map(shape).values()) != list(target.devices_indices_map(shape).values())

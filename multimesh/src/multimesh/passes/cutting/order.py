@@ -19,7 +19,7 @@ def with_weights_apart(pipeline: Pipeline) -> Pipeline:
 
     A first stage that always runs them back to back is not split; where others wait for B, its result leaves before W.
     """
-    apart = {c.stage for c in _cells(pipeline.table) if c.phase == "W"}
+    apart = {c.stage for c in itertools.chain(*pipeline.table) if c.phase == "W"}
     apart -= _back_to_back(pipeline.table, "B", "W") & {0}
     return replace(pipeline, fragments=split_weights(pipeline.fragments, apart, set(pipeline.results)))
 
@@ -52,7 +52,9 @@ def with_order(pipeline: Pipeline) -> Pipeline:
     queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in pipeline.table]
     late = [(i, k) for k in range(pipeline.loop.mark.count) for i, f in enumerate(fragments) if f.phase == "L"]
     sizes = len(pipeline.submeshes), pipeline.chunks
-    front = {(index[c.phase, c.stage], c.microbatch): schedule.front(c, *sizes) for c in _cells(pipeline.table)}
+    front = {
+        (index[c.phase, c.stage], c.microbatch): schedule.front(c, *sizes) for c in itertools.chain(*pipeline.table)
+    }
     if None in front.values():
         return replace(pipeline, cells=_by_start(fragments, queues, late))
     needs = _needs(fragments)
@@ -63,14 +65,10 @@ def with_order(pipeline: Pipeline) -> Pipeline:
     return replace(pipeline, cells=cells, fronts=tuple(map(front.__getitem__, cells)), ahead=schedule.ahead or 0)
 
 
-def _cells(table: Sequence[Sequence[Cell]]) -> list[Cell]:
-    return [cell for row in table for cell in row]
-
-
 def _back_to_back(table: Sequence[Sequence[Cell]], first: str, second: str) -> set[int]:
     """Stages whose ``second`` phase always follows ``first`` at once."""
     pairs = {pair for row in table for pair in itertools.pairwise(row)}
-    cells = [c for c in _cells(table) if c.phase == first]
+    cells = [c for c in itertools.chain(*table) if c.phase == first]
     apart = {c.stage for c in cells if (c, Cell(second, c.stage, c.microbatch)) not in pairs}
     return {c.stage for c in cells} - apart
 

@@ -39,18 +39,19 @@ def _table(pipeline: Pipeline) -> Table:
     mark = pipeline.loop.mark
     submeshes, chunks = len(pipeline.submeshes), pipeline.chunks
     placement = mark.schedule.placement(submeshes)
+    row = " ".join(map(str, placement))
     if mark.num_stages is not None and pipeline.stages != mark.num_stages:
         raise UsageError(f"{mark.where}: num_stages={mark.num_stages}, but the loop has {pipeline.stages} stages")
     if mark.interleave > 1 and chunks != mark.interleave:
         raise UsageError(
             f"{mark.where}: interleave={mark.interleave}, but the loop comes to its {submeshes} submeshes {chunks} "
-            f"{'time' if chunks == 1 else 'times'}; place stages 0, 1, ... on submeshes {_row(placement)} in turn, "
+            f"{'time' if chunks == 1 else 'times'}; place stages 0, 1, ... on submeshes {row} in turn, "
             "or change interleave="
         )
     if len(placement) > submeshes and pipeline.stages < submeshes * chunks:
         missing = set(range(submeshes * chunks)) - {part.stage for part in pipeline.fragments}
         raise UsageError(
-            f"{mark.where}: schedule {mark.schedule} puts stages 0, 1, ... on submeshes {_row(placement)}, but the "
+            f"{mark.where}: schedule {mark.schedule} puts stages 0, 1, ... on submeshes {row}, but the "
             f"loop has nothing to run as stage {min(missing)}; give each stage a task of its own on that submesh"
         )
     try:
@@ -59,10 +60,6 @@ def _table(pipeline: Pipeline) -> Table:
     except UsageError as error:
         raise UsageError(f"{mark.where}: {error}{_again(pipeline)}") from None
     return table
-
-
-def _row(placement: Sequence[int]) -> str:
-    return " ".join(map(str, placement))
 
 
 def _again(pipeline: Pipeline) -> str:
