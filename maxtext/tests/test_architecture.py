@@ -82,7 +82,7 @@ def test_of_the_library_only_public_names_are_used(file: Path):
         "from multimesh import ir",
         "import multimesh as mm\nmm.plan.Plan",
         "import multimesh\nmultimesh.schedules.table.Cell",
-        "from multimesh import schedules\nschedules.zero_bubble",
+        "from multimesh import schedules\nschedules.published",
         "from multimesh import jit\njit(f)._compiled",
         "from jax._src import core",
     ],

@@ -10,17 +10,28 @@ import difflib
 
 from multimesh.core.checks import refuse
 from multimesh.errors import UsageError
-from multimesh.schedules.auto import PUBLISHED, Auto, Candidate, Choice
+from multimesh.schedules.auto import Auto, Candidate, Choice
 from multimesh.schedules.costs import StageCosts
 from multimesh.schedules.custom import Custom, custom, load
-from multimesh.schedules.gpipe import GPipe, LoopedBFS
-from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, KimiK2, OneFOneB
 from multimesh.schedules.partitioning import LayerCosts, Partition, partition
+from multimesh.schedules.published import (
+    PUBLISHED,
+    ZBH1,
+    ZBH2,
+    ZBV,
+    DualPipeV,
+    EagerOneFOneB,
+    GPipe,
+    Interleaved,
+    InterleavedZB,
+    KimiK2,
+    LoopedBFS,
+    OneFOneB,
+    PrefetchWavefront,
+    Wavefront,
+)
 from multimesh.schedules.table import Cell, Row, Schedule, Table
-from multimesh.schedules.v_shaped import ZBV, DualPipeV
 from multimesh.schedules.validation import needs, validate
-from multimesh.schedules.wavefront import PrefetchWavefront, Wavefront
-from multimesh.schedules.zero_bubble import ZBH1, ZBH2, InterleavedZB
 
 __all__ = [
     "ZBH1",

@@ -14,19 +14,9 @@ from multimesh.core import checks
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.schedules.costs import UNIT_COSTS, StageCosts, cost
-from multimesh.schedules.gpipe import GPipe, LoopedBFS
-from multimesh.schedules.one_f_one_b import EagerOneFOneB, Interleaved, KimiK2, OneFOneB
+from multimesh.schedules.published import PUBLISHED
 from multimesh.schedules.search import Found, Problem, search
 from multimesh.schedules.table import Schedule, Table
-from multimesh.schedules.v_shaped import ZBV, DualPipeV
-from multimesh.schedules.wavefront import PrefetchWavefront, Wavefront
-from multimesh.schedules.zero_bubble import ZBH1, ZBH2, InterleavedZB
-
-PUBLISHED: tuple[Schedule, ...] = (
-    *(GPipe(), LoopedBFS(), OneFOneB(), EagerOneFOneB(), Interleaved(), KimiK2()),
-    *(ZBH1(), ZBH2(), InterleavedZB(), ZBV(), DualPipeV(), Wavefront(), PrefetchWavefront()),
-)
-"""Every published schedule, in the order in which they are compared."""
 
 FOUND = "found"
 """Name of a table that the search found."""
