@@ -6,30 +6,47 @@ except where processes meet: if JAX has moved the part, if this JAX was never tr
 """
 
 from multimesh.core._compat import versions
-from multimesh.core._compat.versions import SUPPORTED, moved, tried_version
+from multimesh.core._compat.versions import (
+    SUPPORTED,
+    DeviceList,
+    copy_shards,
+    explicit_transfers,
+    forget_pruned,
+    moved,
+    trace_context,
+    tried_version,
+)
 
 with tried_version():
     from multimesh.core._compat.equations import called, evaluated, renamed, row_aval, variable
-    from multimesh.core._compat.fast import DeviceList, copy_shards, explicit_transfers, forget_pruned, trace_context
     from multimesh.core._compat.jaxprs import (
         PRIMITIVES,
         Literal,
+        abstractify,
         add_p,
         call_primitive,
         captured,
+        copy,
         copy_p,
         dce,
         device_put_p,
         hoisted,
+        is_tracer,
         jaxpr_as_fun,
         jit_p,
+        memory_kind,
+        nbytes,
         optimization_barrier_p,
         part,
+        primal,
         remat_p,
         scan_counts,
         scan_params,
+        shape_of,
         sharding_constraint_p,
+        stacked,
         subjaxprs,
+        typed_as,
     )
     from multimesh.core._compat.lines import (
         REMATTED,
@@ -58,17 +75,6 @@ with tried_version():
         leave_mesh,
         staged,
         without_mesh,
-    )
-    from multimesh.core._compat.values import (
-        abstractify,
-        copy,
-        is_tracer,
-        memory_kind,
-        nbytes,
-        primal,
-        shape_of,
-        stacked,
-        typed_as,
     )
 
 versions.tell()
