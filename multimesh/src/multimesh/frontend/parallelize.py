@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from multimesh.core import _compat, checks
+from multimesh.core.grouping import grouped
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.frontend.aot import Compiled
 from multimesh.frontend.jitted import Jitted
@@ -156,11 +156,8 @@ def makers(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[An
     Yields each function with the positions of its results.
     """
     held = _compat.captured(closed)
-    groups: dict[Any, list[int]] = collections.defaultdict(list)
-    for i, sharding in enumerate(shardings):
-        if i not in held and here(sharding.device_set):
-            groups[sharding.mesh].append(i)
-    for positions in groups.values():
+    own = ((s.mesh, i) for i, s in enumerate(shardings) if i not in held and here(s.device_set))
+    for positions in grouped(own).values():
         maker = jax.jit(_compat.part(closed, positions), out_shardings=[shardings[i] for i in positions])
         yield maker.lower().compile(), tuple(positions)
 

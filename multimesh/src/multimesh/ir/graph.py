@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from multimesh.core.grouping import grouped
 from multimesh.ir.program import AnyItem, Atom, Item, Loop, Op, Value
 
 Names = Mapping[Value, Atom]
@@ -19,11 +19,7 @@ def makers(items: Iterable[AnyItem]) -> dict[Value, AnyItem]:
 
 def readers(ops: Iterable[Op]) -> dict[Value, list[Op]]:
     """Values to the operations that read each."""
-    found: dict[Value, list[Op]] = collections.defaultdict(list)
-    for op in ops:
-        for v in op.reads:
-            found[v].append(op)
-    return found
+    return grouped((v, op) for op in ops for v in op.reads)
 
 
 def with_first_reader(ops: Sequence[Item], chosen: Sequence[int | None], rest: int) -> list[int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import shutil
 import textwrap
 from collections.abc import Sequence
 
+from multimesh.core.grouping import grouped
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.plan.instructions import PlanData, Run
@@ -53,11 +53,8 @@ def text(plan: PlanData, width: int | None = None) -> str:
 
 def _held(plan: PlanData) -> str:
     """Arguments on several submeshes, by their number among the leaves; the largest first."""
-    on: dict[int, list[int]] = collections.defaultdict(list)
-    size: dict[int, int] = {}
-    for leaf, slot in plan.inputs:
-        on[leaf].append(plan.slots[slot].submesh)
-        size[leaf] = plan.slots[slot].nbytes
+    on = grouped((leaf, plan.slots[slot].submesh) for leaf, slot in plan.inputs)
+    size = {leaf: plan.slots[slot].nbytes for leaf, slot in plan.inputs}
     several = sorted((leaf for leaf in on if len(on[leaf]) > 1), key=lambda leaf: -size[leaf])
     named = [f"{leaf} ({amount(size[leaf], 'bytes')}) on {', '.join(map(str, on[leaf]))}" for leaf in several[:_HELD]]
     more = [f"{len(several) - _HELD} more"] * (len(several) > _HELD)

@@ -7,7 +7,6 @@ alone, with the same result, which pieces of arrays go where.
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import jax
 
+from multimesh.core.grouping import grouped
 from multimesh.plan.instructions import Free, Run, Send, Transfer
 from multimesh.plan.plan import Plan
 from multimesh.runtime.transport import Piece, Way
@@ -104,10 +104,10 @@ class Lane:
 
 def lanes(ways: Sequence[Way], owner: Owner = owner) -> tuple[Lane, ...]:
     """The lanes of a call, in the same order in all processes."""
-    found: dict[tuple[int, int], list[Parcel]] = collections.defaultdict(list)
-    for array, piece in ((n, piece) for n, way in enumerate(ways) for piece in way.pieces):
-        found[owner(piece.source), owner(piece.target)].append(Parcel(array, piece))
-    return tuple(Lane(*ends, tuple(parcels)) for ends, parcels in sorted(found.items()))
+    found = grouped(
+        ((owner(p.source), owner(p.target)), Parcel(n, p)) for n, way in enumerate(ways) for p in way.pieces
+    )
+    return tuple(Lane(*ends, tuple(each)) for ends, each in sorted(found.items()))
 
 
 def by_devices(lane: Lane) -> list[tuple[jax.Device, jax.Device, tuple[Parcel, ...]]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-
+from multimesh.core.grouping import grouped
 from multimesh.core.text import amount
 from multimesh.timelines.spans import Hop, Span, Spans
 
@@ -12,13 +11,8 @@ _NOISE = 1e-6  # of the whole: a shorter gap is not called waiting
 
 def of_spans(timeline: Spans) -> tuple[str, ...]:
     """A few lines for each span: name, times, what its submesh waited for, and its transfers."""
-    arriving: dict[int, list[Hop]] = collections.defaultdict(list)
-    leaving: dict[int, list[Hop]] = collections.defaultdict(list)
-    for hop in timeline.transfers:
-        if hop.producer is not None:
-            leaving[hop.producer].append(hop)
-        for reader in hop.consumers:
-            arriving[reader].append(hop)
+    leaving = grouped((hop.producer, hop) for hop in timeline.transfers if hop.producer is not None)
+    arriving = grouped((reader, hop) for hop in timeline.transfers for reader in hop.consumers)
     free = [0.0] * len(timeline.rows)
     said = [""] * len(timeline.spans)
     for number, span in sorted(enumerate(timeline.spans), key=lambda pair: (pair[1].start, pair[1].end)):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.core.grouping import grouped
 from multimesh.errors import internal_error
 
 
@@ -66,9 +67,7 @@ def fragment(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) 
     """
     results = set(ir.values(results))
     keys = _keys(ops, phased)
-    groups: dict[_Key, list[int]] = collections.defaultdict(list)
-    for i, key in enumerate(keys):
-        groups[key].append(i)
+    groups = grouped((key, i) for i, key in enumerate(keys))
     _coalesce(ops, groups)
     ordered = sorted(groups.items(), key=lambda item: (item[0][1] == "B", item[0][2], item[1][0]))
     made = tuple(Fragment(*key, tuple(ops[i] for i in sorted(indices))) for key, indices in ordered)

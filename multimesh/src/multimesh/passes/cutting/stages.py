@@ -16,6 +16,7 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.core.grouping import grouped
 from multimesh.core.submesh import Placement
 from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
@@ -133,7 +134,4 @@ def _shared(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[int, list
         chosen.append(at)
         if at is not None:
             number.update(dict.fromkeys(op.outs, at))
-    groups: dict[int, list[ir.Op]] = collections.defaultdict(list)
-    for op, group in zip(ops, graph.with_first_reader(ops, chosen, 0), strict=True):
-        groups[group].append(op)
-    return groups
+    return grouped(zip(graph.with_first_reader(ops, chosen, 0), ops, strict=True))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from dataclasses import replace
 
 from multimesh import schedules
 from multimesh.core import _compat
+from multimesh.core.grouping import grouped
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
 from multimesh.ir.flops import of_ops
@@ -85,9 +85,7 @@ def estimate(pipeline: Pipeline) -> StageCosts:
     number = len(pipeline.submeshes) * pipeline.chunks
     parts = split_weights(pipeline.fragments, range(number), set(pipeline.results))
     made = {v for part in parts for v in part.made}
-    by: dict[tuple[int, str], list[Fragment]] = collections.defaultdict(list)
-    for part in parts:
-        by[part.stage or 0, part.phase or ""].append(part)
+    by = grouped(((part.stage or 0, part.phase or ""), part) for part in parts)
     times, kept, after = [], [], []
     for stage in range(number):
         of = {phase: by[stage, phase] for phase in PHASES}

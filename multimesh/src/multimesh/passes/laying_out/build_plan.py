@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment
 from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
@@ -117,10 +118,7 @@ class _Builder:
 
     def _transfer(self, sent: Iterable[tuple[ir.Value, _Lane]]) -> None:
         """One SEND and one RECV for each lane."""
-        lanes: dict[_Lane, list[ir.Value]] = collections.defaultdict(list)
-        for v, lane in sent:
-            lanes[lane].append(v)
-        for (submesh, other, task, microbatch), values in lanes.items():
+        for (submesh, other, task, microbatch), values in grouped((lane, v) for v, lane in sent).items():
             ins = tuple(self._slot(v, submesh, microbatch) for v in values)
             outs = tuple(self._slot(v, other, microbatch) for v in values)
             number = len(self.transfers)
@@ -137,9 +135,7 @@ class _Builder:
 
     def loop(self, part: Pipeline) -> None:
         """Zero accumulators, every cell of the schedule, then stacks."""
-        sums: dict[int, list[ir.Sum]] = collections.defaultdict(list)
-        for s in part.loop.sums:
-            sums[self._submesh(self.program.homes[s.out])].append(s)
+        sums = grouped((self._submesh(self.program.homes[s.out]), s) for s in part.loop.sums)
         for submesh, mine in sorted(sums.items()):
             outs = self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
             self._accumulators += outs
@@ -308,10 +304,8 @@ class _Builder:
         for key, slot in self._index.items():
             if len(key) == 3 and key[2] is None and key[0] in label:
                 like[slot] = (label[key[0]],)
-        same: dict[Any, list[int]] = collections.defaultdict(list)
-        for arg, slot in self.inputs:
-            given = self.slots[slot]
-            same[given.submesh, given.shape, given.dtype].append(arg)
+        given = ((self.slots[slot], arg) for arg, slot in self.inputs)
+        same = grouped(((of.submesh, of.shape, of.dtype), arg) for of, arg in given)
         for slot in self._accumulators:
             mine = self.slots[slot]
             shape = mine.shape[1:] if slot in self._over else mine.shape
@@ -356,9 +350,7 @@ def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozen
 
 def _aliased(plan: Plan) -> set[int]:
     """Arguments held on submeshes that share devices: their slots may be one buffer."""
-    on: dict[int, list[set[Any]]] = collections.defaultdict(list)
-    for arg, slot in plan.inputs:
-        on[arg].append(set(plan.submeshes[plan.slots[slot].submesh].devices.flat))
+    on = grouped((arg, set(plan.submeshes[plan.slots[slot].submesh].devices.flat)) for arg, slot in plan.inputs)
     return {arg for arg, sets in on.items() if sum(map(len, sets)) > len(set().union(*sets))}
 
 
@@ -376,10 +368,7 @@ def _matched(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, int]) 
 
 
 def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[Instruction]:
-    ends: dict[int, list[int]] = collections.defaultdict(list)
-    for slot, n in last.items():
-        if slot not in held:
-            ends[n].append(slot)
+    ends = grouped((n, slot) for slot, n in last.items() if slot not in held)
     for n, instruction in enumerate(plan.instructions):
         yield instruction
         if ends[n]:

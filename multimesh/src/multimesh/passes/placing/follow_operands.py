@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_small, known
 from multimesh.passes.placing.conditionals import split
@@ -143,9 +144,7 @@ class Follower:
             for v in map(self._owners.outside, op.reads):
                 if op.mesh is not None:
                     reads[op.mesh] |= self._state.roots_of([v])
-        made: dict[Mesh, list[ir.Value]] = collections.defaultdict(list)
-        for o in loop.outs:
-            made[self._homes[o]].append(o)
+        made = grouped((self._homes[o], o) for o in loop.outs)
         for mesh in dict.fromkeys((*reads, *made)):
             yield Node(reads[mesh], made[mesh], mesh)
 

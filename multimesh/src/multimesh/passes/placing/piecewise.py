@@ -15,7 +15,6 @@ between their results; placement then decides for each operation inside.
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from jax.extend.core import primitives
 
 from multimesh import ir
+from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.ir.primitives import elementwise, is_small, reorders
 from multimesh.ir.program import all_ops
@@ -59,10 +59,8 @@ def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Prog
     """
     ops = list(all_ops(program))
     readers = graph.readers(ops)
-    alias: dict[ir.Value, list[ir.Value]] = collections.defaultdict(list)
-    for inner, outer in (pair for loop in program.loops for pair in loop.consts.items()):
-        if isinstance(outer, ir.Value):
-            alias[outer].append(inner)
+    consts = (pair for loop in program.loops for pair in loop.consts.items())
+    alias = grouped((outer, inner) for inner, outer in consts if isinstance(outer, ir.Value))
     conds = {out for op in ops if op.prim.name == "cond" for out in op.outs[:1]}
     summed = set(ir.values(s.leaf for loop in program.loops for s in loop.sums))
     chosen = {v for v in mixed if v in conds or _gains(v, readers, alias, summed)}

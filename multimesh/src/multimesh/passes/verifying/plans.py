@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from multimesh import ir
 from multimesh.core import specs
+from multimesh.core.grouping import grouped
 from multimesh.passes.verifying.faults import Fault, in_order, kind, shown, twice
 from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send
 from multimesh.plan.plan import Plan
@@ -160,10 +160,7 @@ def transfers_have_equal_ends(plan: Plan) -> Iterator[Fault]:
 
 def transfers_are_sent_then_received(plan: Plan) -> Iterator[Fault]:
     """Each transfer is sent once and received once after that, as it says itself."""
-    ends: dict[int, list[Send | Recv]] = collections.defaultdict(list)
-    for instruction in plan.instructions:
-        if isinstance(instruction, (Send, Recv)):
-            ends[instruction.transfer].append(instruction)
+    ends = grouped((i.transfer, i) for i in plan.instructions if isinstance(i, (Send, Recv)))
     for n, transfer in enumerate(plan.transfers):
         found, source, target = ends.pop(n, []), transfer.source, transfer.target
         about = (found[0].task, found[0].microbatch) if found else ("", None)

@@ -1,0 +1,18 @@
+"""Values by what they have in common."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in order; no values for any other key."""
+    found: dict[K, list[V]] = collections.defaultdict(list)
+    for key, value in pairs:
+        found[key].append(value)
+    return found
