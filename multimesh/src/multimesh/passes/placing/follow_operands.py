@@ -11,7 +11,8 @@ Three kinds of operations go elsewhere:
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -22,7 +23,6 @@ from multimesh.core import _compat
 from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_small, known
-from multimesh.passes.placing.conditionals import split
 from multimesh.passes.placing.owners import Owners, leading_to_tasks
 from multimesh.passes.placing.route import position
 from multimesh.passes.placing.settle import Node, settle
@@ -181,7 +181,7 @@ class Follower:
                 self._state.mixed.append(op.outs[0])
             return self._home(replace(op, outs=(out,)), mine or roots)  # its own size and pull, not those of all
 
-        for part, mesh in split(op, home):
+        for part, mesh in _split(op, home):
             self._movable.add(len(self.items))
             self._anchor(part, mesh)
 
@@ -267,3 +267,26 @@ def _is_mixed(roots: Roots) -> bool:
 def _keeps(op: ir.Op, roots: Roots) -> bool:
     """Whether a result is as large as what it is made from (the square of a weight): its reader says where it goes."""
     return not known(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
+
+
+def _split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Mesh]) -> list[tuple[ir.Op, Mesh]]:
+    """Cut an unmarked ``cond`` into one per submesh of its results, each with the part of the branches that it needs.
+
+    ``optax.MultiSteps`` updates every parameter inside such a ``cond``. ``home`` gives the submesh of a result, from the
+    operands that it depends on and the result.
+    """
+    branches = op.params["branches"]
+    groups: dict[Mesh, list[int]] = collections.defaultdict(list)
+    for i in range(len(op.outs)):
+        _, reads = _compat.dce(branches, [j == i for j in range(len(op.outs))])
+        given = ir.values((*itertools.compress(op.ins[1:], reads), op.ins[0]))
+        groups[home(given, op.outs[i])].append(i)
+    if len(groups) == 1:
+        return [(op, next(iter(groups)))]
+    parts = []
+    for where, results in groups.items():
+        cut, reads = _compat.dce(branches, [j in results for j in range(len(op.outs))])
+        ins = (op.ins[0], *itertools.compress(op.ins[1:], reads))
+        outs = tuple(op.outs[j] for j in results)
+        parts.append((replace(op, params={**op.params, "branches": cut}, ins=ins, outs=outs), where))
+    return parts

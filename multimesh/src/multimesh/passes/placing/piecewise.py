@@ -23,11 +23,12 @@ from typing import NamedTuple
 from jax.extend.core import primitives
 
 from multimesh import ir
+from multimesh.core import _compat
 from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.ir.primitives import elementwise, is_small, reorders
 from multimesh.ir.program import all_ops
-from multimesh.passes.placing.conditionals import selected
+from multimesh.passes.reading.inline import flattened
 
 _COMBINES = {
     "reduce_sum": primitives.add_p,
@@ -121,7 +122,7 @@ class _Cutter:
             joins, ins = self.whole(new.ins)
             yield from joins
             new = replace(new, ins=tuple(ins))
-            inside = selected(new)
+            inside = _selected(new)
             if inside is None:
                 self.joined.add(new.outs[0])
                 yield new
@@ -299,3 +300,23 @@ def _sliced(op: ir.Op, value: ir.Value, lows: Sequence[int], highs: Sequence[int
     params = {"start_indices": tuple(lows), "limit_indices": tuple(highs), "strides": None}
     ops.append(replace(op, prim=primitives.slice_p, params=params, ins=(value,), outs=(result,), ctx=None))
     return result
+
+
+def _selected(op: ir.Op) -> tuple[ir.Op, ...] | None:
+    """An unmarked ``cond`` as the operations of all branches and a choice between their results.
+
+    None where a branch captures arrays. It computes more, and each result depends only on what it is made from.
+    """
+    ops: list[ir.Op] = []
+    cases: list[list[ir.Atom]] = []
+    for branch in op.params["branches"]:
+        flat = flattened(op, branch, op.ins[1:])
+        if flat is None:
+            return None
+        ops += flat[0]
+        cases.append(flat[1])
+    for out, *given in zip(op.outs, *cases, strict=True):
+        same = all(atom is given[0] for atom in given)
+        prim, ins = (_compat.copy_p, given[:1]) if same else (primitives.select_n_p, [op.ins[0], *given])
+        ops.append(replace(op, prim=prim, params={}, ins=tuple(ins), outs=(out,), ctx=None))
+    return tuple(ops)
