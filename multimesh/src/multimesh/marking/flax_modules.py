@@ -127,16 +127,8 @@ def scope_nnx(module: Any) -> Any:
             for name, child in list(vars(value).items()):
                 visit(child, name)
             if callable(value):
-                value.__class__ = subclass(type(value), lambda call: _named_call(call, label))
+                value.__class__ = subclass(type(value), jax.named_scope(label))
 
     for name, child in list(vars(module).items()):
         visit(child, name)
     return module
-
-
-def _named_call(call: Callable[..., Any], label: str) -> Callable[..., Any]:
-    def scoped(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(label):
-            return call(*args, **kwargs)
-
-    return scoped

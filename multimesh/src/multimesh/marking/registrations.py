@@ -43,9 +43,7 @@ class Registration:
 
     def resolve(self, path: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Placement | None:
         """The task of a scope path (``decoder/layers_3/mlp``), or None if the pattern does not match."""
-        match = None
-        for match in self.pattern.finditer(path):  # noqa: B007 - the innermost match counts
-            pass
+        match = [None, *self.pattern.finditer(path)][-1]  # the innermost counts
         if match is None:
             return None
         label = match.group(1) if self.pattern.groups else match.group(0)

@@ -68,8 +68,8 @@ def task(
     if isinstance(fn, type):
         if not any("__call__" in vars(cls) for cls in fn.__mro__):
             raise UsageError(f"task {label!r}: instances of {fn.__name__} can't be called; give it a __call__")
-        return subclass(fn, lambda call: _scoped(call, placed))
-    module = with_call(fn, lambda call: _scoped(call, placed))
+        return subclass(fn, _scope(placed))
+    module = with_call(fn, _scope(placed))
     return _marked(fn, placed) if module is None else module
 
 
@@ -80,15 +80,6 @@ def _scope(placed: Placement) -> Iterator[None]:
         return
     with jax.named_scope(marks.TASKS.name(placed)), inside(placed):
         yield
-
-
-def _scoped(call: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def scoped(*args: Any, **kwargs: Any) -> Any:
-        with _scope(placed):
-            return call(*args, **kwargs)
-
-    return scoped
 
 
 def marked_call(

@@ -272,8 +272,8 @@ def _keeps(op: ir.Op, roots: Roots) -> bool:
 def _split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Mesh]) -> list[tuple[ir.Op, Mesh]]:
     """Cut an unmarked ``cond`` into one per submesh of its results, each with the part of the branches that it needs.
 
-    ``optax.MultiSteps`` updates every parameter inside such a ``cond``. ``home`` gives the submesh of a result, from the
-    operands that it depends on and the result.
+    ``optax.MultiSteps`` updates every parameter inside such a ``cond``. ``home`` gives the submesh of a result, from
+    the operands that it depends on and the result.
     """
     branches = op.params["branches"]
     groups: dict[Mesh, list[int]] = collections.defaultdict(list)
