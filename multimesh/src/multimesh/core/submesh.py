@@ -62,8 +62,6 @@ def make_task(
             f"task {name!r}: axis {manual[0]!r} of mesh= is Manual, which axes are only inside jax.shard_map; give a "
             "mesh of Auto or Explicit axes, and call jax.shard_map inside the task"
         )
-    elif logical_axes is None:
-        logical_axes = {}
     return Placement(
         name, mesh, _axis_items(name, mesh, logical_axes, named=device_axes is not None or devices is None)
     )
@@ -94,9 +92,7 @@ def _mesh_of(name: str, devices: Any, device_axes: Sequence[str] | None) -> Mesh
 def _axis_items(
     name: str, mesh: Mesh, logical_axes: AxisMap | None, *, named: bool
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    if logical_axes is None:
-        return ()
-    pairs = checks.pairs(f"task {name!r}: logical_axes=", logical_axes)
+    pairs = () if logical_axes is None else checks.pairs(f"task {name!r}: logical_axes=", logical_axes)
     if not pairs:
         return ()
     if not named:
