@@ -64,28 +64,22 @@ recomputation, layers of the stages. What a flag fixes stays. Seconds are foreca
 runs lay. Needs neither devices nor JAX. maxtext/run.py --suggest does the same for MaxText's models."""
 
 _EXIT_CODES = """\
-exit codes:
     0  the losses of every step agree to 1e-5
     1  any other error
     2  flags that do not fit together
     4  not enough devices
-   14  the losses differ
-  130  interrupted"""
+   14  the losses differ"""
 
 _FORECAST_EXIT_CODES = """\
-exit codes:
     0  the simulation gives the published idle times, or nothing is published
     2  flags that do not fit together, or a schedule that has no such shape
-   14  the simulation gives another idle time than the published
-  130  interrupted"""
+   14  the simulation gives another idle time than the published"""
 
 
 _SUGGEST_EXIT_CODES = """\
-exit codes:
     0  there are configurations that fit
     2  flags that do not fit together, or a budget that no number of these devices reaches
-   16  no configuration fits into memory
-  130  interrupted"""
+   16  no configuration fits into memory"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,14 +126,14 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def _command(commands: Any, name: str, words: str, description: str, codes: str) -> argparse.ArgumentParser:
+    epilog = f"exit codes:\n{codes}\n  130  interrupted"
+    return commands.add_parser(name, help=words, usage="%(prog)s [flags]", description=description, epilog=epilog)
+
+
 def _add_demo(commands: Any) -> None:
-    demo = commands.add_parser(
-        "demo",
-        help="train a small transformer as a pipeline, beside the same function on one device",
-        usage="%(prog)s [flags]",
-        description=_DEMO,
-        epilog=_EXIT_CODES,
-    )
+    words = "train a small transformer as a pipeline, beside the same function on one device"
+    demo = _command(commands, "demo", words, _DEMO, _EXIT_CODES)
     demo.add_argument(
         "--schedule",
         choices=(*schedules.names(), schedules.Auto.name),
@@ -199,13 +193,8 @@ def _add_pictures(command: argparse.ArgumentParser) -> None:
 
 
 def _add_forecast(commands: Any) -> None:
-    command = commands.add_parser(
-        "forecast",
-        help="simulate pipeline schedules, beside the published formulas",
-        usage="%(prog)s [flags]",
-        description=_FORECAST,
-        epilog=_FORECAST_EXIT_CODES,
-    )
+    words = "simulate pipeline schedules, beside the published formulas"
+    command = _command(commands, "forecast", words, _FORECAST, _FORECAST_EXIT_CODES)
     command.add_argument(
         "--schedule",
         choices=(*schedules.names(), schedules.Auto.name),
@@ -229,13 +218,8 @@ def _add_forecast(commands: Any) -> None:
 
 
 def _add_suggest(commands: Any) -> None:
-    command = commands.add_parser(
-        "suggest",
-        help="find the configurations that suit a model and a cluster",
-        usage="%(prog)s [flags]",
-        description=_SUGGEST,
-        epilog=_SUGGEST_EXIT_CODES,
-    )
+    words = "find the configurations that suit a model and a cluster"
+    command = _command(commands, "suggest", words, _SUGGEST, _SUGGEST_EXIT_CODES)
     model = command.add_argument_group("model")
     for flag, text in (
         ("--layers", "decoder layers"),

@@ -24,7 +24,7 @@ from multimesh.marking import contexts
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here
 from multimesh.runtime.actions import Lane, Parcel, by_devices, lanes
-from multimesh.runtime.transport import Ends, ends
+from multimesh.runtime.transport import ends
 
 turn = threading.RLock()
 """Held while a plan runs. Threads that ran plans at once would run them in another order in each process."""
@@ -54,7 +54,7 @@ class Exchange:
         An argument without a shard in this process may be None, and such a result is None. A later kernel may reuse
         the buffers of arrays that are ``lent``.
         """
-        both = [_ends(_named(s), t, tuple(a.shape), a.dtype) for s, t, a in zip(sources, targets, avals, strict=True)]
+        both = [ends(_named(s), t, tuple(a.shape), a.dtype) for s, t, a in zip(sources, targets, avals, strict=True)]
         whole = lanes([end.way for end in both])
         full = [math.prod(end.piece.shape) > 0 for end in both]  # nothing is sent of an array without elements
         crossing = [
@@ -104,11 +104,6 @@ def _named(layout: Any) -> NamedSharding:
     if len(layout.device_set) == 1:
         return on_device(next(iter(layout.device_set)))
     raise UsageError(f"an argument has the layout {layout}, which can't be moved: give it a NamedSharding")
-
-
-@functools.lru_cache(maxsize=4096)
-def _ends(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Ends:
-    return ends(source, target, jax.ShapeDtypeStruct(shape, dtype))
 
 
 Key = tuple[int, int, int]  # plan, run, call

@@ -169,12 +169,12 @@ class Ends:
         return self.join(*arrays)[0] if self.join else arrays[0]
 
 
-def ends(source: NamedSharding, target: NamedSharding, aval: Any) -> Ends:
-    """The ends of the way of an array from the layout ``source`` to ``target``."""
-    keys = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-    shape = tuple(aval.shape)
+@functools.lru_cache(maxsize=4096)
+def ends(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Ends:
+    """The ends of the way of an array from the layout ``source`` to ``target``; each cut and join is compiled once."""
+    keys = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     found = way(source, target, shape)
-    cut, pieces, impl = _cut(source, aval, found.cuts, keys)
+    cut, pieces, impl = _cut(source, jax.ShapeDtypeStruct(shape, dtype), found.cuts, keys)
     one = [n // j for n, j in zip(target.shard_shape(shape), found.joins, strict=True)]
     parts = [n * size for n, size in zip(_parts(target, shape), one, strict=True)]
     between = NamedSharding(_compat.auto(target.mesh), target.spec, memory_kind=target.memory_kind)
@@ -188,8 +188,8 @@ def ends(source: NamedSharding, target: NamedSharding, aval: Any) -> Ends:
 
 @functools.lru_cache(maxsize=1024)
 def _resharder(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) -> Callable[[Any], Any]:
-    """A function that moves an array from the layout ``source`` to ``target``; each cut and join is compiled once."""
-    both = ends(source, target, jax.ShapeDtypeStruct(shape, dtype))
+    """A function that moves an array from the layout ``source`` to ``target``."""
+    both = ends(source, target, shape, dtype)
     pieces = both.way.pieces
     places = [SingleDeviceSharding(piece.target, memory_kind=target.memory_kind) for piece in pieces]
 

@@ -8,7 +8,7 @@ nothing. So no submesh holds accumulators of the whole stack, or is sent a part 
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from jax.extend.core import primitives
@@ -67,10 +67,7 @@ def _moved(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
     return [*before, replace(made, consts={i: v for i, v in consts.items() if i in used}), *after]
 
 
-_Padding = tuple[tuple[int, int, int], ...]
-
-
-def _as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, _Padding] | None:
+def _as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, tuple[Sequence[int], ...]] | None:
     """What an operation puts between zeros, and how many of them."""
     if op.prim.name == "pad" and is_zero(op.ins[1], maker) and not isinstance(op.ins[1], ir.Value):
         part, config = op.ins[0], op.params["padding_config"]
