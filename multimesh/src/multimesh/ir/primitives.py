@@ -28,8 +28,7 @@ import numpy as np
 from multimesh import ir
 from multimesh.core import _compat
 
-Dim = tuple[ir.Value, int]
-Group = tuple[Dim, ...]  # dimensions that go together
+Group = tuple[tuple[ir.Value, int], ...]  # dimensions that go together
 _Groups = Iterator[Sequence[tuple[ir.Atom, int]]]
 _Rule = Callable[[ir.Op], Any]
 _SUMMABLE = frozenset(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import re
 import statistics
@@ -10,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from multimesh.core.grouping import grouped
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.observe.measure import Alone, Measured, Together
-from multimesh.plan.instructions import Transfer
+from multimesh.plan.instructions import Run, Transfer
 from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
 from multimesh.plan.timing import assembled, forecast, timed
@@ -147,14 +147,10 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
 
 
 def _medians(plan: Plan, runs: Sequence[Measured]) -> Costs:
-    kernels: dict[int, list[float]] = collections.defaultdict(list)
-    transfers: dict[tuple[int, int, int], list[float]] = collections.defaultdict(list)
-    for number, item in timed(plan):
-        lengths = [run.lasts[number] for run in runs]
-        if isinstance(item, Transfer):
-            transfers[item.source, item.target, plan.bytes_of(item)] += lengths
-        else:
-            kernels[item.kernel] += lengths
+    lasts = [(item, run.lasts[number]) for number, item in timed(plan) for run in runs]
+    kernels = grouped((item.kernel, last) for item, last in lasts if isinstance(item, Run))
+    sent = ((item, last) for item, last in lasts if isinstance(item, Transfer))
+    transfers = grouped(((item.source, item.target, plan.bytes_of(item)), last) for item, last in sent)
     return Costs(
         tuple(statistics.median(kernels.get(k, [0.0])) for k in range(len(plan.kernels))),
         {key: statistics.median(lengths) for key, lengths in transfers.items()},

@@ -45,9 +45,8 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
     """Whether a transfer is a copy of each shard to one device of a disjoint set in this process."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or source.memory_kind != layout.memory_kind:
         return False
-    if not (source.is_fully_addressable and layout.is_fully_addressable):
-        return False
-    if not source.device_set.isdisjoint(layout.device_set):
+    here = source.is_fully_addressable and layout.is_fully_addressable
+    if not here or not source.device_set.isdisjoint(layout.device_set):
         return False
     parts = [list(s.devices_indices_map(aval.shape).values()) for s in (source, layout)]
     return parts[0] == parts[1]

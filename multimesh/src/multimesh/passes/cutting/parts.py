@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.passes.cutting.fragment import Fragment, fragment
 from multimesh.schedules import Choice, Table
@@ -100,16 +100,13 @@ def cut(program: ir.Program) -> Parts:
     """Cut a placed program into straight segments and loops, and these into fragments."""
     epochs = _epochs(program)
     rows = program.linked
-    read_at: dict[ir.Value, set[int]] = collections.defaultdict(set)
-    for item, epoch in zip(program.items, epochs, strict=True):
-        if isinstance(item, ir.Op):
-            for v in item.needs:
-                read_at[v].add(epoch)
+    straight = [(i, e) for i, e in zip(program.items, epochs, strict=True) if isinstance(i, ir.Op)]
+    read_at = grouped((v, epoch) for op, epoch in straight for v in op.needs)
     outside = {v for loop in program.loops for v in loop.reads} | set(ir.values(program.outputs))
 
     def segment(epoch: int) -> Segment:
-        ops = [i for i, e in zip(program.items, epochs, strict=True) if e == epoch and isinstance(i, ir.Op)]
-        results = {o for op in ops for o in op.outs if o in outside or read_at[o] - {epoch}}
+        ops = [op for op, e in straight if e == epoch]
+        results = {o for op in ops for o in op.outs if o in outside or {*read_at[o]} - {epoch}}
         return Segment(fragment(ops, results, phased=False), frozenset(results))
 
     parts: list[Segment | Pipeline] = [segment(0)]

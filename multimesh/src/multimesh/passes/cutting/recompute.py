@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.ir.primitives import known
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
@@ -78,10 +78,8 @@ def keep_less(pipeline: Pipeline) -> Pipeline:
     """
     fragments = pipeline.fragments
     maker: _Maker = {o: ((part.level, i), op) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
-    inputs: dict[Mesh, set[ir.Value]] = collections.defaultdict(set)  # of the loop, that a submesh reads anyway
-    for part in fragments:
-        inputs[part.mesh].update(v for v in part.ins if v not in maker)
-    parts = [_localised(part, maker, inputs[part.mesh]) for part in fragments]
+    inputs = grouped((part.mesh, v) for part in fragments for v in part.ins if v not in maker)  # that it reads anyway
+    parts = [_localised(part, maker, set(inputs[part.mesh])) for part in fragments]
     return replace(pipeline, fragments=with_interfaces(parts, set(pipeline.results)))
 
 

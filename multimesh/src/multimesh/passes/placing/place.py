@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.grouping import grouped
 from multimesh.core.submesh import Placement
 from multimesh.errors import MultiMeshError
 from multimesh.ir import graph
@@ -120,11 +121,8 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
         producer = graph.makers(i for i in ops if isinstance(i, ir.Op))
         rename: dict[tuple[ir.Value, Placement | None], ir.Value] = {}
         out: list[ir.Item] = []
-        readers: dict[ir.Value, dict[Placement, None]] = collections.defaultdict(dict)
-        for item in ops:
-            if isinstance(item, ir.Op) and item.task is not None:
-                for v in item.reads:
-                    readers[v][item.task] = None
+        marked = ((i, i.task) for i in ops if isinstance(i, ir.Op) and i.task is not None)
+        readers = grouped((v, task) for op, task in marked for v in op.reads)
         for item in ops:
             if not isinstance(item, ir.Op):
                 out.append(item)
@@ -135,7 +133,8 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
                 out.append(item)
                 continue
             made_by = producer.get(item.ins[0]) if isinstance(item.ins[0], ir.Value) else None
-            tasks = list(readers[item.outs[0]]) or ([made_by.task] if made_by is not None and made_by.task else [])
+            tasks = [*dict.fromkeys(readers[item.outs[0]])]
+            tasks = tasks or ([made_by.task] if made_by is not None and made_by.task else [])
             if not tasks and not item.backward:
                 raise MultiMeshError(
                     f"{_compat.user_line(item.source)}: with_sharding_constraint({item.params['logical']}) outside a "
