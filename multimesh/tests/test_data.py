@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
-import data_steps
 import jax
 import numpy as np
 import pytest
 from spawning import run
+
+pytest.importorskip("grain")  # of the group `run`; a released jax is tested without it
+import data_steps
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "data_steps.py"

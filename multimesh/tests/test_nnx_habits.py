@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from pipelines import submeshes
 
 import multimesh as mm
 
+nnx = pytest.importorskip("flax.nnx")
 pytestmark = pytest.mark.flax
 WIDTH, ROWS, SIZE = 8, 16, 8
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)

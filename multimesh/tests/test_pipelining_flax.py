@@ -1,17 +1,16 @@
 """Flax models as their authors wrote them, with ``mm.pipeline`` as the only change."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from pipelines import submeshes
 from test_pipelining import assert_trains_alike, microbatch_of
 
 import multimesh as mm
 
+nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
 pytestmark = [pytest.mark.flax]
 VOCAB, SEQUENCE, WIDTH, DEPTH = 32, 8, 16, 8
 
