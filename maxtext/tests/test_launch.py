@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -253,3 +254,31 @@ def test_a_process_told_to_end_has_the_code_of_its_trainer_where_that_fails_too(
     else:
         with pytest.raises(KeyboardInterrupt):
             followed()
+
+
+OURS = r"JAX_COORDINATOR_ADDRESS[= ]\S+:6\d{4}"
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("mpirun (Open MPI) 4.1.4", r"--oversubscribe --bind-to none -x MULTIMESH_JOB_SECRET( --allow-run\S+)? -n 2 "),
+        ("mpirun (Open MPI) 5.0.3", rf"--oversubscribe .*-x {OURS} -n 2 "),
+        ("HYDRA build details:\n    Version: 4.0.2", rf"-genv {OURS} -genv I_MPI_PIN off -n 2 "),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9", rf"-genv {OURS} -genv I_MPI_PIN off -n 2 "),
+        ("mpirun of another", None),
+    ],
+)
+def test_every_mpirun_is_told_apart(tmp_path: Path, version: str, words: str | None):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo \'{version}\' || echo "$@"\n')
+    mpirun.chmod(0o755)
+    env = {key: value for key, value in os.environ.items() if key != "JAX_COORDINATOR_ADDRESS"}
+    script = Path(__file__).parents[1] / "validate-mpi.sh"
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    done = subprocess.run([script], env=env, capture_output=True, text=True)
+    if words is None:
+        told = f"error: mpirun is neither of Open MPI nor of MPICH or Intel MPI: {version}\n"
+        assert (done.returncode, done.stderr) == (4, told)
+    else:
+        assert re.match(words, done.stdout), done
