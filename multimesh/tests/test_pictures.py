@@ -188,6 +188,25 @@ def test_the_pictures_of_the_documentation_are_current_and_small():
     assert all(len(text) < 70_000 for text in drawings.drawings().values())
 
 
+def test_a_long_timeline_shows_its_first_some_middle_and_its_last_microbatches(tmp_path):
+    timeline = line("1f1b", Shape(8, 1, 512))
+    timeline.to_svg(tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    root = ET.fromstring(text)
+    assert len(text) < 700_000
+    assert 1000 < classes(root, "rect")["c"] <= 1700
+    hints = [e.text for e in root.iter(NAME + "title")]
+    for microbatch in (0, 256, 511):
+        assert any(f"microbatch {microbatch}" in hint for hint in hints)
+    assert not any("microbatch 128\n" in hint for hint in hints)
+    (said,) = (e.text for e in root.iter(NAME + "text") if e.text.startswith("Drawn: ") or " Drawn: " in e.text)
+    assert "Drawn: microbatches 0 to " in said
+    right = 88 + 3000
+    assert all(88 <= float(e.get("x")) <= right for e in root.iter(NAME + "rect") if "c" in e.get("class").split())
+    timeline.to_html(tmp_path / "a.html")
+    assert (tmp_path / "a.html").read_text().count('<rect class="c ') == len(timeline.spans)
+
+
 def test_a_picture_of_ten_thousand_programs_takes_seconds():
     programs, rows = 10_000, 16
     spans = tuple(Span(n % rows, n // rows, n // rows + 1, "F", "", n % rows, n // rows) for n in range(programs))

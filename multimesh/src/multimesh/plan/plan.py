@@ -96,7 +96,10 @@ class Plan(PlanData):
         return timing.forecast(self, costs)
 
     def to_svg(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
-        """Write a picture of `forecast`. ``profile.measured.to_svg`` draws a measured run."""
+        """Write a picture of `forecast`. ``profile.measured.to_svg`` draws a measured run.
+
+        Of a long plan it shows the first, some middle and the last microbatches, and says which. `to_html` has all.
+        """
         self.forecast(costs).to_svg(path)
 
     def to_html(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:

@@ -18,6 +18,7 @@ from multimesh.timelines import hover
 from multimesh.timelines.drawing import begun, ticks
 from multimesh.timelines.drawing import coordinate as _n
 from multimesh.timelines.drawing import label as _text
+from multimesh.timelines.excerpt import Excerpt, excerpt
 from multimesh.timelines.spans import Span, Spans
 
 _COLOURS = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "L": "#cc79a7", "": "#8a8f98"}
@@ -34,12 +35,13 @@ _TURN = 0.36  # end of the forward in a box of forward and backward; not to scal
 _CHARACTER = 0.64  # widest average width of a character, in units of the font size
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _MARGIN = 88, 184, 74, 30, 14, 16
 _NARROWEST, _PAGE, _WIDEST = 660, 1000, 3000  # of the plot: at least, on a page, at most
+_CUT = 36  # width of a gap where time is left out
 _ROOMY, _TIGHT = 22.0, 14.0  # width of a short kernel: comfortable, and just enough for two digits
 
 
-def draw(timeline: Spans) -> str:
-    """SVG of a timeline; see `multimesh.Plan.to_svg`."""
-    return "\n".join(_Picture(timeline).lines()) + "\n"
+def draw(timeline: Spans, most: int | None = None) -> str:
+    """SVG of a timeline, of a part of it where that has more than ``most`` boxes; see `multimesh.Plan.to_svg`."""
+    return "\n".join(_Picture(timeline, excerpt(timeline, most)).lines()) + "\n"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class _Picture:
     """Geometry and parts of one picture."""
 
     timeline: Spans
+    excerpt: Excerpt
 
     @functools.cached_property
     def plot(self) -> float:
@@ -54,7 +57,7 @@ class _Picture:
         lengths = sorted(s.duration for s in self.timeline.spans if s.phases and s.duration)
         if not lengths:
             return _NARROWEST
-        short = self.timeline.makespan / lengths[len(lengths) // 10]
+        short = self.excerpt.shown / lengths[len(lengths) // 10]
         wanted = min(short * _ROOMY, max(_PAGE, short * _TIGHT))
         return min(max(_NARROWEST, round(wanted)), _WIDEST)
 
@@ -68,8 +71,12 @@ class _Picture:
         return _TOP + len(self.timeline.rows) * (_ROW + _GAP) - _GAP
 
     def x(self, time: float) -> float:
-        """Position of a time."""
-        return _LEFT + (time / self.timeline.makespan if self.timeline.makespan else 0.0) * self.plot
+        """Position of a time; of one that is left out, where that is."""
+        shown, windows = self.excerpt.shown, self.excerpt.windows
+        before = [(start, end) for start, end in windows[:-1] if end < time]
+        seen = sum(end - start for start, end in before) + max(0.0, time - windows[len(before)][0])
+        room = self.plot - _CUT * (len(windows) - 1)
+        return _LEFT + _CUT * len(before) + (seen / shown if shown else 0.0) * room
 
     def y(self, row: int) -> float:
         """Upper edge of a row."""
@@ -80,7 +87,9 @@ class _Picture:
         line = self.timeline
         name = f"mm{zlib.crc32(repr(line).encode()):08x}"
         legend, below = self.legend(self.bottom + 50)
-        note = textwrap.wrap(line.note, int((self.width - 2 * _MARGIN) / (11 * 0.56)))
+        note = textwrap.wrap(
+            " ".join(filter(None, (line.note, self.excerpt.note))), int((self.width - 2 * _MARGIN) / (11 * 0.56))
+        )
         height = below + 18 * len(note)
         both = (
             f'<linearGradient id="{name}g"><stop offset="{_TURN}" stop-color="{_COLOURS["F"]}"/>'
@@ -117,7 +126,11 @@ class _Picture:
         middle = top + _ROW / 2 + 4
         parts = [
             _text(_MARGIN, middle, line.rows[row], "row"),
-            f'<rect class="idle" x="{_LEFT}" y="{_n(top)}" width="{_n(self.plot)}" height="{_ROW}"/>',
+            *(
+                f'<rect class="idle" x="{_n(self.x(start))}" y="{_n(top)}" width="{_n(self.x(end) - self.x(start))}" '
+                f'height="{_ROW}"/>'
+                for start, end in self.excerpt.windows
+            ),
             _text(_LEFT + self.plot + 52, middle, f"{100 * line.bubbles[row]:.1f} %", "e"),
         ]
         if line.live:
@@ -132,9 +145,10 @@ class _Picture:
         yield "<g>"
         for number in line.order(row):
             span = line.spans[number]
-            if not span.duration:
+            part = next(self.excerpt.parts(span.start, span.end), None)
+            if not span.duration or part is None:
                 continue
-            left, width = self.x(span.start), self.x(span.end) - self.x(span.start)
+            left, width = self.x(part[0]), self.x(part[1]) - self.x(part[0])
             style = f'class="c" fill="url(#{name}g)"' if len(span.phases) > 1 else f'class="c {_kind(span, chunks)}"'
             gap = min(0.8, width / 8)
             yield (
@@ -157,6 +171,8 @@ class _Picture:
     def transfers(self) -> Iterator[str]:
         """A line for each transfer, behind the boxes."""
         for t in self.timeline.transfers:
+            if not any(first <= t.start and t.end <= last for first, last in self.excerpt.windows):
+                continue
             down = t.target > t.source
             start = self.y(t.source) + (_ROW if down else 0)
             end = self.y(t.target) + (0 if down else _ROW)
@@ -168,7 +184,10 @@ class _Picture:
         line, y = self.timeline, self.bottom + 8
         yield f'<path class="grid" d="M{_LEFT} {_n(y)}H{_n(_LEFT + self.plot)}"/>'
         scale, unit = _scale(line)
-        for tick in ticks(line.makespan / scale, self.plot):
+        plot = self.plot * line.makespan / self.excerpt.shown if self.excerpt.shown else self.plot
+        for tick in ticks(line.makespan / scale, plot):
+            if not any(first <= tick * scale <= last * (1 + 1e-9) for first, last in self.excerpt.windows):
+                continue
             x = self.x(tick * scale)
             yield f'<path class="grid" d="M{_n(x)} {_n(y)}v4"/>'
             yield _text(x, y + 17, f"{tick:g}", "soft m")

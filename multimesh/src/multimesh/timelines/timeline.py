@@ -10,6 +10,7 @@ from pathlib import Path
 
 from multimesh.core import checks
 from multimesh.core.text import amount, columns
+from multimesh.timelines.excerpt import MOST
 from multimesh.timelines.perfetto import trace
 from multimesh.timelines.spans import Spans
 from multimesh.timelines.svg import draw
@@ -50,8 +51,8 @@ class Timeline(Spans):
         return "\n".join([self.title, self.note, "", *columns(parts), "", self.total])
 
     def to_svg(self, path: str | Path) -> None:
-        """Write a picture; see `multimesh.timelines.svg`."""
-        Path(checks.path("to_svg: path", path)).write_text(draw(self), encoding="utf-8")
+        """Write a picture; of a long timeline its beginning, a middle and its end, which the picture says."""
+        Path(checks.path("to_svg: path", path)).write_text(draw(self, MOST), encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:
         """Write the picture as a page that explains each box. It is one file, and needs no network."""
