@@ -10,7 +10,7 @@ from workflows import errors, proc
 from workflows.ci.move import Move
 
 # Those that others are constrained by come first.
-GROUPS = ("run", "dev", "workflows", "bench", "docs", "inventory", "jupyter", "cuda12", "cuda13")
+GROUPS = ("run", "dev", "workflows", "bench", "docs", "inventory", "jupyter", "data", "cuda12", "cuda13")
 OLDEST = "3.11"
 # Pythons with a JAX of their own: the names of their moves, the markers of their lines, the oldest Python of each.
 EARLIER, NEWEST = "JAX for Python < 3.12", "JAX for Python >= 3.12"

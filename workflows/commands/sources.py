@@ -64,8 +64,9 @@ def _add_sync_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--group", action="append", choices=quick.ALL_GROUPS, dest="groups",
         help="only this group; may be repeated (default: run, source and dev); run: for MaxText; cuda12: run, and the "
-        "packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or later; source: for "
-        "jaxlib; dev: to work here")  # fmt: skip
+        "packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or later; data: run, and "
+        "what reads Parquet files and datasets of Hugging Face and TensorFlow (2 GB); source: for jaxlib; dev: to work "
+        "here")  # fmt: skip
     add("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     add("--offline", action="store_true", help="use only what is on this disk")
     add("--mirror", metavar="URL", help="fetch NAME.git and archives from URL/ instead of their upstreams")
@@ -81,7 +82,7 @@ def _add_sync_options(parser: argparse.ArgumentParser) -> None:
 def _chosen(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the groups that were asked for. With packages for GPUs come those that run on them."""
     groups = tuple(args.groups or quick.GROUPS)
-    return ("run", *groups) if set(groups) & set(quick.CUDA) and "run" not in groups else groups
+    return ("run", *groups) if set(groups) & {*quick.CUDA, "data"} and "run" not in groups else groups
 
 
 def run_bootstrap(args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from workflows import complaints, console, errors, proc
 from workflows.sources import locked, quick
 from workflows.sources.workspace import Workspace
 
-REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *quick.CUDA, "dev")}
+REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *quick.CUDA, "data", "dev")}
 PATH_FILE = "multimesh-third-party.pth"
 PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
 

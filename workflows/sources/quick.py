@@ -14,7 +14,7 @@ from workflows.sources.hardened import environment
 
 GROUPS = ("run", "source", "dev")
 CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
-ALL_GROUPS = (*GROUPS, *CUDA)
+ALL_GROUPS = (*GROUPS, *CUDA, "data")  # data, too, is 2 GB, only where asked for
 STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
 # A note, and the files and folders that it depends on; they may be missing.
 Note = tuple[str, tuple[str, ...], str]
