@@ -120,7 +120,7 @@ DEFAULTS = {
 
 BESIDE = {
     "output folder": ("`logs` in the working folder", "a fresh temporary folder, or `--output`"),
-    "TensorBoard": ("on", "never: use `--metrics-file`"),
+    "TensorBoard": ("on", "off; with `enable_tensorboard=true` on"),
     "gradient clipping": ("none (`gradient_clipping_threshold=0.0`)", "MaxText's: to a norm of 1.0"),
     "`--dump-only`": ("one CPU device, without parallelism", "all devices of the job, compiled but not run"),
     "`--dump`": ("XLA's programs", "the plan of a pipeline, with `--dump-hlo` XLA's programs too; else these"),

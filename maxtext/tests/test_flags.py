@@ -13,6 +13,7 @@ import original
 import pytest
 
 from multimesh import schedules
+from multimesh_maxtext import buckets, checks
 from multimesh_maxtext.checks import MULTIMESH_ONLY, Job, check_machine
 from multimesh_maxtext.errors import (
     CheckpointError,
@@ -126,11 +127,18 @@ def test_every_flag_is_declared_with_help():
         ("vocab_size=0", r"vocab_size=0: it is a size, a whole number of at least 1"),
         ("--pp 2 base_num_kv_heads=-4", r"base_num_kv_heads=-4: it is a size"),
         ("head_dim=0", r"head_dim=0: it is a size"),
-        ("--tp 4 vocab_size=254", r"--tp 4 does not divide the vocabulary \(254\); change --tp or vocab_size="),
+        ("--tp 4 vocab_size=254", r"--tp 4 does not divide the vocabulary \(254\); change --tp or --vocab-size"),
         (
             "--tp 2 --sequence-parallel --sequence-length 127",
             r"does not divide the sequence \(127\); .*--sequence-length",
         ),
+        (
+            "--num-kv-heads 3",
+            r"3 key/value heads do not divide 4 attention heads; change --num-kv-heads or --num-heads",
+        ),
+        ("--head-dim 32 head_dim=16", r"head_dim= is decided by the flags .*; use --head-dim, or leave it out"),
+        ("--vocab-size 512 vocab_size=256", r"vocab_size= is decided by the flags .*; use --vocab-size"),
+        ("--num-kv-heads 2 base_num_kv_heads=1", r"base_num_kv_heads= is decided by the flags .*; use --num-kv-heads"),
         ("--num-heads 3", r"3 heads do not divide 256 model dims; change --num-heads or --model-dims"),
         ("--interleave 2", r"--interleave 2 cuts pipeline stages into pieces; add --pp"),
         ("--sequence-parallel", r"--sequence-parallel .*; add --tp"),
@@ -225,11 +233,31 @@ def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: 
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("argv", ["--pp 2", "--backend spmd"])
-def test_tensorboard_is_refused_as_maxtext_would_write_nothing(job: Callable[[Sequence[str]], Job], argv: str):
-    with pytest.raises(UnsupportedError, match=r"writes nothing for TensorBoard .*; leave it out, and read --metrics"):
-        job([*argv.split(), "enable_tensorboard=true"])
-    assert job([*argv.split(), "enable_tensorboard=false"])
+def test_tensorboard_needs_its_package(job: Callable[[Sequence[str]], Job], monkeypatch: pytest.MonkeyPatch):
+    assert job(["--pp", "2", "enable_tensorboard=true"])
+    monkeypatch.setattr(checks, "has_package", lambda name: False)
+    with pytest.raises(MissingPartError, match=r"enable_tensorboard=true needs tensorboardX; run ./bootstrap.sh"):
+        job(["--pp", "2", "enable_tensorboard=true"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind", "message"),
+    [
+        ("--checkpoint gs://b/ck", UnsupportedError, r"--checkpoint gs://b/ck: this must be on a file system; mount"),
+        ("--output s3://b/out", UnsupportedError, r"--output s3://b/out: this must be on a file system"),
+        ("load_parameters_path=gs://b/ck/0/items", MissingPartError, r"pip install gcsfs google-cloud-storage$"),
+        ("load_parameters_path=s3://b/ck", MissingPartError, r"s3://...: a package is missing; pip install s3fs$"),
+    ],
+)
+def test_a_path_in_a_bucket_is_refused_before_a_run(
+    job: Callable[[Sequence[str]], Job], monkeypatch: pytest.MonkeyPatch, argv: str, kind: type, message: str
+):
+    monkeypatch.setattr(buckets, "has_package", lambda name: False)
+    with pytest.raises(kind, match=message):
+        job(argv.split())
+    monkeypatch.setattr(buckets, "has_package", lambda name: True)
+    if kind is MissingPartError:
+        assert job(argv.split())
 
 
 @pytest.mark.parametrize("argv", ["", "--backend spmd", "--pp 2", "--backend spmd --model-name gemma4-31b"])
@@ -313,12 +341,11 @@ def test_a_schedule_that_does_not_fit_is_refused(job: Callable[[Sequence[str]], 
         ("--gpus 2", [80_000], r"--gpus 2, but 1 GPUs can be seen here"),
         ("--gpus 2 --nodes 2 --spawn", [80_000] * 3, r"--gpus 2 for each of 2 processes, but 3 GPUs can be seen here"),
         ("--gpus 2", [80_000] * 2, r"--gpus 2: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12"),
-        ("--use-tfds-dataset", None, r"pip install tensorflow-datasets, or use --text"),
     ],
 )
 def test_what_the_machine_lacks_is_named(argv: str, visible: list[int] | None, message: str):
     with pytest.raises(MissingPartError, match=message) as raised:
-        check_machine(parse(argv.split()), gpu_memory=visible, has_plugin=False, has_tfds=False)
+        check_machine(parse(argv.split()), gpu_memory=visible, has_plugin=False)
     assert raised.value.exit_code == 4
 
 

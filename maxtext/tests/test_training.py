@@ -49,6 +49,24 @@ def test_validate_cpu(run: Run, tmp_path: Path):
     assert f"largest difference {largest:.1e}, at most 1e-05 allowed" in lines
 
 
+@pytest.mark.full
+def test_tensorboard_has_the_losses_of_the_metrics_file(run: Run, tmp_path: Path):
+    from tensorboardX.proto import event_pb2
+
+    pipeline = ("--pp", 2, "--cpus", 2, "--num-layers", 2, *TINY[2:], "--num-steps", 3)
+    done = run(*pipeline, "--output", tmp_path, "enable_tensorboard=true")
+    assert done.code == 0, done.stderr
+    (file,) = (tmp_path / "train/tensorboard").rglob("events.out.tfevents.*")
+    data, losses = file.read_bytes(), {}
+    while data:  # records of TensorFlow: a length of 8 bytes, its checksum of 4, the record, its checksum
+        size = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + size])
+        values = {value.tag: value.simple_value for value in event.summary.value}
+        losses |= {event.step: values["learning/loss"]} if "learning/loss" in values else {}
+        data = data[16 + size :]
+    assert losses == {int(r["step"]): pytest.approx(r["learning/loss"]) for r in records(tmp_path / "metrics.jsonl")}
+
+
 def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
     """A batch of 4 on 8 tensor-parallel devices, sequence-parallel, on this repository's licence."""
     # A proxy that does not exist: whatever tried to download would fail.

@@ -88,6 +88,9 @@ def variables(
         ("--model-name llama3-8b", {"use_iota_embed": None, "logits_dot_in_fp32": None}),
         ("--compile-topology-num-slices 2", {"compile_topology_num_slices": 2}),
         ("--num-heads 8 --model-dims 128", {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 16}),
+        ("--num-heads 8 --num-kv-heads 2", {"base_num_query_heads": 8, "base_num_kv_heads": 2, "head_dim": 32}),
+        ("--head-dim 24 --vocab-size 512", {"base_num_query_heads": 4, "head_dim": 24, "vocab_size": 512}),
+        ("--model-name llama3-8b --num-kv-heads 4 --head-dim 64", {"base_num_kv_heads": 4, "head_dim": 64}),
         ("--model-name llama3-8b", {"model_name": "llama3-8b", "override_model_config": True}),
         ("--num-steps 9 --profile", {"steps": 9, "profiler": "xplane", "profiler_steps": 5}),
         ("--num-steps 2 --profile", {"profiler_steps": 1, "skip_first_n_steps_for_profiler": 1}),
@@ -283,7 +286,7 @@ def test_text_that_cannot_be_used_is_named(tmp_path: Path, job: Check):
         write_corpus(["abc"], tmp_path, sequence_length=128)
     short = tmp_path / "short.txt"
     short.write_text("x")
-    with pytest.raises(UsageError, match=r"--text needs 257 tokens .*, the model has 256; use vocab_size=384"):
+    with pytest.raises(UsageError, match=r"--text needs 257 tokens .*, the model has 256; use --vocab-size 384"):
         job(["vocab_size=256", "--text", str(short)])
     with pytest.raises(LauncherError, match=r"--text and --use-tfds-dataset are two sources; choose one"):
         job(["--use-tfds-dataset", "--text", str(short)])

@@ -17,14 +17,18 @@ from pathlib import Path
 
 from multimesh_maxtext import layer_names
 from multimesh_maxtext.checks import Job
+from multimesh_maxtext.dataset import readers
 from multimesh_maxtext.errors import CheckpointError, FileError, UsageError
 from multimesh_maxtext.reserve import writing
-from multimesh_maxtext.settings import read_values
+from multimesh_maxtext.settings import read_dataset, read_values
 
 PARAMETERS = "load_parameters_path"
 """MaxText's setting for the checkpoint whose parameters a run begins with."""
 
 _LEAVES = "_METADATA"
+_POSITIONS = "iter"
+"""Folder of a checkpoint in which each process keeps its position in the data."""
+
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 _HALF = ".orbax-checkpoint-tmp"
@@ -165,6 +169,7 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: floa
             print(line, file=sys.stderr)
         if found.steps:
             _check_continues(job, found)
+            _check_position(job, found)
         if o.resume and first:
             where = f"from checkpoint {found.steps[-1]}" if found.steps else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
@@ -220,6 +225,26 @@ def _check_continues(job: Job, found: Checkpoints) -> None:
         "in stacks": "go on with --backend multimesh --no-scan-layers once, which writes them unrolled",
     }
     raise CheckpointError(f"checkpoint {newest} has its layers {kept}, but this run has them {wanted}; {remedy[kept]}")
+
+
+def _check_position(job: Job, found: Checkpoints) -> None:
+    """Refuse a position in the data that other processes had: each has its own part of the files."""
+    o, folder = job.options, found.folder / str(found.steps[-1]) / _POSITIONS
+    files = sorted(folder.glob("process_*-of-*.json")) if read_dataset(o) == "grain" else []
+    if not files:
+        return
+    try:
+        kept = json.loads(files[0].read_text(encoding="utf-8"))
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{files[0]}: cannot be read ({error}); copy it again, or remove {folder.parent}"
+        ) from error
+    before = (len(files), kept.get("readers", 1))
+    if before != (o.nodes, readers(job)):
+        raise CheckpointError(
+            f"checkpoint {found.steps[-1]} has positions in the data of {before[0]} processes, {before[1]} of which "
+            f"read; this run has {o.nodes}, {readers(job)} of which read; use the --nodes, --pp and devices that it had"
+        )
 
 
 def layout(layers: frozenset[str]) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 import multimesh
 from multimesh_maxtext.errors import FileError, LauncherError, MissingPartError, UnsupportedError, UsageError
 from multimesh_maxtext.flags import TIMEOUTS
-from multimesh_maxtext.model import Model
+from multimesh_maxtext.model import Model, has_package
 from multimesh_maxtext.options import Options
-from multimesh_maxtext.settings import read_values
+from multimesh_maxtext.settings import read_dataset, read_values
 from multimesh_maxtext.text import BYTE_TOKENS, BYTE_VOCABULARY
 
 MULTIMESH_ONLY = {
@@ -32,6 +32,9 @@ MULTIMESH_ONLY = {
 
 GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
 """Kernels that CPU devices lack."""
+
+UNTOKENIZED = ("synthetic", "olmo_grain")
+"""Datasets of tokens: the synthetic one, and that of --text."""
 
 UNLIKE = ("gemma3", "gemma4", "gpt_oss", "deepseek", "llama4", "olmo3", "qwen3_next")
 """Decoder blocks whose layers alternate in a fixed pattern, or begin with dense ones: stages of unlike structure."""
@@ -184,20 +187,18 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         UsageError(f"--attention {o.attention} is a GPU kernel; on CPU devices use --attention dot_product"),
     )
     yield (
-        read_values(o.settings).get("enable_tensorboard") is True,
-        UnsupportedError(
-            "enable_tensorboard=true: MaxText writes nothing for TensorBoard where it runs without Google Cloud, as "
-            "here; leave it out, and read --metrics-file"
-        ),
+        read_values(o.settings).get("enable_tensorboard") is True and not has_package("tensorboardX"),
+        MissingPartError("enable_tensorboard=true needs tensorboardX; run ./bootstrap.sh --group run, or leave it out"),
     )
     yield o.text and o.use_tfds_dataset, UsageError("--text and --use-tfds-dataset are two sources; choose one")
-    for flag, value in (
-        ("--dataset-path", o.dataset_path),
-        ("--dataset-name", o.dataset_name),
-        ("--tokenizer-path", o.tokenizer_path),
-    ):
+    for flag, value in (("--dataset-path", o.dataset_path), ("--dataset-name", o.dataset_name)):
         remedy = "remove it: with --text every byte is a token" if o.text else "add --use-tfds-dataset, or remove it"
         yield value and not o.use_tfds_dataset, UsageError(f"{flag} is for TensorFlow datasets; {remedy}")
+    remedy = "remove it: with --text every byte is a token" if o.text else "add dataset_type=, or remove it"
+    yield (
+        o.tokenizer_path and read_dataset(o) in UNTOKENIZED,
+        UsageError(f"--tokenizer-path is for datasets of text; {remedy}"),
+    )
     yield (
         o.use_tfds_dataset and not (o.dataset_path and o.dataset_name),
         UsageError("--use-tfds-dataset needs to know which; add --dataset-path and --dataset-name"),
@@ -350,7 +351,7 @@ def _wrong_shares(job: Job, rows: int) -> Iterator[LauncherError]:
     o, sharing = job.options, job.mesh_devices
     in_one_program = o.pp > 1 and not o.staged
     forward = job.batch if in_one_program else rows
-    if (o.text or o.use_tfds_dataset) and forward > sharing and job.batch % sharing:
+    if read_dataset(o) != "synthetic" and forward > sharing and job.batch % sharing:
         yield UsageError(
             f"MaxText loads data in equal shares per device, and {sharing} devices do not divide a batch of "
             f"{job.batch}; use --batch-size {math.lcm(rows * (o.pp if in_one_program else 1), sharing)}"
@@ -389,16 +390,21 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
     of_global = model.resolved.get("global_num_kv_heads") or 0  # gemma4's
     for name, size, flag, parts, remedy in (
         ("attention heads", model.query_heads, "--tp", o.tp, "--num-heads"),
-        ("key/value heads", model.kv_heads, "--tp", o.tp, "--num-heads"),
+        ("key/value heads", model.kv_heads, "--tp", o.tp, "--num-kv-heads"),
         ("key/value heads of global layers", of_global, "--tp", o.tp, "global_num_kv_heads="),
         ("mlp dims", model.mlp, "--tp", o.tp, "--mlp-dims"),
-        ("vocabulary", model.vocabulary, "--tp", o.tp, "vocab_size="),
+        ("vocabulary", model.vocabulary, "--tp", o.tp, "--vocab-size"),
         ("model dims", model.embedding, "--fsdp", o.fsdp, "--model-dims"),
         ("experts", model.experts, "--ep", o.ep, "num_experts="),
         ("sequence", o.sequence_length, "--tp", o.tp if o.sequence_parallel else 1, "--sequence-length"),
     ):
         if size % parts:
             yield UsageError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
+    if model.query_heads % model.kv_heads:
+        yield UsageError(
+            f"{model.kv_heads} key/value heads do not divide {model.query_heads} attention heads; change "
+            "--num-kv-heads or --num-heads"
+        )
     if o.platform == "cpu" and o.ep > 1 and model.resolved.get("sparse_matmul"):
         yield UnsupportedError(
             f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
@@ -407,7 +413,7 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
     if o.text and model.vocabulary < BYTE_TOKENS:
         yield UsageError(
             f"--text needs {BYTE_TOKENS} tokens (bytes and the end of a document), the model has {model.vocabulary}; "
-            f"use vocab_size={BYTE_VOCABULARY}"
+            f"use --vocab-size {BYTE_VOCABULARY}"
         )
     if o.attention == "cudnn_flash_jax":
         windows = model.resolved.get("sliding_window_size") or 0
@@ -416,14 +422,14 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
                 "--attention cudnn_flash_jax attends to all earlier tokens, and this model has windows; "
                 "use --attention dot_product, or install TransformerEngine for cudnn_flash_te"
             )
-        if o.use_tfds_dataset and model.resolved.get("packing", True):
+        if read_dataset(o) not in UNTOKENIZED and model.resolved.get("packing", True):
             yield UnsupportedError(
                 "--attention cudnn_flash_jax attends across documents that are packed into one sequence; add "
                 "packing=false, or install TransformerEngine for cudnn_flash_te"
             )
 
 
-def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plugin: bool, has_tfds: bool) -> None:
+def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plugin: bool) -> None:
     """Raise where this machine lacks something that the job needs.
 
     Parameters
@@ -432,8 +438,6 @@ def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plu
         Memory of every GPU that the driver shows, in MiB, ``None`` if there is no driver.
     has_plugin
         Whether JAX has its plugin for CUDA: without it JAX runs on the CPU, and only warns.
-    has_tfds
-        Whether tensorflow-datasets is installed.
     """
     visible = len(gpu_memory or ())
     processes = options.nodes if options.spawn else 1
@@ -445,5 +449,3 @@ def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plu
         raise MissingPartError(f"{asked}, but {there} can be seen here; check nvidia-smi, or use --cpus")
     if options.gpus and not has_plugin:
         raise MissingPartError(f"--gpus {options.gpus}: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12")
-    if options.use_tfds_dataset and not has_tfds:
-        raise MissingPartError("--use-tfds-dataset needs a package: pip install tensorflow-datasets, or use --text")

@@ -19,6 +19,7 @@ from rich.console import Console
 from multimesh_maxtext import memory, report, restarts, suggesting
 from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
+from multimesh_maxtext.dataset import check_dataset, readers
 from multimesh_maxtext.errors import CheckpointError, FileError, LauncherError, TrainerFailedError
 from multimesh_maxtext.launch import Launch, forecasting, in_place, launch, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, python, stale_parts
@@ -106,6 +107,8 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     this = member(options, os.environ)
     texts = read_texts(options.text or ())
     gpus = _find_gpus(options)
+    if not (options.dry_run or options.forecast) and this.rank < readers(job):
+        check_dataset(job, maxtext / "maxtext")
     gpu_memory = min(gpus) if gpus else None
     stale = stale_parts(root) if root else ()
     for note in (*stale, *settled.notes, *find_repeated(options, os.environ), *notes(options, gpu_memory=gpu_memory)):
@@ -155,7 +158,6 @@ def _find_gpus(options: Options) -> list[int] | None:
             options,
             gpu_memory=gpus,
             has_plugin=any(map(has_package, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
-            has_tfds=has_package("tensorflow_datasets"),
         )
     return gpus
 

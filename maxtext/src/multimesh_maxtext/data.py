@@ -15,6 +15,7 @@ from multimesh_maxtext.checkpoint import look
 from multimesh_maxtext.checkpointer import telling
 from multimesh_maxtext.errors import UnsupportedError
 from multimesh_maxtext.processes import absent, place
+from multimesh_maxtext.reading import Together
 from multimesh_maxtext.relayout import checked
 
 keeps_metrics = True
@@ -25,13 +26,7 @@ _EVALUATION = 0x1F1F1F1F
 
 
 def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
-    """Return iterators over the batches to train and to evaluate on (or None); ``None`` where MaxText's own serve.
-
-    Raises
-    ------
-    UnsupportedError
-        For data that MaxText cannot load where some process has no device of the first stage.
-    """
+    """Return iterators over the batches to train and to evaluate on (or None); ``None`` where MaxText's own serve."""
     from maxtext.utils.sharding import get_input_data_sharding
 
     layout = get_input_data_sharding(config, mesh)
@@ -39,14 +34,11 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
     if config.dataset_type == "olmo_grain":
         evaluation = Text(config, layout, config.data_shuffle_seed ^ _EVALUATION) if evaluates else None
         return Text(config, layout, config.data_shuffle_seed, first=_next_step(config)), evaluation
-    if len({device.process_index for device in mesh.devices.flat}) == jax.process_count():
+    if config.dataset_type == "synthetic":
+        return None if mesh.local_devices else (Elsewhere(config, mesh, layout), Elsewhere(config, mesh, layout))
+    if jax.process_count() == 1:
         return None
-    if config.dataset_type != "synthetic":
-        raise UnsupportedError(
-            f"dataset_type={config.dataset_type} needs a device of the first stage in every process; use --text FILE, "
-            "or fewer --nodes"
-        )
-    return None if mesh.local_devices else (Elsewhere(config, mesh, layout), Elsewhere(config, mesh, layout))
+    return Together(config, mesh, layout), Together(config, mesh, layout, evaluates=True) if evaluates else None
 
 
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:

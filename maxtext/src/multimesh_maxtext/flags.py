@@ -173,27 +173,19 @@ def _model(root: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="MaxText configuration to start from in place of its base.yml",
     )
-    group.add_argument(
-        "--num-layers",
-        type=count(1),
-        metavar="N",
-        help="decoder layers (default: the model's, or 2 x pp x interleave)",
-    )
-    group.add_argument(
-        "--model-dims", type=count(1), metavar="N", help="width of the residual stream (default: the model's, or 256)"
-    )
-    group.add_argument(
-        "--mlp-dims",
-        type=count(1),
-        metavar="N",
-        help="width of the feed-forward blocks (default: 4 x --model-dims, else the model's, or 256)",
-    )
-    group.add_argument(
-        "--num-heads",
-        type=count(1),
-        metavar="N",
-        help="attention heads, for queries as for keys and values (default: the model's, or 4)",
-    )
+    for flag, text in (
+        ("--num-layers", "decoder layers (default: the model's, or 2 x pp x interleave)"),
+        ("--model-dims", "width of the residual stream (default: the model's, or 256)"),
+        ("--mlp-dims", "width of the feed-forward blocks (default: 4 x --model-dims, else the model's, or 256)"),
+        ("--num-heads", "attention heads, for queries as for keys and values (default: the model's, or 4)"),
+        (
+            "--num-kv-heads",
+            "heads for keys and values, each for a group of heads (default: --num-heads, else the model's)",
+        ),
+        ("--head-dim", "width of a head (default: --model-dims / --num-heads where both are given, else the model's)"),
+        ("--vocab-size", "tokens that the model knows (default: the model's, or 1024, with --text 384)"),
+    ):
+        group.add_argument(flag, type=count(1), metavar="N", help=text)
     group.add_argument(
         "--sequence-length", type=count(1), default=128, metavar="N", help="tokens in a sequence (default 128)"
     )
@@ -232,7 +224,9 @@ def _model(root: argparse.ArgumentParser) -> None:
 
 
 def _data(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("data", "without these: one synthetic batch, the same at every step")
+    group = root.add_argument_group(
+        "data", "without these or dataset_type=grain, hf, ...: one synthetic batch, the same at every step"
+    )
     group.add_argument(
         "--text",
         type=Path,
@@ -247,7 +241,14 @@ def _data(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--dataset-path", metavar="DIR", help="where the TensorFlow datasets lie")
     group.add_argument("--dataset-name", metavar="NAME", help="which of them, e.g. c4/en:3.0.1")
-    group.add_argument("--tokenizer-path", metavar="FILE", help="tokenizer for the dataset (default: MaxText's)")
+    group.add_argument(
+        "--tokenizer-path",
+        metavar="PATH",
+        help=(
+            "tokenizer of --use-tfds-dataset or of dataset_type=grain, hf, ...: a file of SentencePiece; with "
+            "tokenizer_type=tiktoken or huggingface a file or a folder of theirs"
+        ),
+    )
 
 
 def _outputs(root: argparse.ArgumentParser) -> None:

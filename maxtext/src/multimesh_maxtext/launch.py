@@ -137,6 +137,10 @@ def decided(job: Job) -> dict[str, Any]:
     """Return the settings of MaxText that only flags decide."""
     free = _DEFAULTS - _CHECKPOINTED if job.options.checkpoint else _DEFAULTS
     settings = configuration(job, Paths(python="", maxtext=Path(), output=Path(), metrics=Path()))
+    o = job.options
+    sizes = {"base_num_kv_heads": o.num_kv_heads, "head_dim": o.head_dim, "vocab_size": o.vocab_size}
+    free = free - {key for key, value in sizes.items() if value is not None}
+    free = free if o.text or o.use_tfds_dataset else free | {"dataset_type"}
     return {key: value for key, value in settings.items() if key not in free}
 
 
@@ -183,6 +187,7 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     """Return the process that forecasts a job: one, on CPU devices; it allocates nothing and reads no data."""
     changes: dict[str, Any] = {"checkpoint": None, "profile": False, "dump": None, "dump_only": False}
     changes |= {"use_tfds_dataset": None, "dataset_path": None, "dataset_name": None, "tokenizer_path": None}
+    changes |= {"settings": [each for each in job.options.settings if not each.startswith("dataset_type=")]}
     changes |= {"nodes": 1, "gpus": 0, "cpus": job.devices}
     alone = replace(job, options=Options(**{**vars(job.options), **changes}))
     start = launch(alone, paths, inherited=inherited, gpu_memory=gpu_memory)

@@ -57,11 +57,6 @@ _LAUNCHERS = (
 )
 """The launcher of this process comes before the launchers of its launcher."""
 
-_STAGED_ALONE = {
-    "use_tfds_dataset": "only processes of the first stage would know when the data ends; use --text or leave it out",
-}
-"""Flags of a pipeline that need a single process so far: why, and the remedy."""
-
 
 @dataclass(frozen=True)
 class Member:
@@ -92,9 +87,6 @@ def find_alone(o: Options) -> Iterator[UnsupportedError]:
     """Yield the flags that several processes cannot honour so far."""
     if o.nodes == 1 or not o.staged or o.forecast:
         return
-    for name, why in _STAGED_ALONE.items():
-        if o.has(name):
-            yield UnsupportedError(f"--{name.replace('_', '-')} is for one process so far: {why}")
     if o.verify and o.gpus:
         yield UnsupportedError(
             "--verify is for one process so far on GPUs: the reference trains on all GPUs of a stage; leave it out, or "

@@ -193,7 +193,9 @@ def _settings(options: Options, named: Mapping[str, Any], *, plain: bool) -> dic
         ("base_emb_dim", options.model_dims),
         ("base_mlp_dim", options.mlp_dims or (options.model_dims and 4 * options.model_dims)),
         ("base_num_query_heads", options.num_heads),
-        ("base_num_kv_heads", options.num_heads),
+        ("base_num_kv_heads", options.num_kv_heads or options.num_heads),
+        ("head_dim", options.head_dim),
+        ("vocab_size", options.vocab_size),
         ("attention_type", options.attention_type),
     ):
         if value is not None:
@@ -201,7 +203,7 @@ def _settings(options: Options, named: Mapping[str, Any], *, plain: bool) -> dic
     wide = settings.get("base_mlp_dim")
     if wide and named.get("base_moe_mlp_dim") == named.get("base_mlp_dim", 0):  # its experts are as wide
         settings["base_moe_mlp_dim"] = wide
-    if plain or (options.model_dims and options.num_heads):
+    if not options.head_dim and (plain or (options.model_dims and options.num_heads)):
         width = settings["base_emb_dim"], settings["base_num_query_heads"]
         if width[0] % width[1]:
             raise UsageError(

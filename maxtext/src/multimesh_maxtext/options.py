@@ -53,6 +53,9 @@ class Options(argparse.Namespace):
     model_dims: int | None
     mlp_dims: int | None
     num_heads: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    vocab_size: int | None
     sequence_length: int
     attention: str
     attention_type: str | None

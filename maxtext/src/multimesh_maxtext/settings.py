@@ -18,6 +18,7 @@ import pydantic
 import yaml
 
 from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.options import Options
 
 _SOURCES = ("common/common_types.py", "configs/types.py")
 _ROOT = "MaxTextConfig"
@@ -42,8 +43,20 @@ def _read(value: str) -> Any:
 
 
 def read_values(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the settings with their values as YAML reads them."""
-    return {key: _read(value) for key, value in (setting.split("=", 1) for setting in settings)}
+    """Return the settings with their values as YAML reads them; what is no YAML stays as it is written."""
+    found: dict[str, Any] = {}
+    for key, value in (setting.split("=", 1) for setting in settings):
+        found[key] = value
+        with contextlib.suppress(yaml.YAMLError):  # `find_wrong_settings` says so
+            found[key] = _read(value)
+    return found
+
+
+def read_dataset(options: Options) -> str:
+    """Return MaxText's ``dataset_type`` of a run: what flags or a setting say, by default ``synthetic``."""
+    if options.text:
+        return "olmo_grain"
+    return "tfds" if options.use_tfds_dataset else str(read_values(options.settings).get("dataset_type", "synthetic"))
 
 
 def find_wrong_settings(settings: Sequence[str], package: Path) -> Iterator[tuple[str, UsageError]]:

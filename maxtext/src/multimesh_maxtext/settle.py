@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from multimesh_maxtext.buckets import find_wrong_buckets
 from multimesh_maxtext.checks import Job, find_wrong_flags, find_wrong_sizes, make_job
+from multimesh_maxtext.dataset import find_missing_settings, find_notes
 from multimesh_maxtext.errors import LauncherError, UsageError, raise_all
 from multimesh_maxtext.launch import decided
 from multimesh_maxtext.member import find_alone
@@ -28,6 +30,9 @@ _FLAG_OF = {
     "base_emb_dim": "--model-dims",
     "base_mlp_dim": "--mlp-dims",
     "base_num_query_heads": "--num-heads",
+    "base_num_kv_heads": "--num-kv-heads",
+    "head_dim": "--head-dim",
+    "vocab_size": "--vocab-size",
     "base_output_directory": "--output",
     "metrics_file": "--metrics-file",
     "checkpoint_period": "--checkpoint-every",
@@ -37,7 +42,7 @@ _FLAG_OF = {
     "model_name": "--model-name",
     "gradient_accumulation_steps": "--batch-size and --microbatch-size",
     "per_device_batch_size": "--batch-size and --microbatch-size",
-    "dataset_type": "--text or --use-tfds-dataset",
+    "dataset_type": "--text, --use-tfds-dataset",
     "profiler": "--profile",
     **dict.fromkeys(("init_weights_seed", "data_shuffle_seed"), "--seed"),
     "ici_data_parallelism": "--dp",
@@ -71,7 +76,7 @@ def settle(parsed: Parsed, package: Path) -> Settled:
         With all errors, but for those that may only follow from a flag that could not be read.
     """
     options = parsed.options
-    found = [*find_wrong_flags(options), *find_alone(options)]
+    found = [*find_wrong_flags(options), *find_wrong_buckets(options), *find_alone(options)]
     notes = tuple(_replace_kernels(options))
     flag = [f"attention_type={options.attention_type}"] if options.attention_type else []
     wrong = dict(find_wrong_settings([*options.settings, *flag], package))
@@ -83,7 +88,8 @@ def settle(parsed: Parsed, package: Path) -> Settled:
     except LauncherError as error:
         found.append(error)
     if job:
-        found += [*find_wrong_sizes(job), *_find_decided(job)]
+        found += [*find_wrong_sizes(job), *find_missing_settings(job), *_find_decided(job)]
+        notes = (*notes, *find_notes(job))
     raise_all([*parsed.wrong, *(error for error in found if not _follows(error, parsed.doubtful))])
     if job is None:
         raise found[-1]

@@ -44,6 +44,10 @@ _TAIL = 20  # lines of a failed trainer's log
 LOST = re.compile(r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone) .*)$", re.MULTILINE)
 """A line of a trainer's log on a process that was lost."""
 
+_STOPPED = re.compile(r"Training stopped: (.*)$", re.MULTILINE)
+_NO_MORE = "run out of training data"
+"""MaxText's words where its data ended; it takes any error of its input for a reason to stop."""
+
 _REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
 """A setting that MaxText refuses, and why, as pydantic prints it."""
 
@@ -88,7 +92,7 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
         if o.nodes > 1 and lost:  # any other failure, such as a checkpoint's, comes from that
             error = ended if isinstance(ended, ProcessLostError) else ProcessLostError(f"{lost[0]}; see {paths.log}")
         else:
-            error = refused(log) or explained(log, o.checkpoint) or ended
+            error = refused(log) or explained(log, o.checkpoint) or stopped(log, ended)
     except LauncherError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)
@@ -126,6 +130,17 @@ def refused(log: str) -> UsageError | None:
     told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("    For further"))
     wrong = [" ".join(": ".join(filter(None, said)).split()) for said in _REFUSED.findall(told)]
     return UsageError(f"MaxText refuses these settings: {'; '.join(wrong)}") if found and wrong else None
+
+
+def stopped(log: str, error: LauncherError) -> LauncherError:
+    """Return the error of a trainer that ended before its last step, with the reason that MaxText's log gives."""
+    if not isinstance(error, StoppedEarlyError) or not (found := _STOPPED.search(log)):
+        return error
+    if _NO_MORE in found[1]:
+        return StoppedEarlyError(
+            f"the data ended: {error}; use fewer --num-steps, more data, or num_epoch= to read it several times"
+        )
+    return StoppedEarlyError(f"{error}: {found[1]}")
 
 
 def tail(log: Path) -> str:

@@ -13,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from multimesh_maxtext.buckets import named
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
 from multimesh_maxtext.flags import TIMEOUTS
 from multimesh_maxtext.options import Options
+from multimesh_maxtext.settings import read_values
 from multimesh_maxtext.text import index_path
 from multimesh_maxtext.values import XLA_SWITCHES, XLA_THRESHOLDS
 
@@ -219,10 +221,10 @@ def _dataset(job: Job, paths: Paths) -> dict[str, Any]:
             "olmo_apply_ngram_filter": False,
             "grain_worker_count": 0,
         }
+    tokenizer = {"tokenizer_path": o.tokenizer_path} if o.tokenizer_path else {}
     if o.use_tfds_dataset:
-        settings = {"dataset_type": "tfds", "dataset_path": o.dataset_path, "dataset_name": o.dataset_name}
-        return settings | ({"tokenizer_path": o.tokenizer_path} if o.tokenizer_path else {})
-    return {"dataset_type": "synthetic"}
+        return {"dataset_type": "tfds", "dataset_path": o.dataset_path, "dataset_name": o.dataset_name, **tokenizer}
+    return {"dataset_type": "synthetic", **tokenizer}
 
 
 def argument(key: str, value: Any) -> str:
@@ -241,8 +243,8 @@ def _plain(value: str) -> bool:
 def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> dict[str, str]:
     """Return the variables that the trainer gets on top of the inherited ones."""
     o = job.options
-    given = inherited.get("XLA_FLAGS", "")
-    flags = [given, *xla_flags(o, devices=job.devices // o.nodes, users=given, process=paths.process)]
+    given, users_flags = read_values(o.settings), inherited.get("XLA_FLAGS", "")
+    flags = [users_flags, *xla_flags(o, devices=job.devices // o.nodes, users=users_flags, process=paths.process)]
     packages = [str(folder) for folder in _PACKAGES if folder.name not in ("site-packages", "dist-packages")]
     # A stray jax.py or numpy.py of the user's must not win: installed packages come before inherited folders.
     places = sysconfig.get_paths()
@@ -250,7 +252,8 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     users = [path for path in inherited.get("PYTHONPATH", "").split(":") if Path(path).is_absolute()]
     search = [str(paths.maxtext), *packages, *(installed if users else ()), *users]
     variables = {
-        "DECOUPLE_GCLOUD": "TRUE",
+        # Without Google Cloud MaxText also leaves out TensorBoard; else it takes what is installed.
+        "DECOUPLE_GCLOUD": str(not (given.get("enable_tensorboard") is True or named(given))).upper(),
         "JAX_PLATFORMS": "cuda" if o.gpus else "cpu",
         "PYTHONPATH": ":".join(search),
         "PYTHONUNBUFFERED": "1",

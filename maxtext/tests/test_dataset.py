@@ -1,0 +1,244 @@
+"""Datasets of MaxText: what is refused before a run, and batches in one process and in several, also resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import corpora
+import pytest
+
+from multimesh_maxtext import dataset
+from multimesh_maxtext.checkpoint import beginning
+from multimesh_maxtext.checks import Job
+from multimesh_maxtext.cli import main
+from multimesh_maxtext.errors import CheckpointError, LauncherError, MissingPartError
+from multimesh_maxtext.launch import forecasting
+from multimesh_maxtext.settle import settle
+from multimesh_maxtext.translate import Paths, configuration
+
+MakeJob = Callable[[Sequence[str]], Job]
+
+GRAIN = ("dataset_type=grain", "grain_train_files=/data/*", "--tokenizer-path", "/pieces.model")
+SMALL = (
+    *("--num-layers", 2, "--model-dims", 32, "--num-heads", 2),
+    *("--sequence-length", 32, "--batch-size", 4, "--microbatch-size", 2),
+)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of each kind."""
+    folder, texts = tmp_path_factory.mktemp("tokenizers"), corpora.documents()
+    corpora.sentencepiece(folder, texts)
+    corpora.huggingface(folder, texts)
+    corpora.tiktoken(folder)
+    return folder
+
+
+def test_settings_of_a_dataset_go_to_maxtext_as_they_are(job: MakeJob, paths: Paths):
+    found = configuration(checked := job(["--pp", "2", *GRAIN]), paths)
+    assert found["tokenizer_path"] == "/pieces.model"
+    assert "dataset_type=grain" in checked.options.settings
+    command = forecasting(checked, paths, inherited={}, gpu_memory=None).command
+    assert "dataset_type=synthetic" in command  # which needs no files
+    assert "dataset_type=grain" not in command
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("dataset_type=grain --tokenizer-path p", r"dataset_type=grain needs to know which; add grain_train_files="),
+        ("dataset_type=hf --tokenizer-path p", r"dataset_type=hf needs to know which; add hf_path="),
+        ("--tokenizer-path p", r"--tokenizer-path is for datasets of text; add dataset_type=, or remove it"),
+        ("grain_train_files=*.x dataset_type=grain", r"grain_train_files=\*.x: the value is no YAML; put strings"),
+        ("--text LICENSE dataset_type=grain", r"dataset_type= is decided by the flags"),
+        (
+            "--nodes 2 --cpus 1 --pp 2 grain_use_elastic_iterator=true dataset_type=grain grain_train_files=x "
+            "--tokenizer-path p",
+            r"grain_use_elastic_iterator=True is for one process so far; leave it out, or use --nodes 1",
+        ),
+    ],
+)
+def test_what_a_dataset_lacks_is_said_before_a_run(
+    job: MakeJob, root: Path, monkeypatch: pytest.MonkeyPatch, argv: str, message: str
+):
+    monkeypatch.chdir(root)
+    words = argv.split()
+    # Settings go before --text, which takes all that follows.
+    with pytest.raises(LauncherError, match=message):
+        job([*(word for word in words if "=" in word), *(word for word in words if "=" not in word)])
+
+
+def test_a_package_that_is_missing_names_its_group(job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dataset, "has_package", lambda name: False)
+    for words, message in (
+        (GRAIN[1:], "grain_file_type=parquet needs pyarrow; run ./bootstrap.sh --group data"),
+        (("hf_path=json", *GRAIN[2:]), "dataset_type=hf needs datasets; run ./bootstrap.sh --group data"),
+        (("dataset_name=c4", *GRAIN[2:]), "dataset_type=tfds needs tensorflow and tensorflow_datasets; run"),
+    ):
+        kind = message.split()[0]
+        given = ["dataset_type=grain", kind] if kind.startswith("grain") else [kind]
+        with pytest.raises(MissingPartError) as raised:
+            dataset.check_dataset(job([*given, *words]), tmp_path)
+        assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "",
+            r"dataset_type=grain needs a tokenizer; add --tokenizer-path, with tokenizer_type=huggingface or tiktoken",
+        ),
+        ("--tokenizer-path no.model", r"--tokenizer-path no.model: no such file; write the path of a sentencepiece"),
+        (
+            "--tokenizer-path hf/tokenizer.json",
+            r"cannot be read as a sentencepiece tokenizer .*; is tokenizer_type= right",
+        ),
+        ("--tokenizer-path pieces.model", r"pieces.model has 3\d\d tokens, the model has 256; use --vocab-size 384"),
+        (
+            "--tokenizer-path hf tokenizer_type=huggingface",
+            r"hf has 320 tokens, the model has 256; use --vocab-size 384",
+        ),
+        ("--tokenizer-path tokenizer.tiktoken tokenizer_type=tiktoken", r"has 544 tokens, .*; use --vocab-size 640"),
+        ("--tokenizer-path pieces.model tokenizer_type=tiktoken", r"a path with the word tiktoken only; rename it"),
+        ("--tokenizer-path ./meta/llama tokenizer_type=huggingface", r"--tokenizer-path ./meta/llama: no such file"),
+        ("--tokenizer-path hf grain_train_files=no/*", r"grain_train_files=no/\*: no such file; write a path"),
+    ],
+)
+def test_files_that_are_not_there_are_named(
+    job: MakeJob, here: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+):
+    monkeypatch.chdir(here)
+    given = words.split()
+    files = [] if "grain_train_files" in words else ["grain_train_files=./*.model"]
+    checked = job(["dataset_type=grain", "vocab_size=256", *files, *given])
+    with pytest.raises(LauncherError, match=message):
+        dataset.check_dataset(checked, here)
+
+
+def test_names_at_hugging_face_and_of_maxtext_are_left_to_it(job: MakeJob, maxtext: Path, here: Path):
+    names = ["--tokenizer-path", "meta-llama/Llama-3-8B", "tokenizer_type=huggingface"]
+    given = ["dataset_type=grain", f"grain_train_files={here}/*.model", "vocab_size=32000"]
+    dataset.check_dataset(job([*given, "--tokenizer-path", "tokenizer.llama2"]), maxtext / "maxtext")
+    dataset.check_dataset(job([*given, *names]), here)
+
+
+def test_data_that_cannot_resume_says_so_before_it_starts(maxtext: Path):
+    from multimesh_maxtext.options import read
+
+    def notes(kind: str, *words: str) -> list[str]:
+        argv = [f"dataset_type={kind}", "grain_train_files=x", "hf_path=json", "dataset_name=c4", *GRAIN[2:], *words]
+        return [note for note in settle(read(argv), maxtext / "maxtext").notes if "position" in note]
+
+    assert [len(notes(kind, "--checkpoint", "ck")) for kind in ("grain", "hf", "tfds")] == [0, 1, 1]
+    assert not notes("hf")
+
+
+def test_a_position_of_other_processes_is_refused(job: MakeJob, tmp_path: Path):
+    """One process with two stages reads for two; another number of readers has other parts of the data."""
+    step = tmp_path / "ck/5"
+    (step / "iter").mkdir(parents=True)
+    (step / "commit_success.txt").touch()
+    (step / "items").mkdir()
+    key = [{"key": name} for name in ("params", "params", "decoder", "layers_0")]
+    tree = {"tree_metadata": {"x": {"key_metadata": key}}}
+    (step / "items/_METADATA").write_text(json.dumps(tree))
+    for rank in range(2):
+        (step / f"iter/process_{rank}-of-2.json").write_text(json.dumps({"readers": 1, "position": {}}))
+    flags = [*GRAIN, "--cpus", "1", "--checkpoint", str(tmp_path / "ck"), "--resume"]
+    spawned = ["--spawn", "--nodes", "2"]
+    with beginning(job([*flags, *spawned, "--pp", "2"]), tmp_path / "a/checkpoints") as begin:
+        assert begin.step == 6
+    for words in ([*spawned, "--dp", "2"], ["--num-layers", "1"]):
+        with (
+            pytest.raises(
+                CheckpointError, match=r"positions in the data of 2 processes, 1 of which read; this run has"
+            ),
+            beginning(job([*flags, *words]), tmp_path / "a/checkpoints"),
+        ):
+            pass
+
+
+def losses(folder: Path) -> list[float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["learning/loss"] for record in records if "learning/loss" in record]
+
+
+def train(root: Path, output: Path, *words: Any) -> int:
+    """Train a small model; its exit code."""
+    same = ("dtype=float32", "grain_worker_count=0", "--num-steps", 6, "--output", output)
+    return main([str(word) for word in (*SMALL, *same, *words)], root=root)
+
+
+def grain(folder: Path, here: Path, files: str) -> tuple[str, ...]:
+    return ("dataset_type=grain", f"grain_train_files={files}", "--tokenizer-path", str(here / "pieces.model"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("form", ["arrayrecord", "parquet", "hf", "tiktoken"])
+def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path: Path, here: Path, form: str):
+    """Every kind of files and of tokenizers; `--verify` compares each step."""
+    texts = corpora.documents()
+    words = {
+        "arrayrecord": lambda: grain(tmp_path, here, corpora.array_records(tmp_path, texts)),
+        "parquet": lambda: (
+            *("dataset_type=grain", "grain_file_type=parquet", "tokenizer_type=huggingface"),
+            f"grain_train_files={corpora.parquet(tmp_path, texts)}",
+            *("--tokenizer-path", here / "hf"),
+        ),
+        "hf": lambda: (
+            *("dataset_type=hf", "hf_path=json", f"hf_train_files={corpora.json_lines(tmp_path, texts)}"),
+            *("--tokenizer-path", here / "hf"),
+        ),
+        "tiktoken": lambda: (
+            *grain(tmp_path, here, corpora.array_records(tmp_path, texts))[:2],
+            *("tokenizer_type=tiktoken", "--tokenizer-path", here / "tokenizer.tiktoken"),
+        ),
+    }[form]()
+    assert train(root, tmp_path / "out", "--pp", 2, "--cpus", 2, "--verify", *words) in (0, 13)
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_processes_read_what_one_does_and_go_on_where_they_stopped(root: Path, tmp_path: Path, here: Path):
+    data = grain(tmp_path, here, corpora.array_records(tmp_path, corpora.documents()))
+    spawned = ("--spawn", "--nodes", 2, "--cpus", 1, "--pp", 2, *data)
+    assert train(root, tmp_path / "one", "--cpus", 2, "--pp", 2, *data) in (0, 13)
+    assert train(root, tmp_path / "two", *spawned) in (0, 13)
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    kept = ("--checkpoint", tmp_path / "ck", "--resume", "learning_rate_schedule_steps=6")
+    assert train(root, tmp_path / "parts", *spawned, *kept, "--num-steps", 3) in (0, 13)
+    assert train(root, tmp_path / "parts", *spawned, *kept) in (0, 13)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "one")
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_all_processes_end_where_the_first_of_them_has_no_more(
+    root: Path, tmp_path: Path, here: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Four processes, of which two read: one file each, and one of the files is shorter."""
+    texts = corpora.documents()
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pattern = corpora.parquet(folder, texts[:24], 1)
+    (folder / "part-0.parquet").rename(folder / "long.parquet")
+    corpora.parquet(folder, texts[:6], 1)
+    data = (
+        *("dataset_type=grain", "grain_file_type=parquet", "tokenizer_type=huggingface"),
+        f"grain_train_files={pattern}",
+        *("--tokenizer-path", here / "hf"),
+    )
+    code = train(
+        root, tmp_path / "out", "--spawn", "--nodes", 4, "--cpus", 1, "--pp", 2, "--dp", 2, "--num-steps", 200, *data
+    )
+    assert code == 11
+    assert "error: the data ended: the trainer ended after " in capfd.readouterr().err
+    assert 0 < len(losses(tmp_path / "out")) < 200
