@@ -77,7 +77,13 @@ def items(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 WORD, COUNT, YES = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-SOURCE = fields("fieldRef", fieldRef=fields("fieldPath", fieldPath=WORD))
+SECRET = fields("name key", name=WORD, key=WORD, optional=YES)
+SOURCE = {
+    "oneOf": [
+        fields("fieldRef", fieldRef=fields("fieldPath", fieldPath=WORD)),
+        fields("secretKeyRef", secretKeyRef=SECRET),
+    ]
+}
 CONTAINER = fields(
     "name",
     **dict.fromkeys(("name", "image"), WORD),
