@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from multimesh.processes.secret import VARIABLE
 from multimesh_maxtext.errors import ProcessLostError
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.reserve import end_with_parent
@@ -24,6 +23,7 @@ from multimesh_maxtext.translate import Paths
 
 _POLL = 0.1  # seconds between looks at the processes
 _PATIENCE = 10.0  # seconds that the others get to end when one has failed, and that all get when told to end
+_VARIABLE = "MULTIMESH_JOB_SECRET"  # what proves that a process belongs to the job
 
 
 def spawn(argv: Sequence[str], options: Options, root: Path | None) -> int:
@@ -56,7 +56,7 @@ def _run(words: Sequence[str], options: Options, root: Path | None) -> int:
     """Run the job once; its exit code."""
     door = [str(root / "maxtext/run.py")] if root else ["-P", "-m", "multimesh_maxtext"]
     shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "MULTIMESH_MAXTEXT_SIZE": str(options.nodes)}
-    shared[VARIABLE] = os.environ.get(VARIABLE) or secrets.token_hex(16)
+    shared[_VARIABLE] = os.environ.get(_VARIABLE) or secrets.token_hex(16)
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(options.nodes):
