@@ -140,6 +140,7 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run,
     continues(records(tmp_path), records(whole.output))
 
 
+@pytest.mark.full
 def test_no_checkpoint_is_without_the_record_of_its_step(whole: Whole, run: Run, root: Path, tmp_path: Path):
     again = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
     killed(root, again, with_checkpoint_0(tmp_path / "ck"))

@@ -89,7 +89,7 @@ def from_nnx():
 MODELS = {"linen": lambda: linen(False), "linen scan": lambda: linen(True), "nnx": from_nnx}
 
 
-@pytest.mark.telling("linen scan", "nnx")
+@pytest.mark.telling("linen scan")
 @pytest.mark.longer
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_it_is(name):

@@ -120,7 +120,7 @@ def test_each_line_of_pythons_gets_its_newest_jax(here: Path, index: Index) -> N
     assert locked.versions(folder / "run.txt", "3.11.7")["jax"] == "0.10.3"
 
 
-@pytest.mark.longer  # uv resolves several times
+@pytest.mark.full  # uv resolves several times
 def test_a_line_that_cannot_move_stays_whole_and_alone(here: Path, index: Index) -> None:
     """The newest JAX has no plugin for GPUs yet."""
     assert relock.move(here)
