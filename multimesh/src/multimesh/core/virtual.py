@@ -9,7 +9,7 @@ import jax
 from multimesh.core import checks
 from multimesh.errors import UsageError
 
-_THREADS = "64"  # a collective waits until each of its devices has a thread
+_THREADS = 8  # for each device: a collective waits until each of its devices has a thread
 
 
 def virtual_devices(count: int) -> None:
@@ -46,4 +46,4 @@ def virtual_devices(count: int) -> None:
             "it before anything that uses a device, such as jax.devices() or jnp.ones"
         ) from None
     jax.config.update("jax_platforms", "cpu")
-    os.environ.setdefault("NPROC", _THREADS)  # XLA reads it when it starts its devices
+    os.environ.setdefault("NPROC", str(max(64, _THREADS * count)))  # XLA reads it when it starts its devices
