@@ -2,16 +2,12 @@
 # Fetches and patches third_party/ and makes .venv; see `./bootstrap.sh --help`. Safe to interrupt and to run again.
 set -eu
 case $0 in */*) here=${0%/*}/. ;; *) here=. ;; esac
-# With nothing to do this is all. A Python without its site-packages starts in half the time.
-quick='import sys; sys.path.insert(0, sys.argv.pop(1)); from workflows.sources import quick; quick.answer(sys.argv[1:])
-sys.exit(1)'
-"$here/.venv/bin/python" -ISE -c "$quick" "$here" bootstrap "$@" 2>/dev/null && exit
 root=$(CDPATH='' cd -- "$here" && pwd -P)
 # Any Python from 3.6 on can look for the one to take.
 for python in python3 python3.14 python3.13 python3.12 python3.11 "${PYTHON:-python}" "$root/.venv/bin/python" \
   "${PYENV_ROOT:-${HOME-}/.pyenv}/versions"/3.*/bin/python3 "$(uv python dir 2>/dev/null || echo /dev/null)"/*/bin/python3; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 6))' 2>/dev/null; then
-    exec "$python" -I "$root/workflows/find_python.py" "$@"
+    exec "$python" -IB "$root/workflows/find_python.py" "$@"
   fi
 done
 echo "error: no Python found; install 3.13 (Debian, Ubuntu: apt-get install python3-venv) or name it with PYTHON=/path/to/python3" >&2

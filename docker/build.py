@@ -1,16 +1,18 @@
 #!/bin/sh
 # fmt: off
 """:"
-# A shell reads this part and starts the Python of .venv, which takes it for a string and goes on below.
+# A shell reads this part and starts the Python of .venv, or any from 3.11 on (for --help, --dry-run); it goes on below.
 case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
-python=$here/../.venv/bin/python
-[ -x "$python" ] || { echo "error: there is no .venv yet; run ./bootstrap.sh --group run" >&2; exit 11; }
-exec "$python" -I "$0" "$@"
+for python in "$here/../.venv/bin/python" python3 python3.14 python3.13 python3.12 python3.11; do
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && exec "$python" -I "$0" "$@"
+done
+echo "error: no Python from 3.11 on; run ./bootstrap.sh --group image" >&2; exit 11
 ":"""
 import sys
 from pathlib import Path
 
+sys.dont_write_bytecode = sys.prefix == sys.base_prefix  # --help and --dry-run of a bare clone change nothing
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from workflows.cli import main
+from workflows.cli import main  # noqa: E402
 
 sys.exit(main(["image", *sys.argv[1:]]))

@@ -2,8 +2,11 @@
 # Starts the Bazel cache that builds on this machine share; `./start-cache.sh --help`. Safe to run again.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
-if [ ! -x "$root/.venv/bin/python" ]; then
-  echo "error: $root/.venv is not there; run: $root/bootstrap.sh --group dev" >&2
-  exit 11
-fi
-PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$root/.venv/bin/python" -m workflows cache "$@"
+for python in "$root/.venv/bin/python" python3 python3.14 python3.13 python3.12 python3.11; do
+  if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    [ "$python" = "$root/.venv/bin/python" ] || export PYTHONDONTWRITEBYTECODE=1
+    PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m workflows cache "$@"
+  fi
+done
+echo "error: no Python from 3.11 on; run $root/bootstrap.sh --group image" >&2
+exit 11

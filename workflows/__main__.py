@@ -2,10 +2,7 @@
 
 import sys
 
-from workflows.sources import quick
+from workflows.cli import main
 
 if __name__ == "__main__":
-    quick.answer(sys.argv[1:])
-    from workflows.cli import main
-
     sys.exit(main())

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from workflows import errors
 
 _MODULES = {
-    "sources": ("bootstrap", "sync", "status", "diff", "lock", "refresh", "bump", "gc"),
+    "sources": ("bootstrap", "sync", "status", "lock", "refresh", "bump"),
     "cache": ("cache",),
     "image": ("image", "promote"),
     "ci": ("ci",),

@@ -34,11 +34,11 @@ class Failure(Exception):
 def main() -> int:
     """Say which Python it is, and go on in it with ``workflows/venv.py``."""
     try:
-        offline = not {"--offline", "--help", "-h"}.isdisjoint(sys.argv)
+        offline = not {"--offline", "--help", "-h", "--dry-run"}.isdisjoint(sys.argv)
         chosen, remark = choose(os.environ.get("PYTHON") or "", offline)
         print(chosen, remark, sep="; " if remark else "", file=sys.stderr, flush=True)
         script = os.path.join(ROOT, "workflows", "venv.py")
-        os.execv(chosen.path, [chosen.path, "-I", script, *sys.argv[1:]])  # noqa: S606
+        os.execv(chosen.path, [chosen.path, "-IB", script, *sys.argv[1:]])  # noqa: S606
     except Failure as failure:
         print(f"error: {failure}", file=sys.stderr)
         return ENVIRONMENT_FAILED

@@ -147,10 +147,16 @@ def dotted(version: Tuple[int, ...]) -> str:
 
 def jax_of(version: Tuple[int, ...]) -> str:
     """Return which jax the locked requirements have for a version of Python, to be put after it."""
-    with open(os.path.join(ROOT, "requirements", "run.txt"), encoding="utf-8") as file:
+    found = jax_for(os.path.join(ROOT, "requirements", "run.txt"), version)
+    return f", jax {found}" if found else ""
+
+
+def jax_for(requirements: str, version: Tuple[int, ...]) -> str:
+    """Return the jax that a lock has for a version of Python, or nothing."""
+    with open(requirements, encoding="utf-8") as file:
         locked = re.findall(r"^jax==([^\s;]+)(?:\s*;\s*([^\\\n]*))?", file.read(), re.MULTILINE)
     fitting = [jax for jax, marker in locked if all(holds(part, version) for part in marker.split(" and "))]
-    return f", jax {fitting[0]}" if fitting else ""
+    return fitting[0] if fitting else ""
 
 
 def holds(condition: str, version: Tuple[int, ...]) -> bool:

@@ -6,13 +6,15 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from workflows import cli  # noqa: E402
+from workflows import cli, groups  # noqa: E402
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -34,7 +36,9 @@ def main() -> int:
         requirements = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
         wanted = {"requirements": requirements, "root": str(ROOT), "python": BASE}
         if read_stamp() != wanted:
-            cli.parse(["bootstrap", *sys.argv[1:]])  # before anything is made
+            args = cli.parse(["bootstrap", *sys.argv[1:]])  # before anything is made
+            if args.dry_run:
+                return forecast(args.groups or groups.GROUPS)
             with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if read_stamp() != wanted:
@@ -48,6 +52,22 @@ def main() -> int:
         message, code = f"{error.filename or VENV}: {error.strerror}; free or unlock it and run again", DISK_FAILED
     print(f"error: {message}", file=sys.stderr)
     return code
+
+
+def forecast(wanted: Sequence[str]) -> int:
+    """Say what would be made, with nothing but Python: no other program and no package reads the locks."""
+    print(f"would make {VENV} and install {REQUIREMENTS.relative_to(ROOT)}")
+    entries = re.split(r"(?m)^  (?=\S+:$)", (ROOT / "sources.yaml").read_text(encoding="utf-8"))[1:]
+    for entry in entries:
+        of = re.search(r"(?m)^    groups: \[(.*)\]", entry)
+        version = re.search(r"(?m)^    version: (\S+)", entry)
+        if of and set(of[1].replace(" ", "").split(",")) & set(wanted):
+            name = entry.partition(":")[0]
+            print(f"would bring third_party/{name}: " + (version[1].strip('"')[:12] if version else "a link"))
+    for path in (ROOT / "requirements" / f"{group}.txt" for group in wanted):
+        if path.exists():
+            print(f"would install {path.relative_to(ROOT)}")
+    return 0
 
 
 def read_stamp() -> object:

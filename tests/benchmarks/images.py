@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -51,7 +52,8 @@ def change(file: Path, argv: list[str]) -> str:
         took = time.perf_counter() - started
     finally:
         file.write_bytes(before)
-    steps = [line.strip() for line in done.stderr.splitlines() if ": " in line and " s  " in line]
+    titles = dict(re.findall(r"^#(\d+) \[(\S+ \d+/\d+\] .*)$", done.stderr, re.MULTILINE))
+    steps = [titles[number] for number in re.findall(r"^#(\d+) DONE", done.stderr, re.MULTILINE) if number in titles]
     return f"{took:.2f} s, built:\n" + "\n".join(f"  {step}" for step in steps)
 
 

@@ -5,8 +5,8 @@ as many files and folders as jax, xla, MaxText and MultiMesh have at scale 1, an
 Bytes are counted by the server and compared with the pack of the pinned trees, which is the least that any method can
 fetch. CPU time is that of the command and all that it started, without the server.
 
-With nothing to do, the commands that a user types again are compared, in turns: `./bootstrap.sh` in a clone whose
-packages are installed, and `workflows sync`. Both look at every file; `git submodule update` and west only at commits.
+With nothing to do, the same commands are compared, in turns. `workflows sync` looks at every file; git and west only at
+commits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from git_server import GitServer
-
-from workflows.sources import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 AGAIN_RUNS = 11
@@ -170,18 +168,6 @@ def prepare_ours(folder: Path, repositories: Sequence[Repository], url: str) -> 
     return [sys.executable, "-m", "workflows", "sync"]  # four at a time unless told otherwise
 
 
-def prepare_bootstrap(folder: Path) -> list[str]:
-    """Give the clone a ``.venv`` that counts as complete, since this is not about packages; return the command."""
-    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/pyproject.toml", "maxtext/pyproject.toml"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=folder, check=True)
-    (folder / ".venv" / ".multimesh-workflows.json").touch()
-    inputs = quick.signature(str(folder), quick.PACKAGES)
-    quick.remember(str(folder), quick.PACKAGES, inputs, list(quick.GROUPS))
-    return ["./bootstrap.sh"]
-
-
 def prepare_submodules(folder: Path, repositories: Sequence[Repository], url: str) -> list[str]:
     """Write a repository with the pins as submodules."""
     git(folder, "init", "-q")
@@ -248,11 +234,10 @@ def run(scale: float, folder: Path) -> tuple[float, list[Fetch], list[Again]]:
             result, command = fetch(method, work, repositories, server)
             fetches.append(result)
             commands[method] = (command, work)
-        ours = folder / "workflows"
         return (
             sum(each.pack_bytes for each in repositories) / 1e6,
             fetches,
-            again({"./bootstrap.sh": (prepare_bootstrap(ours), ours), **commands}),
+            again(commands),
         )
 
 

@@ -16,9 +16,10 @@ from workflows.image import build, command, digests, network
 from workflows.image.engine import Engine
 from workflows.image.reference import make
 from workflows.image.spec import ImageSpec, Means
+from workflows.sources import lock as sources
 from workflows.sources import locked
 
-DOCKER = Engine(("docker",), "docker", "28.0.0", "28.0.0", "buildx")
+DOCKER = Engine(("docker",), "28.0.0")
 MEANS = Means(None, None, "default", True, True, None, False)
 NO_ACCESS = network.Access((), {}, ())
 DIGEST = "sha256:" + "a" * 64
@@ -86,23 +87,13 @@ def test_a_given_python_is_held_against_its_own_checksum(pinned: digests.ImageLo
     assert asked["PYTHON_SHA256"].startswith("11a4a60b518b")
 
 
-def test_every_builder_gets_the_same_build_in_its_own_words() -> None:
-    buildkit = dataclasses.replace(DOCKER, builder="buildkit", client="20.10.24")
-    podman = Engine(("podman",), "podman", "4.3.1", "4.3.1", "podman")
+def test_buildx_is_started_by_itself_where_it_can_be() -> None:
     plugin = dataclasses.replace(DOCKER, plugin="/usr/lib/docker/cli-plugins/docker-buildx")
     assert argv()[:4] == ["docker", "buildx", "build", "--progress=plain"]
     assert argv(plugin) == ["/usr/lib/docker/cli-plugins/docker-buildx", "build", *argv()[3:]]
-    assert argv()[-3:] == ["--metadata-file", "r", "."]
-    assert argv(buildkit)[:3] == ["docker", "build", "--progress=plain"]
-    assert argv(podman)[:4] == ["podman", "build", "--format", "docker"]
-    assert argv(podman)[4:6] == ["--ignorefile", "docker/Dockerfile.dockerignore"]
-    assert "--no-cache" in argv(podman)
-    assert "--no-cache" not in argv(buildkit)
-    for each in (argv(buildkit), argv(podman)):
-        assert each[-3:] == ["--iidfile", "r", "."]
+    assert argv()[-4:] == ["--load", "--metadata-file", "r", "."]
     common = ["--file", "docker/Dockerfile", "--target", "runtime", "--build-arg", "A=1", "--label", "l=v"]
-    for each in (argv(), argv(buildkit), argv(podman)):
-        assert [word for word in each if word in common] == common
+    assert [word for word in argv() if word in common] == common
 
 
 def test_platform_network_and_cache_are_options() -> None:
@@ -114,8 +105,6 @@ def test_platform_network_and_cache_are_options() -> None:
 
 def test_a_build_into_the_cache_leaves_no_image() -> None:
     assert argv(result=None)[-3:] == ["--output", "type=cacheonly", "."]
-    with pytest.raises(errors.EngineError, match="needs docker"):
-        argv(Engine(("podman",), "podman", "4.3.1", "4.3.1", "podman"), result=None)
 
 
 def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.ImageLock) -> None:
@@ -132,6 +121,9 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
     assert from_source["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.1"
     assert from_source["org.opencontainers.image.source"] == "s"
     assert "org.opencontainers.image.source" not in got
+    assert got["io.github.multimesh-jax.python"] == "unpinned"
+    named = command.labels(root, spec(), command.bases(spec(), pinned), "c", "b", None, "12" * 32)
+    assert named["io.github.multimesh-jax.python"] == "12" * 32
     assert "unknown" not in got.values()
 
 
@@ -139,6 +131,8 @@ def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_pa
     (tmp_path / "sources.lock").write_text((root / "sources.lock").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(errors.PinError, match="--group run"):
         build._component(tmp_path, "maxtext", "run")
+    pinned = sources.value(root / "sources.lock", "maxtext", "patched_commit")
+    assert build._component(tmp_path, "maxtext", "run", only_plan=True) == pinned, "what a dry run shows"
     tree = tmp_path / "third_party" / "maxtext"
     (tree / "src" / "maxtext").mkdir(parents=True)
     build.proc.run(["git", "init", "-q", tree])
@@ -184,6 +178,46 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
     )
     with pytest.raises(errors.PinError, match=r"docker/id_rsa, .* and 3 more: git does not track"):
         build.check_context(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("remote", "source"),
+    [
+        ("https://github.com/some-lab/multimesh-jax.git", "https://github.com/some-lab/multimesh-jax"),
+        ("git@github.com:some-lab/multimesh-jax.git", "https://github.com/some-lab/multimesh-jax"),
+        ("https://me:hunter2@github.com/some-lab/x", "https://github.com/some-lab/x"),
+        ("https://me:hunter2@git.example/some-lab/x.git", None),
+        ("", None),
+    ],
+)
+def test_an_image_names_the_repository_that_it_comes_from(tmp_path: Path, remote: str, source: str | None) -> None:
+    build.proc.run(["git", "init", "-q", tmp_path])
+    if remote:
+        build.proc.run(["git", "-C", tmp_path, "remote", "add", "origin", remote])
+    assert build._source(tmp_path) == source
+
+
+def test_an_ignore_file_is_read_as_builders_read_it(root: Path) -> None:
+    patterns = [line for line in (root / build.IGNORE).read_text().splitlines() if line and not line.startswith("#")]
+    for name in ("docs/a.md", "third_party/maxtext/src/x.py", "multimesh/src/multimesh/plan.py", "docker/Dockerfile"):
+        assert not build._ignored(name, patterns), name
+    for name in ("notes.txt", ".env", "third_party/.synced", "third_party/jax/.git/config", "docs/__pycache__/a.py",
+                 "multimesh/a.pyc", "a/b/c.egg-info/x", "third_party/multimesh/tests/x.py"):  # fmt: skip
+        assert build._ignored(name, patterns), name
+
+
+def test_modes_are_those_of_git_whatever_the_checkout_has(root: Path, tmp_path: Path) -> None:
+    """A umask of 077 gave an image that its user could not read."""
+    for name, text in (("a/script.sh", "#!/bin/sh\n"), ("a/data", "data\n"), ("empty", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link").symlink_to("/nowhere")
+    for before in (0o700, 0o777):
+        for path in (tmp_path / "a", tmp_path / "a/script.sh", tmp_path / "a/data", tmp_path / "empty"):
+            path.chmod(before)
+        subprocess.run([sys.executable, root / "docker/scripts/modes.py", tmp_path], check=True)
+        modes = {str(path.relative_to(tmp_path)): path.lstat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+        assert modes | {"link": 0} == {"a": 0o755, "a/script.sh": 0o755, "a/data": 0o644, "empty": 0o644, "link": 0}
 
 
 @pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])

@@ -1,4 +1,4 @@
-"""What ``devcontainer.json`` becomes when a pin moves, or when a published image takes the place of its build."""
+"""What ``devcontainer.json`` becomes when a pin moves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 
 from workflows import errors
 from workflows.image import devcontainer, digests
-
-IMAGE = "ghcr.io/some-lab/multimesh-jax@sha256:" + "12" * 32
 
 
 @pytest.fixture
@@ -34,13 +32,3 @@ def test_it_follows_the_lock_and_keeps_its_comments(root: Path, text: str, tmp_p
     path.write_text(text.replace('"PYTHON_URL"', '"PYTHON"'), encoding="utf-8")
     with pytest.raises(errors.ManifestError, match='has 0 lines "PYTHON_URL"'):
         devcontainer.follow(tmp_path, held)
-
-
-def test_a_published_image_replaces_the_build_alone(text: str) -> None:
-    made = devcontainer.prebuilt(text, IMAGE)
-    assert f'  "image": "{IMAGE}",\n  "hostRequirements"' in made
-    assert '"name": "multimesh-jax, prebuilt"' in made
-    assert '"build"' not in made
-    assert made.partition('"hostRequirements"')[2] == text.partition('"hostRequirements"')[2]
-    with pytest.raises(errors.ManifestError, match="restore it with git"):
-        devcontainer.prebuilt(made, IMAGE)

@@ -30,6 +30,13 @@ def test_the_cpu_builds_jaxlib_alone() -> None:
     assert not [word for word in got if "cuda" in word or "bazelrc" in word]
 
 
+def test_a_release_reads_no_cache_of_another_build() -> None:
+    assert [word for word in arguments(RECIPE) if "disk_cache" in word]
+    got = arguments(RECIPE | {"BAZEL_CACHE": "none"}, bazelrc="")
+    assert not [word for word in got if "disk_cache" in word]
+    assert "--bazel_startup_options=--output_user_root=/tmp/bazel" in got
+
+
 def test_debug_builds_keep_their_symbols() -> None:
     got = arguments(RECIPE | {"BUILD_TYPE": "Debug"})
     assert {"--bazel_options=--compilation_mode=dbg", "--bazel_options=--strip=never"} <= set(got)

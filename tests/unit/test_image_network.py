@@ -38,14 +38,6 @@ def test_an_index_with_a_password_travels_in_the_environment_only(home: dict[str
     assert f"id=pip.conf,env={network.PIP_VARIABLE}" in got.options
 
 
-def test_podman_gets_the_index_in_a_file(home: dict[str, str], tmp_path: Path) -> None:
-    configure(home, f"[global]\nindex-url = {SECRET}\n")
-    got = network.in_a_file(network.access(means(), home), tmp_path)
-    assert got.options[:2] == ("--secret", f"id=pip.conf,src={tmp_path / 'pip.conf'}")
-    assert got.variables == {}
-    assert SECRET in (tmp_path / "pip.conf").read_text(encoding="utf-8")
-
-
 def test_the_environment_wins_over_the_files(home: dict[str, str]) -> None:
     configure(home, "[global]\nindex-url = https://file.example/simple\n")
     got = network.access(means(), home | {"PIP_INDEX_URL": "https://variable.example/simple"})

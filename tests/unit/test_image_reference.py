@@ -94,12 +94,6 @@ def test_poisoned_repositories_are_refused(repo: str) -> None:
         reference.make(repo, None, "T")
 
 
-def test_the_staging_tag_fits_however_long_the_tag_is() -> None:
-    staging = reference.make("o/i", None, "x" * 128).staging
-    assert staging.tag.startswith("staging-")
-    assert reference.check_tag(staging.tag) == staging.tag
-
-
 def test_an_image_is_named_by_its_digest() -> None:
     made, digest = reference.make("ghcr.io/o/i", None, "1"), "sha256:" + "0" * 64
     assert made.at(digest) == f"ghcr.io/o/i@{digest}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-import email.utils
-
 import pytest
 
 from workflows import errors
-from workflows.image import push, reference, registry
-from workflows.image.registry import Policy, Transient
+from workflows.image import push, reference
+from workflows.image.push import Transient
 
 
 class Flaky:
@@ -25,40 +22,38 @@ class Flaky:
         return "done"
 
 
-def test_waits_grow_and_follow_the_server() -> None:
+def test_waits_grow() -> None:
     waits: list[float] = []
-    action = Flaky(Transient("a"), Transient("b"), Transient("c", after_s=30), Transient("d"))
-    assert registry.retrying(action, Policy(first_s=1), "x", waits.append) == "done"
+    action = Flaky(*[Transient("answer 503")] * 4)
+    assert push.retrying(action, "x", waits.append) == "done"
     assert action.calls == 5
-    for wait, longest in ((waits[0], 1), (waits[1], 2), (waits[3], 8)):
+    for wait, longest in zip(waits, (1, 2, 4, 8), strict=True):
         assert longest * 2 / 3 <= wait <= longest
-    assert waits[2] == 30
-    assert Policy(first_s=1, most_s=60).wait_s(20, None) <= 60
 
 
 def test_the_last_failure_is_an_error() -> None:
     action = Flaky(*[Transient("answer 503")] * 9)
-    with pytest.raises(errors.RegistryError, match="x: answer 503, 3 times; try again later"):
-        registry.retrying(action, Policy(attempts=3), "x", lambda wait: None)
-    assert action.calls == 3
+    with pytest.raises(errors.RegistryError, match="x: answer 503, 6 times; try again later"):
+        push.retrying(action, "x", lambda wait: None)
+    assert action.calls == 6
 
 
-def test_other_errors_and_long_orders_are_not_waited_for() -> None:
-    for fault, said in ((errors.RegistryError("no"), "no"), (Transient("429", after_s=3600), "3600 s of quiet")):
-        action = Flaky(fault)
-        with pytest.raises(errors.RegistryError, match=said):
-            registry.retrying(action, Policy(), "x", lambda wait: pytest.fail("waited"))
-        assert action.calls == 1
+def test_other_errors_are_not_waited_for() -> None:
+    action = Flaky(errors.RegistryError("no"))
+    with pytest.raises(errors.RegistryError, match="no"):
+        push.retrying(action, "x", lambda wait: pytest.fail("waited"))
+    assert action.calls == 1
 
 
-def test_retry_after_in_both_forms() -> None:
-    soon = email.utils.format_datetime(
-        datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30), usegmt=True
-    )
-    assert registry.retry_after("7") == 7
-    assert 28 <= (registry.retry_after(soon) or 0) <= 30
-    assert registry.retry_after("Thu, 01 Jan 2026 11:00:00 GMT") == 0
-    assert [registry.retry_after(text) for text in (None, "soon", "")] == [None] * 3
+def test_a_candidate_is_named_by_its_commit_and_what_is_unusual() -> None:
+    name, commit = reference.make("r.example/team", "image", "main"), "0123456789ab" + "c" * 28
+    labels = {"org.opencontainers.image.revision": commit}
+    assert push.candidate(name, labels, "sha256:" + "d" * 64).tag == "sha-0123456789ab"
+    assert push.candidate(name, {}, "sha256:" + "d" * 64).tag == "sha-dddddddddddd"
+    more = {"target": "dev", "accelerator": "cpu", "jaxlib": "source Release"}
+    odd = {f"io.github.multimesh-jax.{key}": value for key, value in more.items()}
+    odd["org.opencontainers.image.revision"] = f"{commit}-dirty"
+    assert push.candidate(name, odd, "").tag == "sha-0123456789ab-dirty-dev-cpu-source"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +83,12 @@ def test_complaints_of_engines(said: str, again: bool) -> None:
     assert said in str(fault)
 
 
+def test_a_version_that_is_taken_is_found_before_a_build() -> None:
+    push.check_taken(("main", "v1.2.3", "v1.2", "latest"), ["main", "v1.2", "latest", "v1.2.2"])
+    with pytest.raises(errors.UsageError, match=r"tag v1\.2\.3: is in the registry already"):
+        push.check_taken(("main", "v1.2.3", "v1.2"), ["v1.2.3"])
+
+
 def test_tags_of_a_release_end_with_latest() -> None:
     name = reference.make("r.example/team", "image", "main")
     assert push.tags(name, latest=False, version=None) == ("main",)
@@ -98,6 +99,9 @@ def test_tags_of_a_release_end_with_latest() -> None:
     for tag, version in (("v1.2.3", None), ("1.2.3", "v1.2.3"), (of_a_target.tag, None), ("v1.2.4", "v1.2.3")):
         with pytest.raises(errors.UsageError, match=f"--tag {tag}: is the tag of a release; add --release"):
             push.tags(name.tagged(tag), latest=False, version=version)
+    for tag, latest in (("my-branch", True), ("latest", False)):
+        with pytest.raises(errors.UsageError, match="latest: comes with a release; add --release"):
+            push.tags(name.tagged(tag), latest=latest, version=None)
     for version in ("1.2", "v1.2.3-rc1", "latest", "v1.2.3\n", ""):
         with pytest.raises(errors.UsageError, match="three numbers"):
             push.tags(name, latest=False, version=version)

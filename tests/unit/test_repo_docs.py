@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,9 +19,7 @@ from multimesh.errors import MultiMeshError
 from multimesh_maxtext import options
 
 from multimesh import schedules
-from tests.unit import test_push_release
 from workflows import cli, errors
-from workflows.ci import released, tag
 from workflows.image import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +34,6 @@ INSTALLED = {
     "cd",
     "pip",
     "docker",
-    "cosign",
     "npx",
 }
 VIRTUAL_DEVICES = {
@@ -188,40 +183,6 @@ def test_the_reference_lists_names_that_are_there() -> None:
     for name in names:
         module, _, last = f"multimesh.{name}".rpartition(".")
         assert hasattr(importlib.import_module(module), last), name
-
-
-@pytest.mark.parametrize(("accelerator", "job"), [("cuda12 12.8.90", "gpu"), ("cpu", "cpu")])
-def test_readme_says_what_is_released(tmp_path: Path, accelerator: str, job: str) -> None:
-    """As long as nothing is, it says so; what a release writes there names the image and the wheel of that release."""
-    page = (ROOT / released.PAGE).read_text(encoding="utf-8")
-    assert released.show(page, released.load(ROOT)) == page
-    for name in (released.PAGE, released.FILE):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    told = test_push_release.document(tmp_path)
-    told["labels"]["io.github.multimesh-jax.accelerator"] = accelerator
-    image = told["image"]
-    version = tag.versions(ROOT)["multimesh/pyproject.toml"]
-    write = functools.partial(
-        released.write, tmp_path, tmp_path / "release.json", "Some-Lab/multimesh-jax", f"v{version}"
-    )
-    (tmp_path / "release.json").write_text(json.dumps(told))
-    assert write() is None  # a newer release has the tag latest
-    assert released.load(tmp_path) == released.load(ROOT)
-    image["tags"].append(image["tags"][0] | {"tag": "latest"})
-    (tmp_path / "release.json").write_text(json.dumps(told))
-    last = write()
-    assert released.load(tmp_path) == last
-    assert [" ".join(argv) for argv in commands(tmp_path / released.PAGE)[4:]] == [
-        f"docker pull {image['repository']}:v{version}",
-        f"docker run --rm {'--gpus all ' * (job == 'gpu')}{image['repository']}:v{version} "
-        f"/opt/maxtext/validate-{job}.sh",
-        f"pip install https://github.com/Some-Lab/multimesh-jax/releases/download/v{version}/"
-        f"multimesh_jax-{version}-py3-none-any.whl",
-    ]
-    assert (ROOT / "maxtext" / f"validate-{job}.sh").exists()
-    assert "published yet" not in released.show(page, last)
-    assert released.show(released.show(page, last), None) == released.show(page, None)
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:

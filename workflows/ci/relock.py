@@ -10,8 +10,9 @@ from workflows import errors, proc
 from workflows.ci.move import Move
 
 # Those that others are constrained by come first.
-GROUPS = ("run", "dev", "workflows", "bench", "docs", "inventory", "jupyter", "data", "cuda12", "cuda13")
+GROUPS = ("run", "dev", "workflows", "bench", "docs", "inventory", "jupyter", "data", "torch", "cuda12", "cuda13")
 OLDEST = "3.11"
+SOURCES_ONLY = ("docopt", "promise")
 # Pythons with a JAX of their own: the names of their moves, the markers of their lines, the oldest Python of each.
 EARLIER, NEWEST = "JAX for Python < 3.12", "JAX for Python >= 3.12"
 _LINES = ((EARLIER, 'python_version < "3.12"', OLDEST), (NEWEST, 'python_version >= "3.12"', "3.12"))
@@ -22,10 +23,12 @@ def lock(root: Path, name: str, *options: str) -> None:
     """Lock ``requirements/NAME.in`` by hash; locked versions stay, as far as its text allows.
 
     uv asks an index for every Python from the oldest on, and not for the one that runs. Where the newest release of a
-    package does not serve all of them, each gets its own. All platforms are in one file.
+    package does not serve all of them, each gets its own. All platforms are in one file. Nothing is built: a package
+    that has no wheel is an error, apart from those whose metadata is in ``requirements/uv.toml``.
     """
     style = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--quiet")
-    asked = ("--universal", "--python-version", OLDEST, "--generate-hashes", *style, *options)
+    unbuilt = ("--only-binary=:all:", *(word for each in SOURCES_ONLY for word in ("--no-binary", each)))
+    asked = ("--universal", *unbuilt, "--python-version", OLDEST, "--generate-hashes", *style, *options)
     _uv(root, f"{name}.in", *asked, "-o", f"{name}.txt")
 
 

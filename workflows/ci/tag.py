@@ -9,9 +9,10 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 from workflows import errors, proc
 from workflows.image import command, publish
@@ -99,11 +100,25 @@ def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path
         raise errors.IntegrityError(f"{wheel.name}: what it imports is {said}")
 
 
-def notes(root: Path, tag: str) -> str:
-    """Return release notes: the subjects of the commits since the tag before."""
+def notes(root: Path, tag: str, image: Mapping[str, Any], *, gpu: bool) -> str:
+    """Return release notes: how to pull, run and install it, and the subjects of the commits since the tag before.
+
+    ``image`` is the ``release.json`` of the image that runs; ``UsageError`` where that is of another version.
+    """
+    if image["version"] != tag or f"v{image['labels'].get(f'{command.OCI}.version')}" != tag:
+        raise errors.UsageError(f"release.json is of version {image['version']}, not of {tag}; take that of its image")
     git = ["git", "-C", str(root)]
     before = proc.run([*git, "describe", "--tags", "--abbrev=0", "--match", "v*", f"{tag}^"], check=False)
     span = f"{before.text}..{tag}" if before.returncode == 0 else tag
     log = proc.run([*git, "log", "--no-merges", "--format=- %s (%h)", span]).text
     since = f"Since {before.text}:" if before.returncode == 0 else "The first release:"
-    return f"{since}\n\n{log or '- no commits'}\n"
+    name, on_gpus = f"{image['image']['repository']}:{tag}", image["labels"][f"{command.LABEL}.accelerator"] != "cpu"
+    how, job = ("--gpus all ", "validate-gpu.sh") if on_gpus else ("", "validate-cpu.sh")
+    server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    wheel = f"{server}/{repository}/releases/download/{tag}/multimesh_jax-{tag[1:]}-py3-none-any.whl"
+    install = f"pip install {wheel}\n" if server and repository else ""
+    checked = "trained on GPUs" if gpu else "trained on the CPU; no GPU checked it"
+    return (
+        f"```console\n{image['image']['pull']}\ndocker run --rm {how}{name} /opt/maxtext/{job}\n{install}```\n\n"
+        f"Before its release the image {checked}.\n\n{since}\n\n{log or '- no commits'}\n"
+    )

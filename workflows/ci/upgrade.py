@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from workflows import console, errors, files, proc
+from workflows import console, errors, proc
 from workflows.ci import relock
 from workflows.ci.move import Move
-from workflows.image import bump, devcontainer, digests
+from workflows.image import bump, digests
 from workflows.sources import git, lock, manifest, pins
 from workflows.sources.manifest import Component
 from workflows.sources.workspace import Workspace
 
-BRANCH, TITLE = "bump/pins", "Move pins to the newest releases"
-PINNED = ("sources.yaml", "sources.lock", "docker/images.lock", devcontainer.FILE, "requirements", "patches")
-PATCH, MOVES, VERDICT = "pins.patch", "moves.json", "verdict.json"
+TITLE = "Move pins to the newest releases"
+MOVES, VERDICT, TEXT = "moves.json", "verdict.json", "pull.md"
 # The image to build where a pin moved: accelerator and stage.
 _BUILDS = {
     relock.NEWEST: ("cuda12", "runtime"),
@@ -140,53 +136,11 @@ def report(moves: Sequence[Move], verdict: Mapping[str, Any]) -> str:
     return f"{table}\nThe validation {outcome} on the new pins:\n\n```text\n{fenced}```\n"
 
 
-def save(folder: Path, root: Path, moves: Sequence[Move]) -> None:
-    """Write the moves, as a patch and as rows of the report. The patch is empty where nothing moved."""
-    folder.mkdir(parents=True, exist_ok=True)
-    present = [name for name in PINNED if (root / name).exists()]
-    diff = ["git", "diff", "--binary", "--no-renames", "HEAD", "--", *present]
-    (folder / PATCH).write_bytes(proc.run(diff, cwd=root).stdout)
-    files.write_json(folder / MOVES, [asdict(move) for move in moves])
-
-
 def load(folder: Path) -> list[Move]:
-    """Read the moves again."""
+    """Read the moves of another job: names and versions, which are data, whoever wrote them."""
     path = folder / MOVES
     try:
-        return [Move(**each) for each in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError) as error:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return [Move(**{key: str(value) for key, value in each.items()}) for each in told]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise errors.UsageError(f"{path}: cannot be read ({error}); run `ci upgrade {folder}` again") from error
-
-
-def apply(folder: Path, root: Path) -> bool:
-    """Have the moved pins in the working tree; return whether there are any.
-
-    A patch that changes other files than pins is an ``IntegrityError``: what made it ran code of others.
-    """
-    patch = (folder / PATCH).resolve()
-    if not patch.is_file() or not patch.stat().st_size:
-        return False
-    touched = proc.run(["git", "apply", "--numstat", "-z", str(patch)], cwd=root).text
-    names = [entry.split("\t")[-1] for entry in touched.split("\0") if entry]
-    strange = [name for name in names if not any(name == each or name.startswith(f"{each}/") for each in PINNED)]
-    if strange or re.search(rb"^(rename|copy) from ", patch.read_bytes(), re.MULTILINE):
-        raise errors.IntegrityError(f"{patch}: changes {(strange or ['a name'])[0]}, which is no pin; do not use it")
-    if proc.run(["git", "apply", "--reverse", "--check", str(patch)], cwd=root, check=False).returncode:
-        proc.run(["git", "apply", str(patch)], cwd=root)
-    return True
-
-
-def push(root: Path, branch: str, title: str, names: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
-    """Commit these files on a branch of their own and push it; the token is in no argument."""
-    who = {"GIT_AUTHOR_NAME": "MultiMesh bumps", "GIT_COMMITTER_NAME": "MultiMesh bumps",
-           "GIT_AUTHOR_EMAIL": "bumps@multimesh.invalid", "GIT_COMMITTER_EMAIL": "bumps@multimesh.invalid"}  # fmt: skip
-    server = environ.get("GITHUB_SERVER_URL", "https://github.com").rstrip("/")
-    secret = base64.b64encode(f"x-access-token:{environ['GITHUB_TOKEN']}".encode()).decode()
-    header = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"http.{server}/.extraheader",
-              "GIT_CONFIG_VALUE_0": f"AUTHORIZATION: basic {secret}"}  # fmt: skip
-    env = dict(environ) | who | header
-    proc.run(["git", "checkout", "--quiet", "-B", branch], cwd=root, env=env)
-    proc.run(["git", "add", "--", *(name for name in names if (root / name).exists())], cwd=root, env=env)
-    proc.run(["git", "commit", "--quiet", "-m", title], cwd=root, env=env)
-    url = f"{server}/{environ['GITHUB_REPOSITORY']}.git"
-    proc.run(["git", "push", "--quiet", "--force", url, f"HEAD:refs/heads/{branch}"], cwd=root, env=env)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,13 +16,12 @@ from typing import Any
 
 from workflows import console, errors
 from workflows.helping import Subparsers, command
-from workflows.image import attest, build, commit, digests, engine, flags, network, slurm, smoke
-from workflows.image.attest import NOTHING, Attesting
+from workflows.image import build, engine, flags, network, smoke
 from workflows.image.engine import Engine
 from workflows.image.spec import Built, Request
 from workflows.sources.workspace import ROOT
 
-_UNKNOWN = Engine(("docker",), "docker", "unknown", "unknown", "buildx")
+_UNKNOWN = Engine(("docker",), "unknown")
 
 
 def register(subparsers: Subparsers) -> None:
@@ -36,11 +35,11 @@ def register(subparsers: Subparsers) -> None:
     )  # fmt: skip
     flags.add(parser)
     text = "give public tags to an image that was pushed with --no-promote"
-    examples = ["python -m workflows promote ghcr.io/OWNER/multimesh-jax@sha256:... --tag main --latest"]
+    examples = ["python -m workflows promote ghcr.io/OWNER/multimesh-jax@sha256:... --tag main"]
     add = command(subparsers, "promote", run_promote, text, examples).add_argument
     add("image", metavar="REPO@DIGEST", help="as `docker/build.py --no-promote` printed it")
     add("--tag", required=True, help="the tag that it gets")
-    add("--latest", action="store_true", help="also latest")
+    add("--latest", action="store_true", help="also latest; with --release")
     add("--release", metavar="VERSION", help="also vX.Y.Z and vX.Y, under the conditions of a release")
     text = "the release.json of its push, to be told of the tags"
     add("--release-file", metavar="FILE", type=Path, help=text)
@@ -50,21 +49,20 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run a command line."""
     request = flags.request(args)
-    if request.actions.dry_run:
-        dry_run(request)
-        return
+    if not request.actions.dry_run and importlib.util.find_spec("requests") is None:
+        raise errors.ToolError("there is no .venv with the tools to build and push; run ./bootstrap.sh --group image")
     smoke.check_means(request.actions.validate)
     if request.actions.upload:
         from workflows.image import publish  # an HTTP client and more: a rebuild of nothing takes less time
 
         publish.check_options(request)
+    if request.actions.dry_run:
+        dry_run(request)
+        return
     where = engine.detect(request.actions.remote)
-    if request.actions.validate == "large":
-        slurm.check_engine(where)
-    attesting = decide(where, request)
     if request.actions.upload:
-        publish.check_before(ROOT, where, request, attesting)
-    built = make(where, request, attesting)
+        publish.check_before(ROOT, where, request)
+    built = make(where, request)
     if built is None:
         return
     check = smoke.check(ROOT, where, built, request.actions.validate)
@@ -74,32 +72,14 @@ def run(args: argparse.Namespace) -> None:
             where.run("tag", built.image_id, each)
     if request.actions.remote and not request.actions.save_remote:
         where, built = bring(where, built, names)
-    pushed = publish.publish(ROOT, where, built, check, request, attesting) if request.actions.upload else None
+    pushed = publish.publish(ROOT, where, built, check, request) if request.actions.upload else None
     report(where, built, check, names, pushed, as_json=request.actions.json)
-    if pushed is not None:
-        # Last: also where the file cannot be written, the digest was printed.
-        publish.write(publish.release_file(ROOT, request), pushed)
 
 
-def decide(where: Engine, request: Request) -> Attesting:
-    """Return how a push gets attestations, and say so. An image that stays here has none."""
-    if not request.actions.upload:
-        return NOTHING
-    attesting = attest.decide(where, request, digests.load(ROOT))
-    console.note(f"attestations: {attesting.said}")
-    return attesting
-
-
-def make(where: Engine, request: Request, attesting: Attesting) -> Built | None:
+def make(where: Engine, request: Request) -> Built | None:
     """Return the image that is asked for: built now, or the one that the engine has."""
-    if request.actions.commit is not None:
-        started, container = time.monotonic(), commit.find(where, request.actions.commit)
-        labels = build.plan(ROOT, where, request.spec, request.means, None).labels
-        image = commit.commit(where, container, labels)
-        return replace(build.describe(where, request.spec, image), seconds=time.monotonic() - started)
     if request.actions.build:
-        save, options = not request.actions.skip_save, attesting.options_for("engine")
-        return build.run(ROOT, where, request.spec, request.means, save=save, attest=options)
+        return build.run(ROOT, where, request.spec, request.means, save=not request.actions.skip_save)
     return build.describe(where, request.spec, str(request.spec.reference))
 
 
@@ -127,33 +107,30 @@ def bring(where: Engine, built: Built, names: Sequence[str]) -> tuple[Engine, Bu
 
 
 def dry_run(request: Request) -> None:
-    """Print every command that would run; no engine is needed and nothing is touched."""
+    """Print every command that would run, and refuse what a run would refuse; no engine is needed, nothing touched."""
     try:
         where = engine.detect(request.actions.remote)
     except errors.EngineError as error:
         console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
         where = _UNKNOWN
-    commands = planned(where, request, decide(where, request) if where is not _UNKNOWN else NOTHING)
+    commands = planned(where, request)
     if request.actions.json:
         print(json.dumps({"commands": commands}))
     else:
         print("\n".join(shlex.join(command) for command in commands))
 
 
-def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[str]]:
+def planned(where: Engine, request: Request) -> list[list[str]]:
     """Return the commands of a request in their order; IMAGE stands for the id that the build gives."""
     spec, actions = request.spec, request.actions
-    commands = list[list[str]]()
-    image = "IMAGE"
-    if actions.commit is not None:
-        commands.append([*where.cli, "commit", actions.commit])
-    elif actions.build:
-        todo = planned_build(where, request, attesting.options_for("engine"))
-        if network.PIP_VARIABLE in todo.access.variables:
-            console.note(f"{network.PIP_VARIABLE} in the environment holds your pip's package indexes")
-        commands.append(list(todo.argv))
-    else:
-        image = str(spec.reference)
+    # RESULT stands for a file that the builder writes.
+    cache = network.find_cache(spec, request.means)
+    means, secret = network.through_cache(cache, request.means, None)
+    result = None if actions.skip_save else Path("RESULT")
+    todo = build.plan(ROOT, where, spec, means, result, more=secret, only_plan=True)
+    if network.PIP_VARIABLE in todo.access.variables:
+        console.note(f"{network.PIP_VARIABLE} in the environment holds your pip's package indexes")
+    commands, image = [list(todo.argv)] * actions.build, "IMAGE" if actions.build else str(spec.reference)
     if not actions.skip_save:
         if spec.target != "devcontainer":
             commands += smoke.planned(where, image, actions.validate)
@@ -161,20 +138,10 @@ def planned(where: Engine, request: Request, attesting: Attesting) -> list[list[
     if actions.upload:
         from workflows.image import publish
 
-        if options := attesting.options_for("builder"):
-            commands.append(list(planned_build(where, request, options, push=str(spec.reference.staging)).argv))
-        else:
-            commands += publish.planned_push(where, image, request)
-        commands += publish.planned_promotion(request)
+        if actions.build:
+            publish.check_sources(ROOT, request, todo.labels, todo.base.unpinned)
+        commands += publish.planned_push(where, image, request, todo.labels)
     return commands
-
-
-def planned_build(where: Engine, request: Request, options: tuple[str, ...], push: str | None = None) -> build.Plan:
-    """Return a build that would run; RESULT stands for a file that the builder writes."""
-    result = None if request.actions.skip_save else Path("RESULT")
-    cache = network.find_cache(request.spec, request.means)
-    means, secret = network.through_cache(cache, request.means, None)
-    return build.plan(ROOT, where, request.spec, means, result, more=(*secret, *options), push=push)
 
 
 def report(
@@ -213,22 +180,26 @@ def report(
 def run_promote(args: argparse.Namespace) -> None:
     """Move the tags; print their old digests."""
     from workflows.image import publish, push, reference
-    from workflows.image.registry import Policy, Registry
 
     wanted, digest = reference.pulled(args.image, args.tag)
-    record = publish.read(args.release_file) if args.release_file else None
+    file = args.release_file
+    record = publish.read(file) if file else None
     names = push.tags(wanted, latest=args.latest, version=args.release)
+    if record and (wanted.repository, digest) != (record["image"]["repository"], record["image"]["digest"]):
+        held = f"{record['image']['repository']}@{record['image']['digest']}"
+        raise errors.UsageError(
+            f"--release-file {file}: is about {held}, not about {args.image}; give that of its push"
+        )
+    where = engine.detect()
     if args.release:
-        with Registry(wanted, Policy()) as registry:
-            manifest = registry.get(digest)
-            labels = registry.labels(manifest)
-            console.note(f"attestations: {attest.summary(attest.read(registry, manifest))}")
+        labels = push.labels_of(where, wanted.at(digest))
         publish.check_release(args.release, labels, publish.load_locks(ROOT), publish.unpinned(labels))
-    moved = push.promote(wanted, digest, names, Policy())
-    push.unstage(wanted.tagged(record["image"]["staging"]) if record else wanted.staging, digest, Policy())
     if record:
-        record["version"], record["image"]["tags"] = args.release, [asdict(each) for each in moved]
-        publish.write(args.release_file, record)
+        record["version"] = args.release
+        earlier, told = publish.moves(record), publish.telling(file, record)
+        moved = push.promote(where, wanted, digest, names, earlier=earlier, told=told)
+    else:
+        moved = push.promote(where, wanted, digest, names)
     if args.json:
         print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
     else:

@@ -1,4 +1,4 @@
-"""The commands about ``third_party/``: bring sources in, look at them, change their pins and patches, tidy up."""
+"""The commands about ``third_party/``: bring sources in, look at them and change their pins and patches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workflows import console, errors
+from workflows import console, errors, groups
 from workflows.helping import Subparsers, command
-from workflows.sources import quick, safety
+from workflows.sources import safety
 from workflows.sources.workspace import ROOT, Workspace
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def register(subparsers: Subparsers) -> None:
         subparsers, "bootstrap", run_bootstrap, "bring in sources and install the Python packages of the groups",
         ["./bootstrap.sh --group run                 # what training MaxText needs: 2 minutes, 3 GB",
          "./bootstrap.sh --group run --group dev     # and what tests need",
+         "./bootstrap.sh --group image               # what building an image needs: seconds",
          "./bootstrap.sh                             # everything, with the sources of jax and xla"],
         prog="./bootstrap.sh",
     )  # fmt: skip
@@ -38,9 +39,6 @@ def register(subparsers: Subparsers) -> None:
     examples = ["python -m workflows status"]
     parser = command(subparsers, "status", run_status, "show every component against its pin", examples)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    text, examples = "show what was changed in third_party/ since the last sync", ["python -m workflows diff maxtext"]
-    parser = command(subparsers, "diff", run_diff, text, examples)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="components (default: all)")
     text, examples = "record the patches as they are on disk, and what they give", ["python -m workflows lock maxtext"]
     parser = command(subparsers, "lock", run_lock, text, examples)
     parser.add_argument("names", nargs="*", metavar="NAME", help="components (default: all whose patches changed)")
@@ -53,20 +51,16 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("name", metavar="NAME", help="component, or `images` for the base images")
     parser.add_argument("version", metavar="VERSION", nargs="?", help="its new version; a commit where it has no tags")
     parser.add_argument("--mirror", metavar="URL", help="ask URL/ instead of the upstream")
-    text, examples = "remove what nothing needs from third_party/", ["python -m workflows gc --dry-run"]
-    parser = command(subparsers, "gc", run_gc, text, examples)
-    parser.add_argument("--stashes", action="store_true", help="also the trees that --stash put aside")
-    parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
 
 
 def _add_sync_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``sync`` and ``bootstrap`` share."""
     add = parser.add_argument
-    add("--group", action="append", choices=quick.ALL_GROUPS, dest="groups",
-        help="only this group; may be repeated (default: run, source and dev); run: for MaxText; cuda12: run, and the "
-        "packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or later; data: run, and "
-        "what reads Parquet files and datasets of Hugging Face and TensorFlow (2 GB); source: for jaxlib; dev: to work "
-        "here")  # fmt: skip
+    add("--group", action="append", choices=groups.ALL_GROUPS, dest="groups",
+        help="only this group; may be repeated (default: run, source and dev); run: for MaxText; image: for images; "
+        "cuda12: run, and the packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or "
+        "later; data: run, and what reads Parquet files and datasets of Hugging Face and TensorFlow (2 GB); source: "
+        "for jaxlib; dev: to work here")  # fmt: skip
     add("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     add("--offline", action="store_true", help="use only what is on this disk")
     add("--mirror", metavar="URL", help="fetch NAME.git and archives from URL/ instead of their upstreams")
@@ -81,8 +75,8 @@ def _add_sync_options(parser: argparse.ArgumentParser) -> None:
 
 def _chosen(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the groups that were asked for. With packages for GPUs come those that run on them."""
-    groups = tuple(args.groups or quick.GROUPS)
-    return ("run", *groups) if set(groups) & {*quick.CUDA, "data"} and "run" not in groups else groups
+    chosen = tuple(args.groups or groups.GROUPS)
+    return ("run", *chosen) if set(chosen) & {*groups.CUDA, "data"} and "run" not in chosen else chosen
 
 
 def run_bootstrap(args: argparse.Namespace) -> None:
@@ -159,13 +153,6 @@ def run_status(args: argparse.Namespace) -> int:
     return 0 if clean else 1
 
 
-def run_diff(args: argparse.Namespace) -> None:
-    """Print the changes of each tree since the last sync."""
-    from workflows.sources import status
-
-    print(status.diff(Workspace(), args.names), end="")
-
-
 def run_lock(args: argparse.Namespace) -> None:
     """Rewrite the patch entries of ``sources.lock``; the pins of upstreams stay."""
     from workflows.sources import lock, manifest, pins
@@ -195,7 +182,6 @@ def run_refresh(args: argparse.Namespace) -> None:
             lock.save(here.lock, wanted, held | {name: pin})
             print(f"{name}: {len(series)} patches, {(pin.patched_commit or '-')[:12]}")
             print("".join(f"  {each.file}\n" for each in series), end="")
-        quick.forget(str(here.root))
 
 
 def run_bump(args: argparse.Namespace) -> int:
@@ -217,13 +203,3 @@ def run_bump(args: argparse.Namespace) -> int:
     for missing in pin.missing:
         print(f"{args.name}: sources.lock has no {missing}")
     return 0
-
-
-def run_gc(args: argparse.Namespace) -> None:
-    """Remove leftovers; print each with its size."""
-    from workflows.sources import status
-
-    here = Workspace()
-    with here.exclusive():
-        for path, size in status.collect(here, stashes=args.stashes, dry_run=args.dry_run):
-            print(f"{'would remove' if args.dry_run else 'removed'} {path.relative_to(here.root)}: {size / 1e6:.1f} MB")

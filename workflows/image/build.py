@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +19,14 @@ from typing import Any
 from workflows import console, errors, proc
 from workflows.image import command, digests, network, progress
 from workflows.image.engine import Engine
-from workflows.image.progress import Display, Steps
+from workflows.image.progress import Steps
 from workflows.image.spec import Built, ImageSpec, Means
 from workflows.sources import lock as sources
 
 IGNORE = f"{command.DOCKERFILE}.dockerignore"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
-# Only attestations hold buildx's answers from git.
+# Labels say what buildx would ask git.
 _SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
 
 
@@ -49,20 +49,18 @@ def plan(
     result: Path | None,
     *,
     more: tuple[str, ...] = (),
-    push: str | None = None,
-    folder: Path | None = None,
+    only_plan: bool = False,
 ) -> Plan:
     """Return the build of a spec, with ``more`` options; reads files and git.
 
-    It may ``push`` the image under a name, in place of loading it into the engine. ``folder`` gets secrets that the
-    engine cannot take from the environment. ``PinError``: a component that goes into the image is missing or is not
-    what ``sources.lock`` says, or Bazel has no pin.
+    ``PinError``: a component that goes into the image is missing or is not what ``sources.lock`` says, or Bazel has no
+    pin. Where it is ``only_plan``, one that is missing counts as what the lock says.
     """
     pins = digests.load(root)
     base, access = command.bases(spec, pins), network.access(means, os.environ)
     from_source = spec.jaxlib == "source"
     # At once, for a build of jaxlib takes minutes until it looks.
-    built_from = [_component(root, name, "source") for name in ("jax", "xla") if from_source]
+    built_from = [_component(root, name, "source", only_plan) for name in ("jax", "xla") if from_source]
     held, locked = sources.value(root / "sources.lock", "jax", "version"), command.jax(root)
     if from_source and held != locked:
         raise errors.PinError(
@@ -71,85 +69,49 @@ def plan(
         )
     others = untracked(root, jaxlib_from_source=from_source)
     ours = _revision(root, odd=bool(others) or any(each.endswith("-dirty") for each in built_from))
-    # A person's remote may hold more than an address; a workflow's run says where its repository lies.
+    # A workflow's run says where its repository lies; a registry of GitHub links an image to it.
     server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
-    source = f"{server}/{name}" if server and name else None
-    labels = command.labels(root, spec, base, ours, _component(root, "maxtext", "run"), source)
+    source = f"{server}/{name}" if server and name else _source(root)
     override = root / "third_party" / "multimesh"
     library = "third_party/multimesh" if override.is_dir() and not override.is_symlink() else "multimesh"
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
-    build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library)
+    build_args = command.arguments(spec, pins, base, machine=machine, multimesh=library, cached=means.use_bazel_cache)
+    maxtext, python = _component(root, "maxtext", "image", only_plan), build_args["PYTHON_SHA256"]
+    labels = command.labels(root, spec, base, ours, maxtext, source, python)
     if from_source and not build_args["BAZEL_SHA256"]:
         raise errors.PinError(
             "Bazel is not pinned for this platform; run `python -m workflows bump images` where github.com answers"
         )
-    if folder is not None and engine.builder == "podman":
-        access = network.in_a_file(access, folder)
     access = replace(access, options=(*access.options, *more))
-    argv = command.build_argv(
-        engine, spec, means, build_args=build_args, labels=labels, access=access, result=result, push=push
-    )
+    argv = command.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
     return Plan(tuple(argv), access, base, labels, others)
 
 
-def run(
-    root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool = True, attest: tuple[str, ...] = ()
-) -> Built | None:
-    """Build an image, with options that ``attest`` for an engine that keeps attestations; it has no name yet.
-
-    None where only the cache was to be filled.
-    """
-    started = time.monotonic()
-    done, result = execute(root, engine, spec, means, save=save, attest=attest)
-    if not save:
-        return None
-    names = [result]
-    if engine.builder == "buildx":
-        # By the configuration or, in a containerd store, by the manifest.
-        told = json.loads(result)
-        names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
-    cached, steps = done.counted
-    return replace(describe(engine, spec, *names), seconds=time.monotonic() - started, cached=cached, steps=steps)
-
-
-def execute(
-    root: Path,
-    engine: Engine,
-    spec: ImageSpec,
-    means: Means,
-    *,
-    save: bool = True,
-    attest: tuple[str, ...] = (),
-    push: str | None = None,
-    explain: Callable[[Steps, int, str], Exception] = progress.explain,
-) -> tuple[Steps, str]:
-    """Run a build to its end, with all that it needs beside it; return its steps and the metadata that it wrote.
-
-    ``push`` is that of ``plan``; ``explain`` makes an error of steps, exit status and base image.
-    """
-    cache = network.find_cache(spec, means)
-    before = cache.hits() if cache else None
+def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool = True) -> Built | None:
+    """Build an image, with all that it needs beside it; it has no name yet. None where only the cache was filled."""
+    started, cache = time.monotonic(), network.find_cache(spec, means)
     with tempfile.TemporaryDirectory(prefix="multimesh-image-") as place, _archive(root, spec):
-        folder, result = Path(place), Path(place) / "result"
-        means, secret = network.through_cache(cache, means, folder)
-        more = (*secret, *attest)
-        todo = plan(root, engine, spec, means, result if save else None, more=more, push=push, folder=folder)
+        result = Path(place) / "result"
+        means, secret = network.through_cache(cache, means, Path(place))
+        todo = plan(root, engine, spec, means, result if save else None, more=secret)
         for name in todo.untracked:
             console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
         for reference in todo.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
         for left in todo.access.left_out:
             console.note(f"{left}: pip finds packages there on this machine, but a build cannot see it")
-        git_info = {"BUILDX_GIT_INFO": "true"} if attest else {}
-        env = os.environ | todo.access.variables | _SETTINGS | git_info
-        with Display() as display:
-            done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=display.line)
-        told = result.read_text(encoding="utf-8").strip() if result.exists() else ""
-    if cache and before and (after := cache.hits()):
-        console.note(f"Bazel cache {cache.address}: {after - before}")
-    if done.returncode:
-        raise explain(display.steps, done.returncode, todo.base.build.reference)
-    return display.steps, told
+        steps = Steps()
+        env = os.environ | todo.access.variables | _SETTINGS
+        done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=steps.show)
+        if done.returncode:
+            raise progress.explain(steps, done.returncode, todo.base.build.reference)
+        if not save:
+            return None
+        told = json.loads(result.read_text(encoding="utf-8"))
+    # By the configuration or, in a containerd store, by the manifest.
+    names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
+    cached, count = steps.counted
+    return replace(describe(engine, spec, *names), seconds=time.monotonic() - started, cached=cached, steps=count)
 
 
 def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
@@ -162,7 +124,7 @@ def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
         size = sum(layer["bytes"] for layer in layers(engine, str(found["Id"])))
     return Built(
         spec=spec,
-        image_id="sha256:" + str(found["Id"]).removeprefix("sha256:"),  # Podman says the number alone
+        image_id=str(found["Id"]),
         bytes=size,
         labels=dict((found.get("Config") or {}).get("Labels") or {}),
         names=tuple(found.get("RepoTags") or ()),
@@ -172,14 +134,9 @@ def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
 
 def layers(engine: Engine, image: str) -> list[dict[str, Any]]:
     """Return ``step`` and ``bytes`` of the layers of an image that hold anything, from the base up."""
-    asked = ["history", "--no-trunc", "--human=false", "--format"]
-    if engine.kind == "podman":
-        entries = json.loads(engine.run(*asked, "json", image).text)
-    else:
-        entries = [json.loads(line) for line in engine.run(*asked, "{{json .}}", image).text.splitlines()]
-    # The last comes first, and engines write the same names in different cases.
-    found = [{key.lower(): value for key, value in entry.items()} for entry in reversed(entries)]
-    named = ((_instruction(each.get("createdby") or "base image"), int(each.get("size") or 0)) for each in found)
+    told = engine.run("history", "--no-trunc", "--human=false", "--format", "{{json .}}", image).text
+    found = [json.loads(line) for line in reversed(told.splitlines())]  # the last comes first
+    named = ((_instruction(each.get("CreatedBy") or "base image"), int(each.get("Size") or 0)) for each in found)
     return [{"step": step, "bytes": size} for step, size in named if size]
 
 
@@ -198,12 +155,17 @@ def untracked(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...
         if place.is_dir() and not place.is_symlink():
             own = name != "multimesh" and (place / ".git").exists()
             found += [f"{shown}/{file}" for file in _others(place)] if own else [shown]
-    if not found:
-        return ()
-    from docker.utils.build import PatternMatcher  # takes longer than all else here, and is seldom needed
+    return tuple(sorted(name for name in found if not _ignored(name, patterns)))
 
-    ignored: Any = PatternMatcher(patterns)  # its types ask for a path, its code for a name
-    return tuple(sorted(name for name in found if not ignored.matches(name)))
+
+def _ignored(name: str, patterns: Sequence[str]) -> bool:
+    """Say whether a builder leaves a file out: the last pattern that fits it, or a folder of it, decides."""
+    parts, ignored = name.split("/"), False
+    for pattern in patterns:
+        text = re.escape(pattern.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
+        if any(re.fullmatch(text, "/".join(parts[:count])) for count in range(1, len(parts) + 1)):
+            ignored = not pattern.startswith("!")
+    return ignored
 
 
 def check_context(root: Path, *, jaxlib_from_source: bool = False) -> None:
@@ -259,6 +221,13 @@ def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
             place.unlink(missing_ok=True)
 
 
+def _source(root: Path) -> str | None:
+    """Return the address of the repository on GitHub that a clone came from, without a login that may be in it."""
+    told = proc.run(["git", "-C", root, "remote", "get-url", "origin"], check=False).text
+    found = re.fullmatch(r"(?:\w+://)?(?:[^/@]*@)?github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?", told)
+    return f"https://github.com/{found[1]}" if found else None
+
+
 def _revision(root: Path, *, odd: bool = False) -> str | None:
     """Return the commit of a tree, marked where the tree differs from it or is ``odd``; None where there is none."""
     told = proc.run(["git", "-C", root, "status", "--porcelain=v2", "--branch", "--untracked-files=no"], check=False)
@@ -269,16 +238,20 @@ def _revision(root: Path, *, odd: bool = False) -> str | None:
     return f"{commit}-dirty" if changed else commit
 
 
-def _component(root: Path, name: str, group: str) -> str:
+def _component(root: Path, name: str, group: str, only_plan: bool = False) -> str:
     """Return the commit of a patched component, marked where it differs, or raise an error with the remedy."""
     place = root / "third_party" / name
     inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
-    if not inside.exists():
-        raise errors.PinError(f"third_party/{name} is not there; run ./bootstrap.sh --group {group}")
-    held = _revision(place) if (place / ".git").exists() else None  # without git, its content is not known
     pinned = sources.value(root / "sources.lock", name, "patched_commit")
     if pinned is None:
         raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m workflows lock {name}`")
+    if not inside.exists():
+        said = f"third_party/{name} is not there; run ./bootstrap.sh --group {group}"
+        if not only_plan:
+            raise errors.PinError(said)
+        console.note(said)
+        return pinned
+    held = _revision(place) if (place / ".git").exists() else None  # without git, its content is not known
     if held is not None and held.removesuffix("-dirty") != pinned:
         raise errors.PinError(
             f"third_party/{name} is at {held[:12]}, the lock says {pinned[:12]}; run ./bootstrap.sh --group {group}"

@@ -10,8 +10,7 @@ from pathlib import Path
 import requests
 
 from workflows import console, errors
-from workflows.image import devcontainer, digests, reference
-from workflows.image.registry import Policy, Registry
+from workflows.image import devcontainer, digests, engine, push, reference
 
 _SHA256 = re.compile(r"\b[0-9a-f]{64}\b")
 
@@ -73,8 +72,7 @@ def _digest(image: str) -> tuple[str | None, str | None]:
     """Return the digest that a registry gives for a reference, or why not; for all platforms where it has several."""
     repository, _, tag = image.rpartition(":")
     try:
-        with Registry(reference.make(repository, None, tag), Policy(attempts=2)) as registry:
-            return registry.get(tag).digest, None
+        return push.get(engine.detect(), str(reference.make(repository, None, tag)), sleep=lambda _: None).digest, None
     except errors.WorkflowsError as error:
         return None, f"{image}: its registry does not answer ({error})"
 

@@ -8,21 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflows import errors
+from workflows import pythons
 from workflows.image.digests import ImageLock, ImagePin
 from workflows.image.engine import Engine
 from workflows.image.network import Access
 from workflows.image.spec import ImageSpec, Means
 from workflows.sources import lock as sources
-from workflows.sources import locked
 
 DOCKERFILE = "docker/Dockerfile"
 LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
-PYTHON = "3.12"  # an image has this one or a newer one; all get the same JAX
+PYTHON = (3, 12)  # an image has this one or a newer one; all get the same JAX
 LABEL, OCI = "io.github.multimesh-jax", "org.opencontainers.image"
-# SHELL exists in Docker's format only, and Podman 4 does not find this ignore file by itself. Its layer cache is not
-# used: a change in what a step mounts from the sources (4.3) or from another stage (5.4 too) leaves the step as it was.
-_PODMAN = ["--format", "docker", "--ignorefile", f"{DOCKERFILE}.dockerignore"]
 
 
 @dataclass(frozen=True)
@@ -54,12 +50,18 @@ def bases(spec: ImageSpec, lock: ImageLock) -> Bases:
 
 
 def labels(
-    root: Path, spec: ImageSpec, base: Bases, revision: str | None, maxtext: str, source: str | None = None
+    root: Path,
+    spec: ImageSpec,
+    base: Bases,
+    revision: str | None,
+    maxtext: str,
+    source: str | None = None,
+    python: str | None = None,
 ) -> dict[str, str]:
     """Return the labels of an image, in a fixed order; none of them changes when nothing else does.
 
     ``revision`` and ``maxtext`` are commits, with ``-dirty`` where their tree differs; ``source`` the address of this
-    repository.
+    repository; ``python`` the sha256 of the standalone Python that a base with an old one gets.
     """
 
     def first(pattern: str, name: str) -> str:
@@ -85,23 +87,33 @@ def labels(
         f"{LABEL}.jax": jax(root),
         f"{LABEL}.maxtext": sources.value(root / "sources.lock", "maxtext", "version") or "unknown",
         f"{LABEL}.maxtext.revision": maxtext,
+        f"{LABEL}.python": python or "unpinned",
         f"{LABEL}.lock": lock_digest(root),
     }
 
 
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def jax(root: Path) -> str:
     """Return the JAX that an image gets from its packages."""
-    return locked.versions(root / "requirements" / "run.txt", PYTHON)["jax"]
+    return pythons.jax_for(str(root / "requirements" / "run.txt"), PYTHON)
 
 
 def lock_digest(root: Path) -> str:
-    """Return one sha256 over every lock that decides the content of an image."""
+    """Return one sha256 over the locks of ``LOCKS``. (Packages of the distribution are locked nowhere.)"""
     sums = (hashlib.sha256((root / name).read_bytes()).digest() for name in LOCKS)
     return f"sha256:{hashlib.sha256(b''.join(sums)).hexdigest()}"
 
 
-def arguments(spec: ImageSpec, lock: ImageLock, base: Bases, *, machine: str, multimesh: str) -> dict[str, str]:
-    """Return the build arguments, for an engine of the platform ``machine`` and the library in folder ``multimesh``."""
+def arguments(
+    spec: ImageSpec, lock: ImageLock, base: Bases, *, machine: str, multimesh: str, cached: bool = True
+) -> dict[str, str]:
+    """Return the build arguments, for an engine of the platform ``machine`` and the library in folder ``multimesh``.
+
+    Without ``cached`` Bazel reads nothing that another build left.
+    """
     platform = spec.platform or machine
     python, bazel = lock.files[f"python {platform}"], lock.files[f"bazel {platform}"]
     chosen = {
@@ -114,12 +126,13 @@ def arguments(spec: ImageSpec, lock: ImageLock, base: Bases, *, machine: str, mu
         "PYTHON_SHA256": python.sha256 or "",
     }
     if spec.python_archive is not None:
-        chosen |= {"PYTHON_URL": "", "PYTHON_SHA256": hashlib.sha256(spec.python_archive.read_bytes()).hexdigest()}
+        chosen |= {"PYTHON_URL": "", "PYTHON_SHA256": _sha256(spec.python_archive)}
     if spec.jaxlib == "source":
         chosen |= {
             "CUDA_VERSION": spec.cuda_version,
             "CUDNN_VERSION": spec.cudnn_version or "",
             "BUILD_TYPE": spec.build_type,
+            "BAZEL_CACHE": "kept" if cached else "none",
             "BAZEL_URL": bazel.url,
             "BAZEL_SHA256": bazel.sha256 or "",
         }
@@ -135,29 +148,18 @@ def build_argv(
     labels: Mapping[str, str],
     access: Access,
     result: Path | None,
-    push: str | None = None,
 ) -> list[str]:
     """Return the command, to be run in the repository.
 
-    The engine writes what it made to ``result``; with None it builds into its cache only. A builder of its own may
-    ``push`` the image under a name, in place of loading it into the engine.
+    Buildx writes what it made to ``result``; with None it builds into its cache only.
     """
-    manner = _PODMAN if engine.builder == "podman" else ["--progress=plain"]
-    argv = [*engine.build_cli, *manner, "--file", DOCKERFILE, "--target", spec.target]
+    argv = [*engine.buildx, "build", "--progress=plain", "--file", DOCKERFILE, "--target", spec.target]
     argv += ["--platform", spec.platform] if spec.platform else []
     argv += ["--network", means.network] if means.network != "default" else []
-    argv += [] if means.layer_cache and engine.builder != "podman" else ["--no-cache"]
+    argv += [] if means.layer_cache else ["--no-cache"]
     argv += [word for each in build_args.items() for word in ("--build-arg", "=".join(each))]
     argv += [word for each in labels.items() for word in ("--label", "=".join(each))]
     argv += access.options
-    if result is None:
-        if engine.builder == "podman":
-            raise errors.EngineError("--skip-save needs docker: podman has no build without an image; leave it out")
-        argv += ["--output", "type=cacheonly"] if engine.builder == "buildx" else []
-    elif engine.builder == "buildx":
-        # A separate builder keeps its image, unless it is told to hand it over.
-        argv += ["--output", f"type=image,name={push},push=true"] if push else ["--load"]
-        argv += ["--metadata-file", str(result)]
-    else:
-        argv += ["--iidfile", str(result)]
+    # A separate builder keeps its image, unless it is told to hand it over.
+    argv += ["--load", "--metadata-file", str(result)] if result else ["--output", "type=cacheonly"]
     return [*argv, "."]

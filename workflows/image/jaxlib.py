@@ -48,13 +48,16 @@ def command(
             raise Refused(f"{name} version {version!r}: numbers with dots, e.g. 12.8.1")
     cuda = accelerator == "cuda12"
     wheels = ["jax", "jaxlib", *(["jax-cuda-plugin", "jax-cuda-pjrt"] if cuda else [])]
-    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[build_type], *_OWN_CACHE]
+    # A release reads nothing that another build left, perhaps one of a branch.
+    alone = environ.get("BAZEL_CACHE") == "none"
+    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[build_type], *([] if alone else _OWN_CACHE)]
     return [
         "build",
         f"--wheels={','.join(wheels)}",
         f"--bazel_path={bazel}",
         # Where the cache is, with its password: in a file, not in a command line.
         *([f"--bazel_startup_options=--bazelrc={bazelrc}"] if bazelrc else []),
+        *(["--bazel_startup_options=--output_user_root=/tmp/bazel"] if alone else []),
         f"--python_version={python_version}",
         f"--local_xla_path={xla}",
         f"--output_path={output}",

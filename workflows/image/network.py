@@ -62,30 +62,15 @@ def access(means: Means, environ: Mapping[str, str]) -> Access:
     bundle = means.ca_bundle or (trusted if trusted and trusted.is_file() and fits_an_option(trusted) else None)
     if bundle is not None:
         options += ["--secret", f"id=ca.pem,src={bundle}"]
-    for name in proxies(environ):
-        options += ["--build-arg", name]  # without a value: the engine's client takes it from the environment
+    for name in _PROXIES:
+        if environ.get(name):
+            options += ["--build-arg", name]  # without a value: the engine's client takes it from the environment
     return Access(tuple(options), variables, tuple(left_out))
-
-
-def proxies(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the variables that name the caller's proxies, perhaps with a password in them."""
-    return tuple(name for name in _PROXIES if environ.get(name))
 
 
 def fits_an_option(path: Path) -> bool:
     """Say whether a path can be part of ``--secret``, whose fields engines read as those of a CSV file."""
     return not {",", '"', "\n"} & set(str(path))
-
-
-def in_a_file(access: Access, folder: Path) -> Access:
-    """Hand pip's settings over in a file of ours: Podman's server does not see its client's environment."""
-    variables = dict(access.variables)
-    if (text := variables.pop(PIP_VARIABLE, None)) is None:
-        return access
-    file = folder / "pip.conf"
-    file.write_text(text, encoding="utf-8")
-    options = tuple(word.replace(f",env={PIP_VARIABLE}", f",src={file}") for word in access.options)
-    return Access(options, variables, access.left_out)
 
 
 def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -121,10 +106,9 @@ def find_cache(spec: ImageSpec, means: Means) -> Cache | None:
         return None
     from workflows.cache import server
 
-    found, asked = server.find(means.bazel_cache), means.bazel_cache
+    found = server.find(means.bazel_cache)
     if found is None:
-        where = f"{asked}: no Bazel cache answers there" if asked else "no Bazel cache runs here"
-        console.note(f"{where}; the build goes on without (docker/start-cache.sh starts one)")
+        console.note("no Bazel cache of yours runs here; the build goes on without (docker/start-cache.sh starts one)")
     else:
         console.note(f"Bazel cache {found.address}: {'read and written' if means.bazel_cache_write else 'read only'}")
     return found

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib.util
 import json
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 from workflows import console, errors, files
-from workflows.image import attest, build, command, digests, push
-from workflows.image.attest import Attestation, Attesting
+from workflows.image import build, command, digests, push
 from workflows.image.command import LABEL, OCI
 from workflows.image.digests import ImageLock
 from workflows.image.engine import Engine
-from workflows.image.progress import Steps
-from workflows.image.registry import Policy, Registry
 from workflows.image.smoke import Check
 from workflows.image.spec import Built, Request
 from workflows.sources import lock as sources_lock
@@ -43,7 +38,7 @@ def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool
     """Return a line for each part of an image that is not pinned. All parts of a release must be.
 
     What only a jaxlib from source needs (jax, xla, Bazel) counts where the image has one. ``unpinned`` are the images
-    without a digest that it was made from or scanned by.
+    without a digest that it was made from.
     """
     sources, images = locks
     said = [
@@ -58,22 +53,32 @@ def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool
 
 
 def check_release(version: str, labels: Mapping[str, str], locks: Locks, unpinned: Sequence[str]) -> None:
-    """Refuse a release that nobody could build again: ``SeveralErrors``, with all reasons.
+    """Refuse a release whose sources, wheels and bases are not all pinned: ``SeveralErrors``, with all reasons.
 
     ``labels`` are those that the image has or would get; ``unpinned`` as in ``null_pins``.
     """
     from_source = labels.get(f"{LABEL}.jaxlib", "").startswith("source")
     pins = null_pins(locks, unpinned, jaxlib_from_source=from_source)
+    python = labels.get(f"{LABEL}.python", "unpinned")
+    if python not in {file.sha256 for name, file in locks[1].files.items() if name.startswith("python ")}:
+        pins.append(f"Python: sha256 {python} of the standalone one is not in images.lock; leave out --python-archive")
     faults = [(said, errors.PinError.exit_code) for said in pins]
-    for name, what in ((f"{OCI}.revision", "this repository"), (f"{LABEL}.maxtext.revision", "MaxText")):
-        revision = labels.get(name, "unknown")
-        if revision == "unknown" or revision.endswith("-dirty"):
-            state = "is at no commit" if revision == "unknown" else "has changes that are not committed"
-            faults.append((f"{what}: {state}; commit them or take them back", errors.DirtyTreeError.exit_code))
+    faults += [(said, errors.DirtyTreeError.exit_code) for said in _dirty(labels)]
     if (own := labels.get(f"{OCI}.version")) != version.removeprefix("v"):
         faults.append((f"--release {version}: the library says {own}; make them agree", errors.UsageError.exit_code))
     if faults:
         raise errors.SeveralErrors([f"no release: {message}" for message, _ in faults], faults[0][1])
+
+
+def _dirty(labels: Mapping[str, str]) -> list[str]:
+    """Return a line for each tree of an image that no commit holds."""
+    said = []
+    for name, what in ((f"{OCI}.revision", "this repository"), (f"{LABEL}.maxtext.revision", "MaxText")):
+        revision = labels.get(name, "unknown")
+        if revision == "unknown" or revision.endswith("-dirty"):
+            state = "is at no commit" if revision == "unknown" else "has changes that are not committed"
+            said.append(f"{what}: {state}; commit them or take them back")
+    return said
 
 
 def unpinned(labels: Mapping[str, str]) -> tuple[str, ...]:
@@ -88,108 +93,108 @@ def release_file(root: Path, request: Request) -> Path:
 
 
 def check_options(request: Request) -> None:
-    """Raise errors that need no engine: of impossible tags, and of a missing key."""
+    """Raise errors that need no engine: of impossible tags."""
     actions = request.actions
     if actions.promote:
         push.tags(request.spec.reference, latest=actions.latest, version=actions.release)
-    if actions.sign_key is not None:
-        attest.check_key(actions.sign_key)
 
 
-def check_before(root: Path, engine: Engine, request: Request, attesting: Attesting) -> None:
-    """Raise errors that would stop a push after the build: pins or trees that no release may have, no right to push."""
+def check_sources(root: Path, request: Request, labels: Mapping[str, str], bases: Sequence[str]) -> None:
+    """Raise errors that would stop a push after the build: files and changes that no commit holds, pins of a release.
+
+    ``labels`` are those that the image has or would get; ``bases`` its base images without a digest.
+    """
     spec, actions = request.spec, request.actions
-    if actions.build and not actions.commit:
+    if actions.build and not actions.allow_dirty:
         build.check_context(root, jaxlib_from_source=spec.jaxlib == "source")
-    if actions.release is not None:
-        if actions.build:
-            plan = build.plan(root, engine, spec, request.means, None)
-            labels, bases = plan.labels, plan.base.unpinned
-        else:
-            labels = build.describe(engine, spec, str(spec.reference)).labels
-            bases = unpinned(labels)
-        check_release(actions.release, labels, load_locks(root), (*bases, *attesting.unpinned))
+    if actions.release is not None and importlib.util.find_spec("jsonschema") is None:
+        console.note("--release: its conditions are looked at in .venv only; ./bootstrap.sh --group image makes it")
+    elif actions.release is not None:
+        check_release(actions.release, labels, load_locks(root), bases)
+    elif not actions.allow_dirty and (dirty := _dirty(labels)):
+        raise errors.DirtyTreeError(f"{dirty[0]}; or push it all the same with --allow-dirty")
+
+
+def check_before(root: Path, engine: Engine, request: Request) -> None:
+    """Raise all errors that would stop a push after the build, those of ``check_sources`` and: no right to push."""
+    from workflows.image.registry import Registry
+
+    with Registry(request.spec.reference) as registry:
+        registry.check_push()
+    if request.actions.build:
+        plan = build.plan(root, engine, request.spec, request.means, None)
+        check_sources(root, request, plan.labels, plan.base.unpinned)
+    else:
+        labels = build.describe(engine, request.spec, str(request.spec.reference)).labels
+        check_sources(root, request, labels, unpinned(labels))
     place = release_file(root, request).parent
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
         raise errors.DiskError(f"{place}: cannot be written, and release.json belongs there; make it writable")
-    with Registry(spec.reference) as registry:
-        registry.check_push()
 
 
-def publish(
-    root: Path, engine: Engine, built: Built, check: Check, request: Request, attesting: Attesting
-) -> dict[str, Any]:
-    """Push under a staging tag, verify, sign, move the public tags; return the content of ``release.json``.
+def publish(root: Path, engine: Engine, built: Built, check: Check, request: Request) -> dict[str, Any]:
+    """Push under ``sha-COMMIT``, verify, write ``release.json``, move the public tags; return what was written.
 
     Until the last step every public tag is where it was.
     """
-    reference, actions, policy = request.spec.reference, request.actions, Policy()
-    staging = reference.staging
-    for name in attesting.unpinned:
-        console.note(f"{name}: not pinned by digest; a release refuses that")
-    options = attesting.options_for("builder")
-
-    def explain(steps: Steps, *_: object) -> Exception:
-        return push.fault((steps.failed and steps.failed.error) or "\n".join(steps.rest), str(staging))
-
-    def from_builder() -> None:
-        build.execute(root, engine, built.spec, request.means, attest=options, push=str(staging), explain=explain)
-
-    # A builder of its own pushes from its cache and shows its own steps; the engine has the attestations of its image.
-    with console.Reporter(bars=False if options else None, quiet=actions.json) as reporter:
-        if options:
-            pushed = push.deliver(from_builder, built.image_id, staging, policy, reporter)
-        else:
-            engine.run("tag", built.image_id, str(staging))
-            try:
-                pushed = push.push(engine, built.image_id, staging, policy, reporter)
-            finally:
-                engine.run("rmi", "--no-prune", str(staging), check=False)
-    with Registry(reference, policy) as registry:
-        size, plain_http = registry.bytes_to_pull(pushed.manifest), registry.plain_http
-        attested = attest.read(registry, pushed.manifest)
-    attest.check(attested, attesting, str(staging))
-    signature = attest.sign(reference, pushed.digest, actions.sign_key, plain_http) if actions.sign_key else None
-    started, moved = time.monotonic(), tuple[push.Moved, ...]()
+    reference, actions, place = request.spec.reference, request.actions, release_file(root, request)
+    name = push.candidate(reference, built.labels, built.image_id)
+    engine.run("tag", built.image_id, str(name))
+    pushed = push.push(engine, built.image_id, name)
+    document = record(root, built, check, pushed, name.tag, actions.release)
+    earlier = _moves(place, document)
+    write(place, document)
     if actions.promote:
         names = push.tags(reference, latest=actions.latest, version=actions.release)
-        moved = push.promote(reference, pushed.digest, names, policy)
-        push.unstage(staging, pushed.digest, policy)
-    promoted_s = time.monotonic() - started
-    return record(
-        root, built, check, pushed, size, moved, promoted_s, (attesting.said, attested), signature, actions.release
-    )
+        push.promote(engine, reference, pushed.digest, names, earlier=earlier, told=telling(place, document))
+    return document
+
+
+def telling(place: Path, document: dict[str, Any]) -> Callable[[Sequence[push.Moved]], None]:
+    """Return what writes moved tags into a ``release.json``, one after the other."""
+
+    def told(moved: Sequence[push.Moved]) -> None:
+        document["image"]["tags"] = [asdict(each) for each in moved]
+        write(place, document)
+
+    return told
+
+
+def moves(document: Mapping[str, Any]) -> list[push.Moved]:
+    """Return the moves that a ``release.json`` has."""
+    return [push.Moved(**each) for each in document["image"]["tags"]]
+
+
+def _moves(place: Path, document: Mapping[str, Any]) -> list[push.Moved]:
+    """Return the moves of an earlier run for the same image, whose ``before`` must not be lost."""
+    try:
+        held = read(place)
+    except errors.UsageError:
+        return []
+    same = all(held["image"][key] == document["image"][key] for key in ("repository", "digest"))
+    return moves(held) if same else []
 
 
 def record(
-    root: Path,
-    built: Built,
-    check: Check,
-    pushed: push.Pushed,
-    size: int,
-    moved: Sequence[push.Moved],
-    promoted_s: float,
-    attested: tuple[str, list[Attestation]],
-    signature: dict[str, str] | None,
-    version: str | None,
+    root: Path, built: Built, check: Check, pushed: push.Pushed, candidate: str, version: str | None
 ) -> dict[str, Any]:
-    """Return the content of ``release.json``. ``size``: bytes to pull; ``attested`` begins with a line for people."""
+    """Return the content of ``release.json`` before any tag moves."""
     reference = built.spec.reference
     sums = {name: hashlib.sha256((root / name).read_bytes()) for name in command.LOCKS if (root / name).is_file()}
     return {
-        "format": 2,
+        "format": 3,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": version,
         "image": {
             "repository": reference.repository,
             "digest": pushed.digest,
-            "media_type": pushed.manifest.media_type,
+            "media_type": pushed.media_type,
             "id": built.image_id,
-            "bytes": size,
+            "bytes": pushed.bytes,
             "pull": f"docker pull {reference.at(pushed.digest)}",
-            "staging": reference.staging.tag,
-            "tags": [asdict(each) for each in moved],
+            "candidate": candidate,
+            "tags": [],
         },
         "check": {"job": check.job, "verdict": check.verdict},
         "locks": {name: f"sha256:{each.hexdigest()}" for name, each in sums.items()},
@@ -198,15 +203,14 @@ def record(
             "build": round(built.seconds, 1),
             "check": check.seconds,
             "push": round(pushed.seconds, 1),
-            "promote": round(promoted_s, 1),
         },
-        "attestations": {"said": attested[0], "manifests": attested[1]},
-        "signature": signature,
     }
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the content of a ``release.json``."""
+    import jsonschema
+
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _check(document)
@@ -224,24 +228,22 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 
 def _check(document: dict[str, Any]) -> None:
+    import jsonschema
+
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(document)
 
 
-def planned_push(engine: Engine, image: str, request: Request) -> list[list[str]]:
-    """Return the commands of a push by the engine."""
-    staging = str(request.spec.reference.staging)
-    return [[*engine.cli, "tag", image, staging], [*engine.cli, "push", staging]]
-
-
-def planned_promotion(request: Request) -> list[list[str]]:
-    """Return the command that moves the public tags. DIGEST stands for the registry's answer."""
+def planned_push(engine: Engine, image: str, request: Request, labels: Mapping[str, str]) -> list[list[str]]:
+    """Return the commands of a push. DIGEST stands for the registry's answer."""
     reference, actions = request.spec.reference, request.actions
-    if not actions.promote:
-        return []
-    options = ["--latest"] * actions.latest + (["--release", actions.release] if actions.release else [])
-    image = f"{reference.repository}@DIGEST"
-    return [["python", "-m", "workflows", "promote", image, "--tag", reference.tag, *options]]
+    name = str(push.candidate(reference, labels, "sha256:IMAGE"))
+    commands = [[*engine.cli, "tag", image, name], [*engine.cli, "push", name]]
+    if actions.promote:
+        options = ["--latest"] * actions.latest + (["--release", actions.release] if actions.release else [])
+        image = f"{reference.repository}@DIGEST"
+        commands.append(["python", "-m", "workflows", "promote", image, "--tag", reference.tag, *options])
+    return commands
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -249,14 +251,11 @@ def summary(document: dict[str, Any]) -> str:
     image = document["image"]
     states = {None: "new", image["digest"]: "as it was"}
     tags = [f"{each['tag']} ({states.get(each['before'], 'moved')})" for each in image["tags"]]
-    lines = [
-        f"digest  {image['digest']}",
-        f"pushed  {image['bytes'] / 1e6:.1f} MB to pull, in {document['seconds']['push']:.1f} s",
-        f"tags    {', '.join(tags) or 'none moved (--no-promote)'}",
-        f"pull    {image['pull']}",
-    ]
-    for each in document["attestations"]["manifests"]:
-        lines.append(f"attests {each['digest']}: {', '.join(each['kinds'])}")
-    if document["signature"]:
-        lines.append(f"signed  {document['signature']['tool']}")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"digest  {image['digest']}",
+            f"pushed  {image['bytes'] / 1e6:.1f} MB to pull, in {document['seconds']['push']:.1f} s",
+            f"tags    {', '.join([image['candidate'], *tags])}",
+            f"pull    {image['pull']}",
+        ]
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from workflows import errors
 
@@ -33,11 +33,6 @@ class Reference:
     def path(self) -> str:
         """The repository without its host."""
         return _split(self.repository)[1]
-
-    @property
-    def staging(self) -> Reference:
-        """The same repository under the tag that an image has until it passed its check."""
-        return replace(self, tag=f"staging-{self.tag}"[:128])
 
     def tagged(self, tag: str) -> Reference:
         """Return the same repository with another tag."""

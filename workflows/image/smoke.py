@@ -1,4 +1,4 @@
-"""The check of an image before it gets its name: its content, then a validation job in a container or under Slurm."""
+"""The check of an image before it gets its name: its content, then a validation job in a container."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from workflows import complaints, console, errors, files, proc
-from workflows.image import slurm
 from workflows.image.command import LABEL
 from workflows.image.engine import Engine
 from workflows.image.spec import Built
@@ -41,28 +40,26 @@ def check_means(job: str) -> None:
         raise errors.UsageError(
             "--validate medium: nvidia-smi lists no GPU here; run it on a machine with one, or take --validate small"
         )
-    if job == "large":
-        slurm.check_means()
 
 
 def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     """Check an image in a container, or return the verdict of the last check of the same bytes.
 
     The job ``small`` is MaxText on 8 virtual CPU devices, without network or GPU; ``medium`` runs on the GPUs of this
-    machine; ``large`` is llama3-8b under Slurm, every time it is asked for. ``SmokeError`` says what the image lacks or
-    holds, or the last line of the job that failed in it.
+    machine; with ``none`` only the content is looked at. ``SmokeError`` says what the image lacks or holds, or the last
+    line of the job that failed in it.
     """
     try:
         before = Check(**_noted(root)[built.content])
     except (KeyError, TypeError):
         before = None
-    if before and before.job == job != "large":
+    if before and before.job == job:
         return before
     started = time.monotonic()
     _check_contents(root, engine, built)
-    verdict = "its tools are there"
-    if built.spec.target != "devcontainer":
-        verdict = slurm.run(root, engine, built.image_id) if job == "large" else _run(engine, built.image_id, job)
+    verdict = "its content is as promised; no job ran"
+    if built.spec.target != "devcontainer" and job != "none":
+        verdict = _run(engine, built.image_id, job)
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
     try:
         (root / _CHECKED).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +72,7 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
 
 def planned(engine: Engine, image: str, job: str) -> list[list[str]]:
     """Return the commands of a check's job."""
-    return slurm.planned(engine, image) if job == "large" else [_argv(engine, image, job, "multimesh-check")]
+    return [] if job == "none" else [_argv(engine, image, job, "multimesh-check")]
 
 
 def _noted(root: Path) -> dict[str, Any]:
@@ -103,9 +100,7 @@ def _check_contents(root: Path, engine: Engine, built: Built) -> None:
 def _argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
     """Return the command that runs a validation job in a container, as a user would."""
     means = ["--gpus", "all"] if job == "medium" else ["--network", "none"]
-    # Docker brings the program that --init starts; Podman needs a package for it, and the job reaps its own processes.
-    init = ["--init"] if engine.kind == "docker" else []
-    options = ["--rm", *init, "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
+    options = ["--rm", "--init", "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
     return [*engine.cli, "run", *options, image, f"/opt/maxtext/{_JOBS[job]}"]
 
 

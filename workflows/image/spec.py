@@ -42,18 +42,15 @@ class Means:
 
 @dataclass(frozen=True)
 class Actions:
-    """The steps after the build. None for ``attest``: all that the builder can."""
+    """The steps after the build."""
 
     build: bool = True
-    commit: str | None = None
     validate: str = "small"
     upload: bool = False
+    allow_dirty: bool = False
     latest: bool = False
     promote: bool = True
     release: str | None = None
-    attest: str | None = None
-    scanner: str | None = None
-    sign_key: str | None = None
     release_file: Path | None = None
     remote: str | None = None
     save_remote: bool = False
@@ -79,7 +76,7 @@ class Built:
     image_id: str  # of the engine; a registry gives a manifest digest when it is pushed
     bytes: int
     labels: dict[str, str]
-    content: str  # a digest of layers and configuration, without labels and attestations, which every commit changes
+    content: str  # a digest of layers and configuration, without labels, which every commit changes
     names: tuple[str, ...] = ()  # what the engine calls it already
     seconds: float = 0.0
     cached: int = 0  # so many of the Dockerfile's steps came from the cache

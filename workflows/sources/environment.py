@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import sysconfig
@@ -9,40 +10,50 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from workflows import complaints, console, errors, proc
-from workflows.sources import locked, quick
+from workflows import complaints, console, errors, files, proc
+from workflows import groups as groups_of
+from workflows.sources import locked
 from workflows.sources.workspace import Workspace
 
-REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *quick.CUDA, "data", "dev")}
-PATH_FILE = "multimesh-third-party.pth"
+REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *groups_of.CUDA, "data", "dev")}
+PATH_FILE, READY = "multimesh-third-party.pth", ".venv/.multimesh-ready"
 PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
 
 
 def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) -> None:
     """Install the packages of these groups, unless the note of the last run says that they are there.
 
+    The note has, of each group, a digest of what decides its packages. Building an image needs none of them.
+
     Raises ``ToolError`` where this is not the Python of the clone's ``.venv``, or pip fails; ``NetworkError`` where
     packages are missing and ``offline`` is set.
     """
+    wanted = {group: _digest(root, group) for group in groups if group != "image"}
+    if wanted.items() <= files.read_object(root / READY).items():
+        return
     with Workspace(root).exclusive(), console.Reporter(quiet=quiet) as reporter:
-        have = quick.recall(str(root), quick.PACKAGES) or []
-        if set(groups) <= set(have):
-            return
+        have = files.read_object(root / READY)
         if Path(sys.prefix).resolve() != (root / ".venv").resolve():
             raise errors.ToolError(
                 f"{sys.executable}: is not the Python of {root / '.venv'}; run ./bootstrap.sh instead"
             )
-        present = {each for each in quick.CUDA if list(metadata.distributions(name=f"jax-{each}-plugin"))}
-        if len(present | set(quick.CUDA) & set(groups)) > 1:
+        present = {each for each in groups_of.CUDA if list(metadata.distributions(name=f"jax-{each}-plugin"))}
+        if len(present | set(groups_of.CUDA) & set(groups)) > 1:
             raise errors.UsageError(
                 "--group: JAX uses either cuda12 or cuda13; choose one, and remove .venv to change it"
             )
-        inputs = quick.signature(str(root), quick.PACKAGES)
         for group, file in REQUIREMENTS.items():
-            if group in groups and group not in have:
+            if group in groups and wanted[group] != have.get(group):
                 _install_locked(root, file, reporter, offline=offline)
         _install_editable(root, reporter)
-        quick.remember(str(root), quick.PACKAGES, inputs, sorted({*have, *groups}))
+        files.write_json(root / READY, have | wanted)
+
+
+def _digest(root: Path, group: str) -> str:
+    """Return a digest of the environment's Python, a group's requirements and this repository's own projects."""
+    names = [*filter(None, [REQUIREMENTS.get(group)]), *(f"{project}/pyproject.toml" for project in PROJECTS)]
+    content = b"".join((root / name).read_bytes() for name in names)
+    return hashlib.sha256(f"{os.path.realpath(sys.executable)} {sys.version}".encode() + content).hexdigest()
 
 
 def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:

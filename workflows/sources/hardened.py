@@ -1,7 +1,4 @@
-"""The environment in which git runs here: no configuration but ours, no hooks, no prompts, only the listed transports.
-
-Imports next to nothing: the quick answer of ``workflows.sources.quick`` is made of this and of git.
-"""
+"""The environment of git here: no configuration but ours, no hooks, no prompts, only the listed transports."""
 
 from __future__ import annotations
 

@@ -1,19 +1,16 @@
-"""Compares ``third_party/`` with the lock, and finds leftovers there."""
+"""Compares ``third_party/`` with the lock."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
-from workflows import console, errors
-from workflows.sources import git, lock, manifest, patch
+from workflows import console
+from workflows.sources import lock, manifest, patch
 from workflows.sources.lock import Pin
 from workflows.sources.manifest import Component
-from workflows.sources.workspace import Observed, Record, Workspace, observe, read_record
+from workflows.sources.workspace import Observed, Workspace, observe
 
 CLEAN, _COMMAND = "clean", "python -m workflows"
 
@@ -102,56 +99,3 @@ def as_table(lines: Sequence[Line]) -> str:
     table = console.table(("component", "groups", "version", "state", "patches", "commit", "from", "to do"), rows)
     notes = [f"{line.name}: sources.lock has no {', '.join(line.unpinned)}" for line in lines if line.unpinned]
     return "\n".join([table, *notes])
-
-
-def diff(here: Workspace, names: Sequence[str]) -> str:
-    """Return, as a patch, the changes in these components (default: all) since the last sync, committed or not."""
-    wanted = manifest.load(here.manifest)
-    parts = []
-    for component in [wanted[name] for name in names] or [each for each in wanted.components if not each.link]:
-        place = here.place(component.name)
-        record = read_record(place)
-        if record is not None:
-            parts.append(_diff_one(component.name, git.Repo(place), record))
-        elif names:
-            raise errors.UsageError(f"third_party/{component.name}: was not made by this tooling; run a sync first")
-    return "".join(parts)
-
-
-def _diff_one(name: str, repo: git.Repo, record: Record) -> str:
-    prefix = (f"--src-prefix=a/third_party/{name}/", f"--dst-prefix=b/third_party/{name}/")
-    changed = repo("diff", "--binary", "--no-ext-diff", "--no-textconv", *prefix, record.commit, "--").stdout
-    new = repo("ls-files", "--others", "--exclude-standard", "-z").stdout.decode("utf-8", "surrogateescape")
-    untracked = "".join(f"# untracked: third_party/{name}/{path}\n" for path in new.split("\0") if path)
-    return changed.decode("utf-8", "replace") + untracked
-
-
-def collect(here: Workspace, *, stashes: bool, dry_run: bool) -> Iterator[tuple[Path, int]]:
-    """Remove, and yield with their size in bytes, the things that nothing needs.
-
-    These are stages of killed runs; clean trees of components that the manifest no longer names; objects that no commit
-    reaches; and, if asked for, stashes. A tree that is dirty, or not ours, always stays.
-    """
-    wanted = {component.name for component in manifest.load(here.manifest).components}
-    doomed = [*sorted(here.stages.glob("run-*")), *(sorted(here.stashes.glob("*")) if stashes else ())]
-    for place in sorted(here.third_party.iterdir()):
-        if place.name not in wanted and not place.name.startswith(".") and observe(place).state == "clean":
-            doomed.append(place)
-    for path in doomed:
-        size = _size(path)
-        if not dry_run:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        yield path, size
-    for place in sorted(map(here.place, () if dry_run else wanted)):
-        if observe(place).state == "clean":
-            before = _size(objects := place / ".git" / "objects")
-            git.Repo(place)("gc", "--quiet", "--prune=now")
-            if (saved := before - _size(objects)) > 0:
-                yield objects, saved
-
-
-def _size(path: Path) -> int:
-    """Return the bytes of the files under a path, links not followed."""
-    if path.is_symlink() or path.is_file():
-        return path.lstat().st_size
-    return sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(path) for name in names)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workflows import console, errors, proc
-from workflows.sources import assemble, lock, manifest, patch, quick
+from workflows.sources import assemble, lock, manifest, patch
 from workflows.sources.assemble import Means, Recipe
 from workflows.sources.lock import Pin
 from workflows.sources.manifest import Component, Transport
@@ -58,9 +58,6 @@ class Outcome:
 
 def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[Outcome]:
     """Bring every component of the wanted groups into place; failures are outcomes, so that the others still arrive."""
-    root = str(here.root)
-    if not options.overrides and (kept := quick.in_place(root, list(options.groups))) is not None:
-        return [_kept(here, name) for name in kept]
     wanted, pins = manifest.load(here.manifest), lock.load(here.lock)
     for name in options.overrides:
         if wanted[name] not in wanted.of(options.groups):
@@ -68,9 +65,9 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
     wishes = [_wish(here, each, pins, options.overrides.get(each.name)) for each in wanted.of(options.groups)]
     if options.dry_run:
         return [_outcome(here, wish, options) for wish in wishes]
+    if all(_right(wish, observe(here.place(wish.name))) for wish in wishes):
+        return [_kept(here, wish.name) for wish in wishes]  # looking needs no writing
     with here.exclusive(), here.stage() as (stage, left):
-        quick.forget(root)
-        inputs = quick.signature(root, quick.SOURCES)
         means = Means(stage, reporter, offline=options.offline, mirror=options.mirror)
         with ThreadPoolExecutor(options.jobs, thread_name_prefix="sync") as pool:
             try:
@@ -80,12 +77,7 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         placed = [wish for wish, outcome in zip(wishes, outcomes, strict=True) if outcome.action != "failed"]
-        targets = {wish.name: wish.target for wish in placed if wish.recipe is None}
-        here.add_links(targets)
-        if not options.overrides:
-            holds = {each.name: each.commit or f"->{targets[each.name]}" for each in outcomes if not each.error}
-            lines = [f"{each.name}\t{','.join(each.groups)}\t{holds.get(each.name, '')}" for each in wanted.components]
-            quick.remember(root, quick.SOURCES, inputs, lines)
+        here.add_links({wish.name: wish.target for wish in placed if wish.recipe is None})
     return outcomes
 
 

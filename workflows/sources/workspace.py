@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from workflows import console, files
-from workflows.sources import git, quick
+from workflows.sources import git
 
 ROOT = Path(__file__).resolve().parents[2]
 _RECORD = Path(".git", "multimesh.json")
+_STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
 State = Literal["missing", "clean", "dirty", "commits", "unknown", "link"]
 
 
@@ -63,7 +64,9 @@ def observe(place: Path) -> Observed:
     if not place.exists():
         return Observed("missing")
     record = read_record(place)
-    status = git.Repo(place)(*quick.STATUS, check=False) if record else None
+    status = git.Repo(place)(*_STATUS, check=False) if record else None
+    if status is not None and status.returncode:  # a disk that is full to the last byte takes no notes of git's
+        status = git.Repo(place)("--no-optional-locks", *_STATUS, check=False)
     if record is None or status is None or status.returncode:
         return Observed("unknown", record=record)
     lines = status.stdout.decode("utf-8", "surrogateescape").split("\0")

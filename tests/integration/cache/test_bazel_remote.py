@@ -16,21 +16,16 @@ from workflows import errors
 from workflows.cache import server
 from workflows.cache.server import Place, Settings
 
-METRICS = """\
-bazel_remote_incoming_requests_total{kind="ac",method="get",status="hit"} 3
-bazel_remote_incoming_requests_total{kind="ac",method="get",status="miss"} 1
-"""
 START = '#!/bin/sh\necho "$@" >/data/arguments\nexec /bin/busybox httpd -f -p 8080 -h /www\n'
 
 
 @pytest.fixture(scope="module")
 def pin(docker_engine: None, registry: str) -> Iterator[str]:
-    """A busybox that serves a status and metrics, by digest."""
+    """A busybox that serves a status, by digest."""
     files = {
         "bin/busybox": (Path(packages.need("busybox", "busybox-static")).read_bytes(), 0o755),
         "start": (START.encode(), 0o755),
         "www/status": (b"{}", 0o644),
-        "www/metrics": (METRICS.encode(), 0o644),
         "data/.keep": (b"", 0o644),
     }
     name = f"{registry}/stand-in/bazel-remote:v1"
@@ -50,7 +45,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def settings(**changes: object) -> Settings:
-    plain = {"backend": "bazel-remote", "host": "127.0.0.1", "port": processes.free_port(), "max_bytes": 5 << 30}
+    plain = {"host": "127.0.0.1", "port": processes.free_port(), "grpc_port": processes.free_port(), "max_gib": 5}
     return Settings(**(plain | changes))
 
 
@@ -64,10 +59,11 @@ def test_container_starts_once_and_stops(pin: str, place: Place) -> None:
         server.start(place, settings(), pin)
 
     assert server.status(place).state == "running"
-    assert (place.content / "arguments").read_text().split() == ["--max_size", "5", "--enable_endpoint_metrics"]
+    assert (place.content / "arguments").read_text().split() == ["--max_size", "5", "--htpasswd_file", "/htpasswd"]
     cache = server.find(place=place)
     assert cache is not None
-    assert (cache.address, cache.hits()) == (wanted.address, server.Hits(3, 1))
+    assert cache == server.Cache(wanted.address, place.password())
+    assert "--remote_upload_local_results=false" in place.reading.read_text()
     told = json.loads(subprocess.run(["docker", "inspect", server.name(place)], capture_output=True).stdout)[0]
     assert told["HostConfig"]["RestartPolicy"]["Name"] == "unless-stopped"
     assert told["HostConfig"]["ReadonlyRootfs"]
@@ -97,7 +93,7 @@ def test_image_that_cannot_be_had_is_named(docker_engine: None, registry: str, p
 
 def test_port_in_use_is_named(pin: str, place: Place) -> None:
     wanted = settings()
-    with socket.create_server(("127.0.0.1", wanted.port)), pytest.raises(errors.CacheError, match="in use"):
+    with socket.create_server(("127.0.0.1", wanted.port)), pytest.raises(errors.CacheError, match="does not start"):
         server.start(place, wanted, pin)
     assert server.status(place).state == "stopped"
     assert server.start(place, wanted, pin)
@@ -109,21 +105,41 @@ def test_two_starts_at_once_give_one_server(pin: str, place: Place) -> None:
         assert sorted(pool.map(lambda _: server.start(place, wanted, pin), range(2))) == [False, True]
 
 
-def test_password_is_in_no_command_line(pin: str, place: Place, tmp_path: Path) -> None:
-    secret = "correct-horse-battery"
-    (file := tmp_path / "password").write_text(secret + "\n")
-    file.chmod(0o600)
-    server.start(place, settings(password_file=str(file)), pin)
+def test_password_is_in_no_command_line(pin: str, place: Place) -> None:
+    server.start(place, settings(), pin)
+    secret = place.password()
     told = subprocess.run(["docker", "inspect", server.name(place)], capture_output=True, check=True, text=True).stdout
     assert "--htpasswd_file" in told
     assert secret not in told
     holding = {path.name for path in place.root.rglob("*") if path.is_file() and secret in path.read_text()}
-    assert holding == {"bazelrc"}
-    assert place.bazelrc.stat().st_mode & 0o077 == 0
+    assert holding == {"bazelrc", "reading.bazelrc", "password"}
+    assert {(place.root / name).stat().st_mode & 0o077 for name in holding} == {0}
+
+
+def test_who_else_listens_on_its_port_gets_no_password(pin: str, place: Place) -> None:
+    """The container is stopped, and a server of somebody else takes its port."""
+    wanted = settings()
+    server.start(place, wanted, pin)
+    subprocess.run(["docker", "rm", "--force", server.name(place)], check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", wanted.port)):
+        assert server.find(place=place) is None
+        assert server.status(place).state == "stopped"
+    # A container of that name that we did not start is not ours either.
+    strange = ["docker", "run", "--detach", "--name", server.name(place), "--entrypoint", "/bin/busybox", pin]
+    subprocess.run([*strange, "sleep", "600"], check=True, capture_output=True)
+    assert server.find(place=place) is None
+
+
+def test_a_devcontainer_reads_it_as_long_as_it_runs(pin: str, place: Place) -> None:
+    server.start(place, settings(), pin)
+    assert place.reading.exists()
+    server.stop(place)
+    assert not place.reading.exists()
+    assert not place.bazelrc.exists()
 
 
 def test_no_engine_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///run/no-such.sock")
-    with pytest.raises(errors.CacheError, match=r"no Docker engine answers.*--backend disk"):
+    with pytest.raises(errors.CacheError, match="no Docker engine answers"):
         server.start(place, settings(), "x@sha256:" + "ab" * 32)
     monkeypatch.undo()

@@ -69,7 +69,7 @@ def upload(tiny: Repository, registry: str, request: pytest.FixtureRequest) -> C
     name = request.node.name.partition("[")[0].replace("_", "-")
 
     def options(*more: str) -> list[str]:
-        place = ["--repo", f"{registry}/team", "--name", name, "--tag", "T", "--upload", "--json"]
+        place = ["--repo", f"{registry}/team", "--name", name, "--tag", "T", "--upload", "--allow-dirty", "--json"]
         return ["--accelerator", "cpu", "--base-image", BASE, *place, *more]
 
     return options

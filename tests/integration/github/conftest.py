@@ -12,8 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder
 
-import api as github_api
 import workflow_jobs
+from gh import TOKEN
 from stand_ins import NAME, OWNER, ROOT, Servers, bare, git
 
 
@@ -30,10 +30,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     maxtext = ROOT / "third_party" / "maxtext"
     base = "refs/multimesh/base"
     bare(folder / "maxtext.git", maxtext, f"{base}:refs/heads/main", f"{base}:refs/tags/maxtext-v0.2.5")
-    running = github_api.Api()
+    keeps = tmp_path_factory.mktemp("gh")
     with module.GitServer(folder) as served:
-        yield Servers(running, served, folder)
-    running.close()
+        yield Servers(served, folder, keeps)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +42,22 @@ def machine(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> workf
     git(ROOT, "clone", "-q", str(ROOT), str(clone))
     git(clone, "checkout", "-q", "-B", "main")
     artifacts, home = (tmp_path_factory.mktemp(name) for name in ("artifacts", "home"))
-    (home / ".docker").mkdir()
+    # Where the engine's fixture puts buildx; a job has a configuration of its own.
     config = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
-    (home / ".docker" / "cli-plugins").symlink_to(config / "cli-plugins")  # where the engine's fixture puts buildx
+    for folder in (home / ".docker", home / "temp" / "docker"):
+        folder.mkdir(parents=True)
+        (folder / "cli-plugins").symlink_to(config / "cli-plugins")
+    (home / "bin").mkdir()
+    (home / "bin" / "gh").symlink_to(Path(__file__).with_name("gh.py"))
     github = {
         "repository": f"{OWNER}/{NAME}", "repository_owner": OWNER, "actor": "somebody", "event_name": "push",
         "ref": "refs/heads/main", "ref_name": "main", "sha": git(clone, "rev-parse", "HEAD"), "run_id": "1",
-        "api_url": servers.api.url, "server_url": servers.git.url, "token": github_api.TOKEN,
+        "server_url": servers.git.url, "token": TOKEN,
         "event": {"repository": {"private": False, "default_branch": "main"}},
     }  # fmt: skip
-    environ = workflow_jobs.clean_environment(home) | {"MULTIMESH_MIRROR": servers.git.url}
+    environ = workflow_jobs.clean_environment(home) | {
+        "MULTIMESH_MIRROR": servers.git.url,
+        "GH_KEEPS": str(servers.keeps),
+    }
+    environ["PATH"] = f"{home / 'bin'}:{environ['PATH']}"
     return workflow_jobs.Machine(clone, artifacts, github, environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from dataclasses import dataclass
@@ -49,11 +50,17 @@ def upstream(path: Path, files: dict[str, str], tag: str) -> Path:
 
 @dataclass
 class Servers:
-    """What answers instead of GitHub: its interface, this repository to push to, and the upstreams."""
+    """What answers instead of GitHub: this repository to push to, the upstreams, and what ``gh`` was told."""
 
-    api: Any
     git: Any
     folder: Path
+    keeps: Path
+
+    @property
+    def told(self) -> dict[str, list[dict[str, Any]]]:
+        file = self.keeps / "told.json"
+        empty: dict[str, list[dict[str, Any]]] = {"issues": [], "pulls": [], "releases": [], "comments": []}
+        return json.loads(file.read_text()) if file.exists() else empty
 
     @property
     def repository(self) -> Path:

@@ -212,4 +212,10 @@ def clean_environment(home: Path) -> dict[str, str]:
     """Return what the machine's administrator sets, with an empty home."""
     kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_", "UV_", "DOCKER_"))}
     kept |= {"RUNNER_ENVIRONMENT": os.environ.get("RUNNER_ENVIRONMENT", "self-hosted")}
-    return kept | {"HOME": str(home), "PATH": os.environ["PATH"], "CI": "true", "GIT_CONFIG_NOSYSTEM": "1"}
+    return kept | {
+        "HOME": str(home),
+        "PATH": os.environ["PATH"],
+        "RUNNER_TEMP": str(home / "temp"),
+        "CI": "true",
+        "GIT_CONFIG_NOSYSTEM": "1",
+    }

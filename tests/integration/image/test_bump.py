@@ -38,7 +38,6 @@ def test_a_newer_base_image(repository: Path, registry: str, trixie: str) -> Non
         "cuda-devel": "filled",
         "cuda-base": "not reached",
         "ubuntu": "filled",
-        "sbom-scanner": "not reached",
         "bazel-remote": "not reached",
         "bazel linux/amd64": "not reached",
         "bazel linux/arm64": "not reached",

@@ -1,4 +1,4 @@
-"""What goes wrong around a build: it is killed, the disk is full, the network is a company's, the client an old one."""
+"""What goes wrong around a build: it is killed, the disk is full, the network is a company's."""
 
 from __future__ import annotations
 
@@ -156,25 +156,6 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     assert PASSWORD not in docker("history", "--no-trunc", built.image_id)
     find = f"! grep -rqsF {PASSWORD} /etc /opt /root /home /tmp /var /run"
     docker("run", "--rm", "--user", "0", "--entrypoint", "/bin/sh", built.image_id, "-c", find)
-
-
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
-def test_an_old_client_without_buildx_builds_the_same(
-    image: dict[str, Any], repository: Repository, spec: Specs, means: Means, tmp_path: Path, monkeypatch
-) -> None:
-    client = Path("/usr/bin/docker")
-    said = subprocess.run([client, "--version"], capture_output=True, text=True).stdout
-    if " 20.10." not in said:
-        pytest.skip(f"the Debian client here is another: {said.strip()}")
-    (tmp_path / "docker").symlink_to(client)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    old = engine.detect()
-    assert (old.builder, old.version[:5]) == ("buildkit", "20.10")
-    built = build.run(repository.path, old, spec("runtime"), means)
-    assert built is not None
-    assert built.image_id == image["id"]
-    assert built.cached > 10
 
 
 def test_evil_names_stay_data(

@@ -24,7 +24,9 @@ def test_from_the_build_to_a_pulled_image(
     options = ["--accelerator", "cpu", "--repo", f"{registry}/team", "--name", "multimesh-jax", "--tag", "T"]
     record = tmp_path / "release.json"
 
-    done = repository.build(*options, "--no-build", "--upload", "--latest", "--json", "--release-file", str(record))
+    done = repository.build(
+        *options, "--no-build", "--upload", "--allow-dirty", "--json", "--release-file", str(record)
+    )
 
     document = json.loads(record.read_text())
     assert json.loads(done.stdout)["pushed"] == document
@@ -32,9 +34,9 @@ def test_from_the_build_to_a_pulled_image(
     assert document["check"]["verdict"].startswith("ok: 3 steps")
     assert document["labels"] == image["labels"]
     digest = document["image"]["digest"]
-    skopeo = [packages.need("skopeo", "skopeo"), "inspect", "--tls-verify=false", f"docker://{target.tagged('latest')}"]
+    skopeo = [packages.need("skopeo", "skopeo"), "inspect", "--tls-verify=false", f"docker://{target.tagged('T')}"]
     assert json.loads(subprocess.run(skopeo, capture_output=True, check=True).stdout)["Digest"] == digest
-    docker("rmi", "--force", str(target), str(target.tagged("latest")))
+    docker("rmi", "--force", str(target))
     docker("pull", target.at(digest))
     ran = docker(
         "run", "--rm", "--network", "none", target.at(digest), "python3", "-c", "import multimesh, maxtext; print(7)"

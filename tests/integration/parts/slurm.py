@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -101,3 +102,15 @@ def _idle(env: dict[str, str]) -> bool:
         ["sinfo", "--noheader", "--Node", "--format=%N %T"], env=os.environ | env, capture_output=True, text=True
     )
     return told.stdout.split("\n")[:2] == [f"{name} idle" for name in NODES]
+
+
+_ENDED = re.compile(
+    r" JobState=(?:COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY)\b.* ExitCode=(\d+):(\d+)"
+)
+
+
+def ended(job: str) -> int | None:
+    """The exit code of a batch job, negative for a signal; None while it waits or runs. The environment names Slurm."""
+    told = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True).stdout
+    found = _ENDED.search(told)
+    return (int(found[1]) or -int(found[2])) if found else None

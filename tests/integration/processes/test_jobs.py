@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from multimesh_maxtext.errors import ProcessLostError
 
-from tests.integration.parts import processes
+from tests.integration.parts import processes, slurm
 from tests.integration.processes.test_slurm import trainer
 from tests.xla_flags import QUICK
-from workflows.image import slurm
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "maxtext"))
@@ -69,10 +68,10 @@ class Submitted:
     def wait(self, patience: float = 600.0) -> int:
         """Return the code of a job that ended."""
         until = time.monotonic() + patience
-        while (now := slurm.state(self.number)) is None or not now.ended:
-            assert time.monotonic() < until, f"{now}\n{self.said}"
+        while (code := slurm.ended(self.number)) is None:
+            assert time.monotonic() < until, self.said
             time.sleep(0.5)
-        return now.exit_code
+        return code
 
 
 @pytest.fixture
@@ -204,15 +203,77 @@ def test_a_job_that_loses_processes_starts_again(
     assert job.wait() == 0, job.said
     assert re.search(r"\nok: \d+ steps, loss ", job.said), job.said
     table = job.said.rpartition("\nok: ")[2]
-    rows = re.findall(r"\n +(\d) +[\d:]{8} +(\d+) +(\d+) +(\d+) +(\S.*)", table)
-    assert [int(row[0]) for row in rows] == [1, 2, 3], job.said
-    assert all(int(done) - int(kept) == int(again) for _, done, kept, again, _ in rows)
+    rows = attempts(table)
+    assert [row[:3] for row in rows] == [[str(number), "pp 2", "2"] for number in range(1, 5)], job.said
+    assert sum(int(row[4]) for row in rows) == STEPS
     assert re.search(r"process 1 of 2 .* was killed by SIGKILL", rows[0][-1]), job.said
+    compare(output, tmp_path / "one", text)
 
-    alone = [str(ROOT / "maxtext/run.py"), *TRAINING, "--cpus=2", "--output", str(tmp_path / "one"), *text]
+
+def attempts(table: str) -> list[list[str]]:
+    """Number, grid, processes, steps, those that counted and the reason of each attempt, and then of the goodput."""
+    rows = re.findall(r"^ *(\d) +[\d:]{8} +(\S.*?) {2,}(\d) +(\S+) +(\d+) +[\d.]+ +(\S.*?) *$", table, re.MULTILINE)
+    assert re.search(r"^goodput [\d.]+ %: \d+ steps that counted took [\d.]+ of [\d.]+ seconds$", table, re.MULTILINE)
+    return [[*row] for row in rows]
+
+
+def compare(output: Path, place: Path, text: list[str], steps: int = STEPS) -> None:
+    """Compare the losses of a job with those of one process that nobody interrupts."""
+    length = ["--cpus=2", f"--num-steps={steps}"]
+    alone = [str(ROOT / "maxtext/run.py"), *TRAINING, *length, "--output", str(place), *text]
     subprocess.run(alone, capture_output=True, check=True)
-    ours, want = losses(output), losses(tmp_path / "one")
-    assert [*want] == [*range(STEPS)]
+    ours, want = losses(output), losses(place)
+    assert [*want] == [*range(steps)]
     # MaxText writes the metrics of a step one step later: those of the last step before a loss may be missing.
-    assert len(ours) >= STEPS - 3
+    assert len(ours) >= steps - 3
     assert ours == {step: pytest.approx(want[step], rel=1e-5) for step in ours}
+
+
+@pytest.mark.full
+def test_a_job_whose_node_is_drained_goes_on_without_it_and_grows_when_it_returns(
+    submit: Submit, tmp_path: Path, gpu_cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes on each of two nodes, then two on one, then four; the losses are those of one process."""
+    monkeypatch.setenv("SLURM_WAIT", "5")
+    steps = 200
+    text, output, kept = ["--text", str(ROOT / "LICENSE")], tmp_path / "several", tmp_path / "ck"
+    place = ["--output", str(output), "--checkpoint", str(kept), "--checkpoint-every", "2"]
+    going = ["--max-restarts", "2", "--fallback", "dp=1"]
+    job = submit("slurm", 4, *TRAINING, f"--num-steps={steps}", "--dp=2", *place, *going, *text)
+
+    def newest() -> int:
+        return max((int(path.name) for path in kept.glob("*") if path.name.isdigit()), default=-1)
+
+    def has(step: int, what: str) -> None:
+        processes.wait_for(
+            lambda: newest() >= step or slurm.ended(job.number) is not None, what, patience_s=900, log=job.log
+        )
+        assert newest() >= step, job.said
+
+    def tell(node_state: str) -> None:
+        line = ["scontrol", "update", "nodename=n2", f"state={node_state}", "reason=test"]
+        subprocess.run(line, env=os.environ | gpu_cluster, check=True)
+
+    has(2, "four processes write a checkpoint")
+    tell("drain")
+    for pid in {*step(output, 2), *step(output, 3)}:
+        os.kill(pid, signal.SIGKILL)
+    has(newest() + 4, "two processes write a checkpoint")
+    tell("resume")
+    assert job.wait() == 0, job.said
+    rows = attempts(job.said)
+    assert [row[1:3] for row in rows] == [["dp 2 pp 2", "4"], ["pp 2", "2"], ["dp 2 pp 2", "4"]], job.said
+    assert sum(int(row[4]) for row in rows) == steps
+    assert re.search(r"process [23] of 4", rows[0][-1]), job.said
+    assert [row[-1] for row in rows[1:]] == ["more processes fit again", "all steps are done"]
+    print(job.said)
+    compare(output, tmp_path / "one", text, steps)
+
+
+def test_a_grid_that_does_not_come_out_is_refused_before_the_job_starts(submit: Submit, tmp_path: Path) -> None:
+    """By the batch script's own question, in one line, with the launcher's exit code."""
+    place = ["--output", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "ck"), "--max-restarts", "2"]
+    job = submit("slurm", 4, *TRAINING, "--dp=2", *place, "--fallback", "dp=3")
+    assert job.wait() == 2, job.said
+    assert "error: --fallback dp=3: " in job.said
+    assert not (tmp_path / "out").exists()

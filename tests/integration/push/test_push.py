@@ -13,36 +13,36 @@ import pytest
 
 from tests.integration.parts import packages
 from tests.integration.parts.proxy import Fault, FaultyProxy
-from workflows import console, errors
+from workflows import errors
 from workflows.image import push
 from workflows.image.engine import Engine
 from workflows.image.push import Pushed
 from workflows.image.reference import Reference
-from workflows.image.registry import Registry
 
-from .conftest import FAST, ROOT, Tiny, digest_of, workflows
+from .conftest import ROOT, Tiny, digest_of, workflows
 
 MANIFEST, UPLOAD = "PUT .*/manifests/", "(POST|PATCH|PUT) .*/blobs/uploads/"
 
 
 @pytest.fixture
 def send(engine: Engine) -> Callable[[Tiny, Reference], Pushed]:
-    """Push an image under the staging tag of a reference."""
+    """Push an image under its candidate's tag."""
 
     def send(image: Tiny, target: Reference) -> Pushed:
-        engine.run("tag", image.id, str(target.staging))
-        return push.push(engine, image.id, target.staging, FAST, console.Reporter(quiet=True))
+        name = push.candidate(target, {}, image.id)
+        engine.run("tag", image.id, str(name))
+        return push.push(engine, image.id, name, lambda wait: None)
 
     return send
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_push_promote_pull_run(make_tiny, send, target: Reference) -> None:
+def test_push_promote_pull_run(make_tiny, send, engine: Engine, target: Reference) -> None:
     image = make_tiny("first words")
 
     pushed = send(image, target)
     assert digest_of(target, "v1") is None  # a pushed image has no public tag yet
-    moved = push.promote(target, pushed.digest, push.tags(target, latest=True, version="v1.2.3"), FAST)
+    moved = push.promote(engine, target, pushed.digest, push.tags(target, latest=True, version="v1.2.3"))
 
     assert [(each.tag, each.before) for each in moved] == [(t, None) for t in ("v1", "v1.2.3", "v1.2", "latest")]
     name = target.at(pushed.digest)
@@ -68,18 +68,12 @@ def test_push_promote_pull_run(make_tiny, send, target: Reference) -> None:
 )
 def test_passing_faults(make_tiny, send, target, faulty: FaultyProxy, capsys, faults, attempts, told) -> None:
     faulty.faults = faults
-    pushed = send(make_tiny(), target)
+    image = make_tiny()
+    pushed = send(image, target)
     assert pushed.attempts == attempts
     assert faulty.count(UPLOAD.replace("(POST|PATCH|PUT)", "PATCH")) == 2  # one layer and one configuration
     assert told in capsys.readouterr().err
-    assert digest_of(target, target.staging.tag) == pushed.digest
-
-
-def test_registry_says_how_long_to_wait(make_tiny, send, target, faulty: FaultyProxy, capsys) -> None:
-    wait = ("Retry-After: 1",)
-    faulty.faults = [Fault(MANIFEST, status=429, headers=wait), Fault("GET /v2/ .*python", status=429, headers=wait)]
-    send(make_tiny(), target)
-    assert "attempt 2 of 6 in 1.0 s" in capsys.readouterr().err
+    assert digest_of(target, push.candidate(target, {}, image.id).tag) == pushed.digest
 
 
 @pytest.mark.stand_in("a registry on this machine")
@@ -95,11 +89,13 @@ def test_reset_within_a_layer(make_tiny, send, target, faulty: FaultyProxy) -> N
 @pytest.mark.parametrize("request_", [MANIFEST, "POST "])
 def test_refusals_are_final(make_tiny, send, target, faulty: FaultyProxy, status: int, request_: str) -> None:
     faulty.faults = [Fault(request_, 100, status=status)]
+    image = make_tiny()
     with pytest.raises(errors.RegistryError, match=r"refused \("):
-        send(make_tiny(), target)
+        send(image, target)
     # Docker's engine asks a second time after a 401, with a fresh login.
     assert faulty.count(request_) <= 2
-    assert digest_of(target, target.staging.tag) is None
+    faulty.faults = []
+    assert digest_of(target, push.candidate(target, {}, image.id).tag) is None
 
 
 def test_the_last_attempt_says_so(make_tiny, send, target, faulty: FaultyProxy) -> None:
@@ -109,61 +105,97 @@ def test_the_last_attempt_says_so(make_tiny, send, target, faulty: FaultyProxy) 
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_another_image_under_the_staging_tag_is_noticed(make_tiny, engine: Engine, target: Reference) -> None:
+def test_another_image_under_the_candidates_tag_is_noticed(make_tiny, engine: Engine, target: Reference) -> None:
     checked, other = make_tiny("checked"), make_tiny("other")
-    engine.run("tag", other.id, str(target.staging))
+    engine.run("tag", other.id, str(target.tagged("sha-1")))
     with pytest.raises(errors.IntegrityError, match="another image than the one that was checked"):
-        push.push(engine, checked.id, target.staging, FAST, console.Reporter(quiet=True))
+        push.push(engine, checked.id, target.tagged("sha-1"))
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_promotion_that_stops_half_way(make_tiny, send, target: Reference, faulty: FaultyProxy) -> None:
+def test_promotion_that_stops_half_way(make_tiny, send, engine: Engine, target: Reference, faulty: FaultyProxy) -> None:
     first = send(make_tiny("old"), target)
-    push.promote(target, first.digest, ("v1", "latest"), FAST)
+    push.promote(engine, target, first.digest, ("v1", "latest"))
     second = send(make_tiny("new"), target)
     faulty.faults = [Fault("PUT .*/manifests/latest", 9, status=403)]
 
     with pytest.raises(errors.RegistryError, match="Tags moved: v1; as they were: latest"):
-        push.promote(target, second.digest, ("v1", "latest"), FAST)
+        push.promote(engine, target, second.digest, ("v1", "latest"))
 
     assert (digest_of(target, "v1"), digest_of(target, "latest")) == (second.digest, first.digest)
     faulty.faults = []
-    moved = push.promote(target, second.digest, ("v1", "latest"), FAST)
+    moved = push.promote(engine, target, second.digest, ("v1", "latest"))
     assert [each.before for each in moved] == [second.digest, first.digest]
+    # What a tag had before the first of them is not lost.
+    told = [push.Moved("v1", first.digest, second.digest)]
+    again = push.promote(engine, target, second.digest, ("v1", "latest"), earlier=told)
+    assert [each.before for each in again] == [first.digest, second.digest]
 
 
-def test_promotion_survives_passing_faults(make_tiny, send, target: Reference, faulty: FaultyProxy) -> None:
+@pytest.mark.stand_in("a registry on this machine")
+def test_each_move_is_told_at_once(make_tiny, send, engine: Engine, target: Reference, faulty: FaultyProxy) -> None:
+    first, second = send(make_tiny("old"), target), send(make_tiny("new"), target)
+    push.promote(engine, target, first.digest, ("v1", "other"))
+    faulty.faults = [Fault("PUT .*/manifests/other", 9, status=403)]
+    told: list[push.Moved] = []
+    with pytest.raises(errors.RegistryError, match="Tags moved: v1; as they were: other"):
+        push.promote(engine, target, second.digest, ("v1", "other"), told=lambda moved: told.extend(moved))
+    assert told == [push.Moved("v1", first.digest, second.digest)]
+
+
+@pytest.mark.stand_in("a registry on this machine")
+def test_a_version_taken_between_the_check_and_the_move_stays(
+    make_tiny, send, engine: Engine, target: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = send(make_tiny("mine"), target), send(make_tiny("theirs"), target)
+    names, still = push.tags(target, latest=False, version="v1.0.0"), push._still
+
+    def meanwhile(names, reference):
+        push.promote(engine, target, theirs.digest, ("v1.0.0-x",))
+        create = ("create", "--prefer-index=false", "--tag", str(target.tagged("v1.0.0")), target.at(theirs.digest))
+        push.imagetools(engine, *create, label="theirs")
+        return still(names, reference)
+
+    monkeypatch.setattr(push, "_still", lambda *args: (monkeypatch.undo(), meanwhile(*args))[1])
+    with pytest.raises(errors.RegistryError, match=r"v1\.0\.0: is another image already; .* Tags moved: v1; as they"):
+        push.promote(engine, target, mine.digest, names)
+    assert digest_of(target, "v1.0.0") == theirs.digest
+
+
+def test_promotion_survives_passing_faults(
+    make_tiny, send, engine: Engine, target: Reference, faulty: FaultyProxy
+) -> None:
     pushed = send(make_tiny(), target)
     faulty.faults = [Fault(MANIFEST, status=503), Fault(MANIFEST, status=429), Fault("GET .*/manifests/", cut_after=0)]
-    push.promote(target, pushed.digest, ("v1",), FAST)
+    push.promote(engine, target, pushed.digest, ("v1",))
     assert digest_of(target, "v1") == pushed.digest
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_release_tag_never_moves(make_tiny, send, target: Reference) -> None:
+def test_release_tag_never_moves(make_tiny, send, engine: Engine, target: Reference) -> None:
     first, second = send(make_tiny("old"), target), send(make_tiny("new"), target)
     names = push.tags(target, latest=False, version="v1.0.0")
-    push.promote(target, first.digest, names, FAST)
-    push.promote(target, first.digest, names, FAST)
-    with pytest.raises(errors.RegistryError, match=r"v1\.0\.0 is another image already"):
-        push.promote(target, second.digest, names, FAST)
+    push.promote(engine, target, first.digest, names)
+    push.promote(engine, target, first.digest, names)
+    with pytest.raises(errors.RegistryError, match=r":v1\.0\.0: is another image already"):
+        push.promote(engine, target, second.digest, names)
     assert {digest_of(target, name) for name in names} == {first.digest}
     of_a_target = push.tags(target.tagged("dev-v1.0.0"), latest=False, version="v1.0.0")
-    push.promote(target, first.digest, of_a_target, FAST)
-    with pytest.raises(errors.RegistryError, match=r"dev-v1\.0\.0 is another image already"):
-        push.promote(target, second.digest, of_a_target, FAST)
+    push.promote(engine, target, first.digest, of_a_target)
+    with pytest.raises(errors.RegistryError, match=r":dev-v1\.0\.0: is another image already"):
+        push.promote(engine, target, second.digest, of_a_target)
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_tags_stay_with_the_highest_version(make_tiny, send, target: Reference, capfd) -> None:
+def test_tags_stay_with_the_highest_version(make_tiny, send, engine: Engine, target: Reference, capfd) -> None:
     images = {each: send(make_tiny(each), target).digest for each in ("v1.9.0", "v1.10.0", "v1.9.1", "v1.8.7")}
     for version, digest in images.items():
-        moved = push.promote(target, digest, push.tags(target, latest=True, version=version), FAST)
+        moved = push.promote(engine, target, digest, push.tags(target, latest=True, version=version))
         assert "v1" in [each.tag for each in moved]
     assert "latest stays with a newer release" in capfd.readouterr().err
     minor = {"v1.9": "v1.9.1", "v1.10": "v1.10.0", "v1.8": "v1.8.7", "latest": "v1.10.0"}
     assert {tag: digest_of(target, tag) for tag in minor} == {tag: images[each] for tag, each in minor.items()}
-    again = push.promote(target, images["v1.9.0"], push.tags(target, latest=True, version="v1.9.0"), FAST)
+    again = push.promote(engine, target, images["v1.9.0"], push.tags(target, latest=True, version="v1.9.0"))
     assert [each.tag for each in again] == ["v1", "v1.9.0"]
 
 
@@ -175,28 +207,29 @@ def test_promoting_what_is_not_there(target: Reference) -> None:
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_failed_check_moves_nothing(make_tiny, send, target: Reference, tmp_path) -> None:
+def test_failed_check_moves_nothing(make_tiny, send, engine: Engine, target: Reference, tmp_path) -> None:
     before = send(make_tiny("good"), target)
-    push.promote(target, before.digest, ("v1", "latest"), FAST)
+    push.promote(engine, target, before.digest, ("v1", "latest"))
     bad = make_tiny("bad", verdict="echo error: loss is NaN; exit 1")
     subprocess.run(["docker", "tag", bad.id, str(target)], check=True)
-    options = ("--no-build", "--upload", "--latest", "--repo", target.repository, "--tag", "v1")
+    options = ("--no-build", "--upload", "--allow-dirty", "--repo", target.repository, "--tag", "v1")
 
     done = workflows("image", *options, "--release-file", str(tmp_path / "release.json"))
 
     assert done.returncode == 15, done.stderr
     assert "loss is NaN" in done.stderr
     assert (digest_of(target, "v1"), digest_of(target, "latest")) == (before.digest, before.digest)
-    assert digest_of(target, target.staging.tag) == before.digest
     assert not (tmp_path / "release.json").exists()
 
 
 @pytest.mark.stand_in("a registry on this machine")
-@pytest.mark.parametrize("step", ["PATCH ", "PUT .*/manifests/staging", "PUT .*/manifests/latest"])
-def test_interrupted_push(make_tiny, target: Reference, faulty: FaultyProxy, tmp_path, step: str) -> None:
+@pytest.mark.parametrize("step", ["PATCH ", "PUT .*/manifests/sha-", "PUT .*/manifests/v1"])
+def test_interrupted_push(
+    make_tiny, engine: Engine, target: Reference, faulty: FaultyProxy, tmp_path, step: str
+) -> None:
     image = make_tiny("good")
     subprocess.run(["docker", "tag", image.id, str(target)], check=True)
-    options = ["image", "--no-build", "--upload", "--latest", "--repo", target.repository, "--tag", "v1"]
+    options = ["image", "--no-build", "--upload", "--allow-dirty", "--repo", target.repository, "--tag", "v1"]
     options += ["--release-file", str(tmp_path / "release.json")]
     hold = Fault(step, hold=True)
     faulty.faults = [hold]
@@ -207,14 +240,12 @@ def test_interrupted_push(make_tiny, target: Reference, faulty: FaultyProxy, tmp
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert digest_of(target, "latest") is None
-    assert not (tmp_path / "release.json").exists()
+    assert (tmp_path / "release.json").exists() == ("v1" in step), "it is there before the first tag"
     hold.released.set()
 
     again = workflows(*options)
 
     assert again.returncode == 0, again.stderr
     document = json.loads((tmp_path / "release.json").read_text())
-    assert digest_of(target, "v1") == digest_of(target, "latest") == document["image"]["digest"]
-    with Registry(target, FAST) as registry:
-        assert registry.get("v1").document["config"]["digest"] == image.id
+    assert digest_of(target, "v1") == document["image"]["digest"]
+    assert push.get(engine, str(target)).document["config"]["digest"] == image.id

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import packages, processes
-from workflows import console, errors
+from workflows import errors
 from workflows.image import push, reference
 from workflows.image.reference import Reference
 from workflows.image.registry import Registry
 
-from .conftest import FAST, Tiny, workflows
+from .conftest import Tiny, workflows
 
 USER, SECRET = "builder", "correct-horse-battery"
 CONFIG = """\
@@ -69,7 +69,7 @@ def auth(secret: str) -> dict[str, str]:
 
 @pytest.mark.stand_in("a registry on this machine")
 def test_nobody_and_somebody_else_are_refused(docker_engine, target: Reference, config) -> None:
-    options = ("--upload", "--repo", target.repository, "--tag", "v1", "--accelerator", "cpu")
+    options = ("--upload", "--repo", target.repository, "--tag", "v1", "--accelerator", "cpu", "--allow-dirty")
     for document, said in (
         ({}, "nobody is logged in (401); run `docker login"),
         ({"auths": {target.host: auth("a-wrong-password")}}, "the login for it is not accepted (401)"),
@@ -97,12 +97,12 @@ def test_push_with_a_login(
     }
     config(ways[way])
     image: Tiny = make_tiny(way)
-    engine.run("tag", image.id, str(target.staging))
+    engine.run("tag", image.id, str(target.tagged("sha-1")))
 
-    with Registry(target, FAST) as registry:
+    with Registry(target) as registry:
         registry.check_push()
-    pushed = push.push(engine, image.id, target.staging, FAST, console.Reporter())
-    moved = push.promote(target, pushed.digest, ("v1",), FAST)
+    pushed = push.push(engine, image.id, target.tagged("sha-1"))
+    moved = push.promote(engine, target, pushed.digest, ("v1",))
 
     assert moved[0].digest == pushed.digest
     said = "".join(capfd.readouterr())
@@ -122,4 +122,4 @@ def test_push_with_a_login(
 def test_broken_configurations_are_named(target: Reference, config, document: dict, said: str) -> None:
     config(json.loads(json.dumps(document).replace("HOST", target.host or "")))
     with pytest.raises(errors.RegistryError, match=said):
-        Registry(target, FAST)
+        Registry(target)

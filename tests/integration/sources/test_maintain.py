@@ -1,4 +1,4 @@
-"""Changing what is pinned: refresh, bump, lock, gc."""
+"""Changing what is pinned: refresh, bump, lock."""
 
 from __future__ import annotations
 
@@ -161,33 +161,6 @@ def test_lock_is_stable(clone: Clone, alpha: Upstream) -> None:
 
     assert (clone.root / "sources.lock").read_bytes() == first
     assert pin(clone)["patched_commit"] != pin(clone)["commit"]
-
-
-def test_gc_removes_leftovers_and_keeps_work(clone: Clone, alpha: Upstream) -> None:
-    clone.ok("sync")
-    clone.add("gamma", clone.components["alpha"]["url"], alpha.head, alpha.tree())
-    clone.ok("sync")
-    (clone.place("gamma") / "README").write_text("mine\n")
-    clone.add("delta", clone.components["alpha"]["url"], alpha.head, alpha.tree())
-    clone.run("sync")
-    third_party = clone.root / "third_party"
-    (third_party / ".stage" / "run-1-dead").mkdir(parents=True)
-    (third_party / ".stash" / "alpha-1").mkdir(parents=True)
-    (third_party / "foreign").mkdir()
-    for name in ("gamma", "delta"):
-        del clone.components[name], clone.pins[name]
-    clone.write()
-
-    listed = clone.ok("gc", "--dry-run")
-    removed = clone.ok("gc")
-
-    assert "would remove third_party/delta" in listed
-    assert "removed third_party/delta" in removed
-    left = {path.name for path in third_party.iterdir() if not path.is_file()}
-    assert left - {".stage"} == {"alpha", "gamma", "foreign", ".stash"}
-    assert clone.state("alpha") == "clean"
-    clone.ok("gc", "--stashes")
-    assert list((third_party / ".stash").iterdir()) == []
 
 
 def test_status_is_one_table_and_json(clone: Clone, alpha: Upstream) -> None:

@@ -153,17 +153,3 @@ def test_a_dirty_tree_does_not_keep_others_from_coming(clone: Clone, alpha: Upst
 
     assert clone.state("gamma") == "clean"
     assert clone.state("alpha") == "dirty"
-
-
-def test_diff_shows_changes_committed_or_not(clone: Clone, alpha: Upstream) -> None:
-    clone.ok("sync")
-    commit(clone)
-    (clone.place("alpha") / "src" / "a.txt").write_text("two\n")
-    add_file(clone)
-
-    shown = clone.ok("diff", "alpha")
-
-    assert "+mine" in shown
-    assert "+two" in shown
-    assert "--- a/third_party/alpha/README" in shown
-    assert "# untracked: third_party/alpha/mine.txt" in shown

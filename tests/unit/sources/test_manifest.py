@@ -1,4 +1,4 @@
-"""Manifests that nobody should be able to make this tooling follow: one small file each."""
+"""Manifests with mistakes, one small file each; and those of this repository."""
 
 from __future__ import annotations
 
