@@ -1,6 +1,6 @@
 """The allreduce of mpi4jax's first example, in plain JAX.
 
-    mpirun -n 4 python examples/allreduce.py      # one device in each of four processes
+    mpirun -n 4 python examples/allreduce.py      # one device in each of four processes; or srun -n 4
     python examples/allreduce.py                  # eight devices in one process
 
 With mpi4jax the same is (each process runs it on an array of its own):
@@ -33,13 +33,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-in_mpi = any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-jax.config.update("jax_num_cpu_devices", 1 if in_mpi else 8)
-if in_mpi:
-    # JAX recognises Open MPI 4 by itself; Open MPI 5 and MPICH it reaches through mpi4py, which must be installed.
-    known = "OMPI_MCA_orte_hnp_uri" in os.environ
-    jax.distributed.initialize(cluster_detection_method=None if known else "mpi4py")
+import multimesh as mm
 
+job = mm.distributed.initialize(alone=True)
+jax.config.update("jax_num_cpu_devices", 8 if job.launcher == "nobody" else 1)
 mesh = Mesh(np.array(jax.devices()), ("ranks",))
 
 
@@ -55,6 +52,6 @@ a = jnp.zeros((3, 3))
 result = foo(a)
 here = np.asarray(result.addressable_data(0))
 np.testing.assert_array_equal(here, np.full((3, 3), sum(range(jax.device_count()))))
-if jax.process_index() == 0:
+if job.rank == 0:
     print(here)
     print(f"ok: the sum over {jax.device_count()} devices of {jax.process_count()} processes")

@@ -1,6 +1,6 @@
 """Marginal likelihood of a Gaussian process with thousands of points, and its gradient, over eight devices.
 
-    python examples/gaussian_process.py [POINTS]
+    python examples/gaussian_process.py [POINTS]      # or: mpirun -n 2 python ...; srun -n 4 python ...
 
 The kernel matrix is made, factored and differentiated in shards: no device ever holds the whole of it. `cho_solve` and
 `slogdet` share one factor.
@@ -9,8 +9,7 @@ The kernel matrix is made, factored and differentiated in shards: no device ever
 import os
 import sys
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with 8 accelerators, delete this line and the one above
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with 8 accelerators, delete this line and `jax_num_cpu_devices` below
 os.environ.setdefault("NPROC", "64")  # a collective needs a thread for each of its devices, even on two cores
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # CPU devices share the cores: threads of BLAS would only wait
 
@@ -22,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
 
+job = mm.distributed.initialize(alone=True)  # under srun or mpirun: one of several processes
+jax.config.update("jax_num_cpu_devices", 8 // len(job.hosts))
 points = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
 mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
 rng = np.random.default_rng(0)
@@ -54,9 +55,11 @@ def on_one_device(params):
 
 value, grads = jax.jit(jax.value_and_grad(likelihood))(start)
 expected, by_one = jax.jit(jax.value_and_grad(on_one_device))(start)
-print(f"{points} points: log likelihood {value:.3f} on {mesh.size} devices, {expected:.3f} on one")
 for name, grad in grads.items():
-    print(f"d / d {name:6} {grad:12.4f} on {mesh.size} devices, {by_one[name]:12.4f} on one")
     np.testing.assert_allclose(grad, by_one[name], rtol=2e-2)
 np.testing.assert_allclose(value, expected, rtol=1e-3)
-print("ok")
+if job.rank == 0:
+    print(f"{points} points: log likelihood {value:.3f} on {mesh.size} devices, {expected:.3f} on one")
+    for name, grad in grads.items():
+        print(f"d / d {name:6} {grad:12.4f} on {mesh.size} devices, {by_one[name]:12.4f} on one")
+    print("ok")

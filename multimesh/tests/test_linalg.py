@@ -257,6 +257,8 @@ def solve(a, b=None, **options):
         (lambda a: solve(a.astype("int32")), "works in float32, float64, complex64 or complex128, got int32"),
         (lambda a: solve(a.astype("bfloat16")), "got bfloat16; convert it with"),
         (lambda a: mm.linalg.potrs(a, np.ones(8), 0), "T_A is a number of rows, at least 1; got 0"),
+        (lambda a: mm.linalg.potrs(a, np.ones(8), 3, pad=False), "T_A=3 does not divide the 1 rows of a device"),
+        (lambda a: mm.linalg.potrs(a, np.ones(8), matrix_specs=P("x"), in_specs=P("x")), "give one of them"),
         (lambda a: mm.linalg.cholesky(np.eye(8)), "found no sharding of the array of shape (8, 8)"),
         (lambda a: jax.jit(mm.linalg.cholesky)(a), "under jax.jit an array only carries its Explicit axes"),
         (lambda a: solve(a, spec=P("z")), "names the axis 'z'; the mesh has 'x'"),

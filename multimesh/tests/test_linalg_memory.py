@@ -32,10 +32,11 @@ for name, (f, *args) in programs.items():
 
 @pytest.mark.longer
 @pytest.mark.parametrize(
-    ("devices", "n", "most"), [(8, 1024, 3.2), pytest.param(64, 4096, 3.8, marks=pytest.mark.full)]
+    ("devices", "n", "most"),
+    [(8, 1024, (2.1, 2.1, 4.1)), pytest.param(64, 4096, (2.1, 2.1, 4.6), marks=pytest.mark.full)],
 )
 def test_no_device_holds_more_than_a_few_shards(devices, n, most):
-    """They held 8.5 shards of 8 devices and 37.6 of 64 when XLA kept all rows that were gathered."""
+    """Beside its arguments. A gradient of a solve holds the factor, two solutions and the gradient of ``a``."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     source = str(Path(__file__).parents[1] / "src")
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": source}
@@ -43,4 +44,4 @@ def test_no_device_holds_more_than_a_few_shards(devices, n, most):
     out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
     found = {name: float(shards) for name, shards in (line.split(": ") for line in out.splitlines())}
     assert len(found) == 3
-    assert all(shards < most for shards in found.values()), found
+    assert all(shards < limit for shards, limit in zip(found.values(), most, strict=True)), found

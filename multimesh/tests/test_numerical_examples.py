@@ -80,11 +80,43 @@ def test_density_field(tmp_path):
     assert (tmp_path / "field.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.longer
+def test_particle_mesh():
+    assert "ok: gradients by 12288 coordinates are those of one device" in run(
+        sys.executable, EXAMPLES / "particle_mesh.py", "16"
+    )
+
+
+def mpirun(processes, name="mpirun"):
+    if shutil.which(name) is None:
+        pytest.skip(f"no {name} on this machine: apt-get install openmpi-bin mpich")
+    more = () if "mpich" in name else ("--allow-run-as-root", "--oversubscribe")
+    return [name, *more, "-n", processes]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [2, 4])
-def test_allreduce_under_mpirun(processes):
-    if shutil.which("mpirun") is None:
-        pytest.skip("no mpirun on this machine: apt-get install openmpi-bin")
-    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", processes]
-    out = run(*mpirun, sys.executable, EXAMPLES / "allreduce.py")
-    assert f"ok: the sum over {processes} devices of {processes} processes" in out
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        (("allreduce.py",), "ok: the sum over {0} devices of {0} processes"),
+        (("fft3d.py", "16"), "16^3 on 8 devices: P('x', 'y') -> P('y', 'x')"),
+        (("gaussian_process.py", "256"), "ok"),
+        (("particle_mesh.py", "16"), "ok: gradients by 12288 coordinates are those of one device"),
+        (("density_field.py", "32", os.devnull), "8 devices: 1.000000 of the mass painted, 0 of 32768 particles"),
+    ],
+)
+def test_examples_under_mpirun(example, said, processes):
+    out = run(*mpirun(processes), sys.executable, EXAMPLES / example[0], *example[1:])
+    assert said.format(processes) in out
+
+
+@pytest.mark.full
+def test_copies_that_know_nothing_of_each_other_do_not_run():
+    """MPICH's processes find each other through mpi4py; without it they end in one line each."""
+    command = [str(part) for part in (*mpirun(2, "mpirun.mpich"), sys.executable, EXAMPLES / "allreduce.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, check=False, timeout=600)
+    assert done.returncode == 2
+    assert done.stderr.count("2 copies of this program were started") == 2
+    assert "Traceback" not in done.stderr
+    assert "ok" not in done.stdout

@@ -157,7 +157,7 @@ def _transform(
     return _compiled(layout, inverse)(x)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _compiled(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
     given, made = (layout.after, layout.before) if inverse else (layout.before, layout.after)
     in_spec, out_spec = (P(*map(entry, axes)) for axes in (given, made))

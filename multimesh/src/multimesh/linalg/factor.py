@@ -13,11 +13,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from multimesh.core import specs
-from multimesh.core.specs import AnyMesh, axes_of, entry, lay_out
+from multimesh.core.specs import AnyMesh, Axes, axes_of, entry, lay_out
 from multimesh.errors import UsageError
 from multimesh.linalg import cholesky as shards
-from multimesh.linalg.cholesky import Panels, adjoint
+from multimesh.linalg.cholesky import Panels
 from multimesh.linalg.layout import Layout
+from multimesh.linalg.rings import adjoint, matmul
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "panels"], meta_fields=["layout"])
@@ -40,35 +41,61 @@ class SlogdetResult(NamedTuple):
 # Functions of global arrays, inside jit.
 
 
-def _on_shards(f: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_shards(f: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """``f`` on the shards of each device."""
     # Unchecked: JAX can't infer that what an `all_gather` returns is the same on all devices.
     return jax.shard_map(f, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _panel_specs(layout: Layout) -> Panels:
-    return Panels((P(entry(layout.axes)),) * layout.count, P(), P())
+    return Panels(P(entry(layout.axes)), P(), P())
 
 
-def _placed(a: Array, layout: Layout) -> Array:
+def placed(a: Array, layout: Layout) -> Array:
+    """``a``, and its gradient, with the sharding of the layout."""
     return lay_out(a, layout.mesh, layout.rows, layout.cols)
 
 
 def factorize(a: Array, layout: Layout) -> Panels:
     """Panels of a matrix, without derivatives."""
-    run = _on_shards(functools.partial(shards.factorize, layout=layout), layout, layout.spec, _panel_specs(layout))
-    return run(_placed(lax.stop_gradient(a), layout))
+
+    def run(a: Array) -> Panels:
+        a, wrong = refused(a, layout)
+        panels = shards.factorize(a, layout)
+        return panels._replace(status=jnp.where(wrong, -1, panels.status))
+
+    return on_shards(run, layout, layout.spec, _panel_specs(layout))(placed(lax.stop_gradient(a), layout))
 
 
-def _multiply(a: Array, x: Array, layout: Layout) -> Array:
+def refused(a: Array, layout: Layout) -> tuple[Array, Array]:
+    """My shard, or NaN if the matrix is clearly not Hermitian, such as one triangle of it; and whether it is not.
+
+    For two arbitrary vectors v and w it asks whether v^H A w is (w^H A v)*.
+    """
+
+    def mine(length: int, axes: Axes, seed: float) -> Array:
+        numbers = jnp.arange(length) + (lax.axis_index(axes) * length if axes else 0)
+        return jnp.cos(seed * (numbers + 1.0) ** 2).astype(a.dtype)
+
+    def form(left: float, right: float) -> Array:
+        product = matmul(mine(a.shape[0], layout.rows, left), matmul(a, mine(a.shape[1], layout.cols, right)))
+        return lax.psum(product, layout.axes)
+
+    size = jnp.sqrt(lax.psum(jnp.sum(jnp.abs(a) ** 2), layout.axes))
+    wrong = jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) > jnp.sqrt(jnp.finfo(a.dtype).eps) * size
+    return jnp.where(wrong, jnp.nan, a), wrong
+
+
+def multiply(a: Array, x: Array, layout: Layout) -> Array:
     """``a @ x``, for ``a`` sharded by ``layout``. Every device gathers the whole of ``x``, and of the result."""
 
     def run(a: Array, x: Array) -> Array:
-        return lax.psum(shards.matmul(a, x), layout.cols) if layout.cols else shards.matmul(a, x)
+        return lax.psum(matmul(a, x), layout.cols) if layout.cols else matmul(a, x)
 
     rows, cols = P(entry(layout.rows)), P(entry(layout.cols))
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, cols), out_specs=rows)
     x = lay_out(lay_out(x, layout.mesh), layout.mesh, layout.cols)  # XLA has no direct way from columns to rows
-    return lay_out(run(_placed(a, layout), x), layout.mesh)
+    return lay_out(run(placed(a, layout), x), layout.mesh)
 
 
 def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
@@ -77,7 +104,7 @@ def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
     def product(some: Array, x: Array) -> Array:
         rows = lax.all_gather(some, layout.rows) if layout.rows else some[None]
         rows = lax.all_gather(rows, layout.cols, axis=2, tiled=True) if layout.cols else rows
-        return shards.matmul(rows, x)
+        return matmul(rows, x)
 
     def run(a: Array, x: Array) -> Array:
         pieces = min(len(a), 4 * layout.devices)
@@ -88,7 +115,7 @@ def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
 
     columns = P(None, entry(layout.axes))
     return jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, columns), out_specs=columns)(
-        _placed(a, layout), x
+        placed(a, layout), x
     )
 
 
@@ -96,18 +123,20 @@ def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool)
     """``inv(a) @ b``, for ``b`` of shape (N, r). Every device has all of it or, with ``columns``, its own columns."""
     if b.ndim == 1:
         return backsolve(a, panels, b[:, None], layout, columns)[:, 0]
+    if not b.shape[1]:
+        return b
     axes = ((), layout.axes) if columns else ()
     spec = P(None, entry(layout.axes)) if columns else P()
     f = functools.partial(shards.solve_columns if columns else shards.solve, layout=layout)
-    run = _on_shards(f, layout, (_panel_specs(layout), spec), spec)
+    run = on_shards(f, layout, (_panel_specs(layout), spec), spec)
 
-    multiply = _multiply_columns if columns else _multiply
+    product = _multiply_columns if columns else multiply
 
     def solve(_: Any, b: Array) -> Array:
         return run(panels, lay_out(b, layout.mesh, *axes))
 
     return lax.custom_linear_solve(
-        lambda x: lay_out(multiply(a, lay_out(x, layout.mesh, *axes), layout), layout.mesh, *axes),
+        lambda x: lay_out(product(a, lay_out(x, layout.mesh, *axes), layout), layout.mesh, *axes),
         lay_out(b, layout.mesh, *axes),
         solve,
         lambda _, b: solve(_, b.conj()).conj(),
@@ -116,15 +145,15 @@ def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _inverse(a: Array, panels: Panels, layout: Layout) -> Array:
-    run = _on_shards(functools.partial(shards.inverse, layout=layout), layout, (_panel_specs(layout),), layout.spec)
+    run = on_shards(functools.partial(shards.inverse, layout=layout), layout, (_panel_specs(layout),), layout.spec)
     return run(panels)
 
 
 @_inverse.defjvp
 def _inverse_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = _inverse(*primals, layout)
-    change = _multiply(inverse, _multiply(tangents[0], inverse, layout), layout)
-    return inverse, -_placed(change, layout)
+    change = multiply(inverse, multiply(tangents[0], inverse, layout), layout)
+    return inverse, -placed(change, layout)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -136,7 +165,7 @@ def log_determinant(a: Array, panels: Panels, layout: Layout) -> Array:
 @log_determinant.defjvp
 def _log_determinant_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = _inverse(*primals, layout)
-    change = _placed(tangents[0], layout)
+    change = placed(tangents[0], layout)
     return log_determinant(*primals, layout), jnp.real(jnp.sum(inverse.conj() * change))
 
 
@@ -145,11 +174,11 @@ def _lower_factor(a: Array, layout: Layout) -> Array:
     ordered = layout.in_order()
 
     def run(a: Array) -> tuple[Array, Array]:
-        panels = shards.factorize(a, ordered, in_order=True)
+        panels = shards.factorize(refused(a, layout)[0], ordered, in_order=True)
         return shards.lower_factor(panels, ordered), panels.status
 
-    l, status = _on_shards(run, layout, layout.spec, (layout.spec, P()))(_placed(a, layout))
-    return _placed(jnp.tril(jnp.where(status > 0, jnp.nan, l)), layout)
+    l, status = on_shards(run, layout, layout.spec, (layout.spec, P()))(placed(a, layout))
+    return placed(jnp.tril(jnp.where(status > 0, jnp.nan, l)), layout)
 
 
 @_lower_factor.defjvp
@@ -159,10 +188,10 @@ def _lower_factor_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Arra
     l = _lower_factor(a, layout)
     columns = layout.order % layout.devices == 0
     root = lay_out(backsolve(a, factorize(a, layout), l, layout, columns), layout.mesh)
-    change = (_placed(change, layout) + _placed(adjoint(change), layout)) / 2
-    inner = _multiply(adjoint(root), _multiply(change, root, layout), layout)
+    change = (placed(change, layout) + placed(adjoint(change), layout)) / 2
+    inner = multiply(adjoint(root), multiply(change, root, layout), layout)
     inner = jnp.tril(inner) * (1 - jnp.eye(layout.order, dtype=a.dtype) / 2)
-    return l, _placed(_multiply(l, inner, layout), layout)
+    return l, placed(multiply(l, inner, layout), layout)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "columns"))
@@ -179,6 +208,11 @@ _cholesky = jax.jit(_lower_factor, static_argnames="layout")
 def _slogdet(a: Array, panels: Panels | None, *, layout: Layout) -> SlogdetResult:
     logdet = log_determinant(a, factorize(a, layout) if panels is None else panels, layout)
     return SlogdetResult(jnp.where(jnp.isnan(logdet), jnp.nan, 1).astype(a.dtype), logdet)
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _inv(a: Array, *, layout: Layout) -> Array:
+    return _inverse(placed(a, layout), factorize(a, layout), layout)
 
 
 # Checks, made at the call.
@@ -201,8 +235,8 @@ def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int | No
     return Layout(mesh, rows, cols, a.shape[0], 0, 0).with_panels(tile)
 
 
-def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> bool:
-    """Whether each device solves for its own columns: ``b`` is sharded by columns, and they divide evenly."""
+def check_right_hand_side(what: str, a: Any, b: Any) -> None:
+    """Refuse shapes and dtypes of ``b`` that do not fit ``a``."""
     specs.check_dtype(what, b)
     if b.ndim not in (1, 2) or b.shape[0] != a.shape[0]:
         raise UsageError(
@@ -211,10 +245,23 @@ def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> boo
         )
     if b.dtype != a.dtype:
         raise UsageError(f"{what}: the matrix is {a.dtype}, the right-hand side {b.dtype}; convert one with .astype")
+
+
+def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> bool:
+    """Whether each device solves for its own columns: ``b`` is sharded by columns, and they divide evenly."""
+    check_right_hand_side(what, a, b)
     if spec is None and (known := specs.sharding_of(b)) is not None:
         spec = known.spec
     sharded = b.ndim == 2 and spec is not None and len(spec) == 2 and bool(axes_of(spec[1]))
-    return sharded and b.shape[1] % layout.devices == 0
+    return sharded and b.shape[1] > 0 and b.shape[1] % layout.devices == 0
+
+
+def kept(x: Array, b: Any, layout: Layout) -> Array:
+    """``x`` with the sharding of ``b``, if that is known and on the mesh of the layout."""
+    known = specs.sharding_of(b)
+    if known is None or known.mesh != layout.mesh or not specs.axis_names(known.spec):
+        return x
+    return lay_out(x, layout.mesh, *(axes_of(each) for each in known.spec))
 
 
 def pair(spec: Any) -> tuple[Any, Any]:
@@ -269,8 +316,9 @@ def cho_solve(factor: CholeskyFactor, b: Array) -> Array:
 
     Returns
     -------
-    ``x``, in the shape of ``b``; NaN if ``a`` is not positive definite. It is sharded by columns if ``b`` is and the
-    devices divide their number. Otherwise every device gets all of it.
+    ``x``, in the shape and with the sharding of ``b``; NaN if ``a`` is not positive definite. If ``b`` is sharded by
+    columns and the devices divide their number, each device solves for its own. Otherwise every device computes all
+    of ``x`` on the way.
 
     Raises
     ------
@@ -281,7 +329,8 @@ def cho_solve(factor: CholeskyFactor, b: Array) -> Array:
         raise UsageError(f"cho_solve: the first argument is what cho_factor returns, got {type(factor).__name__}")
     b = specs.as_array(b)
     columns = columns_of("cho_solve", factor.a, b, factor.layout, None)
-    return _backsolve(factor.a, factor.panels, b, layout=factor.layout, columns=columns)
+    x = _backsolve(factor.a, factor.panels, b, layout=factor.layout, columns=columns)
+    return kept(x, b, factor.layout)
 
 
 def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) -> Array:
@@ -292,7 +341,7 @@ def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) 
     a, b = specs.as_array(a), specs.as_array(b)
     of_a, of_b = pair(spec)
     layout = layout_of("solve", a, mesh, of_a)
-    return _solve(a, b, layout=layout, columns=columns_of("solve", a, b, layout, of_b))
+    return kept(_solve(a, b, layout=layout, columns=columns_of("solve", a, b, layout, of_b)), b, layout)
 
 
 def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P | None = None) -> SlogdetResult:
@@ -305,6 +354,16 @@ def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P |
         return _slogdet(a.a, a.panels, layout=a.layout)
     a = specs.as_array(a)
     return _slogdet(a, None, layout=layout_of("slogdet", a, mesh, spec))
+
+
+def inv(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
+    """The inverse of a Hermitian positive definite matrix, sharded as ``a`` (LAPACK's ``potri``).
+
+    NaN if ``a`` is not positive definite. Derivatives gather a matrix on every device. Errors are those of
+    `cho_factor`. To solve equations, `solve` is faster and more accurate.
+    """
+    a = specs.as_array(a)
+    return _inv(a, layout=layout_of("inv", a, mesh, spec))
 
 
 def cholesky(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:

@@ -9,6 +9,7 @@ are block-cyclic, so all devices have the same work at all times. Rows of the id
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core.specs import AnyMesh, Axes, entry, size
 
 FEWEST, USUAL, MOST = 8, 16, 32  # superpanels: fewer do more work in more memory, more make larger executables
+STAGES = 4  # of a loop over superpanels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +81,22 @@ class Layout:
         count = self.devices * max(1, math.ceil(min(USUAL, self.held) / self.devices))
         return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
 
-    def at_a_time(self, end: int) -> list[range]:
-        """Superpanels before ``end``, in groups whose gathered rows make a quarter of a shard."""
-        some = max(1, self.count**2 // (4 * self.devices))
-        return [range(first, min(first + some, end)) for first in range(0, end, some)]
+    @property
+    def stages(self) -> list[range]:
+        """The superpanels, in a few ranges: code with many is large, and code with few repeats work."""
+        bounds = sorted({self.count * k // STAGES for k in range(STAGES + 1)})
+        return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+    @property
+    def at_a_time(self) -> int:
+        """Superpanels whose gathered rows make at most a quarter of a shard."""
+        return max(1, self.count**2 // (4 * self.devices))
 
     # The methods below work on the shards of one device, inside `jax.shard_map`.
 
-    def to_rows(self, a: Array) -> Array:
-        """My shard of a Hermitian matrix -> my rows, (held, order)."""
-        if not self.rows:
+    def to_rows(self, a: Array, *, hermitian: bool = True) -> Array:
+        """My shard of a matrix -> my rows, (held, order)."""
+        if not self.rows and hermitian:
             return a.conj().T
         if not self.cols:
             return a

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh.core import specs
 from multimesh.errors import UsageError
-from multimesh.linalg.factor import backsolve, columns_of, factorize, layout_of, log_determinant, pair
+from multimesh.linalg.factor import backsolve, columns_of, factorize, kept, layout_of, log_determinant, pair
 from multimesh.linalg.layout import Layout
 
 
@@ -21,10 +21,13 @@ def potrs(
     b: Array,
     T_A: int = 256,
     mesh: specs.AnyMesh | None = None,
-    in_specs: Any = None,
+    matrix_specs: Any = None,
     *,
+    in_specs: Any = None,
     return_logdet: bool = False,
     return_status: bool = False,
+    pad: bool = True,
+    donate: bool = False,
 ) -> Any:
     """Solve ``a @ x = b`` for a Hermitian positive definite ``a``, with the arguments of jaxmg's ``potrs``.
 
@@ -39,17 +42,22 @@ def potrs(
         tiles make smaller executables, smaller tiles less work.
     mesh
         Mesh of ``a``; by default that of the array.
-    in_specs
+    matrix_specs, in_specs
         The spec of ``a``, or a pair for ``a`` and ``b``; by default those of the arrays. If it names an axis that the
-        mesh lacks, a warning says so, and the sharding of ``a`` itself is used.
+        mesh lacks, a warning says so, and the sharding of ``a`` itself is used. ``in_specs`` is its older name.
     return_logdet, return_status
         Return also ``log(det(a))``, and a status: 0, or the number (from 1) of the first superpanel that is not
-        positive definite. ``x`` and the determinant are NaN then.
+        positive definite, or -1 if ``a`` is not Hermitian. ``x`` and the determinant are NaN then.
+    pad
+        If false, it is an error that ``T_A`` does not divide the rows of a device. Rows of the identity fill the last
+        superpanel otherwise.
+    donate
+        With jaxmg ``a`` and ``b`` are lost after the call. Here they never are; the argument changes nothing.
 
     Returns
     -------
-    ``x``, in the shape of ``b``. It is sharded by columns if ``b`` is and the devices divide their number; otherwise
-    every device gets all of it. With ``return_logdet`` or ``return_status`` a tuple: ``x``, then these, in this order.
+    ``x``, in the shape and with the sharding of ``b``. With ``return_logdet`` or ``return_status`` a tuple: ``x``, then
+    these, in this order.
 
     Raises
     ------
@@ -58,11 +66,18 @@ def potrs(
     """
     if isinstance(T_A, bool) or not isinstance(T_A, int) or T_A < 1:
         raise UsageError(f"potrs: T_A is a number of rows, at least 1; got {T_A!r}")
+    if matrix_specs is not None and in_specs is not None:
+        raise UsageError("potrs: in_specs is the older name of matrix_specs; give one of them")
     a, b = specs.as_array(a), specs.as_array(b)
-    of_a, of_b = pair(in_specs)
+    of_a, of_b = pair(in_specs if matrix_specs is None else matrix_specs)
     of_a = _known_axes(a, mesh, of_a)
     layout = layout_of("potrs", a, mesh, of_a, T_A)
+    if not pad and layout.held % T_A:
+        raise UsageError(
+            f"potrs: T_A={T_A} does not divide the {layout.held} rows of a device; give another, or pad=True"
+        )
     x, logdet, status = _potrs(a, b, layout=layout, columns=columns_of("potrs", a, b, layout, of_b))
+    x = kept(x, b, layout)
     more = (logdet,) * return_logdet + (status,) * return_status
     return (x, *more) if more else x
 
@@ -76,7 +91,7 @@ def _known_axes(a: Any, mesh: Any, spec: Any) -> Any:
     if not unknown:
         return spec
     warnings.warn(
-        f"potrs: in_specs names the axis {unknown[0]!r}, and the mesh has {', '.join(map(repr, axes))}; "
+        f"potrs: matrix_specs names the axis {unknown[0]!r}, and the mesh has {', '.join(map(repr, axes))}; "
         f"using the matrix's own {known.spec}",
         stacklevel=3,
     )

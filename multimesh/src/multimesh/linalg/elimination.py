@@ -1,0 +1,170 @@
+"""LU factorization with tournament pivoting, and solves with it, inside `jax.shard_map`.
+
+As in `cholesky`, a superpanel is ``height`` rows of every device, its slots, and as many columns. For each superpanel
+the devices choose as many rows as pivots: each factors its own part of the columns, and the rows that it would choose
+meet those of others in a tournament. Chosen rows move to the slots of the superpanel, and what was there takes their
+places. Then the block of all slots is factored without pivots, and eliminated from the rows behind it.
+
+L. Grigori, J. Demmel and H. Xiang, "CALU: a communication optimal LU factorization algorithm", SIAM Journal on Matrix
+Analysis and Applications 32 (2011).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from multimesh.linalg import trees
+from multimesh.linalg.cholesky import block, columns
+from multimesh.linalg.layout import Layout
+from multimesh.linalg.rings import matmul
+
+
+class Factors(NamedTuple):
+    """My rows of L and U in one array, with columns in order of elimination, and which rows of the matrix they are."""
+
+    lu: Array  # (padded, count * width)
+    rows: Array  # (count * width,): the padded rows of the matrix in order of elimination; the same on all devices
+
+
+def _first_pivots(x: Array, most: int) -> Array:
+    """The rows of ``x`` that partial pivoting takes first."""
+    return lax.linalg.lu(x)[2][:most]
+
+
+def _winners(panel: Array, layout: Layout) -> Array:
+    """The global numbers (device * padded + row) of the pivots among the active rows, which are not zero: (W,)."""
+    width, padded = layout.width, layout.padded
+    mine = _first_pivots(panel, min(width, padded))
+    rows, numbers = panel[mine], mine + lax.axis_index(layout.axes) * padded
+    missing = width - len(mine)
+    rows, numbers = jnp.pad(rows, ((0, missing), (0, 0))), jnp.pad(numbers, (0, missing), constant_values=-1)
+
+    def combine(blocks: tuple[Array, Array], _: Array) -> tuple[Array, Array]:
+        rows, numbers = blocks[0].reshape(-1, width), blocks[1].reshape(-1)
+        best = _first_pivots(rows, width)
+        return rows[best], numbers[best]
+
+    return trees.reduce((rows, numbers), combine, layout.axes)[1]
+
+
+def _here(numbers: Array, layout: Layout) -> Array:
+    """My row for each global number; a number of rows that is too large where it is on another device."""
+    device, row = numbers // layout.padded, numbers % layout.padded
+    return jnp.where(device == lax.axis_index(layout.axes), row, layout.padded)
+
+
+def _taken(x: Array, rows: Array, layout: Layout) -> Array:
+    """The rows with these numbers on this device, gathered from all."""
+    mine = x.at[rows].get(mode="fill", fill_value=0)
+    return lax.psum(mine, layout.axes)
+
+
+def factorize(a: Array, layout: Layout) -> Factors:
+    """Factor my shard of ``A``. If ``A`` is singular, the factors have zeros on the diagonal of U, or NaN."""
+    padded, height, width, count = layout.padded, layout.height, layout.width, layout.count
+    p, me = layout.devices, lax.axis_index(layout.axes)
+    lu = layout.pad_matrix(layout.to_rows(a, hermitian=False))
+    lu = lu.reshape(padded, p, count, height).swapaxes(1, 2).reshape(padded, count * width)
+    of_devices = jnp.arange(p)[:, None] * padded
+
+    def superpanel(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        lu, rows = carry  # rows: of each place, device * padded + row, the row of A that is there
+        active = jnp.arange(padded) >= s * height
+        panel = jnp.where(active[:, None], columns(lu, s, layout), 0)
+        pivots = _winners(panel, layout)
+        slots = (of_devices + s * height + jnp.arange(height)).reshape(-1)
+        # A slot gets its pivot. Its row goes to where a pivot came from, unless it is a pivot itself.
+        leaves = ~(slots[:, None] == pivots).any(1)
+        free = ~(pivots[:, None] == slots).any(1)
+        places = (
+            jnp.full(width, p * padded)
+            .at[jnp.argsort(~leaves, stable=True)]
+            .set(jnp.where(jnp.sort(~free, stable=True), p * padded, pivots[jnp.argsort(~free, stable=True)]))
+        )
+        to = _here(places, layout)
+        from_pivots, from_slots = _here(pivots, layout), _here(slots, layout)
+        rows = rows.at[places].set(rows[slots], mode="drop").at[slots].set(rows[pivots])
+        start = me * height
+
+        def swapped(j: Array, lu: Array) -> tuple[Array, Array]:
+            x = columns(lu, j, layout)
+            chosen, displaced = _taken(x, from_pivots, layout), _taken(x, from_slots, layout)
+            x = x.at[to].set(displaced, mode="drop")
+            return x, chosen
+
+        def put(lu: Array, j: Array, x: Array, mine: Array) -> Array:
+            mine = lax.dynamic_slice_in_dim(mine, start, height)
+            x = lax.dynamic_update_slice_in_dim(x, mine, s * height, 0)
+            return lax.dynamic_update_slice_in_dim(lu, x, j * width, 1)
+
+        def earlier(j: Array, lu: Array) -> Array:
+            x, chosen = swapped(j, lu)
+            return put(lu, j, x, chosen)
+
+        x, chosen = swapped(s, lu)
+        diagonal = _without_pivots(chosen)
+        below = lax.linalg.triangular_solve(diagonal, x)  # x @ inv(U)
+        behind = (jnp.arange(padded) >= (s + 1) * height)[:, None]
+        lu = put(lu, s, jnp.where(behind, below, x), diagonal)
+        left = jnp.where(behind, below, 0)
+
+        def later(j: Array, lu: Array) -> Array:
+            x, chosen = swapped(j, lu)
+            u = lax.linalg.triangular_solve(diagonal, chosen, left_side=True, lower=True, unit_diagonal=True)
+            return put(lu, j, x - matmul(left, u), u)
+
+        lu = lax.fori_loop(0, s, earlier, lu)
+        return lax.fori_loop(s + 1, count, later, lu), rows
+
+    lu, rows = lax.fori_loop(0, count, superpanel, (lu, jnp.arange(p * padded)))
+    return Factors(lu, rows.reshape(p, count, height).swapaxes(0, 1).reshape(-1))
+
+
+def _without_pivots(x: Array) -> Array:
+    """L and U of a block whose pivots come first already. Pivoting finds them there, but for equal ones."""
+
+    def step(k: Array, x: Array) -> Array:
+        row = jnp.arange(len(x))
+        column = jnp.where(row > k, x[:, k] / x[k, k], 0)
+        x = x - column[:, None] * jnp.where(row > k, x[k], 0)
+        return x.at[:, k].set(jnp.where(row > k, column, x[:, k]))
+
+    return lax.fori_loop(0, len(x), step, x)
+
+
+def solve(factors: Factors, b: Array, layout: Layout, transposed: bool) -> Array:
+    """``inv(A) @ b`` or ``inv(A^T) @ b``, for ``b`` of shape (N, r), whole on every device."""
+    lu, height, count = factors.lu, layout.height, layout.count
+    start = lax.axis_index(layout.axes) * height
+    none = jnp.zeros((layout.padded, b.shape[1]), b.dtype)
+
+    def gathered(s: Array, carry: tuple[Array, Array], lower: bool) -> tuple[Array, Array]:
+        x, done = carry  # done: of my rows, what is known of the product with the solution
+        known = lax.all_gather(lax.dynamic_slice_in_dim(done, s * height, height), layout.axes, tiled=True)
+        y = lax.linalg.triangular_solve(
+            block(lu, s, s, layout), x[s] - known, left_side=True, lower=lower, unit_diagonal=lower
+        )
+        return x.at[s].set(y), done + matmul(columns(lu, s, layout), y)
+
+    def summed(s: Array, carry: tuple[Array, Array], lower: bool) -> tuple[Array, Array]:
+        x, mine = carry  # mine: my rows of the solution, zero where they are not known yet
+        known = lax.psum(matmul(columns(lu, s, layout).T, mine), layout.axes)
+        y = lax.linalg.triangular_solve(
+            block(lu, s, s, layout), x[s] - known, left_side=True, lower=lower, unit_diagonal=lower, transpose_a=True
+        )
+        rows = lax.dynamic_slice_in_dim(y, start, height)
+        return x.at[s].set(y), lax.dynamic_update_slice_in_dim(mine, rows, s * height, 0)
+
+    if transposed:
+        x, _ = lax.fori_loop(0, count, lambda s, c: summed(s, c, False), (layout.to_panels(b), none))
+        x, _ = lax.fori_loop(0, count, lambda k, c: summed(count - 1 - k, c, True), (x, none))
+        x = x.reshape(-1, b.shape[1])
+        x = jnp.zeros_like(x).at[factors.rows].set(x)
+        return layout.unpad(x.reshape(layout.devices, layout.padded, -1))
+    x = layout.pad(b).reshape(-1, b.shape[1])[factors.rows].reshape(count, layout.width, -1)
+    x, _ = lax.fori_loop(0, count, lambda s, c: gathered(s, c, True), (x, none))
+    x, _ = lax.fori_loop(0, count, lambda k, c: gathered(count - 1 - k, c, False), (x, none))
+    return layout.from_panels(x)

@@ -1,0 +1,102 @@
+"""A matrix with any number of rows and columns, sharded over a mesh: its rows on each device, and checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from multimesh.core import specs
+from multimesh.core.specs import AnyMesh, Axes, entry, lay_out, size
+from multimesh.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Tall:
+    """A matrix of shape (m, n) with at least as many rows as columns, and the mesh axes of both."""
+
+    mesh: AnyMesh
+    rows: Axes
+    cols: Axes
+    m: int
+    n: int
+
+    @property
+    def axes(self) -> Axes:
+        """All axes along which the work is split."""
+        return self.rows + self.cols
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that share the work."""
+        return size(self.mesh, self.axes)
+
+    @property
+    def spec(self) -> P:
+        """The spec of the matrix."""
+        return P(entry(self.rows), entry(self.cols))
+
+    @property
+    def square(self) -> Axes:
+        """The axes that share the rows of an (n, n) result; none if they do not divide them."""
+        return () if self.n % self.devices else self.axes
+
+    def placed(self, a: Array) -> Array:
+        """``a``, and its gradient, with the sharding of the matrix."""
+        return lay_out(a, self.mesh, self.rows, self.cols)
+
+    def on_shards(self, f: Any, out_specs: Any) -> Any:
+        """``f`` on the shards of each device."""
+        return jax.shard_map(f, mesh=self.mesh, in_specs=self.spec, out_specs=out_specs, check_vma=False)
+
+    def to_rows(self, a: Array) -> Array:
+        """My shard -> my rows, with rows of zeros at the end where the devices do not divide them."""
+        if not self.cols:
+            return a
+        a = jnp.pad(a, ((0, -a.shape[0] % size(self.mesh, self.cols)), (0, 0)))
+        return lax.all_to_all(a, self.cols, 0, 1, tiled=True)
+
+    def present(self) -> Array:
+        """Which of my rows are rows of the matrix, (rows, 1)."""
+        shard, ways = self.m // size(self.mesh, self.rows), size(self.mesh, self.cols)
+        each = -(-shard // ways)
+        first = lax.axis_index(self.cols) * each if self.cols else 0
+        return (first + jnp.arange(each) < shard)[:, None]
+
+    def from_rows(self, a: Array) -> Array:
+        """The inverse of `to_rows`, for a matrix with as many columns."""
+        if not self.cols:
+            return a
+        return lax.all_to_all(a, self.cols, 1, 0, tiled=True)[: self.m // size(self.mesh, self.rows)]
+
+    def cut(self, a: Array) -> Array:
+        """An (n, n) result without the rows and columns that were added for the devices."""
+        if len(a) > self.n:
+            a = lay_out(a, self.mesh)[: self.n, : self.n]
+        return lay_out(a, self.mesh, self.square)
+
+
+def tall_of(what: str, a: Any, mesh: AnyMesh | None, spec: P | None) -> Tall:
+    """The shape and sharding of a matrix, checked."""
+    if a.ndim != 2:
+        raise UsageError(f"{what}: needs a matrix, got shape {a.shape}; use jax.vmap for a stack of matrices")
+    specs.check_dtype(what, a)
+    mesh, (rows, cols) = specs.find(what, a, mesh, spec)
+    for length, axes, name in zip(a.shape, (rows, cols), ("rows", "columns"), strict=True):
+        if length % size(mesh, axes):
+            raise UsageError(
+                f"{what}: {length} {name} can't be cut evenly for the {size(mesh, axes)} devices along {entry(axes)!r}"
+            )
+    return Tall(mesh, rows, cols, *a.shape)
+
+
+def needs_rows(what: str, layout: Tall) -> None:
+    """Refuse a matrix with more columns than rows."""
+    if layout.m < layout.n:
+        raise UsageError(
+            f"{what}: needs at least as many rows as columns, got shape ({layout.m}, {layout.n}); pass a.conj().T"
+        )
