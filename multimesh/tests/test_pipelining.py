@@ -2,8 +2,10 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from models import mlp_block
 from multimesh.schedules import LayerCosts
-from multimesh.schedules.cuts import SLACK, Chain, cut_chain
+from multimesh.schedules.cuts import SLACK, Chain, Need, cut_chain
 from pipelines import submeshes
-from unmarked import MODELS
+from unmarked import MODELS, WIDTH, error, normal, regression
 
 import multimesh as mm
 
@@ -25,29 +27,36 @@ def microbatch_of(batch):
     return jax.tree.map(lambda x: x[:2], batch)
 
 
-def training(loss, schedule="1f1b"):
+def train_step(gradients):
+    """A whole step, as a script for one device has it."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-4))
-    grads_of = mm.microbatch(jax.value_and_grad(loss), size=2, argnum=1, schedule=schedule, reduce="mean")
 
     def step(params, state, batch):
-        value, grads = grads_of(params, batch)
+        value, grads = gradients(params, batch)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
     return optimizer.init, step
 
 
-def assert_trains_alike(loss, piped, params, batch, steps=2, **options):
-    init, step = training(loss)
-    _, piped_step = training(piped, **options)
-    plain, split = jax.jit(step), mm.jit(piped_step)
+def assert_steps_alike(init, plain, piped, params, batch):
+    plain, split = jax.jit(plain), mm.jit(piped)
     one = two = (params, init(params))
-    for _ in range(steps):
+    for _ in range(2):
         *one, wanted = plain(*one, batch)
         *two, value = split(*two, batch)
         np.testing.assert_allclose(value, wanted, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), two[0], one[0])
     return split.plan(*two, batch)
+
+
+def in_microbatches(loss, schedule="1f1b"):
+    return mm.microbatch(jax.value_and_grad(loss), size=2, argnum=1, schedule=schedule, reduce="mean")
+
+
+def assert_trains_alike(loss, piped, params, batch, **options):
+    init, step = train_step(in_microbatches(loss))
+    return assert_steps_alike(init, step, train_step(in_microbatches(piped, **options))[1], params, batch)
 
 
 def test_gradients_have_the_numbers_of_plain_jit():
@@ -163,6 +172,84 @@ def test_a_stage_fits_into_memory():
     assert cut_chain(chain, 2, lambda stage, cost: cost.activation <= 20) is None
 
 
+def adapted(adapters, frozen, batch):
+    """Frozen layers, the first quarter of which have no adapters."""
+    x = batch["x"]
+    for i, w in enumerate(frozen):
+        x = jnp.sin(x @ w + (x @ adapters[i - 2][0] @ adapters[i - 2][1] if i > 1 else 0.0))
+    return error(x, batch["y"])
+
+
+def adapters_and_weights():
+    adapters = [(normal(i, WIDTH, 2), normal(i + 1, 2, WIDTH)) for i in range(6)]
+    return adapters, [normal(i + 20, WIDTH, WIDTH) for i in range(8)]
+
+
+def test_what_stages_hold_is_what_xla_is_given():
+    """Frozen weights once; of trained ones the weight, its moments, and the gradient that a step makes."""
+    (adapters, frozen), batch = adapters_and_weights(), microbatch_of(regression())
+    optimizer = optax.adam(0.1)
+    state = jax.tree.leaves(optimizer.init(adapters))[1:]  # without the number of steps
+
+    def step(adapters, frozen, state, batch):
+        _, grads = jax.value_and_grad(adapted)(adapters, frozen, batch)
+        return grads, jax.tree.map(jnp.sin, (adapters, frozen, state))  # so that XLA drops no argument
+
+    stats = jax.jit(step).lower(adapters, frozen, state, batch).compile().memory_analysis()
+    grads = sum(leaf.nbytes for leaf in jax.tree.leaves(adapters))
+    cuts = mm.pipeline(adapted, submeshes(4, (1,))).cuts(adapters, frozen, batch)
+    assert sum(s.costs.held for s in cuts.stages) == stats.argument_size_in_bytes + grads
+
+
+def test_a_stage_keeps_what_its_backward_pass_reads():
+    """As many bytes as the closure of `jax.vjp` has beside weights; nothing of layers before the first gradient."""
+    (adapters, frozen), batch = adapters_and_weights(), regression()
+
+    def products(adapters, frozen, batch):
+        x = batch["x"]
+        for i, w in enumerate(frozen):
+            x = x @ w @ adapters[i - 2][0] @ adapters[i - 2][1] if i > 1 else x @ w
+        return x
+
+    backward = jax.vjp(lambda a: products(a, frozen, batch), adapters)[1]
+    weights = {leaf.shape for leaf in jax.tree.leaves((adapters, frozen))}
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(backward) if leaf.shape not in weights)
+    stages = mm.pipeline(products, submeshes(4, (1,))).cuts(adapters, frozen, batch).stages
+    assert sum(s.costs.activation for s in stages) == kept
+    assert stages[0].costs.activation == 0
+    forward = mm.pipeline(products, submeshes(4, (1,)), argnums=()).cuts(adapters, frozen, batch).stages
+    given = jax.tree.leaves((adapters, frozen, batch["x"]))
+    assert sum(s.costs.held for s in forward) == sum(leaf.nbytes for leaf in given)
+    assert not any(s.costs.activation for s in forward)
+
+
+def test_frozen_weights_leave_room():
+    """A submesh that holds its frozen weights once, but not four times."""
+    (adapters, frozen), batch = adapters_and_weights(), microbatch_of(regression())
+    stages = mm.pipeline(adapted, submeshes(4, (1,))).cuts(adapters, frozen, batch).stages
+    need = max(s.costs.held + (4 - n) * s.costs.activation for n, s in enumerate(stages))
+    room = {"memory": need}
+    mm.pipeline(adapted, submeshes(4, (1,)), **room).cuts(adapters, frozen, batch)
+    with pytest.raises(mm.UsageError, match="no cut into 4 stages fits"):
+        mm.pipeline(adapted, submeshes(4, (1,)), argnums=(0, 1), **room).cuts(adapters, frozen, batch)
+
+
+@given(graphs(), st.integers(2, 4), st.data())
+def test_a_stage_keeps_a_value_once(chain, stages, data):
+    """The sums that the search takes are those of `Chain.costs_of`."""
+    needs = tuple(
+        tuple(Need(v, 4 * chain.size[v], 2 * chain.size[v], data.draw(st.integers(0, 3))) for v in read)
+        for read in chain.reads
+    )
+    chain = replace(chain, needs=needs)
+    asked = {}
+    found = cut_chain(chain, stages, lambda stage, costs: not asked.update({costs: stage}))
+    assert {chain.costs_of(a, b) for a, b in itertools.pairwise(found.ends)} <= asked.keys()
+    a, b = found.ends[:2]
+    read = {n.value for op in needs[a:b] for n in op}
+    assert chain.costs_of(a, b).held == sum(4 * chain.size[v] for v in read)
+
+
 def test_marks_inside_are_an_error():
     meshes = submeshes(2, (1,))
     marked = mm.pipeline(mm.task(MODELS["mlp"].loss, "mine", mesh=meshes[0]), meshes)
@@ -170,10 +257,48 @@ def test_marks_inside_are_an_error():
         mm.jit(marked).plan(MODELS["mlp"].params(), MODELS["mlp"].batch())
 
 
-def test_a_gradient_inside_is_told():
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.longer) for n in ("backward scan", "few rows", "u-net"))]
+)
+def test_a_whole_train_step_is_cut(name):
+    """With its gradient, clipping and optimizer; each backward pass runs on the submesh of its stage."""
+    model = MODELS[name]
+    init, step = train_step(jax.value_and_grad(model.loss))
+    plan = assert_steps_alike(init, step, mm.pipeline(step, submeshes(4, (1,))), model.params(), model.batch())
+    assert {k.submesh for k in plan.kernels if any(op.backward for op in k.ops)} >= {0, 1, 2}
+
+
+@pytest.mark.telling("gpt")
+@pytest.mark.longer
+@pytest.mark.parametrize("name", ["mlp", "gpt", "encoder-decoder", "mamba", "checkpointed"])
+def test_a_train_step_with_microbatches_is_cut(name):
+    """The step is given whole, and its loop runs by the schedule: 1F1B, as where the loss alone is given."""
+    model, meshes = MODELS[name], submeshes(4, (1,))
+    init, plain = train_step(jax.value_and_grad(model.loss))
+    _, step = train_step(in_microbatches(model.loss))
+    plan = assert_steps_alike(init, plain, mm.pipeline(step, meshes), model.params(), model.batch())
+    _, loss_alone = train_step(in_microbatches(mm.pipeline(model.loss, meshes)))
+    wanted = mm.jit(loss_alone).plan(model.params(), init(model.params()), model.batch())
+    if name != "checkpointed":  # one checkpoint around all layers is one operation of the backward pass
+        cells = [[run.cell for run in p.runs if run.submesh == 1 and run.cell] for p in (plan, wanted)]
+        assert cells[0] == cells[1]
+
+
+def test_where_a_train_step_is_cut():
+    model, meshes = MODELS["mlp"], submeshes(2, (1,))
+    loop = in_microbatches(model.loss)
+    params, batch = model.params(), model.batch()
+    cuts = mm.pipeline(loop, meshes).cuts(params, batch)
+    assert cuts.stages[1].costs.time == pytest.approx(cuts.stages[0].costs.time, rel=0.1)
+    assert mm.jit(mm.pipeline(loop, meshes)).plan(params, batch).cuts == (cuts,)
+
+
+def test_a_loop_that_jax_jit_keeps_is_told():
     model = MODELS["mlp"]
-    with pytest.warns(UserWarning, match=r"unmarked.py:\d+: the function of pipeline takes a gradient itself"):
-        mm.pipeline(jax.grad(model.loss), submeshes(2, (1,))).cuts(model.params(), model.batch())
+    loop = jax.jit(in_microbatches(model.loss))
+    mm.jit(mm.pipeline(loop, submeshes(2, (1,)))).plan(model.params(), model.batch())
+    with pytest.raises(mm.UsageError, match="which keeps its trace; drop that"):
+        mm.jit(mm.pipeline(loop, submeshes(4, (1,)))).plan(model.params(), model.batch())
 
 
 @pytest.mark.parametrize(
@@ -183,6 +308,8 @@ def test_a_gradient_inside_is_told():
         (2, {"interleave": 0}, "interleave must be at least 1"),
         (2, {"placement": (0, 2)}, "must name submeshes 0 to 1"),
         (2, {"memory": 10.0}, "no cut into 2 stages fits into 10 bytes on each submesh"),
+        (2, {"argnums": -1}, "argnums must be at least 0"),
+        (2, {"argnums": "params"}, "argnums must be numbers of arguments"),
         (2, {"interleave": 500}, "operations cannot make 1000 stages"),
     ],
 )
@@ -205,5 +332,28 @@ def test_without_meshes_it_is_one_program():
 def test_the_table_names_lines_and_shares():
     model = MODELS["backward scan"]
     table = str(mm.pipeline(model.loss, submeshes(4, (1,))).cuts(model.params(), microbatch_of(model.batch())))
-    assert re.search(r"1 +\d+ +2\d\.\d % .* 128 bytes  \S+unmarked.py:\d+, row 2 of 8", table)
+    assert re.search(r"1 +\d+ +2\d\.\d % .* 128 bytes  \S+unmarked.py:\d+, row 2 of 8: x, seen = jax.lax.scan", table)
     assert table.endswith("the slowest stage has 1.01 x the mean; 408 bytes are sent")
+
+
+def test_a_plan_tells_where_its_function_is_cut(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    model, meshes = MODELS["mlp"], submeshes(2, (1,))
+
+    def plan(cut, schedule="gpipe"):
+        step = mm.microbatch(
+            jax.checkpoint(jax.value_and_grad(cut)), size=2, argnum=1, schedule=schedule, reduce="mean"
+        )
+        return mm.jit(step).plan(model.params(), model.batch())
+
+    cut = mm.pipeline(model.loss, meshes)
+    lines = str(plan(cut)).splitlines()
+    at = lines.index("mlp is cut into 2 stages; the slowest has 1.00 x the mean")
+    assert lines[at + 1].split() == ["stage", "share", "starts", "at"]
+    assert re.fullmatch(r" +0  49\.\d %  \S*models.py:\d+: .*p\[.up.\].*", lines[at + 2])
+    assert len(str(plan(cut, "1f1b")).splitlines()) == len(lines)  # JAX had kept the trace
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, str(plan(cut)).splitlines())) <= 60
+    other = mm.pipeline(lambda p, b: model.loss(p, b), meshes)
+    assert plan(other).cuts[0].stages == plan(cut).cuts[0].stages
+    assert plan(other).fingerprint() == plan(cut).fingerprint()

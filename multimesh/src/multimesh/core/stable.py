@@ -17,6 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+LOCAL: Mapping[str, bool] = {"local": True}
+"""Metadata of a field that may differ between processes, such as a path: no part of the text."""
+
 _PLAIN: frozenset[Any] = frozenset((int, bool, float, type(None)))  # most values by far; `repr` is all that they need
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
@@ -52,7 +55,8 @@ def _jaxpr(jaxpr: Any) -> str:
 def text(value: Any) -> str:
     """A value as text that is the same in every process: a function as its name, an array as a digest."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__}{text([getattr(value, f.name) for f in dataclasses.fields(value)])}"
+        fields = (f.name for f in dataclasses.fields(value) if not f.metadata.get("local"))
+        return f"{type(value).__name__}{text([getattr(value, name) for name in fields])}"
     if hasattr(value, "jaxpr"):
         return f"{_jaxpr(value.jaxpr)} with {text(list(value.consts))}"
     if hasattr(value, "eqns"):

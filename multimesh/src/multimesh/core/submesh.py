@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from multimesh.core import checks
+from multimesh.core.stable import LOCAL
 from multimesh.errors import UsageError
 
 AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "str | tuple[str, ...] | None"]]
@@ -18,11 +19,15 @@ AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "st
 
 @dataclass(frozen=True)
 class Placement:
-    """A named submesh, and the axes of that submesh that logical axes stand for."""
+    """A named submesh, and the axes of that submesh that logical axes stand for.
+
+    ``cuts`` has the stages of the function that `multimesh.pipeline` made this one of.
+    """
 
     name: str
     mesh: Mesh
     logical_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    cuts: Hashable = field(default=None, metadata=LOCAL)
 
     def __repr__(self) -> str:
         return f"Placement({self.name!r}, {describe(self.mesh)})"

@@ -16,6 +16,7 @@ from multimesh.core.specs import stripped
 from multimesh.errors import UsageError
 from multimesh.frontend.arguments import abstract
 from multimesh.marking.tracing import uncollected
+from multimesh.observe import collectives
 from multimesh.observe.memory import MemoryForecast, forecast
 from multimesh.observe.profile import Profile, profile
 from multimesh.passes import pipeline
@@ -248,10 +249,19 @@ class Compiled:
         )
 
     def cost_analysis(self) -> tuple[dict[str, float], ...]:
-        """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them."""
+        """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them.
+
+        ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"`` and ``"collective-permute"`` are the
+        bytes that these collectives make on a device.
+        """
         plan = self.plan
-        totals = [{"flops": 0.0, "bytes accessed": 0.0} for _ in plan.submeshes]
-        costs = [program.cost_analysis() or {} if program else {} for program in self.compiled_plan.executables]
+        totals = [dict.fromkeys(("flops", "bytes accessed", *collectives.KINDS), 0.0) for _ in plan.submeshes]
+        costs = [
+            {**(program.cost_analysis() or {}), **collectives.collective_bytes(program.as_text() or "")}
+            if program
+            else {}
+            for program in self.compiled_plan.executables
+        ]
         for run in plan.runs:
             for key in totals[run.submesh]:
                 totals[run.submesh][key] += float(costs[run.kernel].get(key, 0.0))

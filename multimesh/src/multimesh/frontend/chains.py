@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from multimesh.core import _compat
-from multimesh.frontend.units import Rows, Unit, Units
+from multimesh.frontend.units import Carried, Rows, Unit, Units
 from multimesh.ir import primitives
-from multimesh.schedules.cuts import Chain
+from multimesh.schedules.cuts import Chain, Need
 from multimesh.schedules.partitioning import LayerCosts
 
-_STATES = 4  # a parameter, its gradient and two moments
+_STATES = 4  # a trained parameter, its gradient and two moments
+_COPY = 2  # a copy of it, with its part of the gradient
+_PRODUCTS = frozenset(("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"))
 _PIECES = 64  # of a scan, at most
 
 
@@ -25,12 +27,18 @@ def orders(units: Units) -> Iterator[tuple[Unit, ...]]:
     such as the decay of its weights, comes right after the layer that has this parameter.
     """
     for order in (_late(units), _depth_first(units)):
-        yield _in_pieces(_beside(units, order))
+        yield in_pieces(_beside(units, order))
 
 
 def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
-    """Costs of units in an order, and what they read and make."""
+    """Costs of units in an order, what they read and make, and what they need to keep.
+
+    A stage holds each argument that it reads; a trained one with its gradient, and where it is first read with its
+    moments. Of each microbatch it keeps what backward passes read: nothing if no trained argument is behind it, and of
+    a product each operand whose partner has a gradient.
+    """
     origin = _origins(units)
+    active = _active(units)
     parts: dict[Any, list[Any]] = collections.defaultdict(list)
     made_rows: dict[Any, list[Any]] = collections.defaultdict(list)
     for unit in order:
@@ -39,20 +47,25 @@ def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
                 if isinstance(v, Rows):
                     found[v.of].append(v)
     given = set(units.given) | set(origin)
-    reads, makes, costs = [], [], []
-    seen: set[Any] = set()
+    reads, makes, costs, needs = [], [], [], []
     for unit in order:
         read = [v for y in unit.makes for v in made_rows[y]] if unit.joins else _read_by(unit, origin)
         made = [part for v in unit.makes for part in (v, *parts.get(v, ()))]
-        first = {v for v in read if (v.of if isinstance(v, Rows) else v) in given} - seen
-        seen |= first
-        kept = () if primitives.fuses(unit.eqn.primitive) else set(read) - set(first)
-        held = _STATES * sum(_size(v) for v in first if _trained(v))
-        costs.append(LayerCosts(_share(unit), float(held), float(sum(map(_size, kept)))))
+        kept = set() if primitives.fuses(unit.eqn.primitive) else _for_backward(unit, origin, active)
+        costs.append(LayerCosts(_share(unit)))
+        needs.append(tuple(_need(v, kept, active, given=_base(v) in given) for v in read))
         reads.append(tuple(read))
         makes.append(tuple(made))
     sizes = {v: _size(v) for group in (*reads, *makes) for v in group}
-    return Chain(tuple(costs), tuple(reads), tuple(makes), sizes)
+    return Chain(tuple(costs), tuple(reads), tuple(makes), sizes, tuple(needs))
+
+
+def _need(value: Any, kept: set[Any], active: set[Any], *, given: bool) -> Need:
+    size = _size(value)
+    if not given:
+        return Need(value, 0.0, 0.0, size if value in kept else 0.0)
+    trained = _base(value) in active
+    return Need(value, _STATES * size if trained else size, _COPY * size if trained else size, 0.0)
 
 
 def _share(unit: Unit) -> float:
@@ -65,8 +78,31 @@ def _size(value: Any) -> float:
     return float(_compat.nbytes(value.aval))
 
 
-def _trained(value: Any) -> bool:
+def _base(value: Any) -> Any:
+    """The stack of rows, and the last carry of an earlier one."""
+    return value.of if isinstance(value, Rows | Carried) else value
+
+
+def _active(units: Units) -> set[Any]:
+    """Values that have a gradient: trained arguments, and what is computed from them."""
+    active = {v for v in units.trained if _differentiable(v)}
+    for eqn in (*units.free, *(unit.eqn for unit in units.units)):
+        if any(not isinstance(a, _compat.Literal) and a in active for a in eqn.invars):
+            active.update(filter(_differentiable, eqn.outvars))
+    return active
+
+
+def _differentiable(value: Any) -> bool:
     return getattr(value.aval.dtype, "kind", "V") in "fcV"
+
+
+def _for_backward(unit: Unit, origin: Mapping[Any, frozenset[Any]], active: set[Any]) -> set[Any]:
+    """Values that the backward pass of a unit reads, at most."""
+    ins = [v for v in unit.reads if not isinstance(v, _compat.Literal)]
+    with_gradient = [v for v in ins if _base(v) in active]
+    if unit.eqn.primitive.name in _PRODUCTS and len(ins) == 2:
+        ins = [v for v, partner in zip(ins, ins[::-1], strict=True) if partner in with_gradient]
+    return {source for v in ins for source in origin.get(v, (v,))} if with_gradient else set()
 
 
 def _read_by(unit: Unit, origin: Mapping[Any, frozenset[Any]]) -> list[Any]:
@@ -164,7 +200,7 @@ def _depth_first(units: Units) -> list[Unit]:
     return list(done)
 
 
-def _in_pieces(order: Sequence[Unit]) -> tuple[Unit, ...]:
+def in_pieces(order: Sequence[Unit]) -> tuple[Unit, ...]:
     """Scans in pieces of some rows; what joins their results follows."""
     made: list[Unit] = []
     for unit in order:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,76 +15,20 @@ from jax.sharding import Mesh
 
 from multimesh.core import _compat, checks
 from multimesh.core.submesh import AxisMap, make_task
-from multimesh.core.text import amount, columns
+from multimesh.core.text import amount
 from multimesh.errors import UsageError
 from multimesh.frontend.chains import chain_of, orders
 from multimesh.frontend.staged import run
-from multimesh.frontend.units import Unit, Units, read
+from multimesh.frontend.units import KEPT_LOOP, Unit, Units, read
 from multimesh.marking import contexts
 from multimesh.marking.flax_modules import unchanged
-from multimesh.marking.tracing import in_a_mesh, inside, partitioned_trace, recorded
-from multimesh.schedules import LayerCosts
+from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, partitioned_trace, recorded
 from multimesh.schedules.costs import cost
 from multimesh.schedules.cuts import SLACK, Chain, ChainCut, cut_chain
-from multimesh.schedules.partitioning import alive
+from multimesh.schedules.partitioning import LayerCosts, alive
+from multimesh.schedules.stage_cuts import Cuts, StageCut
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
-
-@dataclass(frozen=True)
-class StageCut:
-    """A stage of a function that `pipeline` has cut.
-
-    Attributes
-    ----------
-    line
-        The user's line of its first operation.
-    costs
-        Operations, bytes of the training state of what it reads first, and bytes that it keeps of a microbatch.
-    received
-        Bytes that it gets from stages before it, for each microbatch; a shared parameter counts too.
-    """
-
-    line: str
-    costs: LayerCosts
-    received: float
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """How `pipeline` has cut a function; ``str`` is a table of the stages.
-
-    Attributes
-    ----------
-    stages
-        One for each stage, in order.
-    """
-
-    stages: tuple[StageCut, ...]
-
-    @property
-    def slowest(self) -> float:
-        """Operations of the longest stage, as a multiple of the mean."""
-        times = [stage.costs.time for stage in self.stages]
-        return max(times) * len(times) / sum(times) if any(times) else 1.0
-
-    @property
-    def sent(self) -> float:
-        """Bytes that stages get from stages before them."""
-        return sum(stage.received for stage in self.stages)
-
-    def __str__(self) -> str:
-        total = sum(stage.costs.time for stage in self.stages) or 1.0
-        parts: list[tuple[str, Sequence[str]]] = [
-            ("stage", [str(s) for s in range(len(self.stages))]),
-            ("operations", [amount(stage.costs.time, "") for stage in self.stages]),
-            ("share", [f"{100 * stage.costs.time / total:.1f} %" for stage in self.stages]),
-            ("state", [amount(stage.costs.held, "bytes") for stage in self.stages]),
-            ("receives", [amount(stage.received, "bytes") for stage in self.stages]),
-            ("starts at", [stage.line for stage in self.stages]),
-        ]
-        end = f"the slowest stage has {self.slowest:.2f} x the mean; {amount(self.sent, 'bytes')} are sent"
-        return "\n".join([*columns(parts, left=(5,)), end])
 
 
 @dataclass(frozen=True)
@@ -95,6 +40,7 @@ class Pipelined:
     interleave: int
     memory: float
     placement: tuple[int, ...]
+    argnums: frozenset[int]
     logical_axes: AxisMap | None = field(hash=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,9 +51,15 @@ class Pipelined:
         if partitioned_trace():
             args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
         traced = self._traced(args, kwargs)
-        found, stages, _ = self._cut(traced.closed)
+        if traced.loops:
+            return self._in_loops(lambda fn: replace(self, fn=fn), args, kwargs)
+        found, stages, cuts = self._cut(traced)
         meshes = [self.meshes[self.placement[s % len(self.placement)]] for s in range(len(stages))]
-        return jax.tree.unflatten(traced.tree, run(found, stages, meshes, self.logical_axes, traced.arrays))
+        places = [
+            replace(make_task(f"stage{s}", mesh=mesh, logical_axes=self.logical_axes), cuts=cuts)
+            for s, mesh in enumerate(meshes)
+        ]
+        return jax.tree.unflatten(traced.tree, run(found, stages, places, traced.arrays))
 
     def cuts(self, *args: Any, **kwargs: Any) -> Cuts:
         """Cut the function, without running it.
@@ -121,41 +73,74 @@ class Pipelined:
         """
         if not self.meshes:
             raise UsageError("pipeline: without meshes there is nothing to cut")
-        return self._cut(self._traced(args, kwargs).closed)[2]
+        traced = self._traced(args, kwargs)
+        if not traced.loops:
+            return self._cut(traced)[2]
+        found: list[Cuts] = []
+
+        def cut(fn: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                found.append(replace(self, fn=fn).cuts(*args, **kwargs))
+                return fn(*args, **kwargs)
+
+            return noted
+
+        jax.eval_shape(lambda *arrays: self._in_loops(cut, *traced.given(arrays)), *traced.arrays)
+        return found[0]
+
+    def _in_loops(self, cut: Change, args: Any, kwargs: Any) -> Any:
+        """Run the function with what its microbatch loops run cut, in place of the function itself."""
+        loops = _Loops(cut)
+        with in_loops(loops):
+            out = self.fn(*args, **kwargs)
+        if not loops.number:
+            raise UsageError(f"{self._name}: {KEPT_LOOP}")
+        return out
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
         leaves, tree = jax.tree.flatten((args, kwargs))
         first = make_task("pipeline", mesh=self.meshes[0], logical_axes=self.logical_axes)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
-        def fn(*arrays: Any) -> Any:
+        def given(arrays: Sequence[Any]) -> Any:
             full = list(leaves)
             for i, array in zip(where, arrays, strict=True):
                 full[i] = array
-            inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
-            with inside(first), unchanged(lambda: self._name, (inner_args, inner_kwargs)):
+            return jax.tree.unflatten(tree, full)
+
+        loops = _Loops(lambda fn: fn)
+
+        def fn(*arrays: Any) -> Any:
+            inner_args, inner_kwargs = given(arrays)
+            with (
+                in_loops(loops),
+                inside(first),
+                unchanged(lambda: self._name, (inner_args, inner_kwargs)),
+            ):
                 return self.fn(*inner_args, **inner_kwargs)
 
         arrays = tuple(leaves[i] for i in where)
         with _compat.traced_as(lambda: self._name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-        return _Traced(closed, jax.tree.structure(shapes), arrays)
+        number = [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]  # keywords follow
+        trained = (place for place, i in enumerate(where) if i < len(number) and number[i] in self.argnums)
+        return _Traced(closed, jax.tree.structure(shapes), arrays, tuple(trained), given, loops.number > 0)
 
     @property
     def _name(self) -> str:
         return f"pipeline: {getattr(self.fn, '__name__', 'the function')}"
 
-    def _cut(self, closed: Any) -> tuple[Units, tuple[tuple[Unit, ...], ...], Cuts]:
+    def _cut(self, traced: _Traced) -> tuple[Units, tuple[tuple[Unit, ...], ...], Cuts]:
         number = len(self.meshes) * self.interleave
-        found = read(closed, number)
+        found = read(traced.closed, number, traced.trained)
         best: tuple[ChainCut, Chain, tuple[Unit, ...]] | None = None
-        for order in orders(found):
+        for order in orders(found.forward):
             if len(order) < number:
                 raise UsageError(
                     f"pipeline: {len(order)} operations cannot make {number} stages ({len(self.meshes)} submeshes x "
                     f"{self.interleave}); give fewer meshes"
                 )
-            chain = chain_of(found, order)
+            chain = chain_of(found.forward, order)
             cut = cut_chain(chain, number, None if math.isinf(self.memory) else self._fits)
             if cut is not None and (best is None or _worth(cut, best[0])):
                 best = cut, chain, order
@@ -166,21 +151,38 @@ class Pipelined:
             )
         cut, chain, order = best
         pieces = list(itertools.pairwise(cut.ends))
-        cuts = Cuts(tuple(StageCut(_line(order[a:b]), chain.costs_of(a, b), chain.received(a, b)) for a, b in pieces))
-        return found, tuple(order[a:b] for a, b in pieces), cuts
+        cuts = (StageCut(*_line(order[a:b]), chain.costs_of(a, b), chain.received(a, b)) for a, b in pieces)
+        return found, tuple(order[a:b] for a, b in pieces), Cuts(tuple(cuts), getattr(self.fn, "__name__", "pipeline"))
 
     def _fits(self, stage: int, costs: LayerCosts) -> bool:
         kept = alive(stage, len(self.meshes), self.interleave) * costs.activation
         return costs.held + kept <= self.memory / self.interleave
 
 
+class _Loops:
+    """Changes the functions of microbatch loops, and counts them."""
+
+    def __init__(self, change: Change) -> None:
+        self._change, self.number = change, 0
+
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        self.number += 1
+        return self._change(fn)
+
+
 @dataclass(frozen=True)
 class _Traced:
-    """A traced function, the tree of its results, and the arrays that it is called with."""
+    """A traced function, the tree of its results, the arrays that it is called with, and which have a gradient.
+
+    ``given`` makes arguments and keywords of such arrays; ``loops`` says whether it has microbatch loops.
+    """
 
     closed: Any
     tree: Any
     arrays: tuple[Any, ...]
+    trained: tuple[int, ...]
+    given: Callable[[Sequence[Any]], Any]
+    loops: bool
 
 
 def _worth(new: ChainCut, old: ChainCut) -> bool:
@@ -190,16 +192,18 @@ def _worth(new: ChainCut, old: ChainCut) -> bool:
     return new.slowest < old.slowest
 
 
-def _line(stage: Sequence[Unit]) -> str:
-    """The user's line of a stage's first operation, and its row of a scan."""
+def _line(stage: Sequence[Unit]) -> tuple[str, str]:
+    """The user's line of a stage's first operation, with its modules and its row of a scan; and the line's text."""
     for unit in stage:
         line = _compat.user_line(unit.eqn.source_info, libraries=False)
         if not line:
             continue
+        path, _, number = line.rpartition(":")
         scopes, _ = _compat.scopes(unit.eqn)
         where = f"{line} in {'/'.join(scopes)}" if scopes else line
-        return f"{where}, row {unit.rows.start} of {unit.eqn.params['length']}" if unit.rows else where
-    return "a line that JAX did not record"
+        where += f", row {unit.rows.start} of {unit.eqn.params['length']}" if unit.rows else ""
+        return where, linecache.getline(path, int(number)).strip()
+    return "a line that JAX did not record", ""
 
 
 def pipeline(
@@ -209,6 +213,7 @@ def pipeline(
     interleave: int = 1,
     memory: float | None = None,
     placement: Sequence[int] | None = None,
+    argnums: int | Sequence[int] = 0,
     logical_axes: AxisMap | None = None,
 ) -> Pipelined:
     """Cut a function without marks into the stages of a pipeline.
@@ -221,16 +226,22 @@ def pipeline(
     Parameters
     ----------
     fn
-        A function of arrays that JAX can trace: a loss or a forward pass. Gradients are taken around it.
+        A function of arrays that JAX can trace: a loss, a forward pass, or a train step. A backward pass that it has
+        itself runs in the stages of its forward pass; what follows, such as an optimizer, runs where its arrays are. A
+        train step with `multimesh.microbatch` inside is cut within that loop.
     meshes
         The submeshes, in the order of the pipeline. None, or no mesh: ``fn`` stays one program, as under `jax.jit`.
     interleave
         Stages on each submesh.
     memory
-        Bytes of a submesh. A stage fits if it takes at most its part: four times the parameters that it reads, and what
-        it keeps of as many microbatches as 1F1B has in flight. None: enough.
+        Bytes of a submesh. A stage fits if it takes at most its part. It holds the arguments that it reads: frozen ones
+        once; trained ones four times, with a gradient and two moments (twice if an earlier stage reads them too). It
+        keeps what backward passes read, of as many microbatches as 1F1B has in flight. None: enough.
     placement
         The submesh of stages 0, 1, ..., as `Schedule.placement` of the loop's schedule gives it; by default in turn.
+    argnums
+        With ``memory``: the arguments that are trained, as of `jax.grad`. ``()``: none, as in a forward pass. Where
+        `multimesh.microbatch` is inside, those of its function.
     logical_axes
         For `multimesh.with_sharding_constraint` in ``fn``, as in `multimesh.task`. All meshes then need the same axes.
 
@@ -242,7 +253,8 @@ def pipeline(
     Raises
     ------
     UsageError
-        When it is traced, if there are fewer operations than stages, no cut fits into memory, or ``fn`` has tasks.
+        When it is traced, if there are fewer operations than stages, no cut fits into memory, ``fn`` has tasks, or its
+        `multimesh.microbatch` is in a `jax.jit`.
 
     Examples
     --------
@@ -260,4 +272,7 @@ def pipeline(
     route = tuple(range(len(grids))) if placement is None else tuple(placement)
     if not set(route) <= set(range(len(grids))) or len(route) < bool(grids):
         raise UsageError(f"pipeline: placement={placement!r} must name submeshes 0 to {len(grids) - 1}")
-    return Pipelined(fn, grids, interleave, room, route, logical_axes)
+    listed = (argnums,) if isinstance(argnums, int) else argnums
+    numbers = checks.many("pipeline: argnums", listed, "numbers of arguments")
+    trained = frozenset(checks.whole("pipeline: argnums", number, 0) for number in numbers)
+    return Pipelined(fn, grids, interleave, room, route, trained, logical_axes)

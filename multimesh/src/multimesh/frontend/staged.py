@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +13,19 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from multimesh.core import _compat
-from multimesh.core.submesh import AxisMap
+from multimesh.core.submesh import Placement
+from multimesh.frontend.chains import in_pieces
 from multimesh.frontend.units import Rows, Unit, Units
-from multimesh.marking.tasks import task
+from multimesh.marking.tasks import marked, scope
 
 
 def run(
     found: Units,
     stages: Sequence[Sequence[Unit]],
-    meshes: Sequence[Mesh],
-    logical_axes: AxisMap | None,
+    places: Sequence[Placement],
     arrays: Sequence[Any],
 ) -> list[Any]:
-    """Run each stage as a task on its mesh, in order.
+    """Run each stage as a task in its place, in order; then each backward pass that the function has, with its stages.
 
     Takes the arguments of the function as flat arrays, and returns its flat results.
     """
@@ -31,13 +33,59 @@ def run(
     env = _Values(itertools.chain(zip(arguments, arrays, strict=True), found.consts.items()))
     for eqn in found.free:
         env.update(zip(eqn.outvars, _compat.evaluated(eqn, eqn.params, env.many(eqn.invars)), strict=True))
-    whole = list(_merged(stages))
+    back = list(_backward_stages(found.after, stages))
+    whole = list(_merged([*stages, *(units for _, units in back)]))
     ins = [_read(units) for units in whole]
-    for number, (units, mesh) in enumerate(zip(whole, meshes, strict=True)):
+    for number, (units, placed) in enumerate(zip(whole, places, strict=False)):
         outs = _needed(units, [*found.outs, *itertools.chain(*ins[number + 1 :])])
-        call = task(_evaluation(units, ins[number], outs, mesh), f"stage{number}", mesh=mesh, logical_axes=logical_axes)
+        call = marked(_evaluation(units, ins[number], outs, placed.mesh), placed)
         env.update(zip(outs, call(*env.many(ins[number])), strict=True))
+    for (behind, _), units in zip(back, whole[len(stages) :], strict=True):
+        with contextlib.nullcontext() if behind is None else scope(places[behind]):
+            _evaluate(units, env, None if behind is None else places[behind].mesh)
     return env.many(found.outs)
+
+
+def _backward_stages(
+    after: Sequence[Unit], stages: Sequence[Sequence[Unit]]
+) -> Iterator[tuple[int | None, tuple[Unit, ...]]]:
+    """Backward passes by stage, and what is in no stage, such as an optimizer; in the order in which they run.
+
+    A unit stays in the stage that its cotangents come from, or goes to the next one before it that has all values of
+    the forward pass that the unit reads.
+    """
+    at: dict[Any, set[int]] = collections.defaultdict(set)  # stages that have a value of the forward pass, or a part
+    for number, units in enumerate(stages):
+        for unit in units:
+            for v in (*unit.reads, *unit.makes):
+                if not isinstance(v, _compat.Literal):
+                    at[v].add(number)
+    behind: dict[Any, int | None] = {}  # the stage of a value of the backward pass
+
+    def stage_of(unit: Unit) -> int | None:
+        read = [v for v in unit.reads if not isinstance(v, _compat.Literal)]
+        from_behind = [behind[v] for v in read if v in behind]
+        if not _compat.scopes(unit.eqn)[1] or None in from_behind:
+            return None
+        last = min((s for s in from_behind if s is not None), default=len(stages) - 1)
+        known = [found for v in read if v not in behind and (found := _stages_with(v, at))]
+        return next((s for s in range(last, -1, -1) if all(s in found for found in known)), last)
+
+    placed: list[tuple[int | None, Unit]] = []
+    for unit in in_pieces(after):
+        stage = stage_of(unit) if not unit.joins else placed[-1][0]
+        behind.update(dict.fromkeys(unit.makes, stage))
+        placed.append((stage, unit))
+    for stage, group in itertools.groupby(placed, key=lambda found: found[0]):
+        yield stage, tuple(unit for _, unit in group)
+
+
+def _stages_with(value: Any, at: Mapping[Any, set[int]]) -> set[int]:
+    """Stages that have a value of the forward pass, or a part of these rows; none of what lies everywhere."""
+    if not isinstance(value, Rows) or value in at:
+        return at.get(value, set())
+    parts = (v for v in at if isinstance(v, Rows) and v.of is value.of)
+    return set().union(*(at[v] for v in parts if v.start < value.stop and value.start < v.stop))
 
 
 class _Values(dict[Any, Any]):
@@ -115,7 +163,7 @@ def _evaluation(units: Sequence[Unit], ins: Sequence[Any], outs: Sequence[Any], 
     return evaluate
 
 
-def _evaluate(units: Sequence[Unit], env: _Values, mesh: Mesh) -> None:
+def _evaluate(units: Sequence[Unit], env: _Values, mesh: Mesh | None) -> None:
     for unit in units:
         args = env.many(unit.reads)
         if unit.joins:

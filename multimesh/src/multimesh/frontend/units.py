@@ -7,7 +7,6 @@ A unit is an equation, or some rows of a scan. Calls are looked into, so that a 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +16,18 @@ import jax
 from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.ir import primitives
-from multimesh.ir.flops import of_program, operations
+from multimesh.ir.flops import operations
 from multimesh.marking import marks
 
 _WHOLE = 0.5  # parts of a stage: a checkpointed call of fewer operations stays whole
 _LONG = 0.75  # parts of a stage: rows of a scan with more operations are looked into
 _FEW = 1 / 32  # parts of a stage: a scan of fewer operations stays whole
+_BACKWARD = 2  # operations of a backward pass for each of the forward pass
+_TASK = "pipeline cuts functions without marks, and this one has a task; drop the mark, or drop pipeline"
+KEPT_LOOP = (
+    "pipeline can't cut a multimesh.microbatch that is in a jax.jit, which keeps its trace; drop that jax.jit, or put "
+    "multimesh.pipeline around the function that multimesh.microbatch takes"
+)
 _CASTS = frozenset(("convert_element_type", "copy"))
 
 
@@ -143,6 +148,10 @@ class Units:
         All others, in an order in which they can run.
     outs
         Results: variables and literals.
+    trained
+        Arguments with a gradient.
+    after
+        Backward passes that the function has itself, and what follows them. ``units`` has what comes before.
     """
 
     given: tuple[Any, ...]
@@ -150,12 +159,14 @@ class Units:
     free: tuple[Any, ...]
     units: tuple[Unit, ...]
     outs: tuple[Any, ...]
+    trained: frozenset[Any]
+    after: tuple[Unit, ...] = ()
 
     def live(self) -> Units:
         """Those that a result or an effect needs."""
         needed = {v for v in self.outs if not isinstance(v, _compat.Literal)}
         units: list[Unit] = []
-        for unit in reversed(self.units):
+        for unit in reversed((*self.units, *self.after)):
             if unit.eqn.effects or not needed.isdisjoint(unit.eqn.outvars):
                 units.append(unit)
                 needed.update(a for a in unit.eqn.invars if not isinstance(a, _compat.Literal))
@@ -164,32 +175,35 @@ class Units:
             if not needed.isdisjoint(eqn.outvars):
                 free.append(eqn)
                 needed.update(a for a in eqn.invars if not isinstance(a, _compat.Literal))
-        return replace(self, free=tuple(free[::-1]), units=tuple(units[::-1]))
+        kept = set(units)
+        before, after = ([unit for unit in found if unit in kept] for found in (self.units, self.after))
+        return replace(self, free=tuple(free[::-1]), units=tuple(before), after=tuple(after))
+
+    @property
+    def forward(self) -> Units:
+        """The function up to its own backward passes, with all that these read as results."""
+        read = (a for unit in self.after for a in unit.eqn.invars)
+        made = {v for unit in self.units for v in unit.eqn.outvars}
+        return replace(self, after=(), outs=tuple(v for v in (*self.outs, *read) if _is_of(v, made)))
 
 
-def read(closed: Any, stages: int) -> Units:
-    """Make units of a traced function, small enough for this number of stages.
+def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
+    """Make units of a traced function, small enough for this number of stages; ``trained`` numbers its arguments.
 
     Raises
     ------
     UsageError
         If the function has tasks or microbatches.
     """
-    goal = of_program(closed.jaxpr) / stages
+    goal = _forward_operations(closed.jaxpr) / stages
     reader = _Reader(goal)
     names = {v: v for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars)}
     reader.consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     outs = reader.walk(closed.jaxpr, names, (), None)
-    backward = next((unit.eqn for unit in reader.found if _compat.scopes(unit.eqn)[1]), None)
-    if backward is not None:
-        warnings.warn(
-            f"{_compat.user_line(backward.source_info)}: the function of pipeline takes a gradient itself, whose "
-            "backward pass follows the forward pass in stages of its own; take it around multimesh.pipeline",
-            stacklevel=2,
-        )
     given = (*closed.jaxpr.invars, *reader.consts)
     free, units = _parted(reader.found, given)
-    return Units(given, reader.consts, free, units, outs).live()
+    before, after = _turned(units)
+    return Units(given, reader.consts, free, before, outs, frozenset(given[i] for i in trained), after).live()
 
 
 class _Reader:
@@ -198,6 +212,7 @@ class _Reader:
     def __init__(self, goal: float):
         self._goal = goal
         self._maker: dict[Any, Any] = {}
+        self._rows: dict[Any, tuple[Any, ...]] = {}  # of a stack that was made of them
         self.consts: dict[Any, Any] = {}
         self.found: list[Unit] = []
 
@@ -228,7 +243,8 @@ class _Reader:
             inside.update((v, v) for v in called.constvars)
             return self.walk(called, inside, (*calls, eqn), within)
         if eqn.primitive.name == "scan":
-            if cost > _LONG * self._goal * eqn.params["length"] and eqn.params["length"] > 1:
+            behind = _BACKWARD if _compat.scopes(_compat.renamed(eqn, names, calls))[1] else 1
+            if cost > behind * _LONG * self._goal * eqn.params["length"] and eqn.params["length"] > 1:
                 return self._unrolled(eqn, names, calls, within)
             if cost > _FEW * self._goal:
                 eqn = self._cast_inside(_compat.renamed(eqn, names, calls))
@@ -253,7 +269,12 @@ class _Reader:
         carried, stacks = ins[consts : consts + carries], ins[consts + carries :]
         made: list[Any] = []
         for row in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            given = [self._inline(functools.partial(_row, row), [x], calls, within)[0] for x in stacks]
+            given = [
+                self._rows[x][row]
+                if x in self._rows
+                else self._inline(functools.partial(_row, row), [x], calls, within)[0]
+                for x in stacks
+            ]
             inside = dict(zip(body.jaxpr.invars, (*ins[:consts], *carried, *given), strict=True))
             self.consts.update(zip(body.jaxpr.constvars, body.consts, strict=True))
             inside.update((v, v) for v in body.jaxpr.constvars)
@@ -261,7 +282,9 @@ class _Reader:
             carried = list(outs[:carries])
             made.append(outs[carries:])
         made = made[::-1] if eqn.params["reverse"] else made
-        return [*carried, *(self._inline(_stack, rows, calls, within)[0] for rows in zip(*made, strict=True))]
+        results = {self._inline(_stack, rows, calls, within)[0]: rows for rows in zip(*made, strict=True)}
+        self._rows.update(results)
+        return [*carried, *results]
 
     def _inline(self, fn: Any, ins: Sequence[Any], calls: tuple[Any, ...], within: Checkpoint | None) -> Sequence[Any]:
         closed = jax.make_jaxpr(fn)(*(_compat.shape_of(a.aval) for a in ins))
@@ -317,15 +340,34 @@ def _is_mark(eqn: Any, calls: Sequence[Any]) -> bool:
         For a task or a microbatch loop.
     """
     name = eqn.params.get("name", "")
-    for kind, what in ((marks.TASKS, "a task"), (marks.LOOPS, "a microbatch loop")):
+    for kind, problem in ((marks.TASKS, _TASK), (marks.LOOPS, KEPT_LOOP)):
         if isinstance(name, str) and name.startswith(kind.prefix):
             sources = (eqn.source_info, *(call.source_info for call in reversed(calls)))
             line = next(filter(None, map(_compat.user_line, sources)), "a line that JAX did not record")
-            raise UsageError(
-                f"{line}: pipeline cuts functions without marks, and this one has {what}; "
-                "drop the mark, or drop pipeline; multimesh.microbatch goes around multimesh.pipeline"
-            )
+            raise UsageError(f"{line}: {problem}")
     return isinstance(name, str) and name.startswith(marks.CONSTRAINTS.prefix)
+
+
+def _forward_operations(jaxpr: Any) -> float:
+    """Operations that no transposition made."""
+    eqns = (eqn for eqn in jaxpr.eqns if not _compat.scopes(eqn)[1])
+    return sum(operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars) for eqn in eqns)
+
+
+def _is_of(atom: Any, values: set[Any]) -> bool:
+    return not isinstance(atom, _compat.Literal) and atom in values
+
+
+def _turned(units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """Units before the first backward pass, and its own with all that need them."""
+    before, after, made = list[Unit](), list[Unit](), set[Any]()
+    for unit in units:
+        if _compat.scopes(unit.eqn)[1] or any(_is_of(a, made) for a in unit.eqn.invars):
+            after.append(unit)
+            made.update(unit.eqn.outvars)
+        else:
+            before.append(unit)
+    return tuple(before), tuple(after)
 
 
 def _parted(found: Sequence[Unit], given: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Unit, ...]]:

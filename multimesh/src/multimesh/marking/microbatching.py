@@ -22,7 +22,7 @@ from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.tasks import marked_call
-from multimesh.marking.tracing import partitioned_trace, recorded
+from multimesh.marking.tracing import of_loop, partitioned_trace, recorded
 
 
 def microbatch(
@@ -123,7 +123,7 @@ def microbatch(
         count = rows if size is None else rows // size
         mark = marks.LoopMark(count, plan, num_stages, interleave, _compat.caller_line(), carry is not None)
         alone = not recorded() and isinstance(fn, types.FunctionType)
-        called = weak(fn) if alone else fn
+        called = weak(fn) if alone else of_loop(fn)
 
         def loop(*args: Any, **kwargs: Any) -> Any:
             cut = functools.partial(_split, dim=dim, size=size, count=count)

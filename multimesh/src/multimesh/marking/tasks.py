@@ -64,17 +64,18 @@ def task(
     label = name or getattr(fn, "__name__", None) or (type(fn).__name__ if fn is not None else "task")
     placed = make_task(label, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
     if fn is None:
-        return _scope(placed)
+        return scope(placed)
     if isinstance(fn, type):
         if not any("__call__" in vars(cls) for cls in fn.__mro__):
             raise UsageError(f"task {label!r}: instances of {fn.__name__} can't be called; give it a __call__")
-        return subclass(fn, _scope(placed))
-    module = with_call(fn, _scope(placed))
-    return _marked(fn, placed) if module is None else module
+        return subclass(fn, scope(placed))
+    module = with_call(fn, scope(placed))
+    return marked(fn, placed) if module is None else module
 
 
 @contextlib.contextmanager
-def _scope(placed: Placement) -> Iterator[None]:
+def scope(placed: Placement) -> Iterator[None]:
+    """Mark operations that are traced in it as a part of the task of a place."""
     if contexts.ignoring():
         yield
         return
@@ -133,12 +134,14 @@ def _label(name: str) -> str:
     return f"task {placed.name!r}" if placed is not None else "microbatch"
 
 
-def _marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
+def marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
+    """``fn`` as the task of a place."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with inside(placed), unchanged(lambda: f"task {placed.name!r}", (args, kwargs)):
             return fn(*args, **kwargs)
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if contexts.ignoring():
             return fn(*args, **kwargs)
         if not recorded():
@@ -151,8 +154,8 @@ def _marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
         return jax.tree.map(_compat.leave_mesh, marked_call(marks.TASKS.name(placed), run, args, kwargs))
 
     with contextlib.suppress(AttributeError, TypeError):
-        functools.update_wrapper(marked, fn)
-    return marked
+        functools.update_wrapper(call, fn)
+    return call
 
 
 def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:

@@ -7,7 +7,8 @@ import contextvars
 import gc
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -15,9 +16,28 @@ from multimesh.core import _compat
 from multimesh.core.submesh import Placement
 from multimesh.errors import UsageError
 
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_tracing", default=False)
+_loops: contextvars.ContextVar[Change | None] = contextvars.ContextVar("multimesh_loops", default=None)
 _told = False
 _task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multimesh_task", default=None)
+
+
+@contextlib.contextmanager
+def in_loops(change: Change) -> Iterator[None]:
+    """Give each microbatch loop that is traced what ``change`` makes of its function."""
+    token = _loops.set(change)
+    try:
+        yield
+    finally:
+        _loops.reset(token)
+
+
+def of_loop(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a microbatch loop, as `in_loops` changes it."""
+    change = _loops.get()
+    return fn if change is None else change(fn)
 
 
 def partitioned_trace() -> bool:

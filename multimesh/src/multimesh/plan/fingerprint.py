@@ -7,6 +7,7 @@ order of a set and no count of other work, and number values as they appear.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator
 from importlib import metadata
@@ -46,7 +47,8 @@ def lines(plan: PlanData) -> Iterator[str]:
         sums, rows, ins, outs = (atoms(v, numbers) for v in (kernel.sums, kernel.rows, kernel.ins, kernel.outs))
         yield f"kernel {n} {kernel.name} submesh {kernel.submesh} {kernel.make} ({rows}; {ins}) -> ({sums}; {outs})"
         yield from (f"  {_operation(op, numbers)}" for op in kernel.ops)
-    yield from (f"slot {i} {text(slot)}" for i, slot in enumerate(plan.slots))
+    known = functools.cache(text)  # few slots differ
+    yield from (f"slot {i} {known(slot)}" for i, slot in enumerate(plan.slots))
     yield from map(text, plan.transfers)
     yield from (f"Instruction{text([*record(instruction).values()])}" for instruction in plan.instructions)
     for array, slot in plan.constants:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
-from multimesh.core.specs import carry_over
+from multimesh.core.specs import axes_of, carry_over, entry
 from multimesh.schedules import Cell, Choice
 from multimesh.schedules.costs import covered
+from multimesh.schedules.stage_cuts import Cuts
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,18 @@ _NAMES = ("kind", "submesh", "task", "microbatch", "phase", "stage", "kernel", "
 
 def record(instruction: Instruction) -> dict[str, Any]:
     """Return all attributes of an instruction by name, None or empty where its kind has none."""
-    return {name: getattr(instruction, name) for name in _NAMES}
+    own = vars(instruction)
+    found = dict(_ABSENT[type(instruction)])
+    if (cell := own.get("cell")) is not None:
+        found |= {"microbatch": cell.microbatch, "phase": cell.phase, "stage": cell.stage}
+    found.update((name, value) for name, value in own.items() if name != "cell")
+    return found
+
+
+_ABSENT: Mapping[type, Mapping[str, Any]] = {
+    kind: {name: getattr(kind, name, None) for name in _NAMES} for kind in (Run, Send, Recv, Free)
+}
+"""Attributes of each kind of instruction before it has any of its own."""
 
 
 def _slots(slots: tuple[int, ...]) -> str:
@@ -190,13 +202,23 @@ class PlanData:
     layouts: tuple[NamedSharding, ...] = ()
 
     def layout(self, slot: int, spec: PartitionSpec) -> NamedSharding:
-        """Layout of a slot with a partition spec. The terms of an accumulator are its first dimension."""
+        """Layout of a slot with a partition spec. The terms of an accumulator are its first dimension.
+
+        Their axes cannot lay out another one: where the spec has them, each device holds a whole term.
+        """
         where = self.slots[slot]
         mesh = self.submeshes[where.submesh]
         over = self.over.get(slot)
         if over is None:
             return carry_over(spec, where.shape, mesh)
-        return NamedSharding(mesh, PartitionSpec(over, *carry_over(spec, where.shape[1:], mesh).spec))
+        kept = (entry(tuple(axis for axis in axes_of(each) if axis not in over)) for each in spec)
+        return NamedSharding(mesh, PartitionSpec(over, *carry_over(PartitionSpec(*kept), where.shape[1:], mesh).spec))
+
+    @functools.cached_property
+    def cuts(self) -> tuple[Cuts, ...]:
+        """The stages of each function that `multimesh.pipeline` has cut."""
+        tasks = dict.fromkeys(op.task for kernel in self.kernels for op in kernel.ops if op.task is not None)
+        return tuple(dict.fromkeys(task.cuts for task in tasks if isinstance(task.cuts, Cuts)))
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:

@@ -12,7 +12,7 @@ from multimesh.core.text import amount
 from multimesh.plan.instructions import PlanData, Run
 
 _NARROWEST = 40
-_ROWS = 24  # submeshes shown; of more, the first and the last
+_ROWS = 24  # submeshes or stages shown; of more, the first and the last
 _HELD = 4  # arguments on several submeshes shown
 _NAME = 14  # characters of the name of a kernel outside of loops
 _KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one kernel"}
@@ -31,7 +31,8 @@ def text(plan: PlanData, width: int | None = None) -> str:
         for i, mesh in enumerate(plan.submeshes)
     ]
     total = f"{len(plan.kernels)} kernels, {len(plan.runs)} runs, {count} arrays ({amount(size, 'bytes')}) sent"
-    lines = [*_middle(meshes, "submeshes"), *textwrap.wrap(total, width), *textwrap.wrap(_held(plan), width)]
+    made = [_cut(line, width) for cuts in plan.cuts for line in _middle(cuts.short(), "stages")]
+    lines = [*_middle(meshes, "submeshes"), *made, *textwrap.wrap(total, width), *textwrap.wrap(_held(plan), width)]
     runs: list[list[Run]] = [[] for _ in plan.submeshes]
     for run in plan.runs:
         runs[run.submesh].append(run)

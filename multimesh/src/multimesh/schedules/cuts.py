@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from multimesh.schedules.partitioning import LayerCosts, least_largest
 
@@ -15,6 +16,25 @@ SLACK = 0.05
 
 _ALL, _BINS = 64, 16  # places that are all tried; bins of a stage's cost, in each of which the best place is tried
 _PER_BIN = 2
+
+
+class Need(NamedTuple):
+    """Bytes of a value that a stage keeps if one of its operations is among those that need it.
+
+    Attributes
+    ----------
+    value
+        Which; a stage has it once.
+    held, copied
+        All the time: in the first stage that reads it, and in each later one.
+    kept
+        Of each microbatch in flight.
+    """
+
+    value: Hashable
+    held: float
+    copied: float
+    kept: float
 
 
 @dataclass(frozen=True)
@@ -29,12 +49,15 @@ class Chain:
         Values that each operation reads and makes. A value that none makes is given, and lies where it is first read.
     size
         Bytes of each value.
+    needs
+        What each operation adds to the memory of its stage, beside its ``costs``; empty: nothing.
     """
 
     costs: tuple[LayerCosts, ...]
     reads: tuple[tuple[Hashable, ...], ...]
     makes: tuple[tuple[Hashable, ...], ...]
     size: Mapping[Hashable, float]
+    needs: tuple[tuple[Need, ...], ...] = ()
     home: Mapping[Hashable, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -46,9 +69,26 @@ class Chain:
         object.__setattr__(self, "home", home)
 
     def costs_of(self, start: int, end: int) -> LayerCosts:
-        """Sum of the costs of the operations from ``start`` to ``end``."""
-        costs = self.costs[start:end]
-        return LayerCosts(sum(c.time for c in costs), sum(c.held for c in costs), sum(c.activation for c in costs))
+        """Costs of a stage of the operations from ``start`` to ``end``."""
+        costs, seen = self.costs[start:end], dict[Hashable, tuple[float, float]]()
+        held, kept = self.needed(start, range(start, end), seen)
+        return LayerCosts(
+            sum(c.time for c in costs), sum(c.held for c in costs) + held, sum(c.activation for c in costs) + kept
+        )
+
+    def needed(self, start: int, more: range, seen: dict[Hashable, tuple[float, float]]) -> tuple[float, float]:
+        """Bytes held all the time and kept of a microbatch that ``more`` operations add to a stage.
+
+        The stage begins at ``start``; ``seen`` has what its operations so far hold and keep of each value.
+        """
+        added = [0.0, 0.0]
+        for i in more if self.needs else ():
+            for value, held, copied, kept in self.needs[i]:
+                before = seen.get(value, (0.0, 0.0))
+                now = max(before[0], held if self.home[value] >= start else copied), max(before[1], kept)
+                seen[value] = now
+                added = [total + new - old for total, new, old in zip(added, now, before, strict=True)]
+        return added[0], added[1]
 
     def received(self, start: int, end: int) -> float:
         """Bytes that a stage of the operations from ``start`` to ``end`` gets from stages before it."""
@@ -104,12 +144,14 @@ def cut_chain(chain: Chain, stages: int, fits: Fits | None = None) -> ChainCut |
     sums = {name: [0.0, *itertools.accumulate(getattr(c, name) for c in chain.costs)] for name in vars(LayerCosts(0.0))}
     times = sums["time"]
     places = _places(chain, stages, times)
+    needed = _Walk(places, _needs_of(chain))
 
     def time(stage: int, a: int, b: int) -> float:
         start, end = places[a], places[b]
         if fits is not None:
-            costs = LayerCosts(*(max(0.0, total[end] - total[start]) for total in sums.values()))
-            return costs.time if fits(stage, costs) else math.inf
+            costs = [max(0.0, total[end] - total[start]) for total in sums.values()]
+            costs = [cost + more for cost, more in zip(costs, (0.0, *needed(a, b)), strict=True)]
+            return costs[0] if fits(stage, LayerCosts(*costs)) else math.inf
         return times[end] - times[start]
 
     least, _ = least_largest(stages, len(places) - 1, time)
@@ -157,7 +199,7 @@ def _fewest_bytes(
     """Ends of the stages, as numbers of places, that send fewest bytes with no stage above a limit."""
     number = len(places) - 1
     best: list[dict[int, tuple[tuple[float, float], int]]] = [{0: ((0.0, 0.0), 0)}]
-    received = _Received(chain, places)
+    received = _Walk(places, _received_by(chain))
     for stage in range(stages):
         new: dict[int, tuple[tuple[float, float], int]] = {}
         after = stages - stage - 1
@@ -166,7 +208,7 @@ def _fewest_bytes(
                 took = time(stage, start, end)
                 if took > limit:
                     break  # a longer stage takes no less
-                here = (value[0] + received(start, end), value[1] + took**2)
+                here = (value[0] + received(start, end)[0], value[1] + took**2)
                 if end not in new or here < new[end][0]:
                     new[end] = here, start
         best.append(new)
@@ -176,23 +218,44 @@ def _fewest_bytes(
     return ends[::-1]
 
 
-class _Received:
-    """Bytes received between two places; each start is walked once, as far as it was asked for."""
+class _Walk:
+    """Sums over a stage between two places; each start is walked once, as far as it was asked for."""
 
-    def __init__(self, chain: Chain, places: Sequence[int]):
-        self._chain, self._places = chain, places
-        self._found: dict[int, list[float]] = {}
-        self._seen: dict[int, set[Hashable]] = {}
+    def __init__(self, places: Sequence[int], adds: Callable[[int], Callable[[range], tuple[float, ...]]]):
+        self._places, self._adds = places, adds
+        self._found: dict[int, list[tuple[float, ...]]] = {}
+        self._of: dict[int, Callable[[range], tuple[float, ...]]] = {}
 
-    def __call__(self, start: int, end: int) -> float:
-        chain, places = self._chain, self._places
-        found, seen = self._found.setdefault(start, [0.0]), self._seen.setdefault(start, set())
+    def __call__(self, start: int, end: int) -> tuple[float, ...]:
+        places = self._places
+        if start not in self._of:
+            self._of[start] = self._adds(places[start])
+            self._found[start] = [self._of[start](range(0))]
+        found = self._found[start]
         while len(found) <= end - start:
-            total, at = found[-1], start + len(found)
-            for i in range(places[at - 1], places[at]):
-                for value in chain.reads[i]:
-                    if value not in seen and chain.home[value] < places[start]:
-                        seen.add(value)
-                        total += chain.size[value]
-            found.append(total)
+            at = start + len(found)
+            more = self._of[start](range(places[at - 1], places[at]))
+            found.append(tuple(a + b for a, b in zip(found[-1], more, strict=True)))
         return found[end - start]
+
+
+def _needs_of(chain: Chain) -> Callable[[int], Callable[[range], tuple[float, float]]]:
+    def adds(start: int) -> Callable[[range], tuple[float, float]]:
+        seen: dict[Hashable, tuple[float, float]] = {}
+        return lambda more: chain.needed(start, more, seen)
+
+    return adds
+
+
+def _received_by(chain: Chain) -> Callable[[int], Callable[[range], tuple[float]]]:
+    def adds(start: int) -> Callable[[range], tuple[float]]:
+        seen: set[Hashable] = set()
+
+        def more(operations: range) -> tuple[float]:
+            new = {v for i in operations for v in chain.reads[i] if chain.home[v] < start} - seen
+            seen.update(new)
+            return (sum(chain.size[v] for v in new),)
+
+        return more
+
+    return adds

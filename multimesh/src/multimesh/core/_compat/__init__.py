@@ -9,6 +9,7 @@ from multimesh.core._compat import versions
 from multimesh.core._compat.versions import (
     SUPPORTED,
     DeviceList,
+    array_of_shards,
     copy_shards,
     explicit_transfers,
     forget_pruned,

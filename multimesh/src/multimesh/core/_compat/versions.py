@@ -106,6 +106,10 @@ copy_shards = None if _copy is None or _REUSE is None else _copy_shards
 """Copy the shards of each array to its list of devices; takes arrays, lists of devices, layouts."""
 
 
+array_of_shards: Callable[..., Any] | None = private("array.ArrayImpl")
+"""Make an array of shards, with its type; unlike the public function it can leave out the checks."""
+
+
 def trace_context() -> Any:
     """All of JAX's configuration that a trace depends on (precision, x64, ambient mesh ...), hashable."""
     if _trace_context is not None:

@@ -1,0 +1,92 @@
+"""The stages of a function that `multimesh.pipeline` has cut, as data and as tables. Nothing here imports JAX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multimesh.core.text import amount, columns
+from multimesh.schedules.partitioning import LayerCosts
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """A stage of a function that `pipeline` has cut.
+
+    Attributes
+    ----------
+    line
+        The user's line of its first operation: ``file:line``, the modules around it, and the row of a scan.
+    text
+        What stands there; empty if nobody knows.
+    costs
+        Operations, bytes that it holds all the time, and bytes that it keeps of a microbatch. See `pipeline`.
+    received
+        Bytes that it gets from stages before it, for each microbatch; a shared parameter counts too.
+    """
+
+    line: str
+    text: str
+    costs: LayerCosts
+    received: float
+
+    @property
+    def start(self) -> str:
+        """Line and text, with the file as seen from the current folder."""
+        path, sign, rest = self.line.partition(":")
+        near = os.path.relpath(path) if os.path.isabs(path) and os.path.exists(path) else path
+        where = f"{path if near.startswith(os.pardir) else near}{sign}{rest}"
+        return f"{where}: {self.text}" if self.text else where
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How `pipeline` has cut a function; ``str`` is a table of the stages.
+
+    Attributes
+    ----------
+    stages
+        One for each stage, in order.
+    name
+        Of the function.
+    """
+
+    stages: tuple[StageCut, ...]
+    name: str
+
+    @property
+    def slowest(self) -> float:
+        """Operations of the longest stage, as a multiple of the mean."""
+        times = [stage.costs.time for stage in self.stages]
+        return max(times) * len(times) / sum(times) if any(times) else 1.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes that stages get from stages before them."""
+        return sum(stage.received for stage in self.stages)
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Of the operations, for each stage."""
+        total = sum(stage.costs.time for stage in self.stages) or 1.0
+        return tuple(f"{100 * stage.costs.time / total:.1f} %" for stage in self.stages)
+
+    def short(self) -> list[str]:
+        """Lines of a table of where stages start and how even they are."""
+        starts = [stage.start for stage in self.stages]
+        parts = [("stage", [*map(str, range(len(starts)))]), ("share", self.shares), ("starts at", starts)]
+        head = f"{self.name} is cut into {len(starts)} stages; the slowest has {self.slowest:.2f} x the mean"
+        return [head, *columns(parts, left=(2,))]
+
+    def __str__(self) -> str:
+        parts: list[tuple[str, Sequence[str]]] = [
+            ("stage", [str(s) for s in range(len(self.stages))]),
+            ("operations", [amount(stage.costs.time, "") for stage in self.stages]),
+            ("share", self.shares),
+            ("state", [amount(stage.costs.held, "bytes") for stage in self.stages]),
+            ("receives", [amount(stage.received, "bytes") for stage in self.stages]),
+            ("starts at", [stage.start for stage in self.stages]),
+        ]
+        end = f"the slowest stage has {self.slowest:.2f} x the mean; {amount(self.sent, 'bytes')} are sent"
+        return "\n".join([*columns(parts, left=(5,)), end])
