@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.processes import arrays, shard_files
+from multimesh.processes import arrays, saving, shard_files
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 
@@ -69,6 +71,10 @@ def saved(folder: str, stages: str) -> None:
         mm.distributed.save(folder, got)
     with pytest.raises(mm.UsageError, match=r"process \d(, \d)* of \d differs.*step: "):
         mm.distributed.save(folder + "-other", {**got, "step": 1.0 if jax.process_index() else 1})
+    own = f"{folder}-of-{jax.process_index()}"
+    with pytest.raises(mm.UsageError, match=r"process \d(, \d)* of \d differs"):
+        mm.distributed.save(own, got)
+    assert not list(Path(folder).parent.glob(f"{Path(own).name}*"))
 
 
 def restored(folder: str, stages: str) -> None:
@@ -104,32 +110,131 @@ def disk_full(folder: str) -> None:
     assert list(Path(folder).iterdir()) == []
 
 
-def killed_saving(folder: str, rank: str, where: str) -> None:
-    """Save one checkpoint after the other until a process kills itself somewhere on the way."""
+PHASES = {  # of a save: what is done in it, whether a process is killed before or after that, and who does it
+    "begin": (saving, "_save", "before", "all"),
+    "first byte": (shard_files, "write", "before", "all"),
+    "in arrays": (shard_files, "_write", "after", "all"),
+    "table": (shard_files, "write_table", "before", "first"),
+    "checksums": (shard_files, "write_table", "after", "first"),
+    "rename": (Path, "rename", "before", "first"),
+    "renamed": (Path, "rename", "after", "first"),
+}
+
+
+def killed_at(phase: str) -> None:
+    """Let this process kill itself in a phase of its next save; a number is so many seconds from now."""
 
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def then_kill(*args: Any, **kwargs: Any) -> Any:
+    def done(*args: Any, **kwargs: Any) -> Any:
+        if when == "before":
+            kill()
         whole(*args, **kwargs)
         kill()
+
+    if phase not in PHASES:
+        threading.Timer(float(phase), kill).start()
+        return
+    place, name, when, _ = PHASES[phase]
+    whole = getattr(place, name)
+    setattr(place, name, done)
+
+
+def killed_saving(folder: str, rank: str, phase: str, how: str) -> None:
+    """Save one checkpoint after the other until a process kills itself somewhere on the way."""
 
     def placed(n: int) -> Any:
         return {"step": n, "w": [on(mesh, np.full((64, 64), n, np.float32), P("data")) for mesh in meshes()]}
 
     mm.distributed.save(f"{folder}/0", placed(0))
     if jax.process_index() == int(rank):
-        places: dict[str, tuple[Any, str]] = {"rename": (Path, "rename"), "table": (shard_files, "write_table")}
-        place, name = places.get(where, (shard_files, "write"))
-        whole = getattr(place, name)
-        if where in ("write", "table", "rename"):
-            setattr(place, name, then_kill)
-        elif where == "begin":
-            setattr(place, name, lambda *args, **kwargs: kill())
-        else:
-            threading.Timer(float(where), kill).start()
+        killed_at(phase)
     for n in range(1, 1000):
-        mm.distributed.save(f"{folder}/{n}", placed(n))
+        mm.distributed.save(f"{folder}/{n}", placed(n), background=how == "background")
+
+
+def saved_beside(folder: str) -> None:
+    """Arrays that are donated while they are saved; a second save; and the error of one process in all of them."""
+    first, last = 0, jax.process_count() - 1
+    written, go_on = shard_files.write, threading.Event()
+
+    def held(*args: Any) -> Any:
+        assert go_on.wait(60)
+        return written(*args)
+
+    shard_files.write = held
+    x = np.arange(96, dtype=np.float32).reshape(24, 4)
+    state = {"w": on(meshes(1)[0], x, P("data")), "n": 1}
+    twice = jax.jit(lambda x: x * 2, donate_argnums=0)
+    mm.distributed.save(f"{folder}/1", state, background=True)
+    later = {"w": jax.block_until_ready(twice(state["w"])), "n": 2}
+    assert state["w"].is_deleted()
+    with pytest.raises(mm.errors.BusyError, match="goes on in the background"):
+        mm.distributed.save(f"{folder}/2", later, background=True, while_saving="refuse")
+    go_on.set()
+    mm.distributed.save(f"{folder}/2", later, background=True)
+    found = mm.distributed.restore(f"{folder}/1", later)  # it waits for the second one
+    assert Path(f"{folder}/2").is_dir()
+    for number, got in ((1, found), (2, mm.distributed.restore(f"{folder}/2", later))):
+        assert got["n"] == number
+        for shard in got["w"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, (number * x)[shard.index])
+
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device", folder)
+
+    for who in {first, last}:
+        shard_files.write = full if jax.process_index() == who else written
+        mm.distributed.save(f"{folder}/3", later, background=True)
+        with pytest.raises(mm.MultiMeshError, match=f"save to {folder}/3: No space left on device") as raised:
+            mm.distributed.save(f"{folder}/4", later)
+        assert last == 0 or str(raised.value).startswith(f"process {who} of {last + 1} (")
+    shard_files.write = written
+    mm.distributed.save(f"{folder}/3", later, background=True)
+    mm.distributed.wait_for_save()
+    mm.distributed.barrier("process 0 has removed what was written")
+    assert {p.name for p in Path(folder).iterdir()} == {"1", "2", "3"}
+
+
+def seen_late(folder: str) -> None:
+    """As on NFS: process 0 sees the file of process 1 a second after that has written it, first a part of it; process
+    1 sees the checkpoint a second after process 0 has renamed it.
+    """
+    late, (written, read_table) = jax.process_index() == 1, (shard_files.write, Path.stat)
+    started = time.monotonic()
+
+    def write(file: Path, *args: Any) -> Any:
+        hidden = Path(f"{file}-not-seen")
+        found = written(hidden, *args)
+
+        def appear() -> None:
+            data = hidden.read_bytes()
+            hidden.unlink()
+            file.write_bytes(data[:10])
+            time.sleep(0.5)
+            file.write_bytes(data)
+
+        threading.Timer(1, appear).start()
+        return [dataclasses.replace(shard, file=file.name) for shard in found]
+
+    def stat(path: Path, **kwargs: Any) -> Any:
+        if path.name == shard_files.TABLE and time.monotonic() < started + 1:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return read_table(path, **kwargs)
+
+    tree = {"w": on(meshes(1)[0], np.arange(96, dtype=np.float32).reshape(24, 4), P("data"))}
+    if late:
+        shard_files.write = write
+    mm.distributed.save(f"{folder}/1", tree)
+    started = time.monotonic()
+    if late:
+        Path.stat = stat  # type: ignore[assignment]
+    back = mm.distributed.restore(f"{folder}/1", tree)
+    Path.stat = read_table  # type: ignore[method-assign]
+    assert not late or time.monotonic() > started + 1
+    for x, y in zip(back["w"].addressable_shards, tree["w"].addressable_shards, strict=True):
+        np.testing.assert_array_equal(x.data, y.data)
 
 
 if __name__ == "__main__":

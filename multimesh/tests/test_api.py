@@ -63,7 +63,7 @@ def test_each_public_name_may_be_the_first_that_is_used():
     found = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
     assert list(found) == mm.__all__
     rooms = {name: f"attribute:multimesh.{name} {name}:multimesh.{name}" for name in mm.__all__}
-    rooms = {name: rooms[name] for name in ("distributed", "fft", "linalg", "planner", "schedules")}
+    rooms = {name: rooms[name] for name in ("distributed", "fft", "grids", "linalg", "planner", "schedules")}
     assert {name: modules for name, modules in found.items() if modules} == rooms
 
 

@@ -182,15 +182,17 @@ def test_several_processes_restore_what_one_saved(tmp_path):
     passed(2, 2, f"restored:{tmp_path}/1:2", f"restored:{tmp_path}/1:0")
 
 
-WHERE = ("begin", "write", "table", "rename", "0.05", "0.1", "0.2", "0.3", "0.5", "0.8")
-KILLED = [(w, rank) for w in WHERE for rank in (0, 1) if not (rank and w in ("table", "rename"))]  # that is 0's work
+PHASES = checkpoint_cases.PHASES
+WHERE = [(phase, rank) for phase, (*_, who) in PHASES.items() for rank in (0, 1) if who == "all" or rank == 0]
+WHERE += [(str(seconds), rank) for seconds in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8) for rank in (0, 1)]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.telling("table-0")
-@pytest.mark.parametrize(("where", "rank"), KILLED)
-def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, where, rank):
-    ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}", timeout=60)
+@pytest.mark.telling("checksums-0-background", "in arrays-1-background", "rename-0-waited for")
+@pytest.mark.parametrize("how", ["waited for", "background"])
+@pytest.mark.parametrize(("where", "rank"), WHERE)
+def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, where, rank, how):
+    ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:{how}", timeout=60)
     assert ended[rank].code == -signal.SIGKILL, ended
     assert "was killed by SIGKILL" in ended[1 - rank].err
     found = {p.name for p in tmp_path.iterdir() if p.name.isdigit()}

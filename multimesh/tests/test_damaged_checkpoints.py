@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpoint_cases
+import damage
 import jax
 import numpy as np
 import pytest
@@ -15,8 +17,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multimesh.processes import agree, shard_files
 from pipelines import assert_same
+from spawning import run
 
 import multimesh as mm
+
+CASES = Path(checkpoint_cases.__file__)
 
 
 def state():
@@ -35,25 +40,11 @@ def saved(tmp_path_factory):
     return path
 
 
-def damaged(path: Path, seed: int) -> tuple[Path, bytes]:
-    """Flip a bit of one of the files, cut its end off or delete it; return the file and what it had."""
-    rng = random.Random(seed)
-    file = rng.choice(sorted(path.iterdir()))
-    data = file.read_bytes()
-    at, how = rng.randrange(len(data)), rng.choice(["flip", "flip", "truncate", "delete"])
-    if how == "delete":
-        file.unlink()
-    else:
-        flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-        file.write_bytes(flipped if how == "flip" else data[:at])
-    return file, data
-
-
 def test_no_damage_is_silent(saved):
     """200 of them, in all files: each is one line with the name of the file, from `restore` and from `verify`."""
     tree = state()
     for seed in range(200):
-        file, data = damaged(saved, seed)
+        file, data = damage.damage(saved, random.Random(seed))
         for read in (lambda: mm.distributed.restore(saved, tree), lambda: mm.distributed.verify(saved)):
             with pytest.raises(mm.errors.DamagedError, match=re.escape(str(file))) as raised:
                 read()
@@ -124,7 +115,7 @@ def test_of_a_folder_the_newest_whole_checkpoint_is_restored(tmp_path, capsys):
 def test_a_newer_format_is_named(saved):
     file = saved / shard_files.TABLE
     data = file.read_bytes()
-    file.write_bytes(shard_files._sealed(data.partition(b"\n")[2], shard_files.FORMAT + 1))
+    file.write_bytes(shard_files.sealed(data.partition(b"\n")[2], shard_files.FORMAT + 1))
     with pytest.raises(mm.UsageError, match=r"is of a newer MultiMesh \(format 3\)"):
         mm.distributed.restore(saved, state())
     file.write_bytes(data)
@@ -138,45 +129,73 @@ def test_an_error_says_whose_it_is():
     assert agree._verdict([None, None]) == []
 
 
-WRITER = """
-import sys, numpy as np, multimesh as mm
-own = int(sys.argv[1])
-tree = {str(n): np.full((32, 32), own) for n in range(12)}
-for line in sys.stdin:
-    try:
-        mm.distributed.save(line.strip(), tree)
-        print("saved", flush=True)
-    except mm.UsageError as error:
-        print(f"told: {error}", flush=True)
-"""
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("trials", [5, pytest.param(200, marks=pytest.mark.full)])
 def test_two_jobs_that_save_to_one_path_never_make_a_mixture(tmp_path, trials):
     """One has saved, the other is told; what lies there is whole, and of the one that has saved."""
-    argv, env = [sys.executable, "-c", WRITER], os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    start = [subprocess.Popen([*argv, str(n)], env=env, stdin=-1, stdout=-1, text=True, bufsize=1) for n in (0, 1)]
-    late = 0
-    try:
-        for trial in range(trials):
-            path = tmp_path / str(trial)
-            for writer in start:
-                writer.stdin.write(f"{path}\n")
-            said = [writer.stdout.readline().strip() for writer in start]
-            winner = said.index("saved")
-            loser = said[1 - winner]
-            there = r"(something already|a checkpoint of another job, which was faster)"
-            assert re.fullmatch(rf"told: mm.distributed.save to {path}: there is {there}; give .*", loser)
-            late += "another job" in loser
-            found = mm.distributed.restore(path, {str(n): np.zeros((32, 32), int) for n in range(12)})
-            assert all((x == winner).all() for x in found.values()), trial
-    finally:
-        for writer in start:
-            writer.stdin.close()
-            writer.wait()
-    assert late or trials < 20  # most meet in the middle
+    late = [late for _, late in damage.two_writers(tmp_path, trials)]
+    assert any(late) or trials < 20  # most meet in the middle
     assert {p.name for p in tmp_path.iterdir()} == {str(n) for n in range(trials)}
+
+
+@pytest.mark.multiprocess
+def test_files_of_other_machines_may_be_seen_late(tmp_path):
+    """A file, and a folder: as on NFS, which keeps what it knew of a folder for a minute at most."""
+    for ended in run(2, 1, CASES, f"seen_late:{tmp_path}", timeout=100):
+        assert ended.code == 0, ended.err[-4000:]
+
+
+def test_a_rename_that_was_done_and_is_called_failed_is_a_success(tmp_path, monkeypatch):
+    """NFS asks twice where an answer is lost, and finds the old name gone."""
+    rename = Path.rename
+
+    def twice(half, path):
+        rename(half, path)
+        rename(half, path)
+
+    monkeypatch.setattr(Path, "rename", twice)
+    mm.distributed.save(tmp_path / "1", {"n": 1})
+    assert mm.distributed.restore(tmp_path, {"n": 0}) == {"n": 1}
+
+    def fail(half, path):
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(
+        mm.MultiMeshError, match=r"save to .*/2: Input/output error: .*; there is no checkpoint of that"
+    ):
+        mm.distributed.save(tmp_path / "2", {"n": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rename_that_copies_file_by_file_and_is_killed_is_told(tmp_path, monkeypatch, capsys, seed):
+    """As of a bucket that is mounted: what was copied is refused, and the checkpoint before it is taken."""
+    tree = {"w": np.arange(1000.0), "n": 2}
+    mm.distributed.save(tmp_path / "1", tree)
+    rng = random.Random(seed)
+
+    def copied(half, path):
+        path.mkdir()
+        files = rng.sample(sorted(half.iterdir()), seed % 3)  # of two files
+        for file in files:
+            (path / file.name).write_bytes(file.read_bytes())
+        if files and rng.random() < 0.5:
+            os.truncate(path / file.name, 100)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", copied)
+    with pytest.raises(KeyboardInterrupt):
+        mm.distributed.save(tmp_path / "2", tree)
+    files = {path.name: path.stat().st_size for path in (tmp_path / "2").iterdir()}
+    whole = len(files) == 2 and 100 not in files.values()
+    if whole:
+        assert_same(mm.distributed.restore(tmp_path / "2", tree), tree)
+    else:
+        with pytest.raises(mm.UsageError):
+            mm.distributed.restore(tmp_path / "2", tree)
+    assert_same(mm.distributed.restore(tmp_path, tree), tree)
+    assert ("going on from" in capsys.readouterr().err) == (bool(files) and not whole)
 
 
 def test_what_a_killed_job_left_is_removed_by_the_next_save(tmp_path):

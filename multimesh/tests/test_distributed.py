@@ -71,7 +71,8 @@ def job(tmp_path, address):
     def run(body, count=2, *, ranks=None, fault=None, limit=60, environ=lambda rank: {}, words=lambda rank: ()):
         script = tmp_path / "job.py"
         script.write_text(body)
-        base = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"JAX_NUM_CPU_DEVICES": "1"}
+        base = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+        base |= {"JAX_NUM_CPU_DEVICES": "1", "MULTIMESH_JOB_SECRET": "the secret of a test"}
         started = {}
         for place, rank in enumerate(ranks or range(count)):
             with (tmp_path / f"{place}.log").open("w") as log:
@@ -407,6 +408,17 @@ def test_a_process_with_another_secret_is_not_let_in(job):
         second
     )
     assert (first.code, second.code) == (2, 2)
+
+
+@pytest.mark.multiprocess
+def test_a_job_without_a_secret_is_warned_once(job, address, tmp_path):
+    """By process 0, with the remedy; the job goes on."""
+    without = {"MULTIMESH_JOB_SECRET": "", "HOME": str(tmp_path), "MULTIMESH_JOB_SECRET_FILE": ""}
+    first, second = job(JOIN, environ=lambda rank: without)
+    told = rf"multimesh: warning: this job has no secret: whoever reaches {address} can .* MULTIMESH_JOB_SECRET .*\n"
+    assert re.fullmatch(told, first.said), first
+    assert second.said == "", second
+    assert (first.code, second.code) == (0, 0)
 
 
 @pytest.mark.multiprocess

@@ -18,7 +18,7 @@ FLOORS = (
     ("runtime",),
     ("passes",),
     ("marking", "plan", "planner"),
-    ("schedules",),
+    ("schedules", "grids"),
     ("processes", "ir", "timelines", "linalg", "fft"),
     ("hardware",),
     ("core",),

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multimesh.core import _compat
-from multimesh.runtime.transport import mover, needs_cutting, way
+from multimesh.runtime.transport import ends, mover, needs_cutting, way
 from pipelines import assert_same
 
 import multimesh as mm
@@ -159,3 +159,21 @@ def test_an_argument_on_other_devices_is_moved_on_devices(no_host, monkeypatch):
     y = jax.block_until_ready(f(x))
     monkeypatch.undo()
     assert_same(y, 2 * np.arange(8.0, dtype=np.float32))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_arrays_made_without_checks_are_those_of_jax(name):
+    """From the second one on: values, type, layout, and that they are committed; also as arguments of a program."""
+    source_mesh, source_spec, target_mesh, target_spec = WAYS[name]
+    target = NamedSharding(target_mesh, target_spec)
+    both = ends(NamedSharding(source_mesh, source_spec), target, SHAPE, jnp.dtype("bfloat16"))
+    for number in range(3):
+        x = jax.device_put(values("bfloat16") + number, NamedSharding(source_mesh, source_spec))
+        held = both.leave(x)
+        pieces = [jax.device_put(held[piece.cut][piece.source], piece.target) for piece in both.way.pieces]
+        got, want = both.arrive(pieces), jax.device_put(np.asarray(x), target)
+        assert (got.aval, got.sharding, got.committed) == (want.aval, want.sharding, want.committed)
+        assert got.aval.sharding == want.aval.sharding
+        assert [shard.device for shard in got.addressable_shards] == [s.device for s in want.addressable_shards]
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(jax.jit(lambda x: x + x)(got), want + want)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from multimesh.core import _compat
-from multimesh.errors import MissingPartError
-from multimesh.processes import checkpoints
+from multimesh.errors import BusyError, DamagedError, MissingPartError, UsageError
+from multimesh.processes import background as in_background
+from multimesh.processes import checkpoints, saving
 from multimesh.processes.agree import agree_on, barrier
 from multimesh.processes.gather import gather
 from multimesh.processes.initialize import Processes, fail, initialize
 
 __all__ = [
+    "BusyError",
+    "DamagedError",
     "Processes",
     "agree_on",
     "barrier",
@@ -23,17 +26,32 @@ __all__ = [
     "initialize",
     "orbax_handler",
     "orbax_state_handler",
+    "record",
     "restore",
     "save",
     "verify",
+    "wait_for_save",
 ]
 
 
-def save(path: str | os.PathLike[str], tree: Any) -> None:
-    """Write a tree to a new folder. All processes call it, in the same order, and wait until it is complete.
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    background: bool = False,
+    while_saving: Literal["wait", "refuse"] = "wait",
+) -> None:
+    """Write a tree to a new folder. All processes call it, in the same order.
 
     Each process writes the shards that it holds, each shard once. The folder appears under its name when all is
     written. If a process is killed, the folder is complete or not there, and earlier checkpoints stay as they are.
+
+    With ``background=True`` the call blocks for three things only: a save before it that still goes on; the values of
+    the tree, if they are not computed yet; and a copy of this process's shards to memory of the host, which the save
+    keeps until it has written them. After that the arrays may be donated. Threads write the copy, agree with the other
+    processes and rename the folder. Python waits for them at its end, also after Ctrl-C. An error of theirs is raised
+    by the next `save`, `wait_for_save`, `restore` or `verify`, whichever comes first, which then does nothing else.
+    If none comes, the process ends with a line and the exit code of the error.
 
     Parameters
     ----------
@@ -42,17 +60,30 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     tree
         A pytree of arrays of any dtype, keys of ``jax.random.key``, numbers, and None. Committed arrays may lie on any
         devices, also without a shard in this process. All other leaves must be the same in all processes.
+    background
+        Whether to return before the checkpoint is written.
+    while_saving
+        What to do if a save goes on in the background: wait for its end, or refuse this one.
 
     Raises
     ------
     UsageError
         If ``path`` exists, also if another job has saved to it meanwhile. If a leaf can't be saved, or the trees of the
         processes differ.
+    BusyError
+        In every process, with ``while_saving="refuse"``, if a save goes on in the background.
     MultiMeshError
-        In every process, if one can't write; names that process.
+        In every process, if one can't write; names that process. Also if the save before it could not.
     """
+    if while_saving not in ("wait", "refuse"):
+        raise UsageError(f'while_saving is "wait" or "refuse"; got {while_saving!r}')
     with _compat.without_mesh():
-        checkpoints.save(Path(path).absolute(), tree)
+        saving.save(Path(path).absolute(), tree, beside=background, while_saving=while_saving)
+
+
+def wait_for_save() -> None:
+    """Wait until a `save` in the background is complete. Raises its error; Ctrl-C ends the wait, not the save."""
+    in_background.finish()
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
@@ -86,16 +117,34 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 
 
 def verify(path: str | os.PathLike[str]) -> None:
-    """Read a whole checkpoint of `save` and compare its checksums. Several processes all call it; each reads its share.
+    """Read a whole checkpoint and compare its checksums. Several processes all call it; each reads its share.
+
+    It takes checkpoints of `save`, and those of Orbax and MaxText that have a `record`.
 
     Raises
     ------
     DamagedError
-        If a byte is not the one that was saved, or one is missing; names the file and the shard.
+        If a byte is not the one that was saved, or one is missing; names the file and the shard, or arrays in it.
+    NoRecordError
+        If a checkpoint of Orbax has no record of all its files. Those that have one are as they were written.
     UsageError
         If there is no complete checkpoint.
     """
     checkpoints.verify(Path(path).absolute())
+
+
+def record(path: str | os.PathLike[str]) -> None:
+    """Write the checksums of all files of a checkpoint of Orbax into its folder, for `verify`.
+
+    Call it in all processes when the checkpoint is complete. Each reads its share of the files; they do not
+    communicate. ``maxtext/run.py`` does so by itself. Checkpoints of `save` have checksums without it.
+
+    Raises
+    ------
+    UsageError
+        If there is no checkpoint.
+    """
+    checkpoints.record(Path(path).absolute())
 
 
 def orbax_handler() -> Any:

@@ -47,6 +47,14 @@ class DamagedError(UsageError):
     """A checkpoint does not hold the bytes that were written: some are others, or missing."""
 
 
+class NoRecordError(UsageError):
+    """A checkpoint of Orbax has no record of its checksums, so nothing can be compared."""
+
+
+class BusyError(UsageError):
+    """A save goes on in the background, and the next one was not to wait for it."""
+
+
 class MissingPartError(MultiMeshError):
     """A source tree, package or device that the command needs is not on this machine."""
 

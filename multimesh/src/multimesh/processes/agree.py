@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 
 from multimesh.core import _compat
-from multimesh.errors import DamagedError, LostProcessError, MultiMeshError, UsageError
+from multimesh.errors import DamagedError, LostProcessError, MultiMeshError, NoRecordError, UsageError
 from multimesh.processes import timeouts
 
 NOTICE = 60.0
@@ -240,7 +240,7 @@ def settle(
 
 def _raise(verdict: Sequence[str]) -> None:
     """Raise the error that `_told` tells, if there is one."""
-    kinds = {kind.__name__: kind for kind in (UsageError, DamagedError)}
+    kinds = {kind.__name__: kind for kind in (UsageError, DamagedError, NoRecordError)}
     if verdict:
         raise kinds.get(verdict[0], MultiMeshError)(verdict[1])
 

@@ -34,7 +34,7 @@ class Processes:
     Attributes
     ----------
     launcher
-        What started them: "Slurm", "Open MPI", "mpi4py", "Kubernetes", or "arguments".
+        What started them: "Slurm", "Open MPI", "mpi4py", "Kubernetes", "arguments", or "nobody".
     rank
         Number of this process.
     hosts
@@ -74,14 +74,15 @@ def initialize(
     shutdown_timeout_seconds: int = 10,
     coordinator_bind_address: str | None = None,
     same_command: bool = True,
+    alone: bool = False,
 ) -> Processes:
     """Make this process one of several, in place of ``jax.distributed.initialize``.
 
-    Arguments that are not given are found as JAX finds them: from Slurm, Open MPI 4, Kubernetes, or mpi4py as
-    ``cluster_detection_method``. All processes meet and compare themselves before JAX starts. From then on each has a
-    watcher. When a process fails, is killed, stopped or out of reach, all others end within seconds: with a line that
-    names it, and its exit code if it has one, else 17. SIGTERM ends a process, unless the environment has
-    ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
+    Arguments that are not given are found as JAX finds them: from Slurm, Open MPI 4, Kubernetes, or mpi4py, which is
+    used by itself under Open MPI 5 and MPICH if it is installed. All processes meet and compare themselves before JAX
+    starts. From then on each has a watcher. When a process fails, is killed, stopped or out of reach, all others end
+    within seconds: with a line that names it, and its exit code if it has one, else 17. SIGTERM ends a process, unless
+    the environment has ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
 
     Parameters
     ----------
@@ -114,6 +115,9 @@ def initialize(
         Address at which process 0 listens; by default all of its addresses.
     same_command
         Whether command lines that differ are refused. The number and the host of a process may always differ.
+    alone
+        Whether a program that no launcher started runs as the only process. So one script runs by itself, under
+        ``srun`` and under ``mpirun``, and never as copies that do not know of each other.
 
     Returns
     -------
@@ -147,6 +151,7 @@ def initialize(
             shutdown_timeout_seconds,
             coordinator_bind_address,
             same_command,
+            alone,
         )
     except UsageError as error:
         _leave_in_one_line(error)
@@ -176,6 +181,7 @@ def _initialize(
     shutdown: int,
     bind: str | None,
     same_command: bool,
+    alone: bool,
 ) -> Processes:
     global _client
     if _client is not None or jax.distributed.is_initialized():
@@ -185,6 +191,8 @@ def _initialize(
             "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
         )
     launcher, (address, count, rank, devices) = _complete(given, method, math.ceil(waits.start))
+    if alone and address is count is rank is None:
+        return Processes("nobody", 0, (socket.gethostname(),))
     _check(address, count, rank)
     bind = bind or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     bind = bind or f"[::]:{address.rpartition(':')[2]}"
@@ -222,12 +230,28 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
         devices = [devices]
     given = (address or os.environ.get("JAX_COORDINATOR_ADDRESS"), *rest, devices)
     found = _compat.launcher(method) if None in given and method != "deactivate" else None
+    if found is None and method is None and None in given[:3] and (copies := _copies()):
+        found = _compat.launcher("mpi4py")
+        if found is None:
+            raise UsageError(
+                f"{copies} copies of this program were started, and nothing says where process 0 is: install mpi4py, "
+                "or give mm.distributed.initialize() coordinator_address, num_processes and process_id"
+            )
     if found is None:
         if method not in (None, "deactivate"):
             raise UsageError(f"cluster_detection_method={method!r} finds nothing here; leave it out, or give arguments")
         return "arguments", given
-    complete = found.auto_detect_unset_distributed_params(*given, found.name, timeout)
+    try:
+        complete = found.auto_detect_unset_distributed_params(*given, found.name, timeout)
+    except ImportError as error:
+        raise UsageError(f"mpi4py can't be loaded, so nothing says where process 0 is: {error}") from None
     return _LAUNCHERS.get(found.name, found.name) if None in given[:3] else "arguments", complete
+
+
+def _copies() -> int:
+    """How many processes a launcher of MPI has started here, as its variables say; 0 if it is one or none."""
+    sizes = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"))
+    return next((int(size) for size in sizes if size.isdigit() and int(size) > 1), 0)
 
 
 def _check(address: Any, count: Any, rank: Any) -> None:

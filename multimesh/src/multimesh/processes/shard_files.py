@@ -15,10 +15,11 @@ import json
 import math
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,11 @@ BLOCK = 1 << 24
 """Bytes that have a checksum of their own: a reader of some rows of a shard reads the blocks that hold them."""
 
 THREADS = 8
+VISIBLE = 60.0
+"""Seconds after which a machine sees what another one wrote to a shared file system: the most that NFS keeps a folder.
+"""
+
+T = TypeVar("T")
 _HEAD = re.compile(rb'\{"format": (\d+), "bytes": \d+, "crc32": \d+\}')
 _BY_ORBAX = b'{\n "format": 1,'  # what a table of format 1 begins with
 
@@ -94,12 +100,16 @@ def shown(part: Bounds) -> str:
     return f"[{', '.join(f'{start}:{end}' for start, end in part)}]"
 
 
-def write(file: Path, parts: Sequence[Part]) -> list[Shard]:
+def write(file: Path, parts: Sequence[Part], threads: int = THREADS) -> list[Shard]:
     """Write parts to a new file that stays even if the power fails; return where they are."""
     offsets = itertools.accumulate((part.size for part in parts), initial=0)
-    with file.open("xb") as opened, concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+    with file.open("xb") as opened, contextlib.ExitStack() as stack:
         into = functools.partial(_write, opened.fileno(), file.name)
-        shards = list(pool.map(into, parts, offsets))
+        if threads == 1:  # also while Python ends, when it starts no threads
+            shards = list(map(into, parts, offsets))
+        else:
+            pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(threads))
+            shards = list(pool.map(into, parts, offsets))
         os.fsync(opened.fileno())
     return shards
 
@@ -208,15 +218,22 @@ def write_table(folder: Path, contents: Mapping[str, Any], shards: Iterable[Shar
     """Write the table of a checkpoint that is complete but for it."""
     table = [shard.row() for shard in shards]
     with (folder / TABLE).open("xb") as opened:
-        opened.write(_sealed(json.dumps({**contents, "shards": table}, indent=1).encode()))
+        opened.write(sealed(json.dumps({**contents, "shards": table}, indent=1).encode()))
         opened.flush()
         os.fsync(opened.fileno())
 
 
-def _sealed(body: bytes, version: int = FORMAT) -> bytes:
+def sealed(body: bytes, version: int = FORMAT) -> bytes:
     """The bytes of a table's file. A change in any of them is found: its first line follows from the rest."""
     head = {"format": version, "bytes": len(body), "crc32": zlib.crc32(body, version)}
     return json.dumps(head).encode() + b"\n" + body
+
+
+def unsealed(data: bytes) -> bytes | None:
+    """What was `sealed`; None if a byte was changed."""
+    head, _, body = data.partition(b"\n")
+    said = _HEAD.fullmatch(head)
+    return body if said and data == sealed(body, int(said[1])) else None
 
 
 def read_table(folder: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
@@ -238,20 +255,32 @@ def read_table(folder: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
         raise
     except OSError as error:
         raise DamagedError(f"{file}: {error.strerror or error}; {_REMEDY}") from None
-    head, _, body = data.partition(b"\n")
-    said = _HEAD.fullmatch(head)
+    body = unsealed(data)
     if data.startswith(_BY_ORBAX):
         raise UsageError(f"{folder} is of an older MultiMesh, which wrote checkpoints without checksums; use that one")
-    if not said or data != _sealed(body, int(said[1])):
+    if body is None:
         raise DamagedError(f"{file}: its bytes are not those that were saved; {_REMEDY}")
-    if int(said[1]) != FORMAT:
-        raise UsageError(f"{folder} is of a newer MultiMesh (format {int(said[1])}); use that one")
+    if (version := json.loads(data.partition(b"\n")[0])["format"]) != FORMAT:
+        raise UsageError(f"{folder} is of a newer MultiMesh (format {version}); use that one")
     contents = json.loads(body)
     shards: dict[str, list[Shard]] = {name: [] for name in contents["leaves"]}
     for row in contents.pop("shards"):
         shard = Shard.of(row)
         shards[shard.name].append(shard)
     return contents, shards
+
+
+def seen(what: Callable[[], T], folder: Path, *late: type[Exception]) -> T:
+    """Do something with files of other machines; again while it fails with ``late``, until they must be visible."""
+    until = time.monotonic() + VISIBLE
+    while True:
+        try:
+            return what()
+        except late:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.1)
+        settle_folder(folder)  # to open a folder of NFS asks its server what is in it
 
 
 def settle_folder(folder: Path) -> None:

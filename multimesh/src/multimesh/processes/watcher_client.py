@@ -220,6 +220,13 @@ def start(own: Member, address: str, bind: str, timeouts: Timeouts) -> tuple[Wat
             answer.get("refused", f"the watcher of {named(own)} ended while it started"),
             told=answer.get("told", False),
         )
+    if not (word or own["rank"] or own["count"] == 1):
+        print(
+            f"multimesh: warning: this job has no secret: whoever reaches {address} can join, stop or mislead it; give "
+            f"all processes the same {secret.VARIABLE} (openssl rand -hex 32 makes one)",
+            file=sys.stderr,
+            flush=True,
+        )
     return WatcherClient(line, steps, named(own), process), unfolded(answer["hosts"])
 
 

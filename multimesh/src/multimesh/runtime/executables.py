@@ -41,6 +41,26 @@ def transfer(
     return lambda *arrays: jax.device_put(list(arrays), layouts)
 
 
+def assembler(shape: tuple[int, ...], layout: NamedSharding) -> Callable[[Sequence[Any]], Any]:
+    """A function that makes an array of its shards here, one for each device in the order of the layout.
+
+    All calls get shards of one type on the same devices. JAX checks those of the first call, which takes several times
+    as long as to make an array.
+    """
+    types: list[Any] = []
+    unchecked = _compat.array_of_shards
+
+    def assemble(shards: Sequence[Any]) -> Any:
+        if types and unchecked is not None:
+            return unchecked(types[0], layout, shards, committed=True, _skip_checks=True)
+        made = jax.make_array_from_single_device_arrays(shape, layout, shards)
+        if [shard.device for shard in made.addressable_shards] == [shard.device for shard in shards]:
+            types.append(getattr(made, "aval", None))
+        return made
+
+    return assemble
+
+
 def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding, aval: Any) -> bool:
     """Whether a transfer is a copy of each shard to one device of a disjoint set in this process."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or source.memory_kind != layout.memory_kind:

@@ -1,0 +1,70 @@
+"""What a transfer between processes costs the calling threads: the parts of a send and of a receive, in us of CPU time.
+
+One process is both ends of a connection of ``jax.experimental.transfer``. Parts are measured in turns, round by round.
+
+``python multimesh/benchmarks/receive.py [ROUNDS]``
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import transfer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from multimesh.runtime.transport import ends
+
+import multimesh
+
+SHAPE = (128, 512)
+WARM = 20  # rounds that do not count
+
+
+def parts(rounds: int) -> dict[str, list[float]]:
+    """CPU time of the calling thread in each part of a transfer, of each round."""
+    multimesh.virtual_devices(2)
+    source, target = (NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec()) for device in jax.devices()[:2])
+    (device,) = target.device_set
+    server = transfer.start_transfer_server(device.client, "127.0.0.1:0", ["127.0.0.1:0"] * 2)
+    peer = server.connect(server.address())
+    x = jax.device_put(np.ones(SHAPE, np.float32), source)
+    wanted = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))]
+    both = ends(source, target, x.shape, x.dtype)
+    found: dict[str, list[float]] = {}
+
+    def timed(part: str, call: Callable[[], Any]) -> Any:
+        begun = time.thread_time()
+        result = call()
+        found.setdefault(part, []).append(1e6 * (time.thread_time() - begun))
+        return result
+
+    for number in range(rounds + WARM):
+        (held,) = timed("send: take the shards", lambda: both.leave(x))
+        pieces = [*held.values()]
+        timed("send: offer them", lambda number=number, pieces=pieces: server.await_pull(number, pieces))
+        got = timed("receive: pull", lambda number=number: peer.pull(number, wanted))
+        made = timed("receive: the array, as MultiMesh makes it", lambda got=got: both.arrive(got))
+        checked = timed(
+            "(the array, by JAX's public function)",
+            lambda got=got: jax.make_array_from_single_device_arrays(x.shape, target, got),
+        )
+        assert (made.aval, made.sharding) == (checked.aval, checked.sharding)
+        np.testing.assert_array_equal(made, x)
+    return {part: times[WARM:] for part, times in found.items()}
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
+    print(f"us of the calling thread, {rounds} rounds of float32{[*SHAPE]}, jax {jax.__version__}")
+    print(f"{'':45}{'fastest':>9}{'median':>9}")
+    for part, times in parts(rounds).items():
+        print(f"{part:45}{min(times):9.1f}{statistics.median(times):9.1f}")
+
+
+if __name__ == "__main__":
+    main()

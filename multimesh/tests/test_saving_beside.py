@@ -1,0 +1,193 @@
+"""Saves in the background: what blocks, what comes up when, and real processes that are killed and interrupted."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_cases import PHASES
+from multimesh.processes import shard_files
+from pipelines import assert_same
+from spawning import run
+from test_checkpoints import CASES
+
+import multimesh as mm
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Bytes are written when the gate is open."""
+    written, gate = shard_files.write, threading.Event()
+
+    def held(*args):
+        assert gate.wait(60)
+        return written(*args)
+
+    monkeypatch.setattr(shard_files, "write", held)
+    yield gate
+    gate.set()
+    mm.distributed.wait_for_save()
+
+
+def test_what_is_saved_is_what_was_there_at_the_call(gate, tmp_path):
+    """Arrays are donated, NumPy arrays overwritten, while nothing is written yet."""
+    host, w = np.arange(1000.0), jnp.arange(1000, dtype=jnp.float32)
+    tree = {"w": jax.device_put(w, jax.devices()[1]), "free": w, "host": host, "key": jax.random.key(3), "n": 1}
+    want = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
+    want |= {"w": np.asarray(w).copy(), "free": np.asarray(w).copy()}
+    mm.distributed.save(tmp_path / "1", tree, background=True)
+    twice = jax.jit(lambda x: x * 2, donate_argnums=0)
+    later = twice(tree["w"]), twice(tree["free"])
+    host[:] = -1
+    assert tree["w"].is_deleted()
+    assert not (tmp_path / "1").exists()
+    gate.set()
+    mm.distributed.wait_for_save()
+    assert_same(mm.distributed.restore(tmp_path / "1", want), want)
+    assert (later[0] == 2 * want["w"]).all()
+
+
+def test_a_second_save_waits_or_is_refused(gate, tmp_path):
+    mm.distributed.save(tmp_path / "1", {"n": 1}, background=True)
+    with pytest.raises(mm.errors.BusyError, match=r"save to .*/2: the save before it goes on .*wait_for_save\(\)"):
+        mm.distributed.save(tmp_path / "2", {"n": 2}, while_saving="refuse")
+    with pytest.raises(mm.UsageError, match='"wait" or "refuse"; got None'):
+        mm.distributed.save(tmp_path / "2", {"n": 2}, while_saving=None)
+    threading.Timer(0.1, gate.set).start()
+    mm.distributed.save(tmp_path / "2", {"n": 2}, background=True)
+    assert gate.is_set()
+    assert mm.distributed.restore(tmp_path / "1", {"n": 0}) == {"n": 1}
+    mm.distributed.save(tmp_path / "3", {"n": 3}, while_saving="refuse")
+    assert mm.distributed.restore(tmp_path, {"n": 0}) == {"n": 3}
+
+
+CALLS = {
+    "save": lambda path: mm.distributed.save(path / "2", {"n": 2}),
+    "save in the background": lambda path: mm.distributed.save(path / "2", {"n": 2}, background=True),
+    "wait": lambda _: mm.distributed.wait_for_save(),
+    "restore": lambda path: mm.distributed.restore(path / "0", {"n": 0}),
+    "verify": lambda path: mm.distributed.verify(path / "0"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_comes_up_at_the_next_call_once(tmp_path, call):
+    """That call does nothing else; the one after it does what it should."""
+    mm.distributed.save(tmp_path / "0", {"n": 0})
+    for _ in range(2):
+        mm.distributed.save(tmp_path / "0", {"n": 1}, background=True)
+        with pytest.raises(mm.UsageError, match=r"save to .*/0: there is something already"):
+            CALLS[call](tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["0"]
+    CALLS[call](tmp_path)
+    mm.distributed.wait_for_save()
+    assert mm.distributed.restore(tmp_path / "0", {"n": 5}) == {"n": 0}
+
+
+BEGIN = """
+import os, sys, time, numpy as np, multimesh as mm
+from multimesh.processes import shard_files
+path, tree = sys.argv[1], {str(n): np.full(1000, n) for n in range(5)}
+def slowly(*args, written=shard_files._write):
+    time.sleep(0.1)
+    return written(*args)
+shard_files._write = slowly
+mm.distributed.save(f"{path}/0", tree)
+print("saved", flush=True)
+"""
+LIKE = {str(n): np.zeros(1000, int) for n in range(5)}
+
+
+def script(tmp_path, end):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    argv = [sys.executable, "-c", BEGIN + end, str(tmp_path)]
+    return subprocess.Popen(argv, env=env, stdout=-1, stderr=-1, text=True)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ('mm.distributed.save(f"{path}/1", tree, background=True)', 0, ""),
+        ('mm.distributed.save(f"{path}/1", tree, background=True); sys.exit(3)', 3, ""),
+        (
+            'mm.distributed.save(f"{path}/0", tree, background=True)',
+            2,
+            r"multimesh: mm.distributed.save to \S+/0: there is something already; give .*\n",
+        ),
+    ],
+)
+def test_at_its_end_a_process_waits_for_its_save_and_tells_its_error(tmp_path, end, code, told):
+    ended = script(tmp_path, end)
+    _, err = ended.communicate(timeout=100)
+    assert ended.returncode == code
+    assert re.fullmatch(told, err)
+    for path in tmp_path.iterdir():
+        mm.distributed.restore(path, LIKE)
+    assert len(list(tmp_path.iterdir())) == (1 if told else 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("then", ["time.sleep(100)", "mm.distributed.wait_for_save(); time.sleep(100)"])
+def test_ctrl_c_ends_a_process_after_its_save(tmp_path, then):
+    """As a shell sees it with code 130; both checkpoints are whole."""
+    begun = 'mm.distributed.save(f"{path}/1", tree, background=True); print("begun", flush=True);'
+    process = script(tmp_path, begun + then)
+    assert [process.stdout.readline() for _ in range(2)] == ["saved\n", "begun\n"]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGINT
+    assert err.strip().endswith("KeyboardInterrupt")
+    assert {p.name for p in tmp_path.iterdir()} == {"0", "1"}
+    for name in ("0", "1"):
+        mm.distributed.verify(tmp_path / name)
+
+
+FORKS = """
+import os, sys, numpy as np, multimesh as mm, checkpoint_cases
+from pathlib import Path
+for how in ("waited for", "background"):
+    for phase in sys.argv[2:]:
+        folder = Path(sys.argv[1]) / f"{phase} {how}"
+        if pid := os.fork():
+            assert os.waitpid(pid, 0)[1] == 9
+            continue
+        mm.distributed.save(folder / "0", {"n": np.full(1000, 0)})
+        checkpoint_cases.killed_at(phase)
+        for n in range(1, 10000):
+            mm.distributed.save(folder / str(n), {"n": np.full(1000, n)}, background=how == "background")
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_process_killed_in_any_phase_leaves_the_earlier_checkpoint_whole(tmp_path):
+    """Real processes, forked; by SIGKILL in each phase, and at other moments."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    moments = [f"{n / 50:.2f}" for n in range(1, 6)]
+    argv = [sys.executable, "-c", FORKS, str(tmp_path), *PHASES, *moments]
+    subprocess.run(argv, env=env, check=True, timeout=300)
+    assert len(list(tmp_path.iterdir())) == 2 * (len(PHASES) + len(moments))
+    for folder in tmp_path.iterdir():
+        whole = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+        for n in whole:
+            assert (mm.distributed.restore(folder / str(n), {"n": np.zeros(1000, int)})["n"] == n).all(), folder
+        assert whole == list(range(len(whole)))
+        assert len(whole) > (folder.name.startswith("renamed"))
+        found = mm.distributed.restore(folder, {"n": np.zeros(1000, int)})
+        assert (found["n"] == whole[-1]).all()
+        mm.distributed.save(folder / str(len(whole)), {"n": 0})  # over what was half-written
+        assert all(p.name.isdigit() for p in folder.iterdir())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.telling("2")
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_several_processes_save_beside_their_training(tmp_path, count):
+    for ended in run(count, 1, CASES, f"saved_beside:{tmp_path}", timeout=200):
+        assert ended.code == 0, ended.err[-4000:]
