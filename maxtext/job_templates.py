@@ -2,11 +2,11 @@
 
 PYXIS_OR_DOCKER = r"""
 launch=(srun --kill-on-bad-exit=1)
-inside=/opt/maxtext/@folder@/@script@
+inside=/opt/maxtext/@folder@/@chosen@
 if [[ -z ${IMAGE:-} ]]; then
   # A checkout with its .venv (./bootstrap.sh --group run --group cuda12) on a file system that all nodes see.
   : "${CHECKOUT:?name an image, or the repository: CHECKOUT=DIR sbatch ...}"
-  launch+=("$CHECKOUT/maxtext/@folder@/@script@")
+  launch+=("$CHECKOUT/maxtext/@folder@/@chosen@")
 elif [[ $(srun --help) == *--container-image* ]]; then
   launch+=(--container-image="$IMAGE" --no-container-mount-home /opt/entrypoint.sh "$inside")
 else
@@ -31,11 +31,11 @@ fi
 
 SHIFTER_OR_MODULES = r"""
 launch=(srun --kill-on-bad-exit=1 @launch@)
-inside=/opt/maxtext/@folder@/@script@
+inside=/opt/maxtext/@folder@/@chosen@
 if [[ -z ${IMAGE:-} ]]; then
   # A checkout with its .venv (./bootstrap.sh --group run --group cuda12) on a file system that all nodes see.
   : "${CHECKOUT:?name an image, or the repository: CHECKOUT=DIR sbatch ...}"
-  launch+=("$CHECKOUT/maxtext/@folder@/@script@")
+  launch+=("$CHECKOUT/maxtext/@folder@/@chosen@")
 elif command -v shifter >/dev/null; then
   launch+=(shifter --image="$IMAGE" --module="gpu,nccl-plugin" /opt/entrypoint.sh "$inside")
 else
@@ -49,7 +49,7 @@ fi
 
 CHECKOUT_ONLY = r"""
 : "${CHECKOUT:?name the repository, on a file system that all nodes see: CHECKOUT=DIR sbatch ...}"
-launch=(srun --kill-on-bad-exit=1 "$CHECKOUT/maxtext/@folder@/@script@")
+launch=(srun --kill-on-bad-exit=1 "$CHECKOUT/maxtext/@folder@/@chosen@")
 """
 
 LACKING = 5
@@ -59,30 +59,89 @@ LOST = 17
 """Exit code of a process that ends because another one was lost; a test compares it with the launcher's own."""
 
 ATTEMPTS = r"""
-# Process 0 is on the first node; its address as Slurm has it.
-read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-address=$(scontrol show node "$first" --oneliner | grep -o 'NodeAddr=[^ ]*')
-
-# With --max-restarts K all processes start again from the newest checkpoint when one was lost.
-limit=$(sed -nE 's/^(.* )?--max-restarts[ =]([0-9]+)( .*)?$/\2/p' <<<"$*")
+# With --max-restarts K all processes start again from the newest checkpoint when one was lost, on healthy nodes of the
+# allocation, spare ones first. With --fallback they take the next grid when these are too few, until more return.
+value_of() { sed -nE "s/^(.* )?--$1[ =]([^ ]+)( .*)?$/\2/p" <<<"${*:2}"; }
+limit=$(value_of max-restarts "$*") checkpoint=$(value_of checkpoint "$*")
 if [[ -n $limit ]]; then
   # A node that is lost never says that its processes ended: srun waits so many seconds for it, and shares its place.
   export SLURM_WAIT="${SLURM_WAIT:-60}" SLURM_OVERLAP=1
 fi
 # Only who knows this word joins the job's processes, and can stop them.
 export MULTIMESH_JOB_SECRET="${MULTIMESH_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')}"
+
+healthy() {
+  scontrol show node "$SLURM_JOB_NODELIST" --oneliner |
+    grep -vE ' State=[^ ]*(DOWN|DRAIN|FAIL|NOT_RESPONDING|\*)' | sed -E 's/^NodeName=([^ ]+).*/\1/'
+}
+newest() { find "$checkpoint" -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' 2>/dev/null | sort -n | tail -n 1; }
+each=$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))
+grids=("$SLURM_NTASKS")
+if [[ " $*" == *" --fallback"* ]]; then
+  # Lines of processes and flags; a grid that does not come out is refused here.
+  ask=("${launch[0]}" --nodes=1 --ntasks=1 --ntasks-per-node=1 "${launch[@]:1}" "$@" --show-grids)
+  found=$("${ask[@]}" | sed -n '/^[0-9]/p')
+  mapfile -t grids <<<"$found"
+fi
+choose() {
+  local line needed words
+  mapfile -t nodes < <(healthy)
+  for line in "${grids[@]}"; do
+    read -r -a words <<<"$line"
+    needed=$(((words[0] + each - 1) / each))
+    if ((needed <= ${#nodes[@]})); then
+      processes=${words[0]} grid=("${words[@]:1}") nodes=("${nodes[@]:0:needed}")
+      return
+    fi
+  done
+  echo "error: ${#nodes[@]} of $SLURM_JOB_NUM_NODES nodes are healthy, too few for any grid; see sinfo" >&2
+  return 1
+}
+# Wait until a larger grid fits and a checkpoint was written since; then end the step that runs.
+grow() {
+  local now=$processes begun=""
+  while sleep 5 && kill -0 "$1" 2>/dev/null; do
+    choose 2>/dev/null || continue
+    if ((processes <= now)); then
+      begun=""
+    elif [[ -z $begun ]]; then
+      begun=at-$(newest)
+    elif [[ $begun != "at-$(newest)" ]]; then
+      echo "$processes processes fit again; all start again"
+      kill -TERM "$1" 2>/dev/null || true
+      return
+    fi
+  done
+  return 1
+}
+
 more=()
-for ((restarts = 0; ; restarts++)); do
+if ((${SLURM_RESTART_COUNT:-0})); then
+  more=(--resume) # Slurm gave the job another allocation
+fi
+for ((restarts = ${SLURM_RESTART_COUNT:-0}, losses = 0; ; restarts++)); do
+  choose || exit @lost@
+  # Process 0 is on the first node; its address as Slurm has it.
+  address=$(scontrol show node "${nodes[0]}" --oneliner | grep -o 'NodeAddr=[^ ]*')
   # JAX's own choice of a port; another one each time, because what is left of the last attempt may still listen.
   export JAX_COORDINATOR_ADDRESS="${address#*=}:$((61440 + (SLURM_JOB_ID + 97 * restarts) % 4096))"
   export MULTIMESH_MAXTEXT_RESTARTS=$restarts
-  code=0
-  "${launch[@]}" "$@" "${more[@]}" || code=$?
+  place=(--nodes="${#nodes[@]}" --ntasks="$processes" --ntasks-per-node="$each")
+  place+=(--nodelist="$(IFS=, && echo "${nodes[*]}")")
+  "${launch[0]}" "${place[@]}" "${launch[@]:1}" "$@" "${grid[@]}" "${more[@]}" &
+  step=$! code=0 grown=0
+  if [[ $processes != "${grids[0]%% *}" ]] && grow "$step"; then
+    grown=1
+  fi
+  wait "$step" || code=$?
+  more=(--resume)
+  if ((grown && code)); then
+    continue
+  fi
   # @lost@: a process says that another one was lost; above 128: it was killed itself.
-  if ((restarts >= ${limit:-0} || (code != @lost@ && code <= 128))); then
+  if ((losses++ >= ${limit:-0} || (code != @lost@ && code <= 128))); then
     exit "$code"
   fi
-  more=(--resume)
   echo "a process was lost (srun ended with exit code $code); all start again"
 done
 """
@@ -150,6 +209,8 @@ spec:
           parallelism: @count@
           completions: @count@
           backoffLimit: 0
+          # With --fallback GRIDS in args, because the pod of a lost node may wait for ever (Kubernetes 1.33):
+          # successPolicy: {rules: [{succeededCount: 1}]}
           podFailurePolicy:
             rules:
               - action: FailJob
@@ -185,6 +246,9 @@ spec:
                       valueFrom:
                         fieldRef:
                           fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
+                    # With --fallback GRIDS: where other pods reach this one; they count who has come.
+                    - name: MULTIMESH_MAXTEXT_ADDRESS
+                      value: @folder@-node-0-$(MULTIMESH_MAXTEXT_RANK).@folder@:61440
                     - name: MULTIMESH_MAXTEXT_RESTARTS
                       valueFrom:
                         fieldRef:
@@ -222,7 +286,7 @@ job's output ends with `ok: N steps, loss A -> B`, or with an error and its exit
 |---|---|
 | `job.sbatch` | the batch script: where process 0 is, and how processes are started |
 | `@script@` | what every process runs: it starts `run.py` |
-@jobset@
+@original@@jobset@
 @about@
 
 With `--max-restarts K --checkpoint DIR --output DIR`, folders that all nodes see, all processes start again within the
@@ -252,8 +316,8 @@ containers, with a small llama3 on CPU devices.
 
 ## As the check of an image
 
-`docker/build.py --validate large` submits this job with the image that it built, shows its output, and judges it by its
-exit state and its last loss: see [docker/README.md](../../docker/README.md#the-large-check)."""
+Push the image without its tags, give it to this job, and move the tags when the job passed: see
+[docker/README.md](../../docker/README.md#a-check-on-a-cluster)."""
 
 
 _PLANNED = """## What the planner would choose
@@ -271,17 +335,17 @@ maxtext/run.py --suggest --device h100 {flags}
 
 PLANNED_175B = _PLANNED.format(
     found="""\
-tp 8, pp 8, interleave 6, microbatch 4 with `--schedule interleaved-zb --sequence-parallel`: 8.35 s a step, 52.7 %
-MFU. The flags of this folder take 8.52 s, 2 % more: as good as it gets. Without a pipeline the best takes 12.7 s,
-because of the network.""",
+These flags are its choice: stages of equal layers, `interleaved-zb`, activations split along the sequence between the
+products of tensor parallelism. Without a pipeline the best takes 12.7 s, because of the network.""",
     flags="--gpus 8 --nodes 8 --model-name gpt3-175b --sequence-length 2048 --batch-size 128 --fbmem 77",
 )
 
 PLANNED_70B = _PLANNED.format(
     found="""\
-dp 2, tp 8, pp 4, interleave 5, microbatch 4 with `--schedule interleaved-zb --sequence-parallel`, and stages of 4
-layers but the first (5) and the last (3): 7.24 s a step, 49.6 % MFU. The flags of this folder take 8.53 s, 18 % more:
-their 16 stages wait a quarter of the step. Without a pipeline the best takes 8.60 s, because of the network.""",
+These flags are its choice: dp 2, tp 8, pp 4 and `interleaved-zb`, with stages of 4 layers but the first (5) and the
+last (3), which also have the embedding and the logits. With 10 stages on each submesh in place of 5 it would take as
+long. The original's 16 stages wait a quarter of the step. Without a pipeline the best takes 8.60 s, because of the
+network.""",
     flags="--gpus 8 --nodes 8 --model-name llama3-70b --sequence-length 4096 --batch-size 128 --fbmem 78",
 )
 
@@ -293,12 +357,16 @@ more.""",
     flags="--gpus 8 --nodes 2 --model-name llama3-8b --sequence-length 4096 --batch-size 32 --fbmem 78",
 )
 
-MEMORY_70B = """## Memory
+LIMITS = """## Forecast
 
-By the forecast these flags need 54.5 GiB (58.5e9 bytes) on each GPU of stage 0, which holds 94 forwards of one
-layer at its peak: 30.2 GiB. Parameters, their moments and gradients are 20 GiB. One forward of one layer keeps
-0.32 GiB for its backward (8,192 tokens of 21,000 numbers in bfloat16: what comes in, queries, keys, values and two
-products of the feed-forward block, by `--remat minimal`). The original's test suite asks of this job that it stay
-below 72e9 bytes and 8.9 s a step; the forecast is 8.6 s.
+| flags | seconds of a step | bytes of the fullest GPU |
+|---|---|---|
+| these, what the planner finds | {planned[0]:.2f} | {planned[1]:.1f}e9 |
+| the original's own line, `SCRIPT=run-original.sh` | {theirs[0]:.2f} | {theirs[1]:.1f}e9 |
+| what the original's test suite allows | {limits[0]} | {limits[1]}e9 |
 
 """
+
+ORIGINAL_ROW = (
+    "| `run-original.sh` | the same with the original's own line of flags: `SCRIPT=run-original.sh sbatch ...` |\n"
+)

@@ -19,8 +19,9 @@ from job_templates import (
     JOBSET,
     JOBSET_ROW,
     LACKING,
+    LIMITS,
     LOST,
-    MEMORY_70B,
+    ORIGINAL_ROW,
     PLANNED_8B,
     PLANNED_70B,
     PLANNED_175B,
@@ -91,6 +92,11 @@ class Job:
         For ``run.py``, without the processes and devices.
     note
         What else its README says.
+    theirs
+        The original's own flags for this job, where ``flags`` are better ones.
+    forecasts
+        Seconds of a step, and 1e9 bytes of the fullest GPU: of ``flags``, of ``theirs``, and what the original's test
+        suite allows. The first two are forecasts.
     """
 
     folder: str
@@ -101,6 +107,8 @@ class Job:
     time: str
     flags: str
     note: str = ""
+    theirs: str = ""
+    forecasts: tuple[tuple[float, float], ...] = ()
 
     @property
     def processes(self) -> int:
@@ -188,34 +196,46 @@ LLAMA3_8B = (
     f"--num-layers 32 --sequence-length 4096 --batch-size 32 --microbatch-size 2 {SHARED}"
 )
 
+GPT3_175B = (
+    "--model-name gpt3-175b --num-layers 96 --model-dims 12288 --num-heads 96 --sequence-length 2048 --batch-size 128 "
+    f"--microbatch-size 4 {SHARED} --fbmem 77 --num-steps 8"
+)
+
+LLAMA3_70B = (
+    "--model-name llama3-70b --num-layers 80 --sequence-length 4096 --batch-size 128 "
+    f"{SHARED} --fbmem 78 --num-steps 10"
+)
+
 JOBS = (
     Job(
         folder="gpt3-175b-64gpus",
         title="gpt3-175b on 64 GPUs",
-        grid="pp 8, tp 8, interleave 12; 96 layers, sequence 2048, batch 128, microbatch 4",
+        grid="pp 8, tp 8, interleave 6; 96 layers, sequence 2048, batch 128, microbatch 4",
         machine=DGX_H100,
         nodes=8,
         time="01:00:00",
-        flags=(
-            "--pp 8 --tp 8 --interleave 12 --schedule wavefront --model-name gpt3-175b --num-layers 96 "
-            "--model-dims 12288 --num-heads 96 --sequence-length 2048 --batch-size 128 --microbatch-size 4 "
-            f"{SHARED} --fbmem 77 --num-steps 8"
-        ),
+        flags=f"--pp 8 --tp 8 --interleave 6 --schedule interleaved-zb --sequence-parallel {GPT3_175B}",
         note=PLANNED_175B,
+        theirs=f"--pp 8 --tp 8 --interleave 12 --schedule wavefront {GPT3_175B}",
+        forecasts=((8.35, 68.9), (8.85, 70.9), (9.65, 73)),
     ),
     Job(
         folder="llama3-70b-64gpus",
         title="llama3-70b on 64 GPUs",
-        grid="pp 16, tp 4, interleave 5; 80 layers, sequence 4096, batch 128, microbatch 2",
+        grid="dp 2, pp 4, tp 8, interleave 5; 80 layers, sequence 4096, batch 128, microbatch 4",
         machine=DGX_H100,
         nodes=8,
         time="01:00:00",
         flags=(
-            "--pp 16 --tp 4 --interleave 5 --schedule prefetch-wavefront --only-fuse-loop-tasks "
-            "--model-name llama3-70b --num-layers 80 --sequence-length 4096 --batch-size 128 --microbatch-size 2 "
-            f"{SHARED} --fbmem 78 --num-steps 10"
+            "--dp 2 --pp 4 --tp 8 --interleave 5 --partition 5,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,3 --schedule "
+            f"interleaved-zb --sequence-parallel --microbatch-size 4 {LLAMA3_70B}"
         ),
-        note=MEMORY_70B + PLANNED_70B,
+        note=PLANNED_70B,
+        theirs=(
+            "--pp 16 --tp 4 --interleave 5 --schedule prefetch-wavefront --only-fuse-loop-tasks --microbatch-size 2 "
+            f"{LLAMA3_70B}"
+        ),
+        forecasts=((7.26, 69.5), (8.69, 56.6), (8.9, 72)),
     ),
     Job(
         folder="llama3-8b-16gpus",
@@ -251,10 +271,13 @@ JOBS = (
 def files(job: Job) -> dict[str, str]:
     """Return the name and the content of each file of a job's folder."""
     machine = job.machine
-    named = machine.containers is not CHECKOUT_ONLY
+    contained = machine.containers is not CHECKOUT_ONLY
     sizes = (f"--nodes={job.nodes}", f"--ntasks-per-node={machine.gpus}") if job.nodes else ()
     options = (f"--job-name={job.folder}", *sizes, *machine.options, f"--time={job.time}")
     several = f"{job.nodes} nodes of {machine.gpus} GPUs each ({machine.title}), one process per GPU: "
+    forecast = (
+        LIMITS.format(**dict(zip(("planned", "theirs", "limits"), job.forecasts, strict=True))) if job.forecasts else ""
+    )
     words = {
         "containers": machine.containers.lstrip(),
         "lacking": str(LACKING),
@@ -267,11 +290,13 @@ def files(job: Job) -> dict[str, str]:
         "flags": _wrapped(job.flags),
         "launch": machine.launch,
         "script": machine.script,
+        "chosen": f"${{SCRIPT:-{machine.script}}}" if job.theirs else machine.script,
+        "original": ORIGINAL_ROW if job.theirs else "",
         "folder": job.folder,
         "title": job.title,
         "grid": job.grid,
         "nodes": several if job.nodes else "",
-        "submit": "IMAGE=REPO:TAG" if named else "CHECKOUT=$PWD",
+        "submit": "IMAGE=REPO:TAG" if contained else "CHECKOUT=$PWD",
         "example": "" if job.nodes else " --pp 2 --dp 4 --batch-size 32",
         "asked": "" if job.nodes else "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 ",
         "about": machine.about,
@@ -280,12 +305,16 @@ def files(job: Job) -> dict[str, str]:
         "gpus": str(machine.gpus),
         "words": ("\n" + 20 * " ").join(_listed(job.flags)),
         "jobset": JOBSET_ROW if machine.kubernetes else "",
-        "note": job.note,
+        "note": forecast + job.note,
         "tried": TRIED if job.folder == "llama3-8b-16gpus" else UNTRIED,
     }
     made = {"job.sbatch": BATCH, machine.script: PROCESS, "README.md": README}
     made |= {"jobset.yaml": JOBSET} if machine.kubernetes else {}
-    return {name: _filled(template, words) for name, template in made.items()}
+    found = {name: _filled(template, words) for name, template in made.items()}
+    if job.theirs:
+        theirs = {**words, "flags": _wrapped(job.theirs), "script": "run-original.sh"}
+        found["run-original.sh"] = _filled(PROCESS, theirs)
+    return found
 
 
 def _filled(template: str, words: dict[str, str]) -> str:
@@ -305,10 +334,10 @@ def _wrapped(flags: str) -> str:
 
 
 def _listed(flags: str) -> list[str]:
-    """Return flags as lines of a list in YAML, numbers as text."""
+    """Return flags as lines of a list in YAML, numbers and lists of them as text."""
     lines = [""]
     for word in flags.split():
-        item = f"{json.dumps(word) if word.isdigit() else word}, "
+        item = f"{json.dumps(word) if word[0].isdigit() else word}, "
         if len(lines[-1]) + len(item) > 100:
             lines.append("")
         lines[-1] += item

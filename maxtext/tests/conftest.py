@@ -17,6 +17,7 @@ from tests.telling import pytest_collection_modifyitems  # noqa: F401
 from tests.xla_flags import QUICK, add_flags
 
 from multimesh_maxtext.checks import Job
+from multimesh_maxtext.compile_cache import SWITCH
 from multimesh_maxtext.errors import MissingPartError
 from multimesh_maxtext.model import find_maxtext
 from multimesh_maxtext.options import read
@@ -25,6 +26,7 @@ from multimesh_maxtext.translate import Paths
 
 # As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.
 os.environ |= {"NPROC": "64", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **os.environ}
+os.environ |= {"MULTIMESH_CACHE": "off", SWITCH: "0", **os.environ}  # no test finds what another run left
 add_flags("--xla_force_host_platform_device_count=8", *QUICK)
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder

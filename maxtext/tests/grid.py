@@ -138,6 +138,16 @@ SECTIONS = {
     ]
     + [f"{_FOUR} --num-layers 2 num_experts_per_tok=2 {_SPARSE.replace('mixtral', 'qwen3_moe')}"],
     "unlike": [*UNLIKE.values()],
+    "inside": [
+        f"--cpus 4 {case}"
+        for case in (
+            "--cp 2 --pp 2 --num-layers 2",
+            f"--cp 2 --pp 2 --num-layers 4 --scan-layers context_parallel_load_balance=false {_GPT3}",
+            f"--cp 2 --pp 2 --num-layers 2 {_DENSE}",
+            "--fsdp 2 --pp 2 --interleave 2 --schedule looped-bfs --gather-once --num-layers 4",
+            "--fsdp 2 --pp 2 --gather-once --num-layers 4 --scan-layers",
+        )
+    ],
 }
 """What is compared: flags beside `parity.SMALL`, by section of the page."""
 

@@ -1,12 +1,15 @@
 """Facts about the launcher of the original MultiMesh: what its scripts give to ``run.py``, and its defaults.
 
-``python maxtext/tests/original.py --write`` renews the table of defaults in docs/migrating.md.
+``python maxtext/tests/original.py --write`` renews the tables of defaults in docs/migrating.md and
+docs/maxtext-flags.md.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 SCRIPTS = {
@@ -128,8 +131,27 @@ BESIDE = {
 }
 """What no flag's default says: in the original, and here."""
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/migrating.md"
-_BEGIN, _END = "<!-- defaults: maxtext/tests/original.py --write -->", "<!-- end of defaults -->"
+NUMERICS = {
+    "scan_layers": "`false`; a scan is an error",
+    "gradient_clipping_threshold": "`0.0`",
+    **dict.fromkeys(
+        (
+            *("dtype", "weight_dtype", "grad_dtype", "mu_dtype", "matmul_precision", "cast_logits_to_fp32"),
+            *("logits_dot_in_fp32", "float32_logits", "float32_qk_product"),
+        ),
+        "MaxText's",
+    ),
+}
+"""Settings that change numbers, with what the original gives MaxText where nobody says."""
+
+FORMS = {
+    "a pipeline": ("--pp", "2"),
+    "no pipeline": (),
+    "MaxText's own pipeline": ("--backend", "spmd", "--pp", "2"),
+}
+"""Command lines of each way to train."""
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def table() -> str:
@@ -147,11 +169,43 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def documented() -> str:
-    """Return the table in the document."""
-    return DOCUMENT.read_text().split(_BEGIN)[1].split(_END)[0].strip()
+def numerics() -> str:
+    """Return scan, clipping and precision where nobody says, in each way to train, as Markdown."""
+    from multimesh_maxtext.model import find_maxtext
+    from multimesh_maxtext.options import read
+    from multimesh_maxtext.settle import settle
+    from multimesh_maxtext.translate import Paths, configuration
+
+    maxtext = find_maxtext(ROOT)
+    paths = Paths(python="", maxtext=maxtext, output=Path(), metrics=Path())
+    jobs = [settle(read(argv), maxtext / "maxtext").job for argv in FORMS.values()]
+    found = [{**job.model.resolved, **configuration(job, paths)} for job in jobs]
+    lines = [f"| setting | original | {' | '.join(FORMS)} |", "|---" * (2 + len(FORMS)) + "|"]
+    for name, there in NUMERICS.items():
+        values = (json.dumps(each[name]) if each[name] != "" else "as `weight_dtype`" for each in found)
+        shown = (value if value.startswith("as ") else f"`{value}`".replace('"', "") for value in values)
+        lines.append(f"| `{name}` | {there} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+MADE: dict[Path, tuple[str, str, Callable[[], str]]] = {
+    ROOT / "docs/migrating.md": (
+        "<!-- defaults: maxtext/tests/original.py --write -->", "<!-- end of defaults -->", table
+    ),
+    ROOT / "docs/maxtext-flags.md": (
+        "<!-- numerics: maxtext/tests/original.py --write -->", "<!-- end of numerics -->", numerics
+    ),
+}  # fmt: skip
+"""Each document, where its table begins and ends, and what makes it."""
+
+
+def renewed(document: Path) -> str:
+    """Return a document with its table as the code makes it."""
+    begin, end, make = MADE[document]
+    before, _, rest = document.read_text(encoding="utf-8").partition(begin)
+    return f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
-    before, _, rest = DOCUMENT.read_text().partition(_BEGIN)
-    DOCUMENT.write_text(f"{before}{_BEGIN}\n{table()}\n{_END}{rest.partition(_END)[2]}")
+    for each in MADE:
+        each.write_text(renewed(each), encoding="utf-8")

@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from multimesh_maxtext.checkpoint import Beginning, beginning, explained, look
+from multimesh_maxtext import cli
+from multimesh_maxtext.checkpoint import Beginning, aside, beginning, explained, going_back, look
 from multimesh_maxtext.checks import Job
-from multimesh_maxtext.errors import CheckpointError, UsageError
+from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, UsageError
+from multimesh_maxtext.launch import launch
 from multimesh_maxtext.relayout import Relayout, check_same, held, is_stack
 from multimesh_maxtext.reserve import writing
-from multimesh_maxtext.trainer import keep_before
+from multimesh_maxtext.trainer import Outcome, keep_before
+from multimesh_maxtext.translate import Paths
 
 Check = Callable[[Sequence[str]], Job]
 STACKS = ["layers_0_3", "layers_4_7"]
@@ -80,7 +84,9 @@ def test_a_run_goes_on_after_the_newest_checkpoint(
     (tmp_path / "ck/9.orbax-checkpoint-tmp").mkdir()
     assert begin("--pp 2 --resume").step == 7
     said = ["checkpoint 9 was half-written when its run ended; ignored and removed", "resuming from checkpoint 6"]
-    assert capsys.readouterr().err.splitlines() == said
+    *told, unrecorded = capsys.readouterr().err.splitlines()
+    assert told == said
+    assert unrecorded.startswith("checkpoint 6 has no checksums (an older version wrote it, ")
     assert not (tmp_path / "ck/9.orbax-checkpoint-tmp").exists()
     assert (tmp_path / "out/train/checkpoints").resolve() == tmp_path / "ck"
 
@@ -279,6 +285,61 @@ def test_the_trainer_says_what_is_wrong_with_a_checkpoint(tmp_path: Path):
     assert explained("completed step: 3\nValueError: a checkpoint\n", tmp_path) is None
     log = "more\nmultimesh_maxtext.errors.CheckpointError: a.\n\nRuntimeError: b: a.\nmore\n"
     assert str(explained(log, tmp_path)) == f"--checkpoint {tmp_path}: a."
+
+
+@pytest.mark.parametrize(
+    "line", ["multimesh_maxtext.errors.Damaged", "multimesh: process 0 ends because it failed: Damaged"]
+)
+def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path: Path, line: str):
+    """Whether its own trainer or the watcher of another one says so."""
+    wrong = explained(f"more\n{line}CheckpointError: {tmp_path}/9/items/_METADATA: gone\nmore\n", tmp_path)
+    assert isinstance(wrong, DamagedCheckpointError)
+    for step in (6, 9, 9):
+        write(tmp_path, step)
+        if step == 9:
+            aside(tmp_path / "9")
+    assert look(tmp_path).steps == (6,)
+    assert {path.name for path in tmp_path.iterdir()} == {"6", "9.damaged", "9.damaged2"}
+    assert going_back(wrong, tmp_path) == (
+        f"{tmp_path}/9/items/_METADATA: gone; it is set aside as *.damaged, going on from checkpoint 6"
+    )
+    aside(tmp_path / "6")
+    with pytest.raises(CheckpointError, match=rf"^--checkpoint {tmp_path}: .*gone; no other checkpoint is there"):
+        going_back(wrong, tmp_path)
+
+
+@pytest.mark.stand_in("a trainer that only says how it ended")
+def test_the_command_trains_again_until_a_checkpoint_is_whole(
+    job: Check, paths: Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Of three checkpoints two are damaged; nothing else makes it train again."""
+    ck = paths.output / "ck"
+    for step in (2, 4, 6):
+        write(ck, step)
+    begun = []
+
+    def train(*given: Any) -> Outcome:
+        begun.append(given[4].step)
+        newest = look(ck).steps[-1]
+        if newest == 2:
+            return Outcome([], [], CheckpointError("the disk is full"), paths.log)
+        aside(ck / str(newest))
+        return Outcome([], [], DamagedCheckpointError(f"{newest}: gone"), paths.log)
+
+    monkeypatch.setattr(cli, "train", train)
+    given = job(["--cpus", "2", "--pp", "2", "--checkpoint", str(ck), "--resume", "--num-steps", "12"])
+    start = launch(given, paths, inherited={}, gpu_memory=None)
+    code, *_ = cli._train(given, paths, start, (), Console(quiet=True), None, 0, 0, patience=0.0)
+    assert (code, begun) == (15, [7, 5, 3])
+    told = [line for line in capsys.readouterr().err.splitlines() if "no checksums" not in line]
+    assert told == [
+        "resuming from checkpoint 6",
+        "6: gone; it is set aside as *.damaged, going on from checkpoint 4",
+        "resuming from checkpoint 4",
+        "4: gone; it is set aside as *.damaged, going on from checkpoint 2",
+        "resuming from checkpoint 2",
+        "error: the disk is full",
+    ]
 
 
 def test_maxtext_says_what_is_wrong_with_the_parameters_to_begin_with(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import resource
 import shutil
@@ -16,11 +17,14 @@ import jax.numpy as jnp
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from multimesh import distributed
+from multimesh.errors import DamagedError, NoRecordError
 from multimesh_maxtext.checkpointer import reason, telling
-from multimesh_maxtext.errors import CheckpointError
+from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
 from multimesh_maxtext.relayout import checked
 
 STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
+RECORD = "multimesh-sums.0-of-1.json"
 Open = Callable[[Path], Any]
 
 
@@ -49,6 +53,8 @@ def written(start: Open, tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoints = start(folder)
     for step in (2, 3):
         checkpoints.save_checkpointables(step, {"items": STATE})
+    checkpoints.wait()
+    assert all((folder / str(step) / RECORD).exists() for step in (2, 3))
     return folder
 
 
@@ -77,11 +83,79 @@ def test_a_harmed_checkpoint_is_named_with_the_one_to_go_on_from(
     start: Open, written: Path, tmp_path: Path, harm: Callable[[Path], None], why: str
 ):
     shutil.copytree(written, tmp_path / "ck")
+    (tmp_path / "ck/3" / RECORD).unlink()
     harm(tmp_path / "ck/3")
     with pytest.raises(CheckpointError) as caught:
         start(tmp_path / "ck").load_checkpointables(3, {"items": STATE})
     remedy = f"copy it again, or remove {tmp_path}/ck/3 to go on from checkpoint 2"
     assert re.fullmatch(rf"checkpoint 3 cannot be read \((.*{why}.*)\); {remedy}", str(caught.value))
+
+
+def damage(path: Path, how: str, seed: int) -> bytes:
+    """Flip a bit of a file, cut its end off or delete it; return what it had."""
+    data, rng = path.read_bytes(), random.Random(f"{path.name}{seed}")
+    if how == "delete":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(data[: rng.randrange(len(data))])
+    else:
+        at = rng.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+    return data
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "delete"])
+def test_a_damaged_file_is_named_before_anything_is_loaded(start: Open, written: Path, tmp_path: Path, how: str):
+    """Any file of a checkpoint, by `verify` and by the run, which sets the checkpoint aside."""
+    folder = tmp_path / "ck"
+    shutil.copytree(written, folder)
+    files = [path for path in sorted((folder / "3").rglob("*")) if path.is_file()]
+    assert len(files) > 8
+    checkpoints = start(folder)
+    for path in files:
+        if how == "delete" and path.name == RECORD:
+            continue  # as if the run had been killed before it wrote that
+        data = damage(path, how, 0)
+        with pytest.raises(DamagedError, match=re.escape(f"{path}: ")) as told:
+            distributed.verify(folder / "3")
+        assert "\n" not in str(told.value)
+        with pytest.raises(DamagedCheckpointError, match=re.escape(f"{path}: ")):
+            checkpoints.load_checkpointables(3, {"items": STATE})
+        (folder / "3.damaged").rename(folder / "3")
+        path.write_bytes(data)
+    distributed.verify(folder / "3")
+    checkpoints.load_checkpointables(3, {"items": STATE})
+
+
+def test_an_array_in_a_damaged_file_is_named(written: Path, tmp_path: Path):
+    shutil.copytree(written / "3", tmp_path / "3")
+    file = largest(tmp_path / "3")
+    damage(file, "flip", 1)
+    with pytest.raises(
+        DamagedError, match=rf"{file}: bytes 0 to [\d,]+, of params\.w, are not those that were written; "
+    ):
+        distributed.verify(tmp_path / "3")
+
+
+def test_a_checkpoint_without_a_record_is_loaded_and_can_get_one(start: Open, written: Path, tmp_path: Path):
+    shutil.copytree(written, tmp_path / "ck")
+    (tmp_path / "ck/3" / RECORD).unlink()
+    with pytest.raises(NoRecordError, match=r"ck/3 has no checksums of its files: .* mm\.distributed\.record\(path\)"):
+        distributed.verify(tmp_path / "ck/3")
+    start(tmp_path / "ck").load_checkpointables(3, {"items": STATE})
+    distributed.record(tmp_path / "ck/3")
+    distributed.verify(tmp_path / "ck/3")
+    assert (tmp_path / "ck/3" / RECORD).read_bytes() == (written / "3" / RECORD).read_bytes()
+
+
+def test_a_checkpoint_saved_in_the_background_gets_its_record(start: Open, written: Path, tmp_path: Path):
+    shutil.copytree(written, tmp_path / "ck")
+    checkpoints = start(tmp_path / "ck")
+    for step in (4, 5):
+        checkpoints.save_checkpointables_async(step, {"items": STATE})
+    checkpoints.wait()
+    for step in (4, 5):
+        distributed.verify(tmp_path / "ck" / str(step))
 
 
 def test_what_is_whole_is_loaded(start: Open, written: Path):

@@ -81,8 +81,9 @@ def test_a_module_of_hlo_is_compiled_instead_of_training(run: Callable[..., Any]
     assert "sum.hlo: " in done.stderr
 
 
-def test_the_table_of_defaults_is_that_of_the_flags():
-    assert original.documented() == original.table(), "run maxtext/tests/original.py --write"
+@pytest.mark.parametrize("document", original.MADE, ids=lambda document: document.stem)
+def test_the_tables_of_defaults_are_those_of_the_code(document: Path):
+    assert document.read_text(encoding="utf-8") == original.renewed(document), "run maxtext/tests/original.py --write"
 
 
 def test_kernels_that_need_transformer_engine_have_a_substitute(job: Callable[[Sequence[str]], Job]):

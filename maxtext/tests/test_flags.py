@@ -40,6 +40,8 @@ OURS = [
     "--seed",
     "--spawn",
     "--max-restarts",
+    "--fallback",
+    "--show-grids",
     "--start-timeout",
     "--silence-timeout",
     "--stop-timeout",
@@ -88,7 +90,10 @@ def test_every_flag_is_declared_with_help():
         ("--schedule zbv", r"invalid choice: 'zbv' \(choose from .*\); did you mean zb-v\?"),
         ("--schedule 2f2b", r"--schedule: invalid choice: '2f2b' \(choose from .*1f1b"),
         ("learning_rate", r"'learning_rate' is neither a flag nor a KEY=VALUE"),
-        ("--cpus 8 --dp 3", r"dp x fsdp x tp x pp x ep = 3 x 1 x 1 x 1 x 1 = 3, but there are 8 devices; use --dp 8"),
+        (
+            "--cpus 8 --dp 3",
+            r"dp x fsdp x tp x cp x pp x ep = 3 x 1 x 1 x 1 x 1 x 1 = 3, but there are 8 devices; use --dp 8",
+        ),
         ("--cpus 6 --tp 4", r"but there are 6 devices; use --cpus 4"),
         ("--gpus 6 --tp 4", r"but there are 6 devices; use --gpus 4"),
         ("--cpus 2 --pp 3", r"but there are 2 devices; use --cpus 3"),
@@ -118,6 +123,16 @@ def test_every_flag_is_declared_with_help():
         ("--pp 2 --interleave 3 --num-layers 4", r"= 2 x 3 = 6 pieces; use --num-layers 6"),
         ("--tp 3", r"--tp 3 does not divide the attention heads \(4\); change --tp or --num-heads"),
         ("--fsdp 3", r"--fsdp 3 does not divide the model dims \(256\); change --fsdp or --model-dims"),
+        (
+            "--cp 2 --sequence-length 30",
+            r"--cp 2 cuts a sequence into 4 parts, and 30 tokens .*; use --sequence-length 32",
+        ),
+        (
+            "--fsdp 2 --cp 3 --sequence-length 96",
+            r"fsdp x cp = 6 does not divide the model dims \(256\); change --cp or",
+        ),
+        ("--pp 2 --gather-once", r"--gather-once is about parameters that --fsdp shards; add --fsdp"),
+        ("--fsdp 2 --gather-once", r"--gather-once is about pipeline stages; add --pp"),
         ("--ep 2", r"--ep 2 does not divide the experts \(1\); change --ep or num_experts="),
         ("--tp 4 --model-name gemma4-26b", r"global layers \(2\); change --tp or global_num_kv_heads="),
         (
@@ -222,9 +237,31 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
         ("--model-name gemma4-31b use_multimodal=true", r"with use_multimodal=True yet: the vision encoder has no"),
         ("--scan-layers --model-name gemma3-4b", r"--scan-layers: .* decoder_block=gemma3 .*; use --no-scan-layers$"),
         ("--scan-layers inhomogeneous_layer_cycle_interval=2", r"--scan-layers: .* are not alike"),
-        ("--model-name mixtral-8x7b --ep 2", r"--ep 2: with sparse_matmul=True .* add sparse_matmul=false"),
+        ("--model-name mixtral-8x7b --ep 2", r"--ep 2: .* add use_ring_of_experts=true, .*, or sparse_matmul=false"),
+        (
+            "--model-name mixtral-8x7b --ep 2 use_ring_of_experts=true megablox=false",
+            r"--ep 2: MaxText's ring of experts .* megablox=false",
+        ),
+        (
+            "--cp 2 context_parallel_strategy=ring",
+            r"ring: MaxText has it in TransformerEngine's attention alone; use all_",
+        ),
+        ("--cp 2 context_parallel_strategy=usp", r"usp: MaxText has it for TPUs only; use all_gather, or ring on GPUs"),
+        (
+            "--gpus 4 --cp 2 --attention cudnn_flash_jax",
+            r"cudnn_flash_jax attends within the part of a sequence that a",
+        ),
         ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
-        ("quantization=int8", r"with quantization=int8 yet"),
+        (
+            "quantization=int8",
+            r"quantization=int8 yet: it was never compared .*; use quantization=fp8_full use_qwix_q",
+        ),
+        (
+            'lora={"enable_lora":true}',
+            r"lora: MaxText makes adapters in .*train_sft alone.* would train nothing; leave",
+        ),
+        ("quantization=fp8", r"=fp8 yet: MaxText has it without gradient accumulation .*; use quantization=fp8_full"),
+        ("quantization=te_mxfp8", r"=te_mxfp8 yet: it was never compared .*; use quantization=fp8_full"),
     ],
 )
 def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.longer
 Run = Callable[..., Any]
 JOB = ("--cpus", 4, "--tp", 2, "--pp", 2, "--num-layers", 2, "--model-dims", 64, "--mlp-dims", 64, "--num-steps", 3)
 JOB += ("--sequence-length", 32, "--batch-size", 4, "--attention", "dot_product", "--remat", "full")
-PLAN = {"plan.txt", "plan.json", "plan.svg", "plan.html", "plan.perfetto.json"}
+PLAN = {"costs.json", "plan.txt", "plan.json", "plan.svg", "plan.html", "plan.perfetto.json"}
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import yaml
 
 from multimesh_maxtext.options import read
 from multimesh_maxtext.settle import settle
+from multimesh_maxtext.sizes import expected
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "maxtext"))
@@ -37,21 +38,25 @@ def test_a_folder_is_what_its_description_makes(job: jobs.Job):
         assert os.access(jobs.HERE / job.folder / name, os.X_OK) == name.endswith(".sh")
 
 
-@pytest.mark.telling("gpt3-175b-64gpus", "slurm")
-@pytest.mark.parametrize("job", jobs.JOBS, ids=lambda job: job.folder)
-def test_a_process_of_a_job_starts_with_flags_that_fit(job: jobs.Job, maxtext: Path):
+@pytest.mark.telling("gpt3-175b-64gpus-run-original.sh", "slurm-run.sh")
+@pytest.mark.parametrize(
+    ("job", "script"),
+    [(job, name) for job in jobs.JOBS for name in jobs.files(job) if name.endswith(".sh")],
+    ids=lambda value: value if isinstance(value, str) else value.folder,
+)
+def test_a_process_of_a_job_starts_with_flags_that_fit(job: jobs.Job, script: str, maxtext: Path):
     size = job.processes or 8
     slurm = {"STEP_NODELIST": "n[1-8]", "NTASKS": str(size), "LOCALID": "3", "PROCID": str(size - 1)}
     environment = {**os.environ, **{f"SLURM_{name}": value for name, value in slurm.items()}}
     own = [] if job.processes else ["--pp", "2", "--dp", "4", "--batch-size", "32"]
-    line = [str(jobs.HERE / job.folder / job.machine.script), "--dry-run", "--json", "--num-steps", "7", *own]
+    line = [str(jobs.HERE / job.folder / script), "--dry-run", "--json", "--num-steps", "7", *own]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     start = json.loads(done.stdout)
     assert start["configuration"]["steps"] == 7  # what is given comes last
     assert start["environment"]["JAX_LOCAL_DEVICE_IDS"] == "3"
     handed = json.loads(start["environment"]["MULTIMESH_MAXTEXT"])
-    if job.folder in original.SCRIPTS:
+    if job.folder in original.SCRIPTS and (script == "run-original.sh" or not job.theirs):
         theirs = settle(read(original.SCRIPTS[job.folder].split()), maxtext / "maxtext").job
         assert size == theirs.devices
         for key, value in (("stages", theirs.options.pp), ("interleave", theirs.options.interleave)):
@@ -106,6 +111,7 @@ KUBERNETES_JOB = fields(
     "template",
     completionMode={"enum": ["Indexed", "NonIndexed"]},
     **dict.fromkeys(("parallelism", "completions", "backoffLimit"), COUNT),
+    successPolicy=fields("rules", rules=items(fields(succeededCount=COUNT, succeededIndexes=WORD))),
     podFailurePolicy=fields("rules", rules=items(fields("action", action={"enum": ["FailJob"]}, onExitCodes=EXIT))),
     template=fields(spec=POD),
 )
@@ -132,8 +138,12 @@ JOBSET = fields(
 @pytest.mark.parametrize("job", [job for job in jobs.JOBS if job.machine.kubernetes], ids=lambda job: job.folder)
 def test_a_jobset_starts_the_processes_of_its_folder(job: jobs.Job, maxtext: Path, tmp_path: Path):
     """Its fields are those of a JobSet; a pod that has what a kubelet gives it knows who it is."""
-    manifest = yaml.safe_load(jobs.files(job)["jobset.yaml"])
+    text = jobs.files(job)["jobset.yaml"]
+    manifest = yaml.safe_load(text)
     jsonschema.validate(manifest, JOBSET)
+    falls_back = yaml.safe_load(text.replace("# successPolicy", "successPolicy"))
+    assert falls_back["spec"]["replicatedJobs"][0]["template"]["spec"]["successPolicy"]
+    jsonschema.validate(falls_back, JOBSET)
     (part,) = manifest["spec"]["replicatedJobs"]
     (container,) = part["template"]["spec"]["template"]["spec"]["containers"]
     assert part["template"]["spec"]["completions"] * container["resources"]["limits"]["nvidia.com/gpu"] == job.processes
@@ -150,12 +160,28 @@ def test_a_jobset_starts_the_processes_of_its_folder(job: jobs.Job, maxtext: Pat
     assert str(tmp_path / job.folder / "output/process-1/metrics.jsonl") == start["configuration"]["metrics_file"]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("folder", original.LIMITS)
-def test_a_large_job_is_forecast_within_the_limits_of_the_original(folder: str, run: Any, tmp_path: Path):
+def test_a_page_has_the_forecasts_of_its_flags_beside_the_limits_of_the_original(folder: str, maxtext: Path):
+    (job,) = (job for job in jobs.JOBS if job.folder == folder)
+    size, seconds = original.LIMITS[folder]
+    assert job.forecasts[2] == (seconds, size / 1e9)
+    for flags, (step_seconds, step_size) in zip((job.flags, job.theirs), job.forecasts[:2], strict=True):
+        words = ["--nodes", str(job.processes), "--gpus", "1", "--device", "h100", "--forecast", *flags.split()]
+        step = expected(settle(read(words), maxtext / "maxtext").job)
+        assert step is not None
+        assert (step.seconds, step.bytes / 1e9) == pytest.approx((step_seconds, step_size), rel=2e-3)
+        assert step.seconds < seconds
+        assert step.bytes < size
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("line", ["flags", "theirs"])
+@pytest.mark.parametrize("folder", original.LIMITS)
+def test_the_plan_of_a_large_job_is_within_the_limits_of_the_original(folder: str, line: str, run: Any, tmp_path: Path):
     (job,) = (job for job in jobs.JOBS if job.folder == folder)
     devices = ("--nodes", job.processes, "--gpus", 1, "--device", "h100")
-    done = run(*devices, *job.flags.split(), "--forecast", "--json", "--output", tmp_path)
+    done = run(*devices, *getattr(job, line).split(), "--forecast", "--json", "--output", tmp_path)
     assert done.code == 0, done.stderr
     size, seconds = original.LIMITS[folder]
     assert max(need["total"] for need in done.json["forecast"]) < size

@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext import spawning
 from multimesh_maxtext.cli import main
-from multimesh_maxtext.options import Options
 from multimesh_maxtext.text import write_corpus
 
 Run = Callable[..., Any]
@@ -140,7 +138,8 @@ def test_a_process_killed_while_it_saves_leaves_whole_checkpoints(
         assert re.search(
             r"process 1 of 2 .* was killed by SIGKILL .*; all processes start again \(restart 1 of", told.err
         )
-        assert re.search(r"\n +1 +\S+ +\d +\d +[0-4] +process 1 of 2 .* was killed by SIGKILL", told.out)
+        row = r"\n +1 +[\d:]{8} +pp 2 +2 +0-\d +\d +[\d.]+ +process 1 of 2 .* was killed by SIGKILL"
+        assert re.search(row, told.out)
     assert "half-written when its run ended; ignored and removed" in told.err
     ours, theirs = trained(everything(tmp_path / "out/metrics.jsonl")), trained(whole)
     # MaxText writes the metrics of a step one step later: those of the last step before the kill may be lost.
@@ -199,47 +198,6 @@ def test_our_batches_of_text_are_those_of_maxtext_in_one_process(maxtext: Path, 
     for ours, theirs in found:
         assert ours == theirs
     assert again == found[0][0]
-
-
-@pytest.mark.parametrize(
-    ("codes", "starts", "restarts"),
-    [([17, 0], 2, 1), ([17, 17, 17], 3, 2), ([10], 1, 0), ([0], 1, 0), ([17, 14], 2, 1)],
-)
-def test_a_job_that_lost_a_process_starts_again(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    codes: list[int],
-    starts: int,
-    restarts: int,
-):
-    """At most as often as asked for, and only then; the table says what was computed again."""
-    lines = []
-
-    def start(words: list[str], _options: Options, _root: Path | None) -> int:
-        """Be a job that does five steps, of which three are in its checkpoint."""
-        lines.append([*words])
-        (tmp_path / "ck/2").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "ck/2/commit_success.txt").touch()
-        record = {"learning/loss": 1.0, "perf/step_seconds": 1.0, "learning/total_weights": 8.0}
-        steps = "".join(json.dumps({**record, "step": n}) + "\n" for n in range(5))
-        (tmp_path / "metrics.jsonl").write_text(steps)
-        ends = "multimesh: process 0 of 2 (n1, pid 7) ends because process 1 of 2 (n1, pid 8) was killed by SIGKILL\n"
-        (tmp_path / "maxtext.log").write_text(f"...\n{ends}")
-        return codes[len(lines) - 1]
-
-    monkeypatch.setattr(spawning, "_run", start)
-    place = ["--output", str(tmp_path), "--checkpoint", str(tmp_path / "ck")]
-    argv = ["--spawn", "--nodes", "2", "--cpus", "1", "--pp", "2", "--max-restarts", "2", "--overwrite", *place]
-    assert main(argv, root=root) == codes[starts - 1]
-    assert len(lines) == starts
-    assert all(("--resume" in line, "--overwrite" in line) == (n > 0, n == 0) for n, line in enumerate(lines))
-    assert not any({"--spawn", "--max-restarts"} & {*line} for line in lines)
-    told = capsys.readouterr()
-    row = r" 5 +3 +2 +process 1 of 2 \(n1, pid 8\) was killed by SIGKILL\n"
-    assert len(re.findall(row, told.out)) == restarts
-    assert told.err.count("all processes start again") == restarts
 
 
 @pytest.mark.multiprocess

@@ -61,6 +61,15 @@ def variables(
                 "scan_layers": True,
             },
         ),
+        # Quantization cuts a microbatch by the devices of a stage in a process, not by all of the process.
+        (
+            "--dp 2 --cp 2 --pp 2 quantization=fp8_full use_qwix_quantization=true",
+            {"quantization_local_shard_count": 4, "ici_context_parallelism": 2},
+        ),
+        (
+            "--dp 2 --pp 2 --nodes 4 --cpus 1 quantization=fp8_full use_qwix_quantization=true",
+            {"quantization_local_shard_count": 1},
+        ),
         # Stages of MultiMesh: MaxText sees one of them, and accumulates what the pipeline will run.
         (
             "--dp 2 --tp 2 --pp 2 --batch-size 16 --microbatch-size 2",

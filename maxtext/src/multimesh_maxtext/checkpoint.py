@@ -18,7 +18,7 @@ from pathlib import Path
 from multimesh_maxtext import layer_names
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.dataset import readers
-from multimesh_maxtext.errors import CheckpointError, FileError, UsageError
+from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, FileError, UsageError
 from multimesh_maxtext.reserve import writing
 from multimesh_maxtext.settings import read_dataset, read_values
 
@@ -32,12 +32,19 @@ _POSITIONS = "iter"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 _HALF = ".orbax-checkpoint-tmp"
-_COMPLETE = "commit_success.txt"
+COMPLETE = "commit_success.txt"
+"""File that Orbax writes last."""
+
+_ASIDE = ".damaged"
+_RECORDS = "multimesh-sums.*-of-*.json"
 
 _LOCK = ".writing"
 
 _TOLD = re.compile(rf"^{CheckpointError.__module__}\.{CheckpointError.__qualname__}: (.*)$", re.MULTILINE)
 """An error of the trainer's process, as Python prints it."""
+
+_DAMAGED = re.compile(rf"\b{DamagedCheckpointError.__name__}: (.*)$", re.MULTILINE)
+"""The same of a damaged one, also as a watcher tells it of another process."""
 
 _BEGUN = re.compile(r"restoring params from (\S+)$", re.MULTILINE)
 _UNLIKE = re.compile(r"Checkpoint does not match the model:\n((?:  - .*\n)+)")
@@ -112,11 +119,34 @@ def look(folder: Path) -> Checkpoints:
         raise CheckpointError(f"--checkpoint {folder}: {error.strerror}; choose another folder") from error
     steps = sorted(int(name) for name in names if name.isdigit())
     for step in steps:
-        if not (folder / str(step) / _COMPLETE).exists():
+        if not (folder / str(step) / COMPLETE).exists():
             raise CheckpointError(
-                f"{folder / str(step)} is no complete checkpoint (it has no {_COMPLETE}); copy it again or remove it"
+                f"{folder / str(step)} is no complete checkpoint (it has no {COMPLETE}); copy it again or remove it"
             )
     return Checkpoints(folder, tuple(steps), tuple(folder / name for name in names if _HALF in name))
+
+
+def aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that no run goes on from it."""
+    others = (path.with_name(f"{path.name}{_ASIDE}{number}") for number in ("", *range(2, 1000)))
+    path.rename(next(other for other in others if not other.exists()))
+
+
+def going_back(error: DamagedCheckpointError, folder: Path) -> str:
+    """Say from where a run goes on whose newest checkpoint was damaged and set aside.
+
+    Raises
+    ------
+    CheckpointError
+        If no checkpoint is left.
+    """
+    steps = look(folder).steps
+    if not steps:
+        raise CheckpointError(
+            f"--checkpoint {folder}: {error}; no other checkpoint is there (it is set aside as *{_ASIDE}); "
+            "copy it again, or leave out --resume to begin anew"
+        )
+    return f"{error}; it is set aside as *{_ASIDE}, going on from checkpoint {steps[-1]}"
 
 
 def clear_half_written(found: Checkpoints) -> list[str]:
@@ -173,6 +203,12 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: floa
         if o.resume and first:
             where = f"from checkpoint {found.steps[-1]}" if found.steps else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
+            if found.steps and not any((o.checkpoint / str(found.steps[-1])).glob(_RECORDS)):
+                print(
+                    f"checkpoint {found.steps[-1]} has no checksums (an older version wrote it, or its run was killed "
+                    "just after); its bytes are not compared",
+                    file=sys.stderr,
+                )
         link(checkpoints, o.checkpoint)
         yield Beginning(found.next_step, () if descriptor is None else (descriptor,))
 
@@ -284,6 +320,8 @@ def explained(log: str, folder: Path | None) -> CheckpointError | None:
     folder
         That of ``--checkpoint``, if there is one.
     """
+    if folder and (damaged := _DAMAGED.search(log)):
+        return DamagedCheckpointError(damaged[1])
     told, given, unlike = _TOLD.findall(log), _BEGUN.findall(log), _UNLIKE.search(log)
     if told and folder:
         return CheckpointError(f"--checkpoint {folder}: {told[-1]}")

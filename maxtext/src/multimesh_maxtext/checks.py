@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import multimesh
+from multimesh_maxtext import within_stage
 from multimesh_maxtext.errors import FileError, LauncherError, MissingPartError, UnsupportedError, UsageError
 from multimesh_maxtext.flags import TIMEOUTS
 from multimesh_maxtext.model import Model, has_package
@@ -23,6 +24,7 @@ MULTIMESH_ONLY = {
     "schedule": "it runs MaxText's own circular pipeline",
     "custom_schedule_path": "it runs MaxText's own circular pipeline",
     "partition": "its pieces have as many layers each",
+    "gather_once": "it gathers parameters where XLA does",
     "forecast": "it has no plan to forecast from",
     "device_memory": "it has no plan to forecast from",
     "dump_only": "MaxText compiles when it trains; use --num-steps 1",
@@ -60,7 +62,6 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "mtp_num_layers": ((0,), "they come after the last stage"),
     "use_multimodal": ((False,), "the vision encoder has no stage"),
     "enable_diloco": ((False,), "its state has another shape"),
-    "quantization": (("", None), "its state is not placed"),
     "training_objective": (("causal_lm",), "its losses were never tried"),
     "te_moe_block": ((False,), "its kernels were never tried"),
     "moe_dropless_fallback": (("None", None), "it has a second program"),
@@ -178,6 +179,7 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         o.sequence_parallel and o.tp == 1,
         UsageError("--sequence-parallel shards between tensor-parallel blocks; add --tp"),
     )
+    yield o.gather_once and o.fsdp == 1, UsageError("--gather-once is about parameters that --fsdp shards; add --fsdp")
     yield (
         o.scan_layers is False and o.pp > 1 and not o.staged,
         UsageError("MaxText's own pipeline scans over layers; remove --no-scan-layers or --pp"),
@@ -204,8 +206,8 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         UsageError("--use-tfds-dataset needs to know which; add --dataset-path and --dataset-name"),
     )
     for name, needed in (
-        *((name, "checkpoint") for name in ("checkpoint_every", "resume", "export", "max_restarts")),
-        *(("eval_steps", "eval_every"), ("device", "forecast"), ("overwrite", "output")),
+        *((name, "checkpoint") for name in ("checkpoint_every", "resume", "export", "max_restarts", "fallback")),
+        *(("eval_steps", "eval_every"), ("fallback", "max_restarts"), ("device", "forecast"), ("overwrite", "output")),
         *(("budget", "suggest"), ("picture", "suggest")),
     ):
         yield (
@@ -221,12 +223,12 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         UsageError("--only-fuse-loop-tasks says which tasks to fuse; remove it or --no-fuse-tasks"),
     )
     yield (
-        o.max_restarts and o.nodes == 1,
+        o.max_restarts and o.nodes == 1 and not o.fallback,
         UsageError("--max-restarts is about losing one of several processes; add --nodes, or leave it out"),
     )
     for name in TIMEOUTS:
         yield (
-            o.has(f"{name}_timeout") and o.nodes == 1,
+            o.has(f"{name}_timeout") and o.nodes == 1 and not o.fallback,
             UsageError(f"--{name}-timeout is about waiting for other processes; add --nodes, or leave it out"),
         )
     yield (
@@ -329,6 +331,7 @@ def _wrong_schedule(options: Options, microbatches: int) -> Iterator[LauncherErr
 def _not_placeable(job: Job) -> Iterator[LauncherError]:
     """Yield the settings of a pipeline that the backend cannot run yet, why, and what to use."""
     resolved = job.model.resolved
+    yield from within_stage.find_wrong_quantization(job.model)
     for key, (values, reason) in _ABLE.items():
         value = resolved.get(key, values[0])
         if value not in values:
@@ -361,7 +364,7 @@ def _wrong_shares(job: Job, rows: int) -> Iterator[LauncherError]:
 def _wrong_devices(o: Options, devices: int) -> Iterator[LauncherError]:
     if o.parallelism == devices:
         return
-    product = f"{o.dp} x {o.fsdp} x {o.tp} x {o.pp} x {o.ep} = {o.parallelism}"
+    product = f"{o.dp} x {o.fsdp} x {o.tp} x {o.cp} x {o.pp} x {o.ep} = {o.parallelism}"
     flag = "--gpus" if o.gpus else "--cpus"
     if devices % (o.parallelism // o.dp) == 0:
         remedy = f"use --dp {devices // (o.parallelism // o.dp)}"
@@ -370,7 +373,7 @@ def _wrong_devices(o: Options, devices: int) -> Iterator[LauncherError]:
     else:
         each = math.gcd(o.parallelism, devices // o.nodes)
         remedy = f"use --nodes {o.parallelism // each} {flag} {each}"
-    yield UsageError(f"dp x fsdp x tp x pp x ep = {product}, but there are {devices} devices; {remedy}")
+    yield UsageError(f"dp x fsdp x tp x cp x pp x ep = {product}, but there are {devices} devices; {remedy}")
 
 
 def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
@@ -396,7 +399,7 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
         ("vocabulary", model.vocabulary, "--tp", o.tp, "--vocab-size"),
         ("model dims", model.embedding, "--fsdp", o.fsdp, "--model-dims"),
         ("experts", model.experts, "--ep", o.ep, "num_experts="),
-        ("sequence", o.sequence_length, "--tp", o.tp if o.sequence_parallel else 1, "--sequence-length"),
+        ("sequence", o.sequence_length, "--tp", o.tp * o.cp if o.sequence_parallel else 1, "--sequence-length"),
     ):
         if size % parts:
             yield UsageError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
@@ -405,11 +408,9 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
             f"{model.kv_heads} key/value heads do not divide {model.query_heads} attention heads; change "
             "--num-kv-heads or --num-heads"
         )
-    if o.platform == "cpu" and o.ep > 1 and model.resolved.get("sparse_matmul"):
-        yield UnsupportedError(
-            f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
-            "devices; add sparse_matmul=false"
-        )
+    yield from within_stage.find_wrong_context(o, model)
+    yield from within_stage.find_wrong_experts(o, model)
+    yield from within_stage.find_wrong_adapters(model)
     if o.text and model.vocabulary < BYTE_TOKENS:
         yield UsageError(
             f"--text needs {BYTE_TOKENS} tokens (bytes and the end of a document), the model has {model.vocabulary}; "

@@ -16,11 +16,18 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from multimesh_maxtext import memory, report, restarts, suggesting
-from multimesh_maxtext.checkpoint import Beginning, beginning, look, written_to
+from multimesh_maxtext import compile_cache, fallback, memory, metrics_hook, report, restarts, roll_call, suggesting
+from multimesh_maxtext.checkpoint import Beginning, beginning, going_back, look, written_to
 from multimesh_maxtext.checks import Job, check_machine
 from multimesh_maxtext.dataset import check_dataset, readers
-from multimesh_maxtext.errors import CheckpointError, FileError, LauncherError, TrainerFailedError
+from multimesh_maxtext.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FileError,
+    LauncherError,
+    ProcessLostError,
+    TrainerFailedError,
+)
 from multimesh_maxtext.launch import Launch, forecasting, in_place, launch, visible_gpu_memory
 from multimesh_maxtext.machine import check_environment, python, stale_parts
 from multimesh_maxtext.member import ALONE, Member, any_member, find_repeated, member
@@ -29,12 +36,20 @@ from multimesh_maxtext.model import find_maxtext, has_package
 from multimesh_maxtext.options import Options, read
 from multimesh_maxtext.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
 from multimesh_maxtext.reserve import RUNNING, has_content, holds_run, remove_run, writing
-from multimesh_maxtext.restarts import Loss
 from multimesh_maxtext.settle import Settled, settle
 from multimesh_maxtext.sizes import expected, step_json, step_text
 from multimesh_maxtext.spawning import spawn
 from multimesh_maxtext.text import read_texts, write_corpus
-from multimesh_maxtext.trainer import Outcome, forecast, inspect, keep_code, tail, terminate_as_interrupt, train
+from multimesh_maxtext.trainer import (
+    Follower,
+    Outcome,
+    forecast,
+    inspect,
+    keep_code,
+    tail,
+    terminate_as_interrupt,
+    train,
+)
 from multimesh_maxtext.translate import Paths, notes
 
 INTERRUPTED = 130
@@ -71,17 +86,41 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
                 maxtext = find_maxtext(root)
                 if parsed.options.suggest:
                     return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
+                if parsed.options.show_grids:
+                    fallback.count_processes(parsed.options)
                 settled = settle(parsed, maxtext / "maxtext")
                 options = settled.job.options
-                if options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast):
+                starts = options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast)
+                if starts or options.show_grids:
+                    grids = fallback.grids(settled.job, argv, maxtext)
+                    if options.show_grids:
+                        print(fallback.lines(grids))
+                        return 0
                     _find_gpus(options)
-                    return spawn(argv, options, root)
+                    return spawn(argv, options, root, grids)
+                if options.fallback and roll_call.OWN_ADDRESS in os.environ and not options.dry_run:
+                    return _called(settled.job, argv, maxtext, root)
                 return _run(settled, maxtext, root)
             except LauncherError as error:
                 return _tell(error, this, as_json="--json" in argv)
     except KeyboardInterrupt:
         print("interrupted; the trainer was stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _called(job: Job, argv: Sequence[str], maxtext: Path, root: Path | None) -> int:
+    """Run on the grid that those processes can have which came; return 0 in one that is not needed, at the end."""
+    o, this = job.options, member(job.options, os.environ)
+    folder = (o.output or Path()) / f"roll-call-{restarts.attempt(o, os.environ)}"
+    own, patience = os.environ[roll_call.OWN_ADDRESS], o.start_timeout or roll_call.PATIENCE
+    place = roll_call.answer(folder, this.rank, this.count, own, fallback.grids(job, argv, maxtext), patience)
+    with roll_call.until_all_are_done(folder, place):
+        if place is None:
+            print(f"{o.grid} does without this process, which waits", file=sys.stderr)
+            return 0
+        os.environ.update(place.variables())
+        parsed = restarts.going_on(read([*argv, *place.grid.words]), os.environ)
+        return _run(settle(parsed, maxtext / "maxtext"), maxtext, root)
 
 
 def _tell(error: LauncherError, this: Member, *, as_json: bool) -> int:
@@ -140,13 +179,20 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
             if options.dump_only:
                 _dump(start, paths, options, quiet=console.quiet)
             return 0
+    kept = compile_cache.first_use(start.environment)
+    if kept and this.rank == 0:
+        print(kept, file=sys.stderr)
     again = restarts.attempt(options, os.environ)
     patience = _PATIENCE if again else 0.0
     with writing(paths.output / RUNNING, "--output", patience=patience) as held:
         _make_way(options, first, paths)
-        losses = _begin_again(options, paths, this.rank, again) if again else []
-        code = _train(job, paths, start, texts, console, gpu_memory, this.rank, held, patience=patience)
-        restarts.show(losses, options)
+        if options.max_restarts and this.rank == 0:
+            restarts.begin(options, paths, again)
+        if again:
+            restarts.keep_log(paths.log, again)
+        code, why = _train(job, paths, start, texts, console, gpu_memory, this.rank, held, patience=patience)
+        if options.max_restarts and this.rank == 0:
+            _end_attempt(options, paths, code, why, again)
         return code
 
 
@@ -200,14 +246,14 @@ def _make_way(o: Options, first: Paths, paths: Paths) -> None:
         remove_run(paths.output, (*paths.made, *names))
 
 
-def _begin_again(options: Options, paths: Paths, rank: int, again: int) -> list[Loss]:
-    """Keep the log of the attempt that lost a process; in the first process, say why this one is made."""
-    losses = []
-    if rank == 0:
-        losses = restarts.remember(paths.restarts, restarts.find_loss(options, paths, again), again)
-        restarts.announce(losses[-1], again, options)
-    restarts.keep_log(paths.log, again)
-    return losses
+def _end_attempt(o: Options, paths: Paths, code: int, why: str, again: int) -> None:
+    """Note why an attempt ended, of several that may follow one another; after the last one, show all."""
+    steps = Follower(paths.metrics).poll()
+    lost = code == ProcessLostError.exit_code
+    because = restarts.reason(paths, o.nodes) if lost else why
+    attempts = restarts.end(paths, because, steps[-1].number + 1 if steps else 0)
+    if not lost or again >= (o.max_restarts or 0):
+        restarts.show(attempts, steps, o)
 
 
 def _train(
@@ -221,24 +267,35 @@ def _train(
     held: int,
     *,
     patience: float,
-) -> int:
-    """Train, judge, compare; the trainer inherits the descriptor ``held``."""
+) -> tuple[int, str]:
+    """Train, judge, compare; return the exit code, and why it ended. The trainer inherits the descriptor ``held``."""
     options = job.options
+    hook = metrics_hook.load(options.metrics_hook) if options.metrics_hook and rank == 0 else None
     if not options.json:
         console.print(python(), highlight=False, markup=False)
     _prepare(job, paths, texts)
     _check_memory(job, paths, console, gpu_memory)
-    with beginning(job, paths.checkpoints, first=rank == 0, patience=patience) as begin:
-        if begin.step >= options.num_steps:
-            return _say_finished(options, begin.step) if rank == 0 else 0
-        begin = replace(begin, inherited=(*begin.inherited, held))
-        outcome, pairs = train(job, start, paths, console, begin), list[Pair]()
+    pairs = list[Pair]()
+    while True:
+        with beginning(job, paths.checkpoints, first=rank == 0, patience=patience) as begin:
+            if begin.step >= options.num_steps:
+                return (_say_finished(options, begin.step) if rank == 0 else 0), "nothing was left to do"
+            begin = replace(begin, inherited=(*begin.inherited, held))
+            outcome = train(job, start, paths, console, begin, hook)
+        if not isinstance(outcome.error, DamagedCheckpointError):
+            break
+        line = going_back(outcome.error, options.checkpoint or Path())
+        if rank == 0:
+            print(line, file=sys.stderr)
+    if hook:
+        hook.end()
     if options.verify and not outcome.error and rank == 0:
         other, beside = reference_job(job), paths.below("spmd")
         _prepare(other, beside, texts)
         start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
         outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))
-    return _report(job, console, paths, outcome, pairs)
+    why = str(outcome.error).partition("; see ")[0] if outcome.error else "all steps are done"
+    return _report(job, console, paths, outcome, pairs), why
 
 
 def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:

@@ -80,6 +80,10 @@ class CheckpointError(LauncherError):
     exit_code = 15
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint does not hold the bytes that were written; it was set aside."""
+
+
 class ProcessLostError(TrainerFailedError):
     """One of several processes was killed, stopped or out of reach; MultiMesh's own code for that."""
 

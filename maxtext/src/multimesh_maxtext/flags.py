@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
+from multimesh_maxtext import compiler_flags
+from multimesh_maxtext.compiler_flags import switch
 from multimesh_maxtext.values import (
     ATTENTION,
     BACKENDS,
     DEVICES,
     REMAT,
     SCHEDULES,
-    XLA_SWITCHES,
-    XLA_THRESHOLDS,
     count,
+    fallback,
     parse_size,
     partition,
     rate,
 )
 
 TIMEOUTS = {
-    "start": "time in which all processes must have started (default 60)",
+    "start": "time in which all processes must have started (default 60; for --fallback in Kubernetes 300)",
     "silence": "silence after which a machine is given up; a process that dies is noticed at once (default 30)",
     "stop": "time that a process may be stopped, by a debugger or in a paused container (default 30)",
     "compile": "time that processes wait for each other to compile or to write a checkpoint (default 3600)",
     "stall": "end the job when a process holds up the others for so long (default: name it, and wait)",
 }
 """Times that processes wait for each other, with the help of their flags."""
-
-
-def _switch(group: Any, flag: str, text: str) -> None:
-    """Add ``--X`` and ``--no-X``; ``None`` where neither is given."""
-    group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
 
 
 def _processes(root: argparse.ArgumentParser) -> None:
@@ -80,16 +75,38 @@ def _processes(root: argparse.ArgumentParser) -> None:
             "the batch scripts for Slurm beside run.py, or by Kubernetes (default 0)"
         ),
     )
+    group.add_argument(
+        "--fallback",
+        type=fallback,
+        metavar="GRID;GRID;...|auto",
+        help=(
+            "with --max-restarts, grids to go on with when a restart cannot have as many processes: the first that "
+            "fits what is left, with the same global batch; axes that it does not name stay ('pp=4,dp=2; pp=4,dp=1'); "
+            "auto: the planner chooses the best of the most processes"
+        ),
+    )
+    group.add_argument(
+        "--show-grids",
+        action="store_true",
+        help="print the grid and those of --fallback, each after its number of processes, and end; for batch scripts",
+    )
     for name, text in TIMEOUTS.items():
         group.add_argument(f"--{name}-timeout", type=rate, metavar="SECONDS", help=text)
 
 
 def _parallelism(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("parallelism", "dp x fsdp x tp x pp x ep must equal the devices of all processes")
+    group = root.add_argument_group(
+        "parallelism", "dp x fsdp x tp x cp x pp x ep must equal the devices of all processes"
+    )
     for flag, text in (
         ("--dp", "data parallelism: copies of the model, each with its own rows of the batch"),
         ("--fsdp", "data parallelism whose parameters and optimizer state are sharded, gathered when used"),
         ("--tp", "tensor parallelism: heads and feed-forward width split over devices"),
+        (
+            "--cp",
+            "context parallelism: each sequence split over devices, attention gathers its keys and values, or passes "
+            "them on in a ring with context_parallel_strategy=ring",
+        ),
         ("--pp", "pipeline parallelism: layers split into this many stages"),
         ("--ep", "expert parallelism: experts of a mixture-of-experts model split over devices"),
         ("--interleave", "pieces of the model per stage: more pieces, a smaller bubble, more transfers"),
@@ -105,10 +122,16 @@ def _parallelism(root: argparse.ArgumentParser) -> None:
             "interleave does not divide the layers)"
         ),
     )
-    _switch(
+    switch(
         group,
         "--sequence-parallel",
         "shard activations between tensor-parallel blocks along the sequence (default off)",
+    )
+    switch(
+        group,
+        "--gather-once",
+        "gather the parameters that --fsdp shards once a step, and reduce their gradients once, not for each "
+        "microbatch of a pipeline; both then lie whole on each device, the optimizer state stays sharded (default off)",
     )
 
 
@@ -213,14 +236,14 @@ def _model(root: argparse.ArgumentParser) -> None:
             "is an old name of minimal_with_context)"
         ),
     )
-    _switch(
+    switch(
         group,
         "--scan-layers",
         "compile one layer and scan over it, in a pipeline over the layers of a piece, or unroll the layers; either "
         "draws other parameters from a seed (default: unroll, but in MaxText's own pipeline, which can only scan)",
     )
-    _switch(group, "--use-iota-embed", "look embeddings up by a product with one-hot rows (default: the model's)")
-    _switch(group, "--logits-dot-in-fp32", "compute the logits in float32 (default: the model's)")
+    switch(group, "--use-iota-embed", "look embeddings up by a product with one-hot rows (default: the model's)")
+    switch(group, "--logits-dot-in-fp32", "compute the logits in float32 (default: the model's)")
 
 
 def _data(root: argparse.ArgumentParser) -> None:
@@ -234,7 +257,7 @@ def _data(root: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="train on these UTF-8 files, one token a byte; nothing is downloaded",
     )
-    _switch(
+    switch(
         group,
         "--use-tfds-dataset",
         "read a TensorFlow dataset (needs tensorflow-datasets, --dataset-path and --dataset-name)",
@@ -270,6 +293,14 @@ def _outputs(root: argparse.ArgumentParser) -> None:
         help="one JSON object a step: loss, gradient norms, times (default: metrics.jsonl in the output folder)",
     )
     group.add_argument(
+        "--metrics-hook",
+        metavar="MODULE:FUNCTION",
+        help=(
+            "call this function with the record of each step and evaluation, a dictionary, in the process that you "
+            "start (of several the first): for wandb, MLflow, .... What it raises is told, and training goes on"
+        ),
+    )
+    group.add_argument(
         "--dry-run", action="store_true", help="print the exact command, environment and configuration, start nothing"
     )
     group.add_argument(
@@ -283,7 +314,7 @@ def _outputs(root: argparse.ArgumentParser) -> None:
             "accumulated) and compare loss and gradient norm of every step; they must agree to 1e-5"
         ),
     )
-    _switch(
+    switch(
         group,
         "--profile",
         "record a profile of some steps after the first (xplane, in the output folder); backend multimesh also "
@@ -398,88 +429,7 @@ def _runtime(root: argparse.ArgumentParser) -> None:
         default="none",
         help="how much JAX and XLA log (default none)",
     )
-    _switch(group, "--debug-nccl", "let NCCL log what it does")
-
-
-def _xla(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("XLA", "for GPUs; thresholds are bytes")
-    group.add_argument(
-        "--collective-matmul",
-        type=count(0),
-        metavar="MIB",
-        help="overlap matrix products from this size with the gather or scatter of their operands (default: do not)",
-    )
-    for name, (text, _) in XLA_SWITCHES.items():
-        _switch(group, f"--{name.replace('_', '-')}", f"{text} (default on)")
-    for name, (operations, size, _) in XLA_THRESHOLDS.items():
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=count(0),
-            metavar="BYTES",
-            help=f"combine {operations} up to this size (default {size})",
-        )
-
-
-def _dumps(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("dumps")
-    group.add_argument(
-        "--dump",
-        type=Path,
-        metavar="DIR",
-        help="write the plan of the step here, as text, JSON, SVG and for Perfetto (multimesh); else XLA's programs",
-    )
-    _switch(group, "--dump-all-passes", "with --dump: also XLA's programs, after every pass of XLA (large)")
-    _switch(group, "--dump-mpmd-passes", "with --dump: also the plan after every pass of MultiMesh (for pipelines)")
-    _switch(group, "--dump-only", "with --dump: compile, dump, do not train (backend multimesh)")
-    group.add_argument("--dump-hlo", action="store_true", help="with --dump: also XLA's programs, as HLO text")
-    group.add_argument(
-        "--hlo",
-        type=Path,
-        metavar="FILE",
-        help="compile this HLO module, as text, for the devices of this process, print its memory, and end",
-    )
-
-
-def _compiler(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("compiler options of --backend multimesh", "for pipelines: contexts of MultiMesh")
-    _switch(
-        group, "--autoshard", "derive layouts that the model leaves open from its sharding constraints (default on)"
-    )
-    _switch(
-        group,
-        "--replicate-small-params",
-        "keep each parameter that has fewer elements than a batch has tokens whole on every device of its stage "
-        "(default off)",
-    )
-    _switch(group, "--fuse-tasks", "make one kernel of the tasks that a stage runs one after the other (default on)")
-    _switch(group, "--only-fuse-loop-tasks", "... only inside the microbatch loop (default off)")
-
-
-def _realm(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group(
-        "flags of the original's runtime",
-        "accepted, so that its scripts run unchanged, and named in a warning: they have no effect here",
-    )
-    for flag, metavar, text in (
-        ("--zcmem", "GB", "pinned host memory"),
-        ("--sysmem", "GB", "host memory"),
-        ("--host-offload-min-reuse-distance", "N", "offload values that rest for this many tasks; see --remat"),
-        ("--compile-topology-num-slices", "N", "for MaxText's train_compile, which does not run here"),
-    ):
-        group.add_argument(flag, type=count(0), metavar=metavar, help=text)
-    group.add_argument("--network", choices=("none", "gasnetex", "ucx"), help="network layer; JAX finds its own")
-    for flag, text in (
-        ("--hoist-loop-convert", "convert parameters once, before the microbatch loop"),
-        ("--load-balance-embeddings", "embed and make logits on all devices; they are on the first and the last stage"),
-        ("--load-balance-decoder-norm", "the final norm on other devices than those of the last stage"),
-    ):
-        _switch(group, flag, text)
-    group.add_argument(
-        "--eager-*",
-        dest="realm",
-        metavar="VALUE",
-        help="eager allocation; likewise all flags like -ll:gpu, -lg:prof, -logfile and -level, with their values",
-    )
+    switch(group, "--debug-nccl", "let NCCL log what it does")
 
 
 GROUPS = (
@@ -491,9 +441,6 @@ GROUPS = (
     _outputs,
     _checkpoints,
     _runtime,
-    _xla,
-    _dumps,
-    _compiler,
-    _realm,
+    *compiler_flags.GROUPS,
 )
 """Each adds its group to a parser, in the order of the help."""

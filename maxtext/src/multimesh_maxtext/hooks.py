@@ -26,12 +26,14 @@ from multimesh_maxtext.checkpointer import telling
 from multimesh_maxtext.checks import find_schedule
 from multimesh_maxtext.errors import LauncherError
 from multimesh_maxtext.launch import Handoff, received
-from multimesh_maxtext.placement import Stages, apply_stack, deal, list_stacks, write_placement
-from multimesh_maxtext.step import StepFunction, accumulate_microbatches, like_flash_attention, unallocated
+from multimesh_maxtext.placement import Stages, apply_stack, deal, gather, list_stacks, parameter_specs, write_placement
+from multimesh_maxtext.step import PARAMETERS, StepFunction, accumulate_microbatches, like_flash_attention, unallocated
 
 _stages: Stages | None = None
 _auto: multimesh.schedules.Auto | None = None
 """The schedule of ``--schedule auto``, with the memory and the costs that are known by now."""
+_specs: dict[str, P] = {}
+"""Layout of each parameter, by its path in the model."""
 _made: list[tuple[Any, Any, Any]] = []
 """In a forecast: the model, the arguments and the layer of each kind of layer that was made."""
 
@@ -86,6 +88,7 @@ def first_device(_mesh: AbstractMesh) -> Any:
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Place the types and shardings of the train state by stage. A checkpoint may hold it in another layout."""
     stages, below = _current(), _handoff().replicate_below
+    _specs.update(parameter_specs(shardings))
     if below:
         shardings = jax.tree.map(
             lambda x, s: NamedSharding(s.mesh, P()) if x.size < below else s, abstract_state, shardings
@@ -172,6 +175,8 @@ def accumulate(
     def home(path: Any) -> Mesh:
         return _current().of_path(path)
 
+    if given.gather_once:
+        init = {**init, PARAMETERS: gather(init[PARAMETERS], _specs, home)}
     loop = {"schedule": _auto or _schedule(), "interleave": given.interleave}
     return accumulate_microbatches(body, init, batch, length=length, home=home, **loop)
 

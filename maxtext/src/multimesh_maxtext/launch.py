@@ -83,6 +83,8 @@ class Handoff:
         Arrays of the train state with fewer elements than this lie whole on each device of their stage.
     platform
         Platform of the devices that a forecast is for; it may run on another.
+    gather_once
+        Whether parameters are gathered before the loop over microbatches, and not in it.
     """
 
     stages: int
@@ -102,6 +104,7 @@ class Handoff:
     context: Mapping[str, bool] = field(default_factory=dict)
     replicate_below: int = 0
     platform: str = ""
+    gather_once: bool = False
 
     def variables(self) -> dict[str, str]:
         """Return the variables to add to the trainer's environment."""
@@ -223,6 +226,7 @@ def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
             "only_fuse_loop_tasks": bool(o.only_fuse_loop_tasks),
         },
         replicate_below=job.batch * o.sequence_length if o.replicate_small_params else 0,
+        gather_once=bool(o.gather_once),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from multimesh_maxtext.errors import UsageError, raise_all
 from multimesh_maxtext.flags import GROUPS
+from multimesh_maxtext.values import GRID_AXES, Axes
 
 
 class Options(argparse.Namespace):
@@ -23,6 +24,8 @@ class Options(argparse.Namespace):
     cpus: int | None
     spawn: bool
     max_restarts: int | None
+    fallback: str | tuple[Axes, ...] | None
+    show_grids: bool
     start_timeout: float | None
     silence_timeout: float | None
     stop_timeout: float | None
@@ -32,11 +35,13 @@ class Options(argparse.Namespace):
     dp: int
     fsdp: int
     tp: int
+    cp: int
     pp: int
     ep: int
     interleave: int
     partition: tuple[int, ...] | str | None
     sequence_parallel: bool | None
+    gather_once: bool | None
     # training loop
     num_steps: int
     batch_size: int | None
@@ -74,6 +79,7 @@ class Options(argparse.Namespace):
     output: Path | None
     overwrite: bool
     metrics_file: Path | None
+    metrics_hook: str | None
     dry_run: bool
     json: bool
     verify: bool
@@ -140,8 +146,13 @@ class Options(argparse.Namespace):
 
     @property
     def parallelism(self) -> int:
-        """Number of devices that the parallelism flags ask for: dp x fsdp x tp x pp x ep."""
-        return self.domains * self.tp * self.pp
+        """Number of devices that the parallelism flags ask for: dp x fsdp x tp x cp x pp x ep."""
+        return self.domains * self.tp * self.cp * self.pp
+
+    @property
+    def grid(self) -> str:
+        """The axes that are longer than 1: ``dp 2 pp 4``."""
+        return " ".join(f"{name} {getattr(self, name)}" for name in GRID_AXES if getattr(self, name) > 1) or "1 device"
 
     @property
     def staged(self) -> bool:
@@ -158,8 +169,8 @@ DESCRIPTION = """\
   maxtext/run.py --cpus 8 --dp 2 --tp 2 --pp 2 --batch-size 8 --microbatch-size 2
   maxtext/run.py --text my-notes.md --num-steps 50
 
-Train a MaxText model. The devices form a grid of dp x fsdp x tp x pp x ep; the global batch is cut into rows for each
-of its dp x fsdp x ep domains, and each domain works through its rows in microbatches.
+Train a MaxText model. The devices form a grid of dp x fsdp x tp x cp x pp x ep; the global batch is cut into rows for
+each of its dp x fsdp x ep domains, and each domain works through its rows in microbatches.
 
 KEY=VALUE arguments go to MaxText as they are (learning_rate=3e-4, dtype=float32, num_experts=8, ...)."""
 
@@ -183,6 +194,9 @@ exit codes:
 
 _REALM = re.compile(r"--eager-.+|-[a-z]+:.+|-(logfile|level|errlevel|cat|tracelog)(=.*)?")
 """Flags of the Realm and Legion runtimes, which had an open list of them."""
+
+_OF_PAIRS = "--fallback"
+"""A flag whose value looks like a KEY=VALUE."""
 
 _NEGATIVE = re.compile(r"-\d+(\.\d+)?")
 """A value that begins like a flag."""
@@ -306,10 +320,11 @@ def _take_realm(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Leave out flags and the word after each that can only be its value."""
     kept: list[str] = []
-    after = False
+    after = ""  # the flag before this word, if it has no value yet
     for word in words:
         named = word.split("=")[0] in flags
-        if not named and not (after and (_NEGATIVE.fullmatch(word) or not (word.startswith("-") or "=" in word))):
+        value = "=" not in word or after == _OF_PAIRS
+        if not named and not (after and (_NEGATIVE.fullmatch(word) or (value and not word.startswith("-")))):
             kept.append(word)
-        after = named and "=" not in word
+        after = word if named and "=" not in word else ""
     return kept

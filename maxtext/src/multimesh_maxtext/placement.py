@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,14 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import multimesh
 from multimesh_maxtext import layer_names
 from multimesh_maxtext.processes import absent, has_device
+
+_GATHERED = "fsdp"
+"""MaxText's axis of the devices that share parameters, and rows of the batch."""
 
 _AFTER_LAYERS = {"decoder_norm", "logits_dense"}
 
@@ -74,7 +78,7 @@ class Stages:
         The final norm and the logits lie with the last layer; all else outside of layers (the embedding, counters)
         lies with the first.
         """
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        names = _path(path).split("/")
         for kind, numbers in filter(None, map(layer_names.split, names)):
             if numbers:  # a stack of layers lies where its first one does
                 return self.of_layer(numbers[0] + (self.dense if kind == "moe_layers" else 0))
@@ -192,6 +196,41 @@ def apply_stack(stages: Stages, name: str, fn: Callable[..., Any]) -> Callable[.
         return y, stack, None
 
     return scan
+
+
+def parameter_specs(shardings: Any) -> dict[str, P]:
+    """Return the layout of each parameter of a train state, by its path in the model."""
+    named = ((_path(path), leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(shardings))
+    return {name.removeprefix("model/"): spec for name, spec in named if name.startswith("model/")}
+
+
+def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh]) -> Any:
+    """Return parameters with each array whole along the axis ``fsdp``, gathered on its stage by a task.
+
+    Parameters
+    ----------
+    specs
+        Layout of each, by its path.
+    home
+        Submesh of each, by its path.
+    """
+
+    def whole(path: Any, x: Any) -> Any:
+        spec = specs[_path(path)]
+        wanted = P(*(without(part) for part in spec))
+        if wanted == spec:
+            return x
+        return multimesh.task(lambda x: jax.lax.with_sharding_constraint(x, wanted), "gather", mesh=home(path))(x)
+
+    def without(part: Any) -> Any:
+        left = tuple(axis for axis in (part if isinstance(part, tuple) else (part,)) if axis not in (_GATHERED, None))
+        return left or None
+
+    return jax.tree_util.tree_map_with_path(whole, parameters)
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def write_placement(file: Path, **states: Any) -> None:

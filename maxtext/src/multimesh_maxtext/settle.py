@@ -48,6 +48,7 @@ _FLAG_OF = {
     "ici_data_parallelism": "--dp",
     "ici_fsdp_parallelism": "--fsdp",
     "ici_tensor_parallelism": "--tp",
+    "ici_context_parallelism": "--cp",
     "ici_expert_parallelism": "--ep",
     "ici_pipeline_parallelism": "--pp",
 }

@@ -56,6 +56,7 @@ def configuration(job: Job) -> Configuration:
         fsdp=o.fsdp,
         tp=o.tp,
         pp=o.pp,
+        cp=o.cp,
         ep=o.ep,
         interleave=o.interleave,
         schedule=name,

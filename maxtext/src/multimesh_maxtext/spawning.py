@@ -1,6 +1,7 @@
 """``--spawn``: all processes of a job on this machine, each the same command as one of several.
 
-With ``--max-restarts`` all start again from the last checkpoint when one of them is lost.
+With ``--max-restarts`` all start again from the last checkpoint when one of them is lost. With ``--fallback`` they
+start in smaller numbers when as many cannot be had.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from multimesh_maxtext import restarts
 from multimesh_maxtext.errors import ProcessLostError
+from multimesh_maxtext.fallback import Grid, choose
+from multimesh_maxtext.launch import visible_gpu_memory
 from multimesh_maxtext.options import Options
 from multimesh_maxtext.reserve import end_with_parent
-from multimesh_maxtext.restarts import Loss, announce, find_loss, show
 from multimesh_maxtext.translate import Paths
 
 _POLL = 0.1  # seconds between looks at the processes
@@ -26,51 +29,63 @@ _PATIENCE = 10.0  # seconds that the others get to end when one has failed, and 
 _VARIABLE = "MULTIMESH_JOB_SECRET"  # what proves that a process belongs to the job
 
 
-def spawn(argv: Sequence[str], options: Options, root: Path | None) -> int:
-    """Start the command of every process and wait for them; the first that fails ends all, with its exit code."""
-    words = list(_own(argv))
+def spawn(argv: Sequence[str], options: Options, root: Path | None, grids: Sequence[Grid]) -> int:
+    """Start the command of every process and wait for them; the first that fails ends all, with its exit code.
+
+    Parameters
+    ----------
+    grids
+        Those that the job may have, the first of them at first.
+    """
+    words = [word for word in argv if word != "--spawn"]
     output = options.output or Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
     words += [] if options.output else ["--output", str(output)]
     paths = Paths("", Path(), output, options.metrics_file or output / "metrics.jsonl")
-    losses: list[Loss] = []
-    limit = options.max_restarts or 0
-    while (code := _run(words, options, root)) == ProcessLostError.exit_code and len(losses) < limit:
-        losses.append(find_loss(options, paths))
-        words = [word for word in words if word not in ("--overwrite", "--resume")] + ["--resume"]
-        announce(losses[-1], len(losses), options)
-    show(losses, options)
-    return code
+    left = options.nodes
+    for number in range(1 + (options.max_restarts or 0)):
+        grid = choose(grids, min(left, _room(options)))
+        if grid is None:
+            print(f"error: no grid of --fallback can do with the processes that are left, {left}", file=sys.stderr)
+            break
+        again = ["--resume"] if number else []
+        code = _run([*words, *grid.words, *again], grid.processes, root, number if options.max_restarts else None)
+        if code != ProcessLostError.exit_code:
+            return code
+        last = restarts.closed(options, paths, number)
+        if options.fallback and not (last and last.done > last.first):  # it did not come to train
+            left = grid.processes - 1
+    return ProcessLostError.exit_code
 
 
-def _own(argv: Sequence[str]) -> Iterator[str]:
-    """The words of a command line for each process, without those for the process that starts them."""
-    words = iter(argv)
-    for word in words:
-        if word == "--max-restarts":
-            next(words, None)
-        elif word != "--spawn" and not word.startswith("--max-restarts="):
-            yield word
+def _room(options: Options) -> int:
+    """Return how many processes the GPUs of this machine suffice for; CPU devices are virtual."""
+    return len(visible_gpu_memory() or ()) // options.gpus if options.gpus else options.nodes
 
 
-def _run(words: Sequence[str], options: Options, root: Path | None) -> int:
-    """Run the job once; its exit code."""
+def _run(words: Sequence[str], processes: int, root: Path | None, number: int | None) -> int:
+    """Run the job once; its exit code.
+
+    Parameters
+    ----------
+    number
+        How often it was started again; none for a job that is not.
+    """
     door = [str(root / "maxtext/run.py")] if root else ["-P", "-m", "multimesh_maxtext"]
-    shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "MULTIMESH_MAXTEXT_SIZE": str(options.nodes)}
+    shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "MULTIMESH_MAXTEXT_SIZE": str(processes)}
     shared[_VARIABLE] = os.environ.get(_VARIABLE) or secrets.token_hex(16)
+    shared |= {} if number is None else {restarts.VARIABLE: str(number)}
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(options.nodes):
+        for rank in range(processes):
             own = {
                 **os.environ,
                 **shared,
                 **{f"MULTIMESH_MAXTEXT_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")},
             }
             started.append(subprocess.Popen([sys.executable, *door, *words], env=own, preexec_fn=end_with_parent()))
-        while any(process.poll() is None for process in started):
-            if any(process.returncode for process in started):
-                break
+        while None in (codes := [process.poll() for process in started]) and not any(codes):
             time.sleep(_POLL)
-        code = next((process.returncode for process in started if process.returncode), 0)
+        code = next(filter(None, codes), 0)
         _wait(started)
         return code if code >= 0 else ProcessLostError.exit_code  # killed, and its trainer with it
     finally:

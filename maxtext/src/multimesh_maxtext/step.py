@@ -24,7 +24,7 @@ from multimesh_maxtext.memory import Need
 from multimesh_maxtext.placement import write_placement
 from multimesh_maxtext.processes import everywhere
 
-_PARAMETERS = "ga_params"
+PARAMETERS = "ga_params"
 """MaxText carries this through its loop, and no microbatch changes it."""
 
 _STATE = "rest_state"
@@ -176,8 +176,7 @@ def _end_before_training(lowered: multimesh.Lowered, handoff: Handoff, state: An
         timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
         memory.write(needs(lowered, state), timeline.bubble, Path(handoff.forecast))
     else:
-        lowered.compile()
-        _dump(lowered, handoff)
+        _dump(lowered.compile(), handoff)
     sys.exit()
 
 
@@ -187,17 +186,18 @@ def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any)
         return
     compiled = _prepared(jitted, state, batch)
     if handoff.dump:
-        _dump(compiled.lowered, handoff)
+        _dump(compiled, handoff)
     if handoff.profile:
         _profile(compiled, Path(handoff.profile), state, batch)
 
 
-def _dump(lowered: multimesh.Lowered, handoff: Handoff) -> None:
+def _dump(compiled: multimesh.Compiled, handoff: Handoff) -> None:
     if jax.process_index():  # of several processes, which all have the same plan, the first writes it
         return
     folder = Path(handoff.dump)
     folder.mkdir(parents=True, exist_ok=True)
-    plan = lowered.plan
+    plan, lowered = compiled.plan, compiled.lowered
+    (folder / "costs.json").write_text(json.dumps(compiled.cost_analysis(), indent=1))
     (folder / "plan.txt").write_text("\n".join([str(plan), *map(str, plan.instructions), plan.fingerprint(), ""]))
     (folder / "plan.json").write_text(plan.to_json())
     plan.to_svg(folder / "plan.svg")
@@ -280,7 +280,7 @@ def accumulate_microbatches(
         Where the state does more than count.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
-    sums = {key: value for key, value in init.items() if key not in (_PARAMETERS, _STATE)}
+    sums = {key: value for key, value in init.items() if key not in (PARAMETERS, _STATE)}
     micro = _trace(body, init, jax.tree.map(lambda x: x[: rows // length], batch))
     strides = micro.strides()
 
@@ -301,7 +301,7 @@ def accumulate_microbatches(
         rows, number = rows_and_number
         # Zeros made here are folded by the compiler; those of `init` would be arrays that every microbatch reads.
         zeros = jax.tree.map(jnp.zeros_like, sums)
-        carry, aux = micro({**zeros, _PARAMETERS: init[_PARAMETERS], _STATE: before(number[0])}, rows)
+        carry, aux = micro({**zeros, PARAMETERS: init[PARAMETERS], _STATE: before(number[0])}, rows)
         return {key: carry[key] for key in sums}, aux
 
     # Cut as the rows are, this gives each microbatch its number.
@@ -312,7 +312,7 @@ def accumulate_microbatches(
     # MaxText reduces over the microbatches once more; a sum is one row.
     aux = jax.tree.map(lambda stack, x: x if stack else jnp.asarray(x)[None], stacked, aux)
     state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
-    return {**total, _PARAMETERS: init[_PARAMETERS], _STATE: state}, aux
+    return {**total, PARAMETERS: init[PARAMETERS], _STATE: state}, aux
 
 
 def _is_stacked(path: Any, like: Any) -> bool:

@@ -31,7 +31,7 @@ from multimesh_maxtext.translate import Paths
 POLICIES = ("minimal", "full")
 """Policies of MaxText that are searched; both are also names of `Configuration.recompute`."""
 
-_AXES = ("dp", "fsdp", "tp", "pp", "ep", "interleave")
+_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "interleave")
 _OURS = {"--suggest": 0, "--confirm": 0, "--no-confirm": 0, "--json": 0, "--budget": 1, "--picture": 1, "--device": 1}
 """Flags that the suggested command lines have not, and how many values follow."""
 
@@ -94,7 +94,7 @@ class Asked:
         o = self.options
         flags: list[tuple[str, object, object]] = [
             ("--dp", how.dp // how.ep, 1),
-            *((f"--{name}", getattr(how, name), 1) for name in ("fsdp", "tp", "pp", "ep", "interleave")),
+            *((f"--{name}", getattr(how, name), 1) for name in ("fsdp", "tp", "cp", "pp", "ep", "interleave")),
             ("--microbatch-size", how.microbatch, 1),
             ("--schedule", how.schedule, "interleaved" if how.interleave > 1 else "1f1b") if how.pp > 1 else ("", 0, 0),
             ("--remat", how.recompute, "minimal"),
@@ -143,13 +143,13 @@ def run(parsed: Parsed, argv: Sequence[str], maxtext: Path) -> int:
             def told(simulated: int, what: str) -> None:
                 status.update(f"searching: {what}, {simulated} simulated")
 
-            wanted, nodes = _wanted(asked, float(limit or 0)), o.nodes
+            training, nodes = wanted(asked, float(limit or 0)), o.nodes
             if o.budget:
-                devices, _ = planner.fewest(wanted, o.nodes * o.gpus, o.gpus, o.budget, told)
+                devices, _ = planner.fewest(training, o.nodes * o.gpus, o.gpus, o.budget, told)
                 nodes = devices // o.gpus
             other = nodes if nodes != o.nodes else None
             found = planner.suggest(
-                wanted,
+                training,
                 nodes * o.gpus,
                 accepts=lambda how: asked.accepts(how, other),
                 told=told,
@@ -180,17 +180,18 @@ def _wrong(o: Options) -> Iterator[tuple[object, LauncherError]]:
     yield o.forecast, UsageError("--suggest and --forecast are two things to do; choose one")
 
 
-def _wanted(asked: Asked, limit: float) -> planner.Training:
+def wanted(asked: Asked, limit: float) -> planner.Training:
+    """Return what the planner is asked for, where a device may use ``limit`` bytes; 0: what JAX takes of it."""
     o, sizes = asked.options, transformer(asked.model)
     return planner.Training(
         sizes,
         asked.batch,
         o.sequence_length,
-        planner.device(o.device or ""),
+        planner.device(o.device or "h100"),
         o.gpus if o.gpus > 1 else 0,  # one process per GPU says nothing of nodes
         asked.fixed(),
         planner.stack("maxtext"),
-        limit - _WORKSPACE,
+        max(0.0, limit - _WORKSPACE),
         planner.UNKNOWN if asked.model.resolved.get("decoder_block") in UNLIKE else 0.0,
         POLICIES,
     )

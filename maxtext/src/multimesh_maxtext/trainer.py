@@ -31,6 +31,7 @@ from multimesh_maxtext.errors import (
     UsageError,
 )
 from multimesh_maxtext.launch import SECONDS, Launch
+from multimesh_maxtext.metrics_hook import MetricsHook
 from multimesh_maxtext.report import Evaluation, Step, judge, progress
 from multimesh_maxtext.reserve import end_with_parent, mark_run
 from multimesh_maxtext.translate import Paths
@@ -62,8 +63,10 @@ class Outcome:
     log: Path
 
 
-def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning) -> Outcome:
-    """Start the trainer, show its progress and judge the run."""
+def train(
+    job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, tell: MetricsHook | None = None
+) -> Outcome:
+    """Start the trainer, show its progress, tell it to a hook, and judge the run."""
     o = job.options
     if not o.json:
         console.print(_headline(job), highlight=False)
@@ -72,7 +75,7 @@ def train(job: Job, start: Launch, paths: Paths, console: Console, begin: Beginn
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
     before = keep_before(paths.metrics, begin.step)
     skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
-    follower = Follower(paths.metrics, skip=skip)
+    follower = Follower(paths.metrics, skip=skip, tell=tell)
     hold = _HOLD if o.nodes > 1 else 0.0
     steps, returncode = follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold)
     error: LauncherError | None = None
@@ -151,14 +154,12 @@ def tail(log: Path) -> str:
 
 def _headline(job: Job) -> str:
     o = job.options
-    axes = ((name, getattr(o, name)) for name in ("dp", "fsdp", "tp", "pp", "ep", "interleave"))
-    grid = " ".join(f"{name} {size}" for name, size in axes if size > 1) or "no parallelism"
     use = "in the pipeline" if o.pp > 1 else "accumulated"
     sizes = job.pieces if o.staged else ()
     dealt = f" dealt {' '.join(map(str, sizes))}" if len(set(sizes)) > 1 else ""
     return (
-        f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {grid}; {job.model.layers} layers{dealt}; "
-        f"batch {job.batch} = {job.microbatches} microbatches {use}"
+        f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {o.grid}; "
+        f"{job.model.layers} layers{dealt}; batch {job.batch} = {job.microbatches} microbatches {use}"
     )
 
 
@@ -294,16 +295,20 @@ class Follower:
         Those read so far.
     """
 
-    def __init__(self, metrics: Path, *, skip: int = 0) -> None:
-        """Follow the metrics, of which ``skip`` bytes are an earlier run's."""
+    def __init__(self, metrics: Path, *, skip: int = 0, tell: MetricsHook | None = None) -> None:
+        """Follow the metrics, of which ``skip`` bytes are an earlier run's; ``tell`` gets the other records."""
         self._metrics = _Tail(metrics, skip)
+        self._tell = tell
         self.evaluations: list[Evaluation] = []
 
     def poll(self) -> list[Step]:
         """Return the steps completed since the last poll."""
         records = [record for record in map(_parse, self._metrics.lines()) if record]
         # MaxText also writes the running means of an evaluation, which have no total.
-        done = (record for record in records if "eval/total_loss" in record)
+        done = [record for record in records if "eval/total_loss" in record]
+        for record in records:
+            if self._tell and (record in done or "learning/loss" in record):
+                self._tell(record)
         self.evaluations += [Evaluation(int(record["step"]), record["eval/avg_loss"]) for record in done]
         return [_step(record) for record in records if "learning/loss" in record]
 

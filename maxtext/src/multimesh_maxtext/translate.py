@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from multimesh_maxtext import compile_cache
 from multimesh_maxtext.buckets import named
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
@@ -159,6 +160,9 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
     for name in ("use_iota_embed", "logits_dot_in_fp32", "compile_topology_num_slices"):
         if getattr(o, name) is not None:
             settings[name] = getattr(o, name)
+    if o.staged and job.model.resolved.get("quantization"):
+        # MaxText takes all devices of the process, among them those of other stages, and cuts a microbatch by them.
+        settings["quantization_local_shard_count"] = max(1, job.mesh_devices // max(1, o.nodes // o.pp))
     if o.checkpoint:
         settings |= {"enable_checkpointing": True, "checkpoint_period": o.checkpoint_every or DEFAULT_PERIOD}
     if o.eval_every:
@@ -185,6 +189,7 @@ def _grid(job: Job) -> dict[str, Any]:
         "ici_fsdp_parallelism": o.fsdp,
         "ici_tensor_parallelism": 1 if o.sequence_parallel else o.tp,
         "ici_tensor_sequence_parallelism": o.tp if o.sequence_parallel else 1,
+        "ici_context_parallelism": o.cp,
         "ici_expert_parallelism": o.ep,
         "ici_pipeline_parallelism": 1 if o.staged else o.pp,
         # One mesh over all processes, in the order of their ranks: the innermost axes stay within a machine.
@@ -261,6 +266,8 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     }
     waits = {name: getattr(o, f"{name}_timeout") for name in TIMEOUTS}
     variables |= {f"MULTIMESH_{name.upper()}_TIMEOUT": f"{value:g}" for name, value in waits.items() if value}
+    if "jax_cache_dir" not in given:
+        variables |= compile_cache.variables(inherited, cpu=o.platform == "cpu")
     if any(flags):
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
     if o.platform == "cpu":
@@ -367,7 +374,7 @@ def _without_effect(options: Options, gpu_memory: int | None) -> str:
     if options.fbmem is not None and options.gpus and gpu_memory is None and not options.forecast:
         why.setdefault("a GPU, and none can be seen here", []).append("--fbmem")
     if options.forecast:
-        given = ("profile", "verify", "checkpoint", "eval_every", "dump")
+        given = ("profile", "verify", "checkpoint", "eval_every", "dump", "metrics_hook")
         why.setdefault("a run: a forecast trains nothing", []).extend(flag(name) for name in given if options.has(name))
     if options.platform == "cpu":
         why.setdefault("GPUs", []).extend(flag(name) for name in GPU_ONLY if options.has(name))

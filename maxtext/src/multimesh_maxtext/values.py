@@ -103,6 +103,29 @@ def partition(text: str) -> str | tuple[int, ...]:
     return sizes
 
 
+GRID_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "interleave")
+
+Axes = tuple[tuple[str, int], ...]
+"""Sizes of some axes of a grid, by name."""
+
+
+def fallback(text: str) -> str | tuple[Axes, ...]:
+    """Return the grids of ``pp=4,dp=2; pp=4,dp=1`` in their order, or ``auto``."""
+    if text.strip() == "auto":
+        return "auto"
+    return tuple(tuple(_axis(part, text) for part in grid.split(",")) for grid in text.rstrip("; ").split(";"))
+
+
+def _axis(part: str, text: str) -> tuple[str, int]:
+    name, _, size = (word.strip() for word in part.partition("="))
+    if name not in GRID_AXES:
+        known = ", ".join(GRID_AXES)
+        raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is no axis of a grid; those are {known}, or write auto")
+    if not size.isdecimal() or int(size) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: {part.strip()!r} has no size; write e.g. pp=4,dp=2; pp=4,dp=1")
+    return name, int(size)
+
+
 def parse_size(text: str) -> int:
     """Return bytes: ``80GiB``, ``24 GB``; ``1e9`` is none."""
     found = _SIZE.fullmatch(text.strip())

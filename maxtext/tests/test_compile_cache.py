@@ -1,0 +1,62 @@
+"""A second start of the launcher finds what the first one compiled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimesh_maxtext.compile_cache import FOLDER, SIZE, SWITCH, variables
+
+
+def test_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    found = variables(home, cpu=True)
+    folder = Path(found.pop(FOLDER))
+    assert folder.parent == tmp_path / ".cache/multimesh/compiled"
+    assert found == {"JAX_COMPILATION_CACHE_MAX_SIZE": str(SIZE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    assert variables(home | {"XDG_CACHE_HOME": str(tmp_path / "other")}, cpu=False)[FOLDER] == str(
+        tmp_path / "other/multimesh/compiled/accelerators"
+    )
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("theirs", [{SWITCH: "false"}, {SWITCH: "0"}, {FOLDER: "/there"}, {FOLDER: ""}, {"HOME": ""}])
+def test_the_users_variables_stand(tmp_path: Path, theirs: dict[str, str]) -> None:
+    assert variables({"HOME": str(tmp_path)} | theirs, cpu=True) == {}
+
+
+def test_a_file_in_the_way_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / ".cache").touch()
+    assert variables({"HOME": str(tmp_path)}, cpu=True) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
+def test_a_second_start_compiles_nothing(run: Any, tmp_path: Path, processes: int, monkeypatch: Any) -> None:
+    """Also after an entry was cut short, as by a kill: that program is compiled again, with the same losses."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(SWITCH, "1")
+    flags = ["--cpus", "2", "--pp", "2", "--num-steps", "2", "--json"]
+    flags += ["--nodes", str(processes), "--spawn"] if processes > 1 else []
+
+    told: list[str] = []
+
+    def start(name: str) -> Any:
+        done = run("--output", str(tmp_path / name), *flags)
+        assert done.code == 0, done.stderr
+        told.append(done.stderr.partition("compiled programs are kept for the next start in ")[2].partition("/cpu-")[0])
+        return [step["loss"] for step in done.json["steps"]], entries()
+
+    def entries() -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in (tmp_path / "cache").rglob("*-cache")}
+
+    losses, kept = start("one")
+    assert kept
+    assert start("two") == (losses, kept)
+    entry = max((tmp_path / "cache").rglob("*-cache"), key=lambda path: path.stat().st_size)
+    os.truncate(entry, 100)
+    assert start("three")[0] == losses
+    assert told == [str(tmp_path / "cache/multimesh/compiled"), "", ""]

@@ -1,0 +1,66 @@
+"""Weights of Hugging Face form train on as a pipeline, with the logits and losses that transformers computes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface
+import numpy as np
+import pytest
+
+SCRIPT = Path(huggingface.__file__)
+LINE = "The lazy dog sleeps in the sun.\n"  # as long as a sequence, so that all sequences are alike
+
+
+@pytest.fixture(scope="module")
+def torch_python() -> str:
+    """A Python with torch and transformers: MaxText needs no torch, and on Linux it brings CUDA's libraries."""
+    versions = [f"python3.{minor}" for minor in range(14, 10, -1)]
+    for python in [sys.executable, *filter(None, map(shutil.which, ["python3", *versions]))]:
+        words = [python, "-c", "import torch, transformers"]
+        if subprocess.run(words, capture_output=True, check=False).returncode == 0:
+            return python
+    pytest.skip("no Python here has torch; put one onto PATH (requirements/torch.txt)")
+
+
+def script(python: str, maxtext: Path | None, *words: object) -> str:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "PYTHONPATH": str(maxtext or "")}
+    line = [python, *([] if maxtext is None else ["-P"]), str(SCRIPT), *map(str, words)]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", huggingface.NAMES)
+def test_weights_of_hugging_face_train_on_as_a_pipeline(
+    run: Callable[..., Any], maxtext: Path, torch_python: str, tmp_path: Path, kind: str
+):
+    """MaxText 0.2.5 converts experts for unrolled layers alone."""
+    assert len(LINE) == huggingface.LENGTH
+    source, converted = tmp_path / "hf", tmp_path / "converted"
+    source.mkdir()
+    script(torch_python, None, "make", kind, source)
+    script(sys.executable, maxtext, "convert", kind, source, converted, "false")
+    parameters = converted / "0/items"
+    script(sys.executable, maxtext, "logits", kind, source, parameters, "false")
+    wanted = np.load(source / "logits.npz")["logits"]
+    np.testing.assert_allclose(np.load(source / "maxtext.npy"), wanted, atol=2e-6 * np.abs(wanted).max())
+
+    text, rows = tmp_path / "text", tmp_path / "rows.npy"
+    text.write_text(LINE * 400)
+    np.save(rows, np.frombuffer(LINE.encode(), np.uint8)[None])
+    flags = ["--model-name", huggingface.NAMES[kind], *huggingface.flags(huggingface.settings(kind)), "dtype=float32"]
+    flags += ["--cpus", "2", "--pp", "2", "--sequence-length", str(huggingface.LENGTH), "--batch-size", "4"]
+    flags += ["--attention", "dot_product", "--num-steps", "2", f"load_parameters_path={parameters}"]
+    done = run(*flags, "--json", "--text", text)
+    assert done.code == 0, done.stderr
+    expected = float(script(torch_python, None, "loss", source, rows).split()[-1])
+    assert done.json["steps"][0]["loss"] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,101 @@
+"""A function of the user's gets the records of a run, whatever it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimesh_maxtext import metrics_hook
+from multimesh_maxtext.errors import FileError, LauncherError, UsageError
+
+SMALL = "--cpus 2 --pp 2 --num-layers 2 --model-dims 32 --mlp-dims 32 --sequence-length 32 --attention dot_product"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("json", UsageError, r"--metrics-hook json: write MODULE:FUNCTION, such as my_hooks:log"),
+        ("json:no-name", UsageError, r"write MODULE:FUNCTION"),
+        ("json:nothing", UsageError, r"json has no function nothing; write its name"),
+        ("no_such_module:log", FileError, r"no_such_module cannot be imported \(ModuleNotFoundError: No module named"),
+    ],
+)
+def test_a_hook_that_is_not_there_is_named(name: str, kind: type[LauncherError], message: str):
+    with pytest.raises(kind, match=message):
+        metrics_hook.load(name)
+
+
+def test_what_a_hook_raises_is_told_once_and_ends_nothing(capsys: pytest.CaptureFixture[str]):
+    given = []
+
+    def log(record: Any) -> None:
+        given.append(record)
+        raise RuntimeError(f"no network for {record.pop('step')}")
+
+    hook = metrics_hook.MetricsHook("mine:log", log)
+    record = {"step": 3, "learning/loss": 1.0}
+    hook(record)
+    hook(record)
+    hook.end()
+    assert record == {"step": 3, "learning/loss": 1.0}
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(
+        "warning: --metrics-hook mine:log: RuntimeError at step 3: no network for 3; training goes on"
+    )
+    assert last == "warning: --metrics-hook mine:log failed for 2 of 2 records; they are in the metrics file"
+
+
+def with_packages(*folders: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": ":".join(map(str, folders))}
+
+
+@pytest.mark.longer
+def test_a_hook_gets_every_record_of_two_processes_once(run: Callable[..., Any], tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import json, os\n"
+        "def log(record):\n"
+        "    with open(os.environ['RECORDS'], 'a') as file:\n"
+        "        print(json.dumps([os.getpid(), record]), file=file)\n"
+        "    if record['step'] == 1:\n"
+        "        raise ValueError('not this one')\n"
+    )
+    environment = {**with_packages(tmp_path), "RECORDS": str(tmp_path / "records")}
+    flags = [*SMALL.replace("--cpus 2", "--spawn --nodes 2 --cpus 1").split(), "--num-steps", "3", "--eval-every", "2"]
+    done = run(*flags, "--metrics-hook", "mine:log", "--output", tmp_path / "out", env=environment)
+    assert done.code == 0, done.stderr
+    assert done.stderr.count("--metrics-hook mine:log: ValueError at step 1: not this one") == 1
+    assert "failed for 1 of" in done.stderr
+    found = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
+    assert len({process for process, _ in found}) == 1
+    written = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    wanted = [record for record in written if "learning/loss" in record or "eval/total_loss" in record]
+    assert [record for _, record in found] == wanted
+    assert sum("learning/loss" in record for record in wanted) == 3
+    assert any("eval/total_loss" in record for record in wanted)
+
+
+@pytest.mark.full
+def test_mlflow_has_the_losses_of_a_run(run: Callable[..., Any], tmp_path: Path):
+    packages, store = tmp_path / "packages", tmp_path / "store"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-input", "--target", str(packages), "mlflow-skinny"]
+    subprocess.run(install, check=True)
+    (tmp_path / "mine.py").write_text(
+        "import mlflow\n"
+        "def log(record):\n"
+        "    step = int(record['step'])\n"
+        "    mlflow.log_metrics({key: value for key, value in record.items() if isinstance(value, float)}, step=step)\n"
+    )
+    environment = {**with_packages(tmp_path, packages), "MLFLOW_TRACKING_URI": store.as_uri()}
+    environment |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
+    done = run(*SMALL.split(), "--num-steps", "3", "--metrics-hook", "mine:log", "--json", env=environment)
+    assert (done.code, done.stderr.count("--metrics-hook")) == (0, 0), done.stderr
+    (file,) = store.rglob("metrics/learning/loss")
+    losses = [float(line.split()[1]) for line in file.read_text().splitlines()]
+    assert losses == pytest.approx([step["loss"] for step in done.json["steps"]])
