@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,21 +82,32 @@ def test_a_hook_gets_every_record_of_two_processes_once(run: Callable[..., Any],
     assert any("eval/total_loss" in record for record in wanted)
 
 
+def run_the_page(run: Callable[..., Any], folder: Path, package: str, **environment: str) -> Any:
+    """Train three steps with the hook that maxtext/README.md shows for `package`, which is installed for this run alone."""
+    packages = folder / "packages"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-input", "--target", str(packages), package]
+    subprocess.run(install, check=True)
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    (hook,) = [block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if package.split("-")[0] in block]
+    (folder / "mine.py").write_text(hook)
+    flags = [*SMALL.split(), "--num-steps", "3", "--metrics-hook", "mine:log", "--json"]
+    done = run(*flags, env=with_packages(folder, packages) | environment)
+    assert (done.code, done.stderr.count("--metrics-hook")) == (0, 0), done.stderr
+    return done
+
+
 @pytest.mark.full
 def test_mlflow_has_the_losses_of_a_run(run: Callable[..., Any], tmp_path: Path):
-    packages, store = tmp_path / "packages", tmp_path / "store"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-input", "--target", str(packages), "mlflow-skinny"]
-    subprocess.run(install, check=True)
-    (tmp_path / "mine.py").write_text(
-        "import mlflow\n"
-        "def log(record):\n"
-        "    step = int(record['step'])\n"
-        "    mlflow.log_metrics({key: value for key, value in record.items() if isinstance(value, float)}, step=step)\n"
-    )
-    environment = {**with_packages(tmp_path, packages), "MLFLOW_TRACKING_URI": store.as_uri()}
-    environment |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
-    done = run(*SMALL.split(), "--num-steps", "3", "--metrics-hook", "mine:log", "--json", env=environment)
-    assert (done.code, done.stderr.count("--metrics-hook")) == (0, 0), done.stderr
+    store = tmp_path / "store"
+    environment = {"MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+    done = run_the_page(run, tmp_path, "mlflow-skinny", **environment)
     (file,) = store.rglob("metrics/learning/loss")
     losses = [float(line.split()[1]) for line in file.read_text().splitlines()]
     assert losses == pytest.approx([step["loss"] for step in done.json["steps"]])
+
+
+@pytest.mark.full
+def test_wandb_writes_a_run_without_a_network(run: Callable[..., Any], tmp_path: Path):
+    run_the_page(run, tmp_path, "wandb", WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
+    (written,) = tmp_path.rglob("run-*.wandb")
+    assert b"learning/loss" in written.read_bytes()
