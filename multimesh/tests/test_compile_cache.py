@@ -38,7 +38,7 @@ print(json.dumps({"loss": float(loss), **{name.rpartition("/")[2]: n for name, n
 def run(cache: Path, seed: str) -> dict[str, float]:
     argv = [sys.executable, "-c", PROGRAM, str(cache)]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    env = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
+    env = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed, "JAX_ENABLE_COMPILATION_CACHE": "1"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
