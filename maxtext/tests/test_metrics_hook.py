@@ -83,7 +83,7 @@ def test_a_hook_gets_every_record_of_two_processes_once(run: Callable[..., Any],
 
 
 def run_the_page(run: Callable[..., Any], folder: Path, package: str, **environment: str) -> Any:
-    """Train three steps with the hook that maxtext/README.md shows for `package`, which is installed for this run alone."""
+    """Train three steps with the hook that maxtext/README.md shows for `package`, installed for this run alone."""
     packages = folder / "packages"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-input", "--target", str(packages), package]
     subprocess.run(install, check=True)
