@@ -101,8 +101,12 @@ def _slopes(shape: Sequence[int], k: Sequence[Array]) -> list[Array]:
     return [1j * jnp.where(jnp.abs(each) < top, each, 0) for each, top in zip(k, highest, strict=True)]
 
 
+def _squared(k: Sequence[Array]) -> Array:
+    return functools.reduce(jnp.add, [each**2 for each in k])
+
+
 def _inverse_laplacian(shape: Sequence[int], k: Sequence[Array]) -> list[Array]:
-    square = functools.reduce(jnp.add, [each**2 for each in k])
+    square = _squared(k)
     return [-jnp.where(square > 0, 1 / jnp.where(square > 0, square, 1), 0)]
 
 
@@ -207,7 +211,7 @@ def _binned(
     top: float,
     volume: float,
 ) -> PowerSpectrum:
-    every = tuple(a for each in axes for a in each)
+    spec = P(*map(entry, axes))
 
     def run(spectrum: Array, size: Array, weight: Array) -> Array:
         inside = (size > 0) & (size <= top * (1 + 1e-6))
@@ -215,11 +219,10 @@ def _binned(
         power = jnp.real(spectrum) ** 2 + jnp.imag(spectrum) ** 2
         rows = jnp.stack([weight, weight * size, weight * power * volume])
         sums = jnp.zeros((3, bins), power.dtype).at[:, number.reshape(-1)].add(rows.reshape(3, -1), mode="drop")
-        return lax.psum(sums, every)
+        return lax.psum(sums, specs.axis_names(spec))
 
-    size = jnp.sqrt(functools.reduce(jnp.add, [each**2 for each in k]))
+    size = jnp.sqrt(_squared(k))
     weight = functools.reduce(jnp.multiply, jnp.ix_(*weights)).astype(size.dtype)
-    spec = P(*map(entry, axes))
     f = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec, spec), out_specs=P())
     size = jnp.broadcast_to(size, spectrum.shape)
     modes, wavenumber, power = f(*(lay_out(each, mesh, *axes) for each in (spectrum, size, weight)))

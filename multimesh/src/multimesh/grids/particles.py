@@ -88,7 +88,7 @@ def _listed(what: str, positions: Any, grid: _Grid) -> tuple[Array, P]:
             f"{positions.dtype}{list(positions.shape)}"
         )
     if positions.ndim == 2:
-        spec = P(entry(tuple(a for axes in grid.axes for a in axes)))
+        spec = P(entry(specs.axis_names(grid.spec)))
     elif positions.ndim == len(grid.shape) + 1:
         spec = grid.spec
     else:
@@ -112,8 +112,10 @@ def _paint(positions: Array, mass: Array, *, grid: _Grid, spec: P) -> Painted:
         block = jnp.zeros([n + 2 * w for n, w in zip(grid.block, grid.widths, strict=True)], positions.dtype)
         for cell, weight in clouds:
             block = block.at[cell].add(weight * mass.reshape(-1), mode="drop")
-        every = tuple(a for axes in grid.axes for a in axes)
-        return Painted(halo_add(block, grid.widths, list(map(entry, grid.axes))), lax.psum(jnp.sum(lost), every))
+        return Painted(
+            halo_add(block, grid.widths, list(map(entry, grid.axes))),
+            lax.psum(jnp.sum(lost), specs.axis_names(grid.spec)),
+        )
 
     axes = [specs.axes_of(e) for e in spec]
     positions, mass = lay_out(positions, grid.mesh, *axes), lay_out(mass, grid.mesh, *axes)

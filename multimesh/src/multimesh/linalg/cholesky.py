@@ -7,21 +7,24 @@ For superpanel ``s`` of ``layout``, of width W, on a device with m rows:
     L[mine, s] = C @ inv(l)^H                                                                             (m, W)
 
 No block is ever inverted: a product with an inverse loses the last digits of a nearly singular matrix. Superpanels run
-in a loop, so programs compile in the same time whatever their number. The loop has a few stages, and each leaves out
-the rows that are finished. The gathers move N^2 / 2 numbers to each device in all, a quarter of a shard at a time.
+in a loop, so programs compile in the same time whatever their number. An inner loop takes a few superpanels of rows at
+a time and leaves out those that are finished. The gathers move N^2 / 2 numbers to each device in all, one W x W block
+at a time.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import adjoint, matmul
+
+T = TypeVar("T")
 
 
 class Panels(NamedTuple):
@@ -49,25 +52,38 @@ _back = functools.partial(_forward, transpose_a=True, conjugate_a=True)  # of l 
 _divided = functools.partial(_solved, lower=True, transpose_a=True, conjugate_a=True)  # of l and c: c @ inv(l)^H
 
 
-def block(l: Array, i: Array | int, j: Array | int, layout: Layout, some: int = 1) -> Array:
-    """Rows of superpanel ``i`` of the columns of ``some`` superpanels from ``j`` on, gathered: (W, some * W)."""
-    mine = lax.dynamic_slice(l, (i * layout.height, j * layout.width), (layout.height, some * layout.width))
+def block(l: Array, i: Array | int, j: Array | int, layout: Layout) -> Array:
+    """Rows of superpanel ``i`` of the columns of superpanel ``j``, gathered: (W, W)."""
+    mine = lax.dynamic_slice(l, (i * layout.height, j * layout.width), (layout.height, layout.width))
     return lax.all_gather(mine, layout.axes, tiled=True)
 
 
-def columns(l: Array, j: Array | int, layout: Layout, first: int = 0, some: int = 1) -> Array:
-    """My rows from ``first`` on of the columns of ``some`` superpanels from ``j`` on: (padded - first, some * W)."""
-    return lax.dynamic_slice(l, (first, j * layout.width), (l.shape[0] - first, some * layout.width))
+def columns(l: Array, s: Array | int, layout: Layout) -> Array:
+    """My rows of the columns of superpanel ``s``: (padded, W)."""
+    return lax.dynamic_slice_in_dim(l, s * layout.width, layout.width, 1)
 
 
-def over_earlier(
-    layout: Layout, s: Array, begin: int, f: Callable[[Array | int, int, Array], Array], c: Array
-) -> Array:
-    """``c`` after ``f(j, some, c)`` for all superpanels before ``s``: in groups before ``begin``, then one by one."""
-    step = layout.at_a_time
-    for j in range(0, begin, step):
-        c = f(j, min(step, begin - j), c)
-    return lax.fori_loop(begin, s, lambda j, c: f(j, 1, c), c)
+def taken(l: Array, i: Array, layout: Layout, s: Array) -> Array:
+    """Some rows, from ``i`` on, of the columns of superpanel ``s``."""
+    return lax.dynamic_slice(l, (i, s * layout.width), (layout.rows_at_a_time, layout.width))
+
+
+def unfinished(layout: Layout, s: Array, f: Callable[[Array, T], T], c: T) -> T:
+    """``c`` after ``f(i, c)`` for my rows of superpanels from ``s`` on, and maybe a few before, some rows at a time.
+
+    ``i`` is the first of ``layout.rows_at_a_time`` rows.
+    """
+    step = layout.rows_at_a_time
+    return lax.fori_loop(s * layout.height // step, layout.padded // step, lambda k, c: f(k * step, c), c)
+
+
+def changed(layout: Layout, s: Array, f: Callable[[Array, Array], Array], c: Array) -> Array:
+    """``c`` with ``f(i, these rows)`` in place of its rows, as `unfinished` takes them."""
+
+    def change(i: Array, c: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(c, f(i, lax.dynamic_slice_in_dim(c, i, layout.rows_at_a_time)), i, 0)
+
+    return unfinished(layout, s, change, c)
 
 
 def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
@@ -75,34 +91,38 @@ def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
 
     With ``in_order`` it is the factor of ``A`` itself, and not of a permutation of it.
     """
-    padded = layout.pad_matrix(layout.to_rows(a))
+    a = layout.pad_matrix(layout.to_rows(a))
     height, width, count = layout.height, layout.width, layout.count
     if in_order:
-        l = layout.to_cyclic(padded).reshape(layout.padded, -1)
+        a = layout.to_cyclic(a.reshape(layout.padded, -1)).reshape(layout.padded, 1, count, width)
     else:
-        l = padded.reshape(layout.padded, layout.devices, count, height).swapaxes(1, 2).reshape(layout.padded, -1)
+        a = a.reshape(layout.padded, layout.devices, count, height)
     start = lax.axis_index(layout.axes) * height
 
-    def superpanel(s: Array, carry: tuple[Array, Array], begin: int) -> tuple[Array, Array]:
-        (l, logs), first = carry, begin * height
+    def superpanel(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        l, logs = carry
 
-        def subtract(j: Array | int, some: int, c: Array) -> Array:
-            rows, c = lax.optimization_barrier((block(l, s, j, layout, some), c))
-            return c - matmul(columns(l, j, layout, first, some), adjoint(rows))
+        def subtract(j: Array, c: Array) -> Array:
+            rows = block(l, s, j, layout)
 
-        c = over_earlier(layout, s, begin, subtract, columns(l, s, layout, first))
-        slot = s * height - first
-        diagonal = _cholesky(lax.all_gather(lax.dynamic_slice_in_dim(c, slot, height), layout.axes, tiled=True), layout)
+            def product(i: Array, some: Array) -> Array:
+                return some - matmul(taken(l, i, layout, j), adjoint(rows))
+
+            return changed(layout, s, product, c)
+
+        c = lax.dynamic_index_in_dim(a, s, 2, keepdims=False).reshape(layout.padded, width)
+        c = lax.fori_loop(0, s, subtract, c)
+        mine = lax.dynamic_slice_in_dim(c, s * height, height)
+        diagonal = _cholesky(lax.all_gather(mine, layout.axes, tiled=True), layout)
+        c = changed(layout, s, lambda _, some: _divided(diagonal, some), c)
         # My rows of the diagonal block are taken as they are. A solve for them would multiply errors by its condition.
         mine = lax.dynamic_slice_in_dim(diagonal, start, height)
-        c = lax.dynamic_update_slice_in_dim(_divided(diagonal, c), mine, slot, 0)
+        c = lax.dynamic_update_slice_in_dim(c, mine, s * height, 0)
         log = 2 * jnp.log(jnp.real(jnp.diagonal(diagonal))).sum()
-        return lax.dynamic_update_slice(l, c, (first, s * width)), logs.at[s].set(log)
+        return lax.dynamic_update_slice_in_dim(l, c, s * width, 1), logs.at[s].set(log)
 
-    carry = l, jnp.zeros(count, jnp.finfo(l.dtype).dtype)
-    for stage in layout.stages:
-        carry = lax.fori_loop(stage.start, stage.stop, functools.partial(superpanel, begin=stage.start), carry)
-    l, logs = carry
+    l, logs = jnp.zeros((layout.padded, count * width), a.dtype), jnp.zeros(count, jnp.finfo(a.dtype).dtype)
+    l, logs = lax.fori_loop(0, count, superpanel, (l, logs))
     bad = ~jnp.isfinite(logs)
     return Panels(l, logs.sum(), jnp.where(bad.any(), jnp.argmax(bad) + 1, 0).astype(jnp.int32))
 
@@ -112,31 +132,28 @@ def solve(panels: Panels, b: Array, layout: Layout) -> Array:
     height, l = layout.height, panels.l
     start = lax.axis_index(layout.axes) * height
 
-    def forward(s: Array, carry: tuple[Array, Array], first: int) -> tuple[Array, Array]:
-        x, done = carry  # done: the known part of L @ y, on my rows from `first` on
-        known = lax.all_gather(lax.dynamic_slice_in_dim(done, s * height - first, height), layout.axes, tiled=True)
+    def forward(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, done = carry  # done: the known part of L @ y, on my rows
+        known = lax.all_gather(lax.dynamic_slice_in_dim(done, s * height, height), layout.axes, tiled=True)
         y = _forward(block(l, s, s, layout), x[s] - known)
-        return x.at[s].set(y), done + matmul(columns(l, s, layout, first), y)
+        return x.at[s].set(y), changed(layout, s, lambda i, some: some + matmul(taken(l, i, layout, s), y), done)
 
-    def back(k: Array, carry: tuple[Array, Array], first: int) -> tuple[Array, Array]:
-        x, mine = carry  # mine: my rows of x from `first` on, zero where they are not known yet
+    def back(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, mine = carry  # mine: my rows of x, zero where they are not known yet
         s = layout.count - 1 - k
-        known = lax.psum(matmul(adjoint(columns(l, s, layout, first)), mine), layout.axes)
+
+        def add(i: Array, known: Array) -> Array:
+            some = lax.dynamic_slice_in_dim(mine, i, layout.rows_at_a_time)
+            return known + matmul(adjoint(taken(l, i, layout, s)), some)
+
+        known = lax.psum(unfinished(layout, s, add, jnp.zeros_like(x[0])), layout.axes)
         y = _back(block(l, s, s, layout), x[s] - known)
         rows = lax.dynamic_slice_in_dim(y, start, height)
-        return x.at[s].set(y), lax.dynamic_update_slice_in_dim(mine, rows, s * height - first, 0)
+        return x.at[s].set(y), lax.dynamic_update_slice_in_dim(mine, rows, s * height, 0)
 
-    x, done = layout.to_panels(b), jnp.zeros((layout.padded, b.shape[-1]), b.dtype)
-    for stage in layout.stages:
-        first = stage.start * height
-        step = functools.partial(forward, first=first)
-        x, done = lax.fori_loop(stage.start, stage.stop, step, (x, done[first - layout.padded :]))
-    mine = done[:0]
-    for stage in reversed(layout.stages):
-        first = stage.start * height
-        mine = jnp.pad(mine, ((layout.padded - first - len(mine), 0), (0, 0)))
-        step = functools.partial(back, first=first)
-        x, mine = lax.fori_loop(layout.count - stage.stop, layout.count - stage.start, step, (x, mine))
+    none = jnp.zeros((layout.padded, b.shape[-1]), b.dtype)
+    x, _ = lax.fori_loop(0, layout.count, forward, (layout.to_panels(b), none))
+    x, _ = lax.fori_loop(0, layout.count, back, (x, none))
     return layout.from_panels(x)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from multimesh.linalg import trees
-from multimesh.linalg.cholesky import block, columns
+from multimesh.linalg.cholesky import block, changed, columns
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import matmul
 
@@ -106,7 +106,7 @@ def factorize(a: Array, layout: Layout) -> Factors:
 
         x, chosen = swapped(s, lu)
         diagonal = _without_pivots(chosen)
-        below = lax.linalg.triangular_solve(diagonal, x)  # x @ inv(U)
+        below = changed(layout, s, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
         behind = (jnp.arange(padded) >= (s + 1) * height)[:, None]
         lu = put(lu, s, jnp.where(behind, below, x), diagonal)
         left = jnp.where(behind, below, 0)
@@ -114,7 +114,11 @@ def factorize(a: Array, layout: Layout) -> Factors:
         def later(j: Array, lu: Array) -> Array:
             x, chosen = swapped(j, lu)
             u = lax.linalg.triangular_solve(diagonal, chosen, left_side=True, lower=True, unit_diagonal=True)
-            return put(lu, j, x - matmul(left, u), u)
+
+            def eliminated(i: Array, some: Array) -> Array:
+                return some - matmul(lax.dynamic_slice_in_dim(left, i, layout.rows_at_a_time), u)
+
+            return put(lu, j, changed(layout, s, eliminated, x), u)
 
         lu = lax.fori_loop(0, s, earlier, lu)
         return lax.fori_loop(s + 1, count, later, lu), rows

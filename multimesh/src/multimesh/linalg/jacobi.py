@@ -94,10 +94,7 @@ def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
     p, size, me = layout.devices, 2 * layout.height, lax.axis_index(layout.axes)
     a = layout.to_rows(a)
     real = jnp.finfo(a.dtype).dtype
-    largest = lax.pmax(jnp.max(jnp.abs(a), initial=0), layout.axes)
-    largest = jnp.where(largest == 0, 1, largest)
-    norm = 2 * largest * jnp.sqrt(lax.psum(jnp.sum(jnp.abs(a / largest) ** 2), layout.axes))
-    norm = jnp.where(norm == 0, 1, norm)  # all eigenvalues are below one half now; rows of the identity come last
+    norm = 2 * rings.norm(a, layout.axes)  # all eigenvalues are below one half now; rows of the identity come last
     x = layout.pad_matrix(a / norm).reshape(size, p * size)
     v = jnp.eye(p * size, dtype=x.dtype).reshape(p * size, p, size)
     v = lax.dynamic_index_in_dim(v, me, 1, keepdims=False)

@@ -9,7 +9,6 @@ are block-cyclic, so all devices have the same work at all times. Rows of the id
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from functools import cached_property
 
@@ -20,7 +19,19 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core.specs import AnyMesh, Axes, entry, size
 
 FEWEST, USUAL, MOST = 8, 16, 32  # superpanels: fewer do more work in more memory, more make larger executables
-STAGES = 4  # of a loop over superpanels
+
+
+def to_rows(a: Array, mesh: AnyMesh, cols: Axes) -> Array:
+    """My shard of a matrix -> my rows, with rows of zeros at the end where the devices do not divide them."""
+    if not cols:
+        return a
+    a = jnp.pad(a, ((0, -a.shape[0] % size(mesh, cols)), (0, 0)))
+    return lax.all_to_all(a, cols, 0, 1, tiled=True)
+
+
+def from_rows(a: Array, cols: Axes) -> Array:
+    """My rows of a matrix -> my shard; rows that `to_rows` added are still there."""
+    return lax.all_to_all(a, cols, 1, 0, tiled=True) if cols else a
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +93,9 @@ class Layout:
         return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
 
     @property
-    def stages(self) -> list[range]:
-        """The superpanels, in a few ranges: code with many is large, and code with few repeats work."""
-        bounds = sorted({self.count * k // STAGES for k in range(STAGES + 1)})
-        return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
-
-    @property
-    def at_a_time(self) -> int:
-        """Superpanels whose gathered rows make at most a quarter of a shard."""
-        return max(1, self.count**2 // (4 * self.devices))
+    def rows_at_a_time(self) -> int:
+        """Rows of whole superpanels, at most an eighth of all, that divide them."""
+        return self.height * max(some for some in range(1, max(1, self.count // FEWEST) + 1) if self.count % some == 0)
 
     # The methods below work on the shards of one device, inside `jax.shard_map`.
 
@@ -98,16 +103,11 @@ class Layout:
         """My shard of a matrix -> my rows, (held, order)."""
         if not self.rows and hermitian:
             return a.conj().T
-        if not self.cols:
-            return a
-        a = jnp.pad(a, ((0, -a.shape[0] % size(self.mesh, self.cols)), (0, 0)))
-        return lax.all_to_all(a, self.cols, 0, 1, tiled=True)
+        return to_rows(a, self.mesh, self.cols)
 
     def from_rows(self, a: Array) -> Array:
         """My rows of any matrix, (held, order) -> my shard."""
-        if not self.cols:
-            return a
-        return lax.all_to_all(a, self.cols, 1, 0, tiled=True)[: self.order // size(self.mesh, self.rows)]
+        return from_rows(a, self.cols)[: self.order // size(self.mesh, self.rows)]
 
     def pad(self, b: Array) -> Array:
         """Rows in natural order, (order, r) -> (devices, padded, r) with zeros."""

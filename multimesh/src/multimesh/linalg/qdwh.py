@@ -73,11 +73,7 @@ def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, A
     p, (_, order) = size(mesh, axes), a.shape
     padded = -(-order // p) * p
     eps = float(jnp.finfo(a.dtype).eps)
-    largest = lax.pmax(jnp.max(jnp.abs(a), initial=0), axes)
-    largest = jnp.where(largest > 0, largest, 1)
-    norm = largest * jnp.sqrt(lax.psum(jnp.sum(jnp.abs(a / largest) ** 2), axes))
-    norm = jnp.where(norm > 0, norm, 1)
-    x = a / norm + eps / math.sqrt(order) * jnp.where(present, _noise(a, axes), 0)
+    x = a / rings.norm(a, axes) + eps / math.sqrt(order) * jnp.where(present, _noise(a, axes), 0)
     x = jnp.pad(x, ((0, 0), (0, padded - order)))
     layout = _layout(mesh, axes, padded)
     one = _identity(padded // p, axes, a.dtype)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, Axes, entry, lay_out, size
 from multimesh.errors import UsageError
+from multimesh.linalg.layout import from_rows, to_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +56,7 @@ class Tall:
 
     def to_rows(self, a: Array) -> Array:
         """My shard -> my rows, with rows of zeros at the end where the devices do not divide them."""
-        if not self.cols:
-            return a
-        a = jnp.pad(a, ((0, -a.shape[0] % size(self.mesh, self.cols)), (0, 0)))
-        return lax.all_to_all(a, self.cols, 0, 1, tiled=True)
+        return to_rows(a, self.mesh, self.cols)
 
     def present(self) -> Array:
         """Which of my rows are rows of the matrix, (rows, 1)."""
@@ -69,9 +67,7 @@ class Tall:
 
     def from_rows(self, a: Array) -> Array:
         """The inverse of `to_rows`, for a matrix with as many columns."""
-        if not self.cols:
-            return a
-        return lax.all_to_all(a, self.cols, 1, 0, tiled=True)[: self.m // size(self.mesh, self.rows)]
+        return from_rows(a, self.cols)[: self.m // size(self.mesh, self.rows)]
 
     def cut(self, a: Array) -> Array:
         """An (n, n) result without the rows and columns that were added for the devices."""

@@ -21,6 +21,14 @@ def adjoint(x: Array) -> Array:
     return x.conj().T
 
 
+def norm(x: Array, axes: Axes) -> Array:
+    """The Frobenius norm of X, which neither overflows nor underflows; 1 for zeros."""
+    largest = lax.pmax(jnp.max(jnp.abs(x), initial=0), axes)
+    largest = jnp.where(largest == 0, 1, largest)
+    found = largest * jnp.sqrt(lax.psum(jnp.sum(jnp.abs(x / largest) ** 2), axes))
+    return jnp.where(found == 0, 1, found)
+
+
 def around(x: Array, f: Callable[[Array, Array, Array], Array], start: Array, axes: Axes) -> Array:
     """``f(k, x of device k, result)`` for all devices, one after the other; the first result is ``start``."""
     p, me = lax.axis_size(axes), lax.axis_index(axes)
