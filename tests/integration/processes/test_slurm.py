@@ -58,7 +58,12 @@ def environment(cluster: Mapping[str, str]) -> dict[str, str]:
 
 def alone(cluster: Mapping[str, str]) -> dict[str, str]:
     """That of processes of the library by itself."""
-    return environment(cluster) | {"PYTHONPATH": f"{ROOT}/multimesh/src", "JAX_NUM_CPU_DEVICES": "1"}
+    own = {
+        "PYTHONPATH": f"{ROOT}/multimesh/src",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "MULTIMESH_JOB_SECRET": "the secret of a test",
+    }
+    return environment(cluster) | own
 
 
 def srun(*argv: str, kill: bool) -> list[str]:
