@@ -16,6 +16,6 @@ if [[ -d third_party/jax && -d third_party/xla ]]; then
 else
   printf 'jax and xla are not here: ./bootstrap.sh --group source, then .devcontainer/native.sh, to work on them\n'
 fi
-.venv/bin/python -m workflows status
+.venv/bin/python -m tooling status
 .venv/bin/python -m multimesh demo --steps 2
 printf 'ready: .venv/bin/pytest, maxtext/validate-cpu.sh\n'

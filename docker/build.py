@@ -13,6 +13,6 @@ from pathlib import Path
 
 sys.dont_write_bytecode = sys.prefix == sys.base_prefix  # --help and --dry-run of a bare clone change nothing
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from workflows.cli import main  # noqa: E402
+from tooling.cli import main  # noqa: E402
 
 sys.exit(main(["image", *sys.argv[1:]]))

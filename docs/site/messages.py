@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "multimesh": ROOT / "multimesh" / "src" / "multimesh",
     "multimesh_maxtext": ROOT / "maxtext" / "src" / "multimesh_maxtext",
-    "workflows": ROOT / "workflows",
+    "tooling": ROOT / "tooling",
 }
 GAP = "\0"  # between a hole's name and the text around it
 NOT_FOR_USERS = ("AttributeError", "AssertionError", "TimeoutError", "ConstructorError", "TarError")

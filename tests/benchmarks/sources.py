@@ -5,7 +5,7 @@ as many files and folders as jax, xla, MaxText and MultiMesh have at scale 1, an
 Bytes are counted by the server and compared with the pack of the pinned trees, which is the least that any method can
 fetch. CPU time is that of the command and all that it started, without the server.
 
-With nothing to do, the same commands are compared, in turns. `workflows sync` looks at every file; git and west only at
+With nothing to do, the same commands are compared, in turns. `tooling sync` looks at every file; git and west only at
 commits.
 """
 
@@ -155,7 +155,7 @@ def timed(command: Sequence[str], cwd: Path, env: dict[str, str]) -> tuple[float
 
 def prepare_ours(folder: Path, repositories: Sequence[Repository], url: str) -> list[str]:
     """Write a clone of this repository that wants these components; return the command that fetches them."""
-    shutil.copytree(ROOT / "workflows", folder / "workflows")
+    shutil.copytree(ROOT / "tooling", folder / "tooling")
     (folder / "third_party").mkdir()
     manifest, lock = {}, {}
     for each in repositories:
@@ -165,7 +165,7 @@ def prepare_ours(folder: Path, repositories: Sequence[Repository], url: str) -> 
         lock[each.name] = {"version": "1", "archives": {}, "patches": {}, **pins}
     for name, components in (("sources.yaml", manifest), ("sources.lock", lock)):
         (folder / name).write_text(json.dumps({"format": 1, "components": components}))
-    return [sys.executable, "-m", "workflows", "sync"]  # four at a time unless told otherwise
+    return [sys.executable, "-m", "tooling", "sync"]  # four at a time unless told otherwise
 
 
 def prepare_submodules(folder: Path, repositories: Sequence[Repository], url: str) -> list[str]:
@@ -193,7 +193,7 @@ def prepare_west(folder: Path, repositories: Sequence[Repository], url: str) -> 
 
 
 METHODS: dict[str, Callable[[Path, Sequence[Repository], str], list[str]]] = {
-    "workflows sync": prepare_ours,
+    "tooling sync": prepare_ours,
     "git submodule --depth 1 --jobs 4": prepare_submodules,
     "west --narrow --depth=1": prepare_west,
 }

@@ -12,7 +12,7 @@ from tests.integration.parts import engine as engines
 from tests.integration.parts import registry as registries
 from tests.integration.parts import slurm
 from tests.telling import pytest_collection_modifyitems  # noqa: F401
-from workflows.image import engine as detected
+from tooling.image import engine as detected
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from workflows import errors
-from workflows.ci import relock, upgrade
-from workflows.ci.upgrade import Move
-from workflows.commands import ci
-from workflows.image import digests
+from tooling.ci import relock, steps, upgrade
+from tooling.ci.relock import Move
+from tooling.core import errors
+from tooling.image import digests
 
 
 def built(*moves: Move) -> list[tuple[str, str]]:
@@ -57,9 +56,9 @@ def test_what_another_job_says_is_data(tmp_path: Path) -> None:
 def test_other_moves_than_those_that_were_tried_are_not_proposed(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / upgrade.MOVES).write_text(json.dumps([{"name": "jax", "old": "1", "new": "2"}]))
     for now, fine in (([Move("jax", "1", "2")], True), ([Move("jax", "1", "3")], False), ([], False)):
-        monkeypatch.setattr(ci, "_upgraded", lambda mirror, now=now: now)
+        monkeypatch.setattr(steps, "_upgraded", lambda mirror, now=now: now)
         with contextlib.nullcontext() if fine else pytest.raises(errors.IntegrityError, match="other pins move now"):
-            ci.run_propose(argparse.Namespace(folder=tmp_path, mirror=None))
+            steps.run_propose(argparse.Namespace(folder=tmp_path, mirror=None))
     assert "| jax | 1 | 2 | moved |" in (tmp_path / upgrade.TEXT).read_text()
 
 

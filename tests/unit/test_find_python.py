@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from workflows import find_python, pythons
+from tooling.environment import find_python
 
 LOCKED = "jax==0.10.2 ; python_full_version < '3.12' \\\n    --hash=x\njax==0.12.0.1 ; python_version >= '3.12' \\\n"
 
@@ -24,9 +24,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "clone" / "requirements").mkdir(parents=True)
     (tmp_path / "clone" / "requirements" / "run.txt").write_text(LOCKED)
-    for module in (pythons, find_python):
-        monkeypatch.setattr(module, "ROOT", str(tmp_path / "clone"))
-        monkeypatch.setattr(module, "FETCHED", str(tmp_path / "clone" / "third_party" / ".python"))
+    monkeypatch.setattr(find_python, "ROOT", str(tmp_path / "clone"))
+    monkeypatch.setattr(find_python, "FETCHED", str(tmp_path / "clone" / "third_party" / ".python"))
     return tmp_path
 
 
@@ -68,20 +67,20 @@ def test_the_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         fake(machine / "other" / "versions" / "3.13.0" / "bin" / "python3", "3.13.0"),
         fake(machine / "home" / ".pyenv" / "versions" / "3.13.1" / "bin" / "python3", "3.13.1"),
         fake(uv / "cpython-3.13.3-linux-x86_64-gnu" / "bin" / "python3", "3.13.3"),
-        fake(Path(pythons.FETCHED) / "cpython-3.13.3-linux-x86_64-gnu" / "bin" / "python3", "3.13.3"),
+        fake(Path(find_python.FETCHED) / "cpython-3.13.3-linux-x86_64-gnu" / "bin" / "python3", "3.13.3"),
     ]
     old = fake(machine / "bin" / "python3.11", "3.11.4")
     for expected in order:
-        found = pythons.search()
+        found = find_python.search()
         assert found.taken is not None
         assert found.taken.path == str(expected)
         fake(expected, "3.11.9") if expected.name == "python3" and expected == order[0] else expected.unlink()
-    found = pythons.search()
+    found = find_python.search()
     assert found.taken is None
     assert found.old is not None
     assert found.old.path == str(order[0]), "python3 comes before python3.11"
     order[0].unlink()
-    assert pythons.search().old == pythons.look(str(old), "python3.11 on PATH")
+    assert find_python.search().old == find_python.look(str(old), "python3.11 on PATH")
 
 
 def test_shims_that_fail_lead_to_the_versions_behind_them(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +208,13 @@ def test_names_of_folders_that_are_no_releases(machine: Path) -> None:
         "3.15.0",
     ):
         fake(machine / "versions" / name / "bin" / "python3", "3.13.0")
-    assert pythons.installed(str(machine / "versions")) == []
-    assert pythons.installed(str(machine / "missing")) == []
+    assert find_python.installed(str(machine / "versions")) == []
+    assert find_python.installed(str(machine / "missing")) == []
 
 
 @pytest.mark.parametrize(("version", "jax"), [("3.11.7", "0.10.2"), ("3.12.0", "0.12.0.1"), ("3.14.1", "0.12.0.1")])
 def test_the_jax_that_a_python_means(version: str, jax: str) -> None:
-    assert pythons.jax_of(tuple(map(int, version.split(".")))) == f", jax {jax}"
+    assert find_python.jax_of(tuple(map(int, version.split(".")))) == f", jax {jax}"
 
 
 def test_conditions_of_requirements() -> None:
@@ -227,11 +226,10 @@ def test_conditions_of_requirements() -> None:
         "sys_platform == 'linux'",
     )
     unmet = ("python_version < '3.12'", "python_version > '3.12'", "python_full_version >= '3.13'")
-    assert [condition for condition in (*met, *unmet) if pythons.holds(condition, at)] == list(met)
+    assert [condition for condition in (*met, *unmet) if find_python.holds(condition, at)] == list(met)
 
 
-@pytest.mark.parametrize("name", ["find_python.py", "pythons.py"])
-def test_it_is_read_by_old_pythons(name: str) -> None:
-    text = (Path(__file__).parents[2] / "workflows" / name).read_text(encoding="utf-8")
+def test_it_is_read_by_old_pythons() -> None:
+    text = Path(find_python.__file__).read_text(encoding="utf-8")
     ast.parse(text, feature_version=(3, 7))
     assert "from __future__" not in text, "Python 3.6 has no annotations there"

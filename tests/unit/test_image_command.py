@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from workflows import errors
-from workflows.image import build, command, digests, network
-from workflows.image.engine import Engine
-from workflows.image.reference import make
-from workflows.image.spec import ImageSpec, Means
-from workflows.sources import lock as sources
-from workflows.sources import locked
+from tooling.core import errors
+from tooling.environment import packages
+from tooling.image import build, buildx, digests, network
+from tooling.image.engine import Engine
+from tooling.image.reference import make
+from tooling.image.request import ImageSpec, Means
+from tooling.sources import lock as sources
 
 DOCKER = Engine(("docker",), "28.0.0")
 MEANS = Means(None, None, "default", True, True, None, False)
@@ -43,37 +43,37 @@ def pinned(root: Path) -> digests.ImageLock:
 def argv(
     engine: Engine = DOCKER, means: Means = MEANS, result: Path | None = Path("r"), **changes: object
 ) -> list[str]:
-    return command.build_argv(
+    return buildx.build_argv(
         engine, spec(**changes), means, build_args={"A": "1"}, labels={"l": "v"}, access=NO_ACCESS, result=result
     )
 
 
 def test_the_base_is_cuda_on_ubuntu_by_digest(pinned: digests.ImageLock) -> None:
-    base = command.bases(spec(), pinned)
+    base = buildx.bases(spec(), pinned)
     assert base.build.exact == f"docker.io/nvidia/cuda:12.8.1-cudnn-devel-ubuntu22.04@{DIGEST}"
     assert base.runtime.exact == f"docker.io/nvidia/cuda:12.8.1-base-ubuntu22.04@{DIGEST}"
     assert base.unpinned == ()
 
 
 def test_another_cuda_version_is_another_image_that_nobody_pinned(pinned: digests.ImageLock) -> None:
-    base = command.bases(spec(cuda_version="12.6.3"), pinned)
+    base = buildx.bases(spec(cuda_version="12.6.3"), pinned)
     assert base.build.exact == "docker.io/nvidia/cuda:12.6.3-cudnn-devel-ubuntu22.04"
     assert base.unpinned == (base.build.reference, base.runtime.reference)
 
 
 def test_a_base_image_given_by_digest_counts_as_pinned(pinned: digests.ImageLock) -> None:
-    assert command.bases(spec(base_image=f"debian@{DIGEST}"), pinned).unpinned == ()
-    assert command.bases(spec(base_image="debian:12"), pinned).unpinned == ("debian:12",)
+    assert buildx.bases(spec(base_image=f"debian@{DIGEST}"), pinned).unpinned == ()
+    assert buildx.bases(spec(base_image="debian:12"), pinned).unpinned == ("debian:12",)
 
 
 def test_an_image_for_the_cpu_needs_no_cuda(pinned: digests.ImageLock) -> None:
-    assert "ubuntu:22.04" in command.bases(spec(accelerator="cpu"), pinned).build.exact
+    assert "ubuntu:22.04" in buildx.bases(spec(accelerator="cpu"), pinned).build.exact
 
 
 def test_each_platform_has_its_python(pinned: digests.ImageLock) -> None:
-    base = command.bases(spec(), pinned)
+    base = buildx.bases(spec(), pinned)
     for platform, word in (("linux/amd64", "x86_64"), ("linux/arm64", "aarch64")):
-        asked = command.arguments(spec(platform=platform), pinned, base, machine="linux/amd64", multimesh="multimesh")
+        asked = buildx.arguments(spec(platform=platform), pinned, base, machine="linux/amd64", multimesh="multimesh")
         assert word in asked["PYTHON_URL"]
         assert len(asked["PYTHON_SHA256"]) == 64
 
@@ -81,8 +81,8 @@ def test_each_platform_has_its_python(pinned: digests.ImageLock) -> None:
 def test_a_given_python_is_held_against_its_own_checksum(pinned: digests.ImageLock, tmp_path: Path) -> None:
     archive = tmp_path / "python.tar.gz"
     archive.write_bytes(b"python")
-    base = command.bases(spec(), pinned)
-    asked = command.arguments(spec(python_archive=archive), pinned, base, machine="linux/amd64", multimesh="multimesh")
+    base = buildx.bases(spec(), pinned)
+    asked = buildx.arguments(spec(python_archive=archive), pinned, base, machine="linux/amd64", multimesh="multimesh")
     assert asked["PYTHON_URL"] == ""
     assert asked["PYTHON_SHA256"].startswith("11a4a60b518b")
 
@@ -108,21 +108,21 @@ def test_a_build_into_the_cache_leaves_no_image() -> None:
 
 
 def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.ImageLock) -> None:
-    got = command.labels(root, spec(), command.bases(spec(), pinned), "c0ffee", "beef")
+    got = buildx.labels(root, spec(), buildx.bases(spec(), pinned), "c0ffee", "beef")
     assert got["org.opencontainers.image.revision"] == "c0ffee"
     assert got["org.opencontainers.image.base.digest"] == DIGEST
-    assert got["io.github.multimesh-jax.lock"] == command.lock_digest(root)
+    assert got["io.github.multimesh-jax.lock"] == buildx.lock_digest(root)
     assert got["io.github.multimesh-jax.maxtext"] == "0.2.5"
-    jax = locked.versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
+    jax = packages.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
     assert got["io.github.multimesh-jax.jax"] == jax
     # What is installed, not what the base image is named after.
     assert got["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.90"
-    from_source = command.labels(root, spec(jaxlib="source"), command.bases(spec(), pinned), "c", "b", "s")
+    from_source = buildx.labels(root, spec(jaxlib="source"), buildx.bases(spec(), pinned), "c", "b", "s")
     assert from_source["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.1"
     assert from_source["org.opencontainers.image.source"] == "s"
     assert "org.opencontainers.image.source" not in got
     assert got["io.github.multimesh-jax.python"] == "unpinned"
-    named = command.labels(root, spec(), command.bases(spec(), pinned), "c", "b", None, "12" * 32)
+    named = buildx.labels(root, spec(), buildx.bases(spec(), pinned), "c", "b", None, "12" * 32)
     assert named["io.github.multimesh-jax.python"] == "12" * 32
     assert "unknown" not in got.values()
 

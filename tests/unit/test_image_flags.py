@@ -12,17 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from workflows import errors
-from workflows.image import build as image_build
-from workflows.image import flags
-from workflows.image.engine import Engine
-from workflows.image.spec import Request
+from tooling.core import errors
+from tooling.image import build as image_build
+from tooling.image.engine import Engine
+from tooling.image.request import Request, add_options, from_options
 
 
 def ask(*argv: str) -> Request:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    flags.add(parser)
-    return flags.request(parser.parse_args(argv))
+    add_options(parser)
+    return from_options(parser.parse_args(argv))
 
 
 def build(root: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workflows.image import jaxlib
+from tooling.image import jaxlib
 
 RECIPE = {"ACCELERATOR": "cuda12", "CUDA_VERSION": "12.8.1", "CUDNN_VERSION": "9.8.0", "BUILD_TYPE": "Release"}
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from workflows import errors
-from workflows.image import network
-from workflows.image.spec import Means
+from tooling.core import errors
+from tooling.image import network
+from tooling.image.request import Means
 
 SECRET = "https://user:hunter2@index.example/simple"
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from workflows import errors
-from workflows.image import progress
-from workflows.image.progress import Steps
+from tooling.core import errors
+from tooling.image import progress
+from tooling.image.progress import Steps
 
 
 def fed(*lines: str) -> Steps:
@@ -70,7 +70,7 @@ def broken(*lines: str) -> Steps:
         (f"error: {'x' * 500} and {'y' * 500} the reason", errors.BuildError, "the reason"),
     ],
 )
-def test_a_failed_step_is_explained(line: str, kind: type[errors.WorkflowsError], words: str) -> None:
+def test_a_failed_step_is_explained(line: str, kind: type[errors.ToolingError], words: str) -> None:
     error = progress.explain(broken("before", line), 1, "base:1")
     assert type(error) is kind
     assert words in str(error)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from workflows import errors
-from workflows.image import reference
+from tooling.core import errors
+from tooling.image import reference
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from workflows import errors
-from workflows.image import publish, reference, registry
-from workflows.image.digests import FilePin, ImageLock
-from workflows.image.push import Moved, Pushed
-from workflows.image.smoke import Check
-from workflows.image.spec import Built, ImageSpec
-from workflows.sources.lock import Pin
+from tooling.core import errors
+from tooling.image import reference, registry, release
+from tooling.image.digests import FilePin, ImageLock
+from tooling.image.request import Built, ImageSpec
+from tooling.image.smoke import Check
+from tooling.image.tags import Moved, Pushed
+from tooling.sources.lock import Pin
 
 OCI = "org.opencontainers.image"
 GOOD = {
@@ -39,21 +39,21 @@ DIGEST = "sha256:" + "12" * 32
 
 def refused(labels: dict[str, str], pins: dict[str, Pin], *unpinned: str, version: str = "v0.3.0") -> list[str]:
     with pytest.raises(errors.SeveralErrors) as caught:
-        publish.check_release(version, labels, (pins, IMAGES), unpinned)
+        release.check_release(version, labels, (pins, IMAGES), unpinned)
     return list(caught.value.messages)
 
 
 def test_what_stands_against_a_release() -> None:
-    publish.check_release("v0.3.0", GOOD, ({"maxtext": FULL}, IMAGES), ())
+    release.check_release("v0.3.0", GOOD, ({"maxtext": FULL}, IMAGES), ())
     (said,) = refused(GOOD, {"maxtext": Pin("1", "a" * 40, None, patched_commit="c", patched_tree="d")})
     assert "maxtext: sources.lock has no tree" in said
     xla = {"xla": Pin("1", "a" * 40, None)}
-    publish.check_release("v0.3.0", GOOD, (xla, IMAGES), ())  # wheels need no sources of jaxlib, and no Bazel
+    release.check_release("v0.3.0", GOOD, (xla, IMAGES), ())  # wheels need no sources of jaxlib, and no Bazel
     said, bazel = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, xla)
     assert said.startswith("no release: xla:")
     assert "bazel linux/amd64: images.lock has no sha256" in bazel
     (said,) = refused(GOOD, {}, "docker.io/nvidia/cuda:12.8.1")
-    assert "has no digest; run `python -m workflows bump images`" in said
+    assert "has no digest; run `python -m tooling bump images`" in said
     (said,) = refused(GOOD | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, {})
     assert "this repository: has changes that are not committed" in said
     (said,) = refused(GOOD, {}, version="v0.4.0")
@@ -64,9 +64,9 @@ def test_what_stands_against_a_release() -> None:
 
 
 def test_image_tells_whether_its_base_was_pinned() -> None:
-    assert publish.unpinned(GOOD) == ()
-    assert publish.unpinned({f"{OCI}.base.digest": "unpinned", f"{OCI}.base.name": "debian:12"}) == ("debian:12",)
-    assert publish.unpinned({}) == ("base",)
+    assert release.unpinned(GOOD) == ()
+    assert release.unpinned({f"{OCI}.base.digest": "unpinned", f"{OCI}.base.name": "debian:12"}) == ("debian:12",)
+    assert release.unpinned({}) == ("base",)
 
 
 def document(tmp_path: Path) -> dict[str, Any]:
@@ -75,14 +75,14 @@ def document(tmp_path: Path) -> dict[str, Any]:
     built = Built(spec, DIGEST, 10, GOOD, DIGEST, (), 61.27, 3, 4)
     pushed = Pushed(DIGEST, "application/x", 12, 1, 2.0)
     (tmp_path / "sources.lock").write_text("lock")
-    return publish.record(tmp_path, built, Check("small", 9.5, "ok"), pushed, "sha-abababababab", "v0.3.0")
+    return release.record(tmp_path, built, Check("small", 9.5, "ok"), pushed, "sha-abababababab", "v0.3.0")
 
 
 def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
     said, place = document(tmp_path), tmp_path / "build" / "release.json"
-    publish.write(place, said)
-    assert publish.read(place)["image"]["tags"] == [], "before the first tag moves"
-    publish.telling(place, said)([Moved("main", None, DIGEST)])
+    release.write(place, said)
+    assert release.read(place)["image"]["tags"] == [], "before the first tag moves"
+    release.telling(place, said)([Moved("main", None, DIGEST)])
     read = json.loads((tmp_path / "build" / "release.json").read_text())
     assert read == said
     assert read["image"]["pull"] == f"docker pull r.example/team/image@{read['image']['digest']}"
@@ -94,7 +94,7 @@ def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"format": 2}, {"extra": 1}, {"version": "newest"}, {"locks": {}}, {"created": 5}])
 def test_wrong_record_is_not_written(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        publish.write(tmp_path / "release.json", document(tmp_path) | wrong)
+        release.write(tmp_path / "release.json", document(tmp_path) | wrong)
     assert not (tmp_path / "release.json").exists()
 
 

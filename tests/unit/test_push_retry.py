@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from workflows import errors
-from workflows.image import push, reference
-from workflows.image.push import Transient
+from tooling.core import errors
+from tooling.image import reference, tags
+from tooling.image.tags import Transient
 
 
 class Flaky:
@@ -25,7 +25,7 @@ class Flaky:
 def test_waits_grow() -> None:
     waits: list[float] = []
     action = Flaky(*[Transient("answer 503")] * 4)
-    assert push.retrying(action, "x", waits.append) == "done"
+    assert tags.retrying(action, "x", waits.append) == "done"
     assert action.calls == 5
     for wait, longest in zip(waits, (1, 2, 4, 8), strict=True):
         assert longest * 2 / 3 <= wait <= longest
@@ -34,26 +34,26 @@ def test_waits_grow() -> None:
 def test_the_last_failure_is_an_error() -> None:
     action = Flaky(*[Transient("answer 503")] * 9)
     with pytest.raises(errors.RegistryError, match="x: answer 503, 6 times; try again later"):
-        push.retrying(action, "x", lambda wait: None)
+        tags.retrying(action, "x", lambda wait: None)
     assert action.calls == 6
 
 
 def test_other_errors_are_not_waited_for() -> None:
     action = Flaky(errors.RegistryError("no"))
     with pytest.raises(errors.RegistryError, match="no"):
-        push.retrying(action, "x", lambda wait: pytest.fail("waited"))
+        tags.retrying(action, "x", lambda wait: pytest.fail("waited"))
     assert action.calls == 1
 
 
 def test_a_candidate_is_named_by_its_commit_and_what_is_unusual() -> None:
     name, commit = reference.make("r.example/team", "image", "main"), "0123456789ab" + "c" * 28
     labels = {"org.opencontainers.image.revision": commit}
-    assert push.candidate(name, labels, "sha256:" + "d" * 64).tag == "sha-0123456789ab"
-    assert push.candidate(name, {}, "sha256:" + "d" * 64).tag == "sha-dddddddddddd"
+    assert tags.candidate(name, labels, "sha256:" + "d" * 64).tag == "sha-0123456789ab"
+    assert tags.candidate(name, {}, "sha256:" + "d" * 64).tag == "sha-dddddddddddd"
     more = {"target": "dev", "accelerator": "cpu", "jaxlib": "source Release"}
     odd = {f"io.github.multimesh-jax.{key}": value for key, value in more.items()}
     odd["org.opencontainers.image.revision"] = f"{commit}-dirty"
-    assert push.candidate(name, odd, "").tag == "sha-0123456789ab-dirty-dev-cpu-source"
+    assert tags.candidate(name, odd, "").tag == "sha-0123456789ab-dirty-dev-cpu-source"
 
 
 @pytest.mark.parametrize(
@@ -78,30 +78,30 @@ def test_a_candidate_is_named_by_its_commit_and_what_is_unusual() -> None:
     ],
 )
 def test_complaints_of_engines(said: str, again: bool) -> None:
-    fault = push.fault(f"a line before\n{said}\n", "r/x:t")
+    fault = tags.fault(f"a line before\n{said}\n", "r/x:t")
     assert isinstance(fault, Transient if again else errors.RegistryError)
     assert said in str(fault)
 
 
 def test_a_version_that_is_taken_is_found_before_a_build() -> None:
-    push.check_taken(("main", "v1.2.3", "v1.2", "latest"), ["main", "v1.2", "latest", "v1.2.2"])
+    tags.check_taken(("main", "v1.2.3", "v1.2", "latest"), ["main", "v1.2", "latest", "v1.2.2"])
     with pytest.raises(errors.UsageError, match=r"tag v1\.2\.3: is in the registry already"):
-        push.check_taken(("main", "v1.2.3", "v1.2"), ["v1.2.3"])
+        tags.check_taken(("main", "v1.2.3", "v1.2"), ["v1.2.3"])
 
 
 def test_tags_of_a_release_end_with_latest() -> None:
     name = reference.make("r.example/team", "image", "main")
-    assert push.tags(name, latest=False, version=None) == ("main",)
-    assert push.tags(name, latest=True, version="v1.20.3") == ("main", "v1.20.3", "v1.20", "latest")
-    assert push.tags(name.tagged("1.2.3"), latest=False, version="1.2.3") == ("1.2.3", "1.2")
+    assert tags.tags(name, latest=False, version=None) == ("main",)
+    assert tags.tags(name, latest=True, version="v1.20.3") == ("main", "v1.20.3", "v1.20", "latest")
+    assert tags.tags(name.tagged("1.2.3"), latest=False, version="1.2.3") == ("1.2.3", "1.2")
     of_a_target = name.tagged("devcontainer-v1.2.3")
-    assert push.tags(of_a_target, latest=False, version="v1.2.3") == (of_a_target.tag, "devcontainer-v1.2")
+    assert tags.tags(of_a_target, latest=False, version="v1.2.3") == (of_a_target.tag, "devcontainer-v1.2")
     for tag, version in (("v1.2.3", None), ("1.2.3", "v1.2.3"), (of_a_target.tag, None), ("v1.2.4", "v1.2.3")):
         with pytest.raises(errors.UsageError, match=f"--tag {tag}: is the tag of a release; add --release"):
-            push.tags(name.tagged(tag), latest=False, version=version)
+            tags.tags(name.tagged(tag), latest=False, version=version)
     for tag, latest in (("my-branch", True), ("latest", False)):
         with pytest.raises(errors.UsageError, match="latest: comes with a release; add --release"):
-            push.tags(name.tagged(tag), latest=latest, version=None)
+            tags.tags(name.tagged(tag), latest=latest, version=None)
     for version in ("1.2", "v1.2.3-rc1", "latest", "v1.2.3\n", ""):
         with pytest.raises(errors.UsageError, match="three numbers"):
-            push.tags(name, latest=False, version=version)
+            tags.tags(name, latest=False, version=version)

@@ -12,9 +12,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from workflows import errors
-from workflows.image import reference
-from workflows.image.registry import Registry
+from tooling.core import errors
+from tooling.image import reference
+from tooling.image.registry import Registry
 
 
 class Server(ThreadingHTTPServer):

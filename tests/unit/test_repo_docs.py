@@ -19,8 +19,9 @@ from multimesh.errors import MultiMeshError
 from multimesh_maxtext import options
 
 from multimesh import schedules
-from workflows import cli, errors
-from workflows.image import reference
+from tooling import cli
+from tooling.core import errors
+from tooling.image import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -82,9 +83,9 @@ def test_every_command_is_there_with_its_flags(name: str) -> None:
             assert any(os.access(folder / program, os.X_OK) for folder in (ROOT, (ROOT / name).parent)), (
                 f"{name} names {program}, which is not an executable file here"
             )
-        if argv[1:3] == ["-m", "workflows"]:
+        if argv[1:3] == ["-m", "tooling"]:
             parts = 5 if argv[3] == "ci" else 4  # its steps have options of their own
-            done = python("-m", "workflows", *argv[3:parts], "--help")
+            done = python("-m", "tooling", *argv[3:parts], "--help")
             assert done.returncode == 0, f"{name}: {' '.join(argv)}: {done.stderr}"
             flags = [flag.partition("=")[0] for flag in argv[parts:] if flag.startswith("--")]
             assert [flag for flag in flags if flag not in done.stdout] == []
@@ -114,7 +115,7 @@ def test_python_examples_run(name: str, tmp_path: Path) -> None:
 def helps() -> dict[str, str]:
     """Help of every command, by its program."""
     found = {"maxtext/run.py": options.parser(), "python -m multimesh": multimesh.parser()}
-    found["python -m workflows"] = cli.build_parser(list(dict.fromkeys(cli.COMMANDS.values())))
+    found["python -m tooling"] = cli.build_parser(list(dict.fromkeys(cli.COMMANDS.values())))
     shown = {}
     for parser in found.values():
         inner = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
@@ -169,7 +170,7 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
         (lambda: cli.main_inner(["bump", "nosuch", "1"]), False),
         (lambda: reference.check_tag("a b"), True),
     ):
-        with pytest.raises((MultiMeshError, errors.WorkflowsError)) as raised:
+        with pytest.raises((MultiMeshError, errors.ToolingError)) as raised:
             call()
         fits = [message for message in known if message.pattern.fullmatch(str(raised.value))]
         assert fits, raised.value

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests import imports
-from workflows.ci import tag
+from tooling.ci import tag
 
 MAX_LINES = 500
 DOORS = ("bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py")
@@ -164,9 +164,9 @@ def test_the_three_names_import_from_where_they_should(root: Path) -> None:
 def test_one_distribution_never_imports_the_other(root: Path) -> None:
     imports = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
     for own, others in (
-        ("multimesh/src", {"workflows", "multimesh_maxtext", "maxtext"}),
-        ("maxtext/src", {"workflows"}),
-        ("workflows", {"multimesh", "multimesh_maxtext", "maxtext"}),
+        ("multimesh/src", {"tooling", "multimesh_maxtext", "maxtext"}),
+        ("maxtext/src", {"tooling"}),
+        ("tooling", {"multimesh", "multimesh_maxtext", "maxtext"}),
     ):
         files = tracked(root, f"{own}/*.py")
         assert files
@@ -184,26 +184,26 @@ def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_p
 
 
 def test_no_two_modules_of_the_tooling_have_one_name(root: Path) -> None:
-    names = [path.stem for path in tracked(root, "workflows/*.py") if path.stem != "__init__"]
+    names = [path.stem for path in tracked(root, "tooling/*.py") if path.stem != "__init__"]
     assert sorted(names) == sorted(set(names))
 
 
 def test_no_folder_of_the_tooling_imports_in_a_circle(root: Path) -> None:
     """Imports within functions and for types count; the entry points, which open the door to commands, do not."""
-    folders = {path.parent.name for path in tracked(root, "workflows/*/*.py")}
+    folders = {path.parent.name for path in tracked(root, "tooling/*/*.py")}
 
     def folder(module: str) -> str:
         return first if (first := module.partition(".")[0]) in folders else ""
 
     needs: dict[str, set[str]] = {"": set()} | {folder: set() for folder in folders}
-    for module, others in imports.graph(root / "workflows").items():
+    for module, others in imports.graph(root / "tooling").items():
         if module not in ("__main__", "cli"):
             needs[folder(module)] |= set(map(folder, others)) - {folder(module)}
-    assert imports.bottom_up(needs)[-1] == "commands"
+    assert imports.bottom_up(needs)[-1] == "ci"
 
 
 def test_no_module_of_the_tooling_imports_itself_through_others(root: Path) -> None:
-    graph = imports.graph(root / "workflows")
+    graph = imports.graph(root / "tooling")
     assert set(imports.bottom_up(graph)) == graph.keys()
 
 

@@ -9,4 +9,4 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv >/dev/null
 fi
 "$python" -m venv /opt/installer
-/opt/installer/bin/python -m pip install -q --require-hashes --only-binary=:all: -r /requirements/workflows.txt
+/opt/installer/bin/python -m pip install -q --require-hashes --only-binary=:all: -r /requirements/tooling.txt

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import engine, packages, processes
-from workflows import errors
-from workflows.cache import server
-from workflows.cache.server import Place, Settings
+from tooling.core import errors
+from tooling.image import bazel_cache
+from tooling.image.bazel_cache import Place, Settings
 
 START = '#!/bin/sh\necho "$@" >/data/arguments\nexec /bin/busybox httpd -f -p 8080 -h /www\n'
 
@@ -41,7 +41,7 @@ def pin(docker_engine: None, registry: str) -> Iterator[str]:
 def place(tmp_path: Path) -> Iterator[Place]:
     made = Place(tmp_path / "cache")
     yield made
-    server.stop(made)
+    bazel_cache.stop(made)
 
 
 def settings(**changes: object) -> Settings:
@@ -53,62 +53,64 @@ def settings(**changes: object) -> Settings:
 def test_container_starts_once_and_stops(pin: str, place: Place) -> None:
     wanted = settings()
 
-    assert server.start(place, wanted, pin)
-    assert not server.start(place, wanted, pin)
+    assert bazel_cache.start(place, wanted, pin)
+    assert not bazel_cache.start(place, wanted, pin)
     with pytest.raises(errors.CacheError, match=r"`start-cache\.sh stop` first"):
-        server.start(place, settings(), pin)
+        bazel_cache.start(place, settings(), pin)
 
-    assert server.status(place).state == "running"
+    assert bazel_cache.status(place).state == "running"
     assert (place.content / "arguments").read_text().split() == ["--max_size", "5", "--htpasswd_file", "/htpasswd"]
-    cache = server.find(place=place)
+    cache = bazel_cache.find(place=place)
     assert cache is not None
-    assert cache == server.Cache(wanted.address, place.password())
+    assert cache == bazel_cache.Cache(wanted.address, place.password())
     assert "--remote_upload_local_results=false" in place.reading.read_text()
-    told = json.loads(subprocess.run(["docker", "inspect", server.name(place)], capture_output=True).stdout)[0]
+    told = json.loads(subprocess.run(["docker", "inspect", bazel_cache.name(place)], capture_output=True).stdout)[0]
     assert told["HostConfig"]["RestartPolicy"]["Name"] == "unless-stopped"
     assert told["HostConfig"]["ReadonlyRootfs"]
     assert told["HostConfig"]["PortBindings"]["8080/tcp"][0]["HostIp"] == "127.0.0.1"
 
-    assert server.stop(place)
-    assert not server.stop(place)
-    assert server.status(place).state == "stopped"
+    assert bazel_cache.stop(place)
+    assert not bazel_cache.stop(place)
+    assert bazel_cache.status(place).state == "stopped"
     assert (place.content / "arguments").exists()
 
 
 def test_killed_container_is_found_stopped_and_starts_again(pin: str, place: Place) -> None:
     wanted = settings()
-    server.start(place, wanted, pin)
-    subprocess.run(["docker", "kill", server.name(place)], check=True, capture_output=True)
-    assert server.status(place).state == "stopped"
-    assert server.find(place=place) is None
-    assert server.start(place, wanted, pin)
-    assert server.status(place).state == "running"
+    bazel_cache.start(place, wanted, pin)
+    subprocess.run(["docker", "kill", bazel_cache.name(place)], check=True, capture_output=True)
+    assert bazel_cache.status(place).state == "stopped"
+    assert bazel_cache.find(place=place) is None
+    assert bazel_cache.start(place, wanted, pin)
+    assert bazel_cache.status(place).state == "running"
 
 
 def test_image_that_cannot_be_had_is_named(docker_engine: None, registry: str, place: Place) -> None:
     with pytest.raises(errors.CacheError, match="the container does not start"):
-        server.start(place, settings(), f"{registry}/no/such@sha256:" + "ab" * 32)
-    assert server.status(place).state == "stopped"
+        bazel_cache.start(place, settings(), f"{registry}/no/such@sha256:" + "ab" * 32)
+    assert bazel_cache.status(place).state == "stopped"
 
 
 def test_port_in_use_is_named(pin: str, place: Place) -> None:
     wanted = settings()
     with socket.create_server(("127.0.0.1", wanted.port)), pytest.raises(errors.CacheError, match="does not start"):
-        server.start(place, wanted, pin)
-    assert server.status(place).state == "stopped"
-    assert server.start(place, wanted, pin)
+        bazel_cache.start(place, wanted, pin)
+    assert bazel_cache.status(place).state == "stopped"
+    assert bazel_cache.start(place, wanted, pin)
 
 
 def test_two_starts_at_once_give_one_server(pin: str, place: Place) -> None:
     wanted = settings()
     with ThreadPoolExecutor(2) as pool:
-        assert sorted(pool.map(lambda _: server.start(place, wanted, pin), range(2))) == [False, True]
+        assert sorted(pool.map(lambda _: bazel_cache.start(place, wanted, pin), range(2))) == [False, True]
 
 
 def test_password_is_in_no_command_line(pin: str, place: Place) -> None:
-    server.start(place, settings(), pin)
+    bazel_cache.start(place, settings(), pin)
     secret = place.password()
-    told = subprocess.run(["docker", "inspect", server.name(place)], capture_output=True, check=True, text=True).stdout
+    told = subprocess.run(
+        ["docker", "inspect", bazel_cache.name(place)], capture_output=True, check=True, text=True
+    ).stdout
     assert "--htpasswd_file" in told
     assert secret not in told
     holding = {path.name for path in place.root.rglob("*") if path.is_file() and secret in path.read_text()}
@@ -119,21 +121,21 @@ def test_password_is_in_no_command_line(pin: str, place: Place) -> None:
 def test_who_else_listens_on_its_port_gets_no_password(pin: str, place: Place) -> None:
     """The container is stopped, and a server of somebody else takes its port."""
     wanted = settings()
-    server.start(place, wanted, pin)
-    subprocess.run(["docker", "rm", "--force", server.name(place)], check=True, capture_output=True)
+    bazel_cache.start(place, wanted, pin)
+    subprocess.run(["docker", "rm", "--force", bazel_cache.name(place)], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", wanted.port)):
-        assert server.find(place=place) is None
-        assert server.status(place).state == "stopped"
+        assert bazel_cache.find(place=place) is None
+        assert bazel_cache.status(place).state == "stopped"
     # A container of that name that we did not start is not ours either.
-    strange = ["docker", "run", "--detach", "--name", server.name(place), "--entrypoint", "/bin/busybox", pin]
+    strange = ["docker", "run", "--detach", "--name", bazel_cache.name(place), "--entrypoint", "/bin/busybox", pin]
     subprocess.run([*strange, "sleep", "600"], check=True, capture_output=True)
-    assert server.find(place=place) is None
+    assert bazel_cache.find(place=place) is None
 
 
 def test_a_devcontainer_reads_it_as_long_as_it_runs(pin: str, place: Place) -> None:
-    server.start(place, settings(), pin)
+    bazel_cache.start(place, settings(), pin)
     assert place.reading.exists()
-    server.stop(place)
+    bazel_cache.stop(place)
     assert not place.reading.exists()
     assert not place.bazelrc.exists()
 
@@ -141,5 +143,5 @@ def test_a_devcontainer_reads_it_as_long_as_it_runs(pin: str, place: Place) -> N
 def test_no_engine_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///run/no-such.sock")
     with pytest.raises(errors.CacheError, match="no Docker engine answers"):
-        server.start(place, settings(), "x@sha256:" + "ab" * 32)
+        bazel_cache.start(place, settings(), "x@sha256:" + "ab" * 32)
     monkeypatch.undo()

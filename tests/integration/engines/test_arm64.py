@@ -12,8 +12,8 @@ import pytest
 from tests.integration.engines.conftest import BASE, busybox
 from tests.integration.image.conftest import Repository
 from tests.integration.parts import emulation, packages
-from workflows import errors
-from workflows.image.engine import Engine
+from tooling.core import errors
+from tooling.image.engine import Engine
 
 pytestmark = pytest.mark.full
 

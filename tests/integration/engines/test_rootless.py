@@ -13,7 +13,7 @@ from tests.integration.engines.conftest import BASE
 from tests.integration.image.conftest import Repository
 from tests.integration.parts import registry as registry_parts
 from tests.integration.parts import rootless as rootless_parts
-from workflows.image import engine
+from tooling.image import engine
 
 pytestmark = pytest.mark.full
 

@@ -21,7 +21,7 @@ from stand_ins import ROOT, git
 
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
-from workflows.image import devcontainer, digests
+from tooling.image import digests
 
 CLI = "@devcontainers/cli@0.89.0"
 
@@ -32,7 +32,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_it_is_built_from_the_pinned_images() -> None:
-    assert read(ROOT / devcontainer.FILE)["build"]["args"] == devcontainer.arguments(digests.load(ROOT))
+    assert read(ROOT / digests.DEVCONTAINER)["build"]["args"] == digests.arguments(digests.load(ROOT))
 
 
 def test_it_asks_for_nothing_that_a_laptop_lacks() -> None:
@@ -45,7 +45,7 @@ def test_it_asks_for_nothing_that_a_laptop_lacks() -> None:
 def test_every_folder_and_command_of_the_workspace_exists() -> None:
     workspace = read(ROOT / "multimesh-jax.code-workspace")
     fetched = {"third_party/maxtext", "third_party/jax", "third_party/xla"}
-    assert {each["name"] for each in workspace["folders"]} >= {"multimesh", "maxtext", "jax", "xla", "workflows"}
+    assert {each["name"] for each in workspace["folders"]} >= {"multimesh", "maxtext", "jax", "xla", "tooling"}
     assert all((ROOT / each["path"]).is_dir() for each in workspace["folders"] if each["path"] not in fetched)
     commands = {task["command"] for task in workspace["tasks"]["tasks"]}
     assert all((ROOT / command).is_file() for command in commands if not command.startswith(".venv/"))
@@ -155,7 +155,7 @@ def test_the_published_one_is_pulled(laptop: Laptop, trixie: str, registry: str)
     """As docs/releasing.md says it: the image in place of the build."""
     name = f"{registry}/some-lab/multimesh-jax:devcontainer-v0.1.0"
     registries.push(trixie, name)
-    config = read(laptop.clone / devcontainer.FILE)
+    config = read(laptop.clone / digests.DEVCONTAINER)
     del config["build"]
     path = laptop.clone / ".devcontainer" / "prebuilt" / "devcontainer.json"
     path.parent.mkdir()
@@ -205,7 +205,7 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
         place.chmod(0o755)
         clone, home = place / "clone", place / "home"
         git(ROOT, "clone", "-q", str(ROOT), str(clone))
-        changed = read(clone / devcontainer.FILE)
+        changed = read(clone / digests.DEVCONTAINER)
         changed["build"]["args"]["BASE_IMAGE"] = trixie
         changed["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
         path = clone / ".devcontainer" / "trixie" / "devcontainer.json"

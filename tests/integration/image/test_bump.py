@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import registry as registries
-from workflows.image import bump, devcontainer, digests
+from tooling.image import bump, digests
 
 NOWHERE = "127.0.0.1:1"
 
@@ -26,7 +26,7 @@ def repository(root: Path, tmp_path: Path, registry: str) -> Path:
     (tmp_path / digests.FILE).parent.mkdir()
     (tmp_path / digests.FILE).write_text(json.dumps(raw), encoding="utf-8")
     (tmp_path / ".devcontainer").mkdir()
-    shutil.copy(root / devcontainer.FILE, tmp_path / devcontainer.FILE)
+    shutil.copy(root / digests.DEVCONTAINER, tmp_path / digests.DEVCONTAINER)
     return tmp_path
 
 
@@ -51,7 +51,7 @@ def test_a_newer_base_image(repository: Path, registry: str, trixie: str) -> Non
     held = digests.load(repository)
     assert held.images["cuda-devel"].digest == second
     assert held.images["cuda-base"].digest is None  # nobody said
-    text = (repository / devcontainer.FILE).read_text(encoding="utf-8")
+    text = (repository / digests.DEVCONTAINER).read_text(encoding="utf-8")
     assert f'"BASE_IMAGE": "{registry}/cuda-devel:1@{second}"' in text
     # The name that is written pulls.
     subprocess.run(["docker", "pull", "-q", held.images["cuda-devel"].exact], check=True, capture_output=True)

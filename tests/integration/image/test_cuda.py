@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.image.conftest import Repository
 from tests.integration.parts import engine as engines
-from workflows import errors
+from tooling.core import errors
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 LARGEST = 2_000_000_000  # an upload of more has to begin again too often

@@ -20,10 +20,10 @@ import pytest
 from tests.integration.image.conftest import NAME, Repository
 from tests.integration.parts import disks, processes
 from tests.integration.parts import engine as engines
-from workflows import errors
-from workflows.image import build, engine
-from workflows.image.engine import Engine
-from workflows.image.spec import ImageSpec, Means
+from tooling.core import errors
+from tooling.image import build, engine
+from tooling.image.engine import Engine
+from tooling.image.request import ImageSpec, Means
 
 PASSWORD = "hunter2-hunter2"
 Docker = Callable[..., str]
@@ -121,7 +121,7 @@ def index(root: Path, tmp_path: Path) -> Iterator[str]:
         "--dest",
         str(wheels),
     ]
-    subprocess.run([*pip, "-r", str(root / "requirements" / "workflows.txt")], check=True, capture_output=True)
+    subprocess.run([*pip, "-r", str(root / "requirements" / "tooling.txt")], check=True, capture_output=True)
     for wheel in list(wheels.glob("*.whl")):
         folder = wheels / wheel.name.partition("-")[0].replace("_", "-").replace(".", "-").lower()
         folder.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
 ) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", index)
-    wanted = changed.path / "requirements" / "workflows.txt"
+    wanted = changed.path / "requirements" / "tooling.txt"
     wanted.write_text(wanted.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
     built = build.run(changed.path, engine, spec("installer"), dataclasses.replace(means, network="host"))
     assert built is not None

@@ -10,10 +10,10 @@ import pytest
 
 from tests.integration.image.conftest import Repository
 from tests.integration.parts import engine as engines
-from workflows import errors
-from workflows.image import build, command, digests
-from workflows.image.engine import Engine
-from workflows.image.spec import ImageSpec, Means
+from tooling.core import errors
+from tooling.image import build, buildx, digests
+from tooling.image.engine import Engine
+from tooling.image.request import ImageSpec, Means
 
 pytestmark = pytest.mark.full
 
@@ -73,13 +73,13 @@ def test_another_python_than_the_pinned_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = spec("python", base_image=bullseye, python_archive=archive)
-    asked = command.arguments(
+    asked = buildx.arguments(
         wanted,
         digests.load(repository.path),
-        command.bases(wanted, digests.load(repository.path)),
+        buildx.bases(wanted, digests.load(repository.path)),
         machine="linux/amd64",
         multimesh="multimesh",
     )
-    monkeypatch.setattr(command, "arguments", lambda *_, **__: asked | {"PYTHON_SHA256": "0" * 64})
+    monkeypatch.setattr(buildx, "arguments", lambda *_, **__: asked | {"PYTHON_SHA256": "0" * 64})
     with pytest.raises(errors.BuildError, match="the standalone Python is not the pinned one"):
         build.run(repository.path, engine, wanted, means)

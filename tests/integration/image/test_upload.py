@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.image.conftest import NAME, Repository
 from tests.integration.parts import packages
-from workflows.image.reference import make
+from tooling.image.reference import make
 
 
 @pytest.mark.stand_in("a debootstrapped Debian 13 for the CUDA base, and a registry on this machine")

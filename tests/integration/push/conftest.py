@@ -18,8 +18,8 @@ import pytest
 
 from tests.integration.parts import engine as engine_parts
 from tests.integration.parts import proxy
-from workflows.image import engine, push, reference
-from workflows.image.reference import Reference
+from tooling.image import engine, reference, tags
+from tooling.image.reference import Reference
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -84,14 +84,14 @@ def upload(target: Reference, tmp_path: Path) -> Callable[..., subprocess.Comple
         subprocess.run(["docker", "tag", image.id, str(target)], check=True)
         name = ("--repo", target.repository.rpartition("/")[0], "--name", target.repository.rpartition("/")[2])
         more = ("--tag", "v1", "--allow-dirty", "--release-file", str(tmp_path / "release.json"))
-        return workflows("image", "--no-build", "--upload", *name, *more, *options)
+        return tooling("image", "--no-build", "--upload", *name, *more, *options)
 
     return run
 
 
 def digest_of(target: Reference, tag: str) -> str | None:
     """What a tag has in the registry now."""
-    return push.digest_of(engine.detect(), target.tagged(tag))
+    return tags.digest_of(engine.detect(), target.tagged(tag))
 
 
 @functools.cache
@@ -113,9 +113,9 @@ def pinned() -> Path:
     return place
 
 
-def workflows(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def tooling(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command line; whatever happens, no user may see a traceback."""
-    argv = [sys.executable, "-m", "workflows", *args]
+    argv = [sys.executable, "-m", "tooling", *args]
     full = os.environ | {"PYTHONPATH": str(pinned())} | (env or {})
     done = subprocess.run(argv, env=full, cwd=pinned(), capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr + done.stdout, done.stderr

@@ -13,13 +13,13 @@ import pytest
 
 from tests.integration.parts import packages
 from tests.integration.parts.proxy import Fault, FaultyProxy
-from workflows import errors
-from workflows.image import push
-from workflows.image.engine import Engine
-from workflows.image.push import Pushed
-from workflows.image.reference import Reference
+from tooling.core import errors
+from tooling.image import tags
+from tooling.image.engine import Engine
+from tooling.image.reference import Reference
+from tooling.image.tags import Pushed
 
-from .conftest import ROOT, Tiny, digest_of, workflows
+from .conftest import ROOT, Tiny, digest_of, tooling
 
 MANIFEST, UPLOAD = "PUT .*/manifests/", "(POST|PATCH|PUT) .*/blobs/uploads/"
 
@@ -29,9 +29,9 @@ def send(engine: Engine) -> Callable[[Tiny, Reference], Pushed]:
     """Push an image under its candidate's tag."""
 
     def send(image: Tiny, target: Reference) -> Pushed:
-        name = push.candidate(target, {}, image.id)
+        name = tags.candidate(target, {}, image.id)
         engine.run("tag", image.id, str(name))
-        return push.push(engine, image.id, name, lambda wait: None)
+        return tags.push(engine, image.id, name, lambda wait: None)
 
     return send
 
@@ -42,7 +42,7 @@ def test_push_promote_pull_run(make_tiny, send, engine: Engine, target: Referenc
 
     pushed = send(image, target)
     assert digest_of(target, "v1") is None  # a pushed image has no public tag yet
-    moved = push.promote(engine, target, pushed.digest, push.tags(target, latest=True, version="v1.2.3"))
+    moved = tags.promote(engine, target, pushed.digest, tags.tags(target, latest=True, version="v1.2.3"))
 
     assert [(each.tag, each.before) for each in moved] == [(t, None) for t in ("v1", "v1.2.3", "v1.2", "latest")]
     name = target.at(pushed.digest)
@@ -73,7 +73,7 @@ def test_passing_faults(make_tiny, send, target, faulty: FaultyProxy, capsys, fa
     assert pushed.attempts == attempts
     assert faulty.count(UPLOAD.replace("(POST|PATCH|PUT)", "PATCH")) == 2  # one layer and one configuration
     assert told in capsys.readouterr().err
-    assert digest_of(target, push.candidate(target, {}, image.id).tag) == pushed.digest
+    assert digest_of(target, tags.candidate(target, {}, image.id).tag) == pushed.digest
 
 
 @pytest.mark.stand_in("a registry on this machine")
@@ -95,7 +95,7 @@ def test_refusals_are_final(make_tiny, send, target, faulty: FaultyProxy, status
     # Docker's engine asks a second time after a 401, with a fresh login.
     assert faulty.count(request_) <= 2
     faulty.faults = []
-    assert digest_of(target, push.candidate(target, {}, image.id).tag) is None
+    assert digest_of(target, tags.candidate(target, {}, image.id).tag) is None
 
 
 def test_the_last_attempt_says_so(make_tiny, send, target, faulty: FaultyProxy) -> None:
@@ -109,38 +109,38 @@ def test_another_image_under_the_candidates_tag_is_noticed(make_tiny, engine: En
     checked, other = make_tiny("checked"), make_tiny("other")
     engine.run("tag", other.id, str(target.tagged("sha-1")))
     with pytest.raises(errors.IntegrityError, match="another image than the one that was checked"):
-        push.push(engine, checked.id, target.tagged("sha-1"))
+        tags.push(engine, checked.id, target.tagged("sha-1"))
 
 
 @pytest.mark.stand_in("a registry on this machine")
 def test_promotion_that_stops_half_way(make_tiny, send, engine: Engine, target: Reference, faulty: FaultyProxy) -> None:
     first = send(make_tiny("old"), target)
-    push.promote(engine, target, first.digest, ("v1", "latest"))
+    tags.promote(engine, target, first.digest, ("v1", "latest"))
     second = send(make_tiny("new"), target)
     faulty.faults = [Fault("PUT .*/manifests/latest", 9, status=403)]
 
     with pytest.raises(errors.RegistryError, match="Tags moved: v1; as they were: latest"):
-        push.promote(engine, target, second.digest, ("v1", "latest"))
+        tags.promote(engine, target, second.digest, ("v1", "latest"))
 
     assert (digest_of(target, "v1"), digest_of(target, "latest")) == (second.digest, first.digest)
     faulty.faults = []
-    moved = push.promote(engine, target, second.digest, ("v1", "latest"))
+    moved = tags.promote(engine, target, second.digest, ("v1", "latest"))
     assert [each.before for each in moved] == [second.digest, first.digest]
     # What a tag had before the first of them is not lost.
-    told = [push.Moved("v1", first.digest, second.digest)]
-    again = push.promote(engine, target, second.digest, ("v1", "latest"), earlier=told)
+    told = [tags.Moved("v1", first.digest, second.digest)]
+    again = tags.promote(engine, target, second.digest, ("v1", "latest"), earlier=told)
     assert [each.before for each in again] == [first.digest, second.digest]
 
 
 @pytest.mark.stand_in("a registry on this machine")
 def test_each_move_is_told_at_once(make_tiny, send, engine: Engine, target: Reference, faulty: FaultyProxy) -> None:
     first, second = send(make_tiny("old"), target), send(make_tiny("new"), target)
-    push.promote(engine, target, first.digest, ("v1", "other"))
+    tags.promote(engine, target, first.digest, ("v1", "other"))
     faulty.faults = [Fault("PUT .*/manifests/other", 9, status=403)]
-    told: list[push.Moved] = []
+    told: list[tags.Moved] = []
     with pytest.raises(errors.RegistryError, match="Tags moved: v1; as they were: other"):
-        push.promote(engine, target, second.digest, ("v1", "other"), told=lambda moved: told.extend(moved))
-    assert told == [push.Moved("v1", first.digest, second.digest)]
+        tags.promote(engine, target, second.digest, ("v1", "other"), told=lambda moved: told.extend(moved))
+    assert told == [tags.Moved("v1", first.digest, second.digest)]
 
 
 @pytest.mark.stand_in("a registry on this machine")
@@ -148,17 +148,17 @@ def test_a_version_taken_between_the_check_and_the_move_stays(
     make_tiny, send, engine: Engine, target: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, theirs = send(make_tiny("mine"), target), send(make_tiny("theirs"), target)
-    names, still = push.tags(target, latest=False, version="v1.0.0"), push._still
+    names, still = tags.tags(target, latest=False, version="v1.0.0"), tags._still
 
     def meanwhile(names, reference):
-        push.promote(engine, target, theirs.digest, ("v1.0.0-x",))
+        tags.promote(engine, target, theirs.digest, ("v1.0.0-x",))
         create = ("create", "--prefer-index=false", "--tag", str(target.tagged("v1.0.0")), target.at(theirs.digest))
-        push.imagetools(engine, *create, label="theirs")
+        tags.imagetools(engine, *create, label="theirs")
         return still(names, reference)
 
-    monkeypatch.setattr(push, "_still", lambda *args: (monkeypatch.undo(), meanwhile(*args))[1])
+    monkeypatch.setattr(tags, "_still", lambda *args: (monkeypatch.undo(), meanwhile(*args))[1])
     with pytest.raises(errors.RegistryError, match=r"v1\.0\.0: is another image already; .* Tags moved: v1; as they"):
-        push.promote(engine, target, mine.digest, names)
+        tags.promote(engine, target, mine.digest, names)
     assert digest_of(target, "v1.0.0") == theirs.digest
 
 
@@ -167,40 +167,40 @@ def test_promotion_survives_passing_faults(
 ) -> None:
     pushed = send(make_tiny(), target)
     faulty.faults = [Fault(MANIFEST, status=503), Fault(MANIFEST, status=429), Fault("GET .*/manifests/", cut_after=0)]
-    push.promote(engine, target, pushed.digest, ("v1",))
+    tags.promote(engine, target, pushed.digest, ("v1",))
     assert digest_of(target, "v1") == pushed.digest
 
 
 @pytest.mark.stand_in("a registry on this machine")
 def test_release_tag_never_moves(make_tiny, send, engine: Engine, target: Reference) -> None:
     first, second = send(make_tiny("old"), target), send(make_tiny("new"), target)
-    names = push.tags(target, latest=False, version="v1.0.0")
-    push.promote(engine, target, first.digest, names)
-    push.promote(engine, target, first.digest, names)
+    names = tags.tags(target, latest=False, version="v1.0.0")
+    tags.promote(engine, target, first.digest, names)
+    tags.promote(engine, target, first.digest, names)
     with pytest.raises(errors.RegistryError, match=r":v1\.0\.0: is another image already"):
-        push.promote(engine, target, second.digest, names)
+        tags.promote(engine, target, second.digest, names)
     assert {digest_of(target, name) for name in names} == {first.digest}
-    of_a_target = push.tags(target.tagged("dev-v1.0.0"), latest=False, version="v1.0.0")
-    push.promote(engine, target, first.digest, of_a_target)
+    of_a_target = tags.tags(target.tagged("dev-v1.0.0"), latest=False, version="v1.0.0")
+    tags.promote(engine, target, first.digest, of_a_target)
     with pytest.raises(errors.RegistryError, match=r":dev-v1\.0\.0: is another image already"):
-        push.promote(engine, target, second.digest, of_a_target)
+        tags.promote(engine, target, second.digest, of_a_target)
 
 
 @pytest.mark.stand_in("a registry on this machine")
 def test_tags_stay_with_the_highest_version(make_tiny, send, engine: Engine, target: Reference, capfd) -> None:
     images = {each: send(make_tiny(each), target).digest for each in ("v1.9.0", "v1.10.0", "v1.9.1", "v1.8.7")}
     for version, digest in images.items():
-        moved = push.promote(engine, target, digest, push.tags(target, latest=True, version=version))
+        moved = tags.promote(engine, target, digest, tags.tags(target, latest=True, version=version))
         assert "v1" in [each.tag for each in moved]
     assert "latest stays with a newer release" in capfd.readouterr().err
     minor = {"v1.9": "v1.9.1", "v1.10": "v1.10.0", "v1.8": "v1.8.7", "latest": "v1.10.0"}
     assert {tag: digest_of(target, tag) for tag in minor} == {tag: images[each] for tag, each in minor.items()}
-    again = push.promote(engine, target, images["v1.9.0"], push.tags(target, latest=True, version="v1.9.0"))
+    again = tags.promote(engine, target, images["v1.9.0"], tags.tags(target, latest=True, version="v1.9.0"))
     assert [each.tag for each in again] == ["v1", "v1.9.0"]
 
 
 def test_promoting_what_is_not_there(target: Reference) -> None:
-    done = workflows("promote", target.at("sha256:" + "ab" * 32), "--tag", "v1")
+    done = tooling("promote", target.at("sha256:" + "ab" * 32), "--tag", "v1")
     assert (done.returncode, done.stdout) == (16, "")
     assert done.stderr.startswith("error: ")
     assert "push it first" in done.stderr
@@ -209,12 +209,12 @@ def test_promoting_what_is_not_there(target: Reference) -> None:
 @pytest.mark.stand_in("a registry on this machine")
 def test_failed_check_moves_nothing(make_tiny, send, engine: Engine, target: Reference, tmp_path) -> None:
     before = send(make_tiny("good"), target)
-    push.promote(engine, target, before.digest, ("v1", "latest"))
+    tags.promote(engine, target, before.digest, ("v1", "latest"))
     bad = make_tiny("bad", verdict="echo error: loss is NaN; exit 1")
     subprocess.run(["docker", "tag", bad.id, str(target)], check=True)
     options = ("--no-build", "--upload", "--allow-dirty", "--repo", target.repository, "--tag", "v1")
 
-    done = workflows("image", *options, "--release-file", str(tmp_path / "release.json"))
+    done = tooling("image", *options, "--release-file", str(tmp_path / "release.json"))
 
     assert done.returncode == 15, done.stderr
     assert "loss is NaN" in done.stderr
@@ -233,7 +233,7 @@ def test_interrupted_push(
     options += ["--release-file", str(tmp_path / "release.json")]
     hold = Fault(step, hold=True)
     faulty.faults = [hold]
-    argv, env = [sys.executable, "-m", "workflows", *options], os.environ | {"PYTHONPATH": str(ROOT)}
+    argv, env = [sys.executable, "-m", "tooling", *options], os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert hold.reached.wait(60)
         process.send_signal(signal.SIGINT)
@@ -243,9 +243,9 @@ def test_interrupted_push(
     assert (tmp_path / "release.json").exists() == ("v1" in step), "it is there before the first tag"
     hold.released.set()
 
-    again = workflows(*options)
+    again = tooling(*options)
 
     assert again.returncode == 0, again.stderr
     document = json.loads((tmp_path / "release.json").read_text())
     assert digest_of(target, "v1") == document["image"]["digest"]
-    assert push.get(engine, str(target)).document["config"]["digest"] == image.id
+    assert tags.get(engine, str(target)).document["config"]["digest"] == image.id

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import packages, processes
-from workflows import errors
-from workflows.image import push, reference
-from workflows.image.reference import Reference
-from workflows.image.registry import Registry
+from tooling.core import errors
+from tooling.image import reference, tags
+from tooling.image.reference import Reference
+from tooling.image.registry import Registry
 
-from .conftest import Tiny, workflows
+from .conftest import Tiny, tooling
 
 USER, SECRET = "builder", "correct-horse-battery"
 CONFIG = """\
@@ -75,7 +75,7 @@ def test_nobody_and_somebody_else_are_refused(docker_engine, target: Reference, 
         ({"auths": {target.host: auth("a-wrong-password")}}, "the login for it is not accepted (401)"),
     ):
         config(document)
-        done = workflows("image", *options)
+        done = tooling("image", *options)
         assert (done.returncode, done.stdout) == (16, ""), done.stderr
         assert said in done.stderr
         assert "a-wrong-password" not in done.stderr
@@ -101,8 +101,8 @@ def test_push_with_a_login(
 
     with Registry(target) as registry:
         registry.check_push()
-    pushed = push.push(engine, image.id, target.tagged("sha-1"))
-    moved = push.promote(engine, target, pushed.digest, ("v1",))
+    pushed = tags.push(engine, image.id, target.tagged("sha-1"))
+    moved = tags.promote(engine, target, pushed.digest, ("v1",))
 
     assert moved[0].digest == pushed.digest
     said = "".join(capfd.readouterr())

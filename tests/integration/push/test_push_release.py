@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from workflows.image.reference import Reference
+from tooling.image.reference import Reference
 
-from .conftest import ROOT, digest_of, workflows
+from .conftest import ROOT, digest_of, tooling
 
 OCI = "org.opencontainers.image"
 VERSION = tomllib.loads((ROOT / "multimesh" / "pyproject.toml").read_text())["project"]["version"]
@@ -49,7 +49,7 @@ def test_a_dirty_tree_is_pushed_only_where_that_is_meant(make_tiny, upload, targ
         image = make_tiny(labels=labels)
         subprocess.run(["docker", "tag", image.id, str(target)], check=True)
         options = ("--no-build", "--upload", "--repo", target.repository, "--tag", "v1")
-        done = workflows("image", *options)
+        done = tooling("image", *options)
         assert done.returncode == code, done.stderr
         assert code == 0 or "this repository: has changes that are not committed" in done.stderr
         assert code == 0 or "--allow-dirty" in done.stderr
@@ -66,7 +66,7 @@ def test_push_now_promote_later(make_tiny, upload, target: Reference, faulty, tm
     faulty.seen.clear()
 
     name = target.at(image["digest"])
-    promoted = workflows("promote", name, "--tag", "main", "--latest", "--release", f"v{VERSION}", "--json")
+    promoted = tooling("promote", name, "--tag", "main", "--latest", "--release", f"v{VERSION}", "--json")
 
     assert promoted.returncode == 0, promoted.stderr
     tags = {each["tag"] for each in json.loads(promoted.stdout)["tags"]}
@@ -77,18 +77,18 @@ def test_push_now_promote_later(make_tiny, upload, target: Reference, faulty, tm
 
     record = tmp_path / "release.json"
     more = ("--release", f"v{VERSION}", "--release-file", str(record))
-    assert workflows("promote", name, "--tag", "devel", *more).returncode == 0
+    assert tooling("promote", name, "--tag", "devel", *more).returncode == 0
     told = json.loads(record.read_text())
     assert told["version"] == f"v{VERSION}"
     assert {each["tag"] for each in told["image"]["tags"]} == tags - {"main", "latest"} | {"devel"}
     assert digest_of(target, "devel") == digest_of(target, "main") == image["digest"]
     for key, value in (("digest", "sha256:" + "12" * 32), ("repository", "r.example/other")):
         record.write_text(json.dumps(told | {"image": told["image"] | {key: value}}))
-        done = workflows("promote", name, "--tag", "devel", *more)
+        done = tooling("promote", name, "--tag", "devel", *more)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"--release-file {record}: is about " in done.stderr
     record.write_text('{"image": {}}')
-    done = workflows("promote", name, "--tag", "devel", *more)
+    done = tooling("promote", name, "--tag", "devel", *more)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"{record}: is no release.json (" in done.stderr
 
@@ -110,7 +110,7 @@ def test_release_conditions(make_tiny, upload, target: Reference, faulty, labels
     assert faulty.count("(PUT|PATCH) ") == 0, "nothing was sent"
     pushed = upload(make_tiny(labels=PINNED | labels), "--no-promote", "--json")
     name = target.at(json.loads(pushed.stdout)["pushed"]["image"]["digest"])
-    assert workflows("promote", name, "--tag", "main", "--release", f"v{VERSION}").returncode == code
+    assert tooling("promote", name, "--tag", "main", "--release", f"v{VERSION}").returncode == code
     assert digest_of(target, "main") is None
 
 
@@ -145,7 +145,7 @@ def test_release(make_tiny, upload, target: Reference, tmp_path: Path) -> None:
     [
         (("--release", "v1.0.0"), "add --upload"),
         (("--no-promote",), "add --upload"),
-        (("--upload", "--repo", "r.example/x", "--no-promote", "--latest"), "python -m workflows promote"),
+        (("--upload", "--repo", "r.example/x", "--no-promote", "--latest"), "python -m tooling promote"),
         (("--upload", "--repo", "r.example/x", "--latest"), "comes with a release"),
         (("--upload", "--repo", "r.example/x", "--release", "newest"), "three numbers"),
         (("--validate", "medium"), "--validate medium: nvidia-smi lists no GPU here"),
@@ -154,6 +154,6 @@ def test_release(make_tiny, upload, target: Reference, tmp_path: Path) -> None:
 def test_options_that_cannot_be_meant(docker_engine, options: tuple[str, ...], said: str, monkeypatch) -> None:
     # Without NVIDIA's programs, wherever the test runs.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/nonexistent")
-    done = workflows("image", "--accelerator", "cpu", *options)
+    done = tooling("image", "--accelerator", "cpu", *options)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert said in done.stderr

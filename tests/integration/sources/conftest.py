@@ -75,12 +75,12 @@ class Upstream:
         return git(self.work, "rev-parse", f"{revision}:{path}")
 
 
-def run_workflows(root: Path, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_tooling(root: Path, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command line of the clone at ``root``; whatever happens, no user may see a traceback."""
     full = (
         os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "GIT_CONFIG_NOSYSTEM": "1"} | (env or {})
     )
-    command = [sys.executable, "-m", "workflows", *args]
+    command = [sys.executable, "-m", "tooling", *args]
     done = subprocess.run(command, cwd=root, env=full, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert "Traceback" not in done.stderr + done.stdout, done.stderr
     return done
@@ -127,7 +127,7 @@ class Clone:
         (folder / "series").write_text("".join(f"{file}.patch\n" for file in patches))
 
     def run(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return run_workflows(self.root, *args, **options)
+        return run_tooling(self.root, *args, **options)
 
     def ok(self, *args: str, **options: Any) -> str:
         """Run a command that must succeed; return what it printed."""
@@ -176,7 +176,7 @@ def new_file(path: str, line: str, mode: str = "100644", newline: bool = True) -
 def make_clone(root: Path) -> Clone:
     """Copy what the tooling needs of this repository to ``root``."""
     ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "workflows", root / "workflows", ignore=ignore)
+    shutil.copytree(ROOT / "tooling", root / "tooling", ignore=ignore)
     (root / "multimesh").mkdir()
     (root / "third_party").mkdir()
     return Clone(root)

@@ -19,6 +19,6 @@ def test_sync_fetches_little_more_than_the_pinned_trees() -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     results = {each["method"].split()[0]: each for each in figures["fetch"]}
-    assert set(results) == {"workflows", "git", "west"}
-    assert 1.0 <= results["workflows"]["of_least"] <= 1.05
-    assert [each["command"].split()[0] for each in figures["again"]] == ["workflows", "git", "west"]
+    assert set(results) == {"tooling", "git", "west"}
+    assert 1.0 <= results["tooling"]["of_least"] <= 1.05
+    assert [each["command"].split()[0] for each in figures["again"]] == ["tooling", "git", "west"]

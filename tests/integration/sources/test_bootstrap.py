@@ -68,14 +68,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 def test_what_a_bootstrap_leaves(done: Clone) -> None:
-    program = "import multimesh, workflows, humanize; print(multimesh.__file__); print(workflows.__file__)"
+    program = "import multimesh, tooling, humanize; print(multimesh.__file__); print(tooling.__file__)"
     python = done.root / ".venv" / "bin" / "python"
     found = subprocess.run([python, "-c", program], cwd="/", capture_output=True, text=True, check=True).stdout.split(
         "\n"
     )
 
     assert found[0] == str(done.root / "multimesh" / "src" / "multimesh" / "__init__.py")
-    assert found[1] == str(done.root / "workflows" / "__init__.py")
+    assert found[1] == str(done.root / "tooling" / "__init__.py")
     assert os.readlink(done.place("multimesh")) == "../multimesh"
 
 
@@ -270,7 +270,7 @@ def test_no_package_index(tmp_path: Path) -> None:
     process = bootstrap(clone, "--group", "run", **nowhere)
 
     assert process.returncode == TOOL
-    assert "error: pip install -r requirements/workflows.txt failed" in process.stderr.splitlines()[-1]
+    assert "error: pip install -r requirements/tooling.txt failed" in process.stderr.splitlines()[-1]
 
 
 def test_wrong_option_is_named(done: Clone) -> None:

@@ -51,7 +51,7 @@ class HangingGit:
 
 def start(clone: Clone, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     full = os.environ | {"PYTHONPATH": str(clone.root)} | (env or {})
-    command = [sys.executable, "-m", "workflows", "sync"]
+    command = [sys.executable, "-m", "tooling", "sync"]
     return subprocess.Popen(command, cwd=clone.root, env=full, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

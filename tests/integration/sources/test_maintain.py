@@ -96,7 +96,7 @@ def test_refresh_refuses_merges(clone: Clone, alpha: Upstream) -> None:
 
 
 def test_refresh_of_what_is_not_there(clone: Clone, alpha: Upstream) -> None:
-    assert "run `python -m workflows sync` first" in clone.refused(2, "refresh", "alpha")
+    assert "run `python -m tooling sync` first" in clone.refused(2, "refresh", "alpha")
     assert "no such component" in clone.refused(2, "refresh", "omega")
 
 

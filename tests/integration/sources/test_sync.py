@@ -65,7 +65,6 @@ def test_sync_after_patches_are_applied_keeps_them_applied_once(clone: Clone, al
     clone.ok("lock", "alpha")
     clone.ok("sync")
     before = clone.head("alpha")
-    (clone.root / "third_party" / ".synced").unlink()
 
     clone.ok("sync")
 
@@ -294,7 +293,7 @@ def test_override_links_a_folder_and_a_plain_sync_returns_to_the_lock(
 
 def test_two_syncs_at_once_both_succeed(clone: Clone, alpha: Upstream, server: Any) -> None:
     env = os.environ | {"PYTHONPATH": str(clone.root)}
-    command = [sys.executable, "-m", "workflows", "sync"]
+    command = [sys.executable, "-m", "tooling", "sync"]
     both = [
         subprocess.Popen(command, cwd=clone.root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(2)
@@ -312,7 +311,7 @@ def test_two_syncs_at_once_both_succeed(clone: Clone, alpha: Upstream, server: A
 def test_output_that_cannot_be_written_is_an_error_in_one_line(clone: Clone, alpha: Upstream, first: bool) -> None:
     if not first:
         clone.ok("sync")
-    program = f"exec {shlex.quote(sys.executable)} -m workflows sync"
+    program = f"exec {shlex.quote(sys.executable)} -m tooling sync"
     env = os.environ | {"PYTHONPATH": str(clone.root)}
     ends = []
     for redirection in (">/dev/full", ">&-"):
@@ -337,6 +336,6 @@ def test_null_pins_are_reported(clone: Clone, alpha: Upstream) -> None:
 
 def test_works_from_any_folder(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(clone.root)}
-    subprocess.run([sys.executable, "-m", "workflows", "sync"], cwd=tmp_path, env=env, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "tooling", "sync"], cwd=tmp_path, env=env, check=True, capture_output=True)
 
     assert clone.state("alpha") == "clean"

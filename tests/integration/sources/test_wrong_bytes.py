@@ -67,7 +67,7 @@ def test_lock_of_another_version(clone: Clone, alpha: Upstream) -> None:
     clone.components["alpha"]["version"] = "2.0"
     clone.write()
 
-    assert "wants 2.0, sources.lock pins 1.0; run `python -m workflows bump alpha 2.0`" in clone.refused(
+    assert "wants 2.0, sources.lock pins 1.0; run `python -m tooling bump alpha 2.0`" in clone.refused(
         PIN_ERROR, "sync"
     )
     assert clone.state("alpha") == "unlocked"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from workflows import errors
-from workflows.cache import server
-from workflows.cache.server import Place, Settings
+from tooling.core import errors
+from tooling.image import bazel_cache
+from tooling.image.bazel_cache import Place, Settings
 
 PIN = "docker.io/buchgr/bazel-remote-cache@sha256:" + "ab" * 32
 
@@ -18,10 +18,10 @@ def wanted(**changes: object) -> Settings:
 
 
 def test_sizes() -> None:
-    assert [server.parse_size(text) for text in ("50G", "1T")] == [50, 1024]
+    assert [bazel_cache.parse_size(text) for text in ("50G", "1T")] == [50, 1024]
     for text in ("", "0G", "50", "50g", "-1G", "1.5G", "50G ", "500M"):
         with pytest.raises(errors.UsageError, match="whole number and G or T"):
-            server.parse_size(text)
+            bazel_cache.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -55,27 +55,27 @@ def test_a_password_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
 
 
 def test_rc_says_where_the_cache_is_and_what_it_may_take() -> None:
-    assert server.remote_rc("127.0.0.1:1", None, write=True).splitlines()[0] == (
+    assert bazel_cache.remote_rc("127.0.0.1:1", None, write=True).splitlines()[0] == (
         "build --remote_cache=http://127.0.0.1:1"
     )
-    shown = server.remote_rc("127.0.0.1:1", "s3cret-word", write=False)
+    shown = bazel_cache.remote_rc("127.0.0.1:1", "s3cret-word", write=False)
     assert "multimesh:s3cret-word@" in shown
     assert "--remote_upload_local_results=false" in shown
 
 
 def test_default_place_follows_xdg() -> None:
-    assert server.default_place({"XDG_CACHE_HOME": "/var/x"}).root == Path("/var/x/multimesh-jax/bazel")
-    assert server.default_place({}).root == Path.home() / ".cache/multimesh-jax/bazel"
+    assert bazel_cache.default_place({"XDG_CACHE_HOME": "/var/x"}).root == Path("/var/x/multimesh-jax/bazel")
+    assert bazel_cache.default_place({}).root == Path.home() / ".cache/multimesh-jax/bazel"
 
 
 def test_another_address_gets_no_password(tmp_path: Path) -> None:
-    found = server.find("127.0.0.1:9", Place(tmp_path))
-    assert found == server.Cache("127.0.0.1:9", None)
-    assert server.find(None, Place(tmp_path)) is None
+    found = bazel_cache.find("127.0.0.1:9", Place(tmp_path))
+    assert found == bazel_cache.Cache("127.0.0.1:9", None)
+    assert bazel_cache.find(None, Place(tmp_path)) is None
 
 
 @pytest.mark.parametrize("pin", [None, "buchgr/bazel-remote-cache:latest", PIN[:-1]])
 def test_bazel_remote_without_a_digest_is_refused(tmp_path: Path, pin: str | None) -> None:
     with pytest.raises(errors.PinError, match="no digest of its image is locked"):
-        server.start(Place(tmp_path), wanted(), pin)
-    assert server.status(Place(tmp_path)).settings is None
+        bazel_cache.start(Place(tmp_path), wanted(), pin)
+    assert bazel_cache.status(Place(tmp_path)).settings is None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workflows import errors
-from workflows.sources import lock, manifest
+from tooling.core import errors
+from tooling.sources import lock, manifest
 
 BAD = sorted((Path(__file__).parent / "bad_manifests").glob("*.yaml"))
 
@@ -65,8 +65,8 @@ def test_one_value_is_read_without_the_rest(root: Path, tmp_path: Path) -> None:
 
 
 def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
-    from workflows.sources import sync
-    from workflows.sources.workspace import Workspace
+    from tooling.sources import sync
+    from tooling.sources.workspace import Workspace
 
     wanted, pins = manifest.load(root / "sources.yaml"), lock.load(root / "sources.lock")
     for component in wanted.components:

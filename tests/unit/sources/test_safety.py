@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.sources import hardened, safety
+from tooling.sources import git, safety
 
 parts = st.sampled_from(["..", ".", "", "a", "b", ".git", ".GIT", "git~1", "c:d", "\u200c.git"])
 paths = st.lists(parts, min_size=1, max_size=6).map("/".join)
@@ -54,4 +54,4 @@ def test_ordinary_urls_pass(url: str) -> None:
 @given(st.text(alphabet="-uox:/@.=e ext[]\n\\", max_size=20))
 def test_accepted_url_is_no_option_and_no_helper(url: str) -> None:
     if safety.url_fault(url) is None:
-        assert url.startswith(tuple(f"{scheme}://" for scheme in hardened.SCHEMES))
+        assert url.startswith(tuple(f"{scheme}://" for scheme in git.SCHEMES))

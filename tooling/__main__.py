@@ -1,0 +1,8 @@
+"""``python -m tooling``."""
+
+import sys
+
+from tooling.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The command line: finds the module of a command, parses its options, and turns errors into exit codes.
+
+A command module has ``register(subparsers)``, which adds its commands. Modules are imported when one of their commands
+is asked for, so that a command starts fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from tooling.core import errors
+
+_MODULES = {
+    "environment.packages": ("bootstrap",),
+    "sources.sync": ("sync",),
+    "sources.status": ("status",),
+    "sources.pins": ("lock", "refresh"),
+    "image.bump": ("bump",),
+    "image.bazel_cache": ("cache",),
+    "image.pipeline": ("image",),
+    "image.release": ("promote",),
+    "ci.steps": ("ci",),
+}
+COMMANDS = {name: f"tooling.{module}" for module, names in _MODULES.items() for name in names}
+INTERRUPTED = 130
+
+
+def build_parser(modules: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser with the commands of these modules."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tooling",
+        description="  python -m tooling status\n  python -m tooling bump maxtext 0.2.5\n\n"
+        "Sources, images and releases of MultiMesh for JAX.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in modules:
+        importlib.import_module(module).register(subparsers)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read a command with its options; leaves by ``SystemExit`` after help, or where they are wrong."""
+    wanted = COMMANDS.get(argv[0]) if argv else None
+    parser = build_parser([wanted] if wanted else list(dict.fromkeys(COMMANDS.values())))
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # The command's own parser: its name is the door that was called, as docker/build.py.
+        inner = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        inner.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def main_inner(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors pass through."""
+    args = parse(argv)
+    return args.func(args) or 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; print its error, if any, as one line on stderr."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
+    if sys.stdout is None:  # closed by the caller, as `>&-` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        code = main_inner(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except errors.SeveralErrors as error:
+        return _fail(*error.messages, code=error.exit_code)
+    except errors.ToolingError as error:
+        return _fail(str(error), code=error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted; run the same command again to go on", code=INTERRUPTED)
+    except BrokenPipeError:
+        _drop_output()  # its reader is gone (`... | head`)
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            return _fail(errors.disk_message(error), code=errors.DiskError.exit_code)
+        return _fail(
+            f"{error.filename or 'system call'}: {error.strerror or error}", code=errors.ToolingError.exit_code
+        )
+
+
+def _drop_output() -> None:
+    """Drop the output that cannot be written. Python would complain once more while closing stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(*messages: str, code: int) -> int:
+    try:
+        sys.stdout.flush()
+    except OSError:  # most often the error that is told
+        _drop_output()
+    for message in messages:
+        # Names from a server, an archive or a patch must not reach the terminal as control sequences.
+        shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
+        print(f"error: {shown}", file=sys.stderr)
+    return code

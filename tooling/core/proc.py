@@ -1,0 +1,193 @@
+"""The one door through which this package starts other programs, and what their complaints mean.
+
+No other module reads the English of git, pip, apt and engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tooling.core import errors
+
+_NETWORK = re.compile(
+    r"could ?n.t (resolve|connect)|could not (resolve|connect)|(failed|unable) to (connect|establish a new connection)|"
+    r"connection (refused|reset|timed out|aborted|broken)|reset by peer|recv failure|transfer closed|empty reply|"
+    r"rpc failed|\beof\b|broken pipe|timed out|(i/o|handshake|connect|operation) timeout|deadline exceeded|too slow|"
+    r"no route to host|network is unreachable|no such host|temporary failure|name resolution|remote end hung up|"
+    r"(unable|failed) to fetch|"
+    r"unexpected disconnect|curl (18|56)|could not read from remote|max retries|proxyerror|newconnectionerror|"
+    r"certificate (verify failed|problem|signed by unknown)|tls: failed to verify|too ?many ?requests|"
+    r"(status|http|error|code):? (429|50[0234])\b|\b50[0234] (internal|bad|service|gateway|server)|server error|"
+    r"unexpected status from \w+ request to \S+ (429|50[0234])\b|"
+    r"service unavailable|blob upload (unknown|invalid)",
+    re.IGNORECASE,
+)
+_FULL = re.compile(r"no space left|disk quota", re.IGNORECASE)
+OTHER_FILES = re.compile(r"do not match the hashes", re.IGNORECASE)
+_running: set[subprocess.Popen[bytes]] = set()
+_guard = threading.Lock()
+_stopped = threading.Event()
+
+
+@dataclass(frozen=True)
+class Result:
+    """The exit status and the output of a finished program."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def text(self) -> str:
+        """Standard output as text without the last newline."""
+        return self.stdout.decode("utf-8", "replace").rstrip("\n")
+
+    @property
+    def complaint(self) -> str:
+        """The last lines of standard error, on one line."""
+        lines = [line.strip() for line in self.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        return " / ".join(lines[-3:]) or f"exit status {self.returncode}, no message"
+
+
+def run(
+    argv: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+    check: bool = True,
+    on_line: Callable[[str], None] | None = None,
+    timeout_s: float | None = None,
+) -> Result:
+    """Run a program to its end; no shell sees its arguments, and it reads ``stdin``.
+
+    Parameters
+    ----------
+    check
+        Raise ``ToolError`` when the program fails.
+    on_line
+        Called with every line of output, or piece of a progress line, while the program runs; from two threads.
+    timeout_s
+        Stop the program after so long and raise ``TimeoutError``; not together with ``on_line``.
+    """
+    command, pipe = tuple(str(word) for word in argv), subprocess.PIPE
+    with _guard:
+        if _stopped.is_set():
+            raise KeyboardInterrupt
+        try:
+            process = subprocess.Popen(command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
+        except FileNotFoundError as error:
+            if cwd is not None and not cwd.is_dir():
+                raise
+            raise errors.ToolError(f"{command[0]}: not found; install it and run the same command again") from error
+        _running.add(process)
+    try:
+        if on_line is None:
+            stdout, stderr = process.communicate(stdin, timeout=timeout_s)
+        else:
+            stdout, stderr = _watch(process, stdin, on_line)
+    except subprocess.TimeoutExpired as error:
+        _end(process)
+        raise TimeoutError(f"{quoted(command)}: no answer in {timeout_s} s") from error
+    except BaseException:
+        _end(process)
+        raise
+    finally:
+        with _guard:
+            _running.discard(process)
+    result = Result(command, process.returncode, stdout, stderr)
+    if check and result.returncode:
+        raise errors.ToolError(f"{quoted(command)}: {result.complaint}")
+    return result
+
+
+def quoted(argv: Sequence[str]) -> str:
+    """Return a command as one could type it, shortened where it is long."""
+    line = shlex.join(argv)
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def stop_all() -> None:
+    """Stop every program that runs now and let none start; for the way out after an interrupt."""
+    with _guard:
+        _stopped.set()
+        for process in _running:
+            _signal(process, signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill and reap: ``Popen.wait`` never returns where an interrupt left its lock taken."""
+    _signal(process, signal.SIGKILL)
+    if process.returncode is None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, 0)
+        process.returncode = -signal.SIGKILL
+
+
+def _signal(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    """Send a signal to a program and all that it started: git's helpers hold its pipes open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signum)
+
+
+def _watch(process: subprocess.Popen[bytes], stdin: bytes, on_line: Callable[[str], None]) -> tuple[bytes, bytes]:
+    """Feed and drain a process, handing on its output piece by piece."""
+    collected: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+
+    def drain(name: str) -> None:
+        stream = getattr(process, name)
+        pending = b""
+        while chunk := stream.read1(65536):
+            collected[name].append(chunk)
+            *lines, pending = (pending + chunk).replace(b"\r", b"\n").split(b"\n")
+            for line in lines:
+                on_line(line.decode("utf-8", "replace"))
+
+    readers = [threading.Thread(target=drain, args=(name,), daemon=True) for name in collected]
+    for reader in readers:
+        reader.start()
+    if process.stdin is not None:
+        process.stdin.write(stdin)
+        process.stdin.close()
+    for reader in readers:
+        reader.join()
+    process.wait()
+    return b"".join(collected["stdout"]), b"".join(collected["stderr"]).replace(b"\r", b"\n")
+
+
+def network_failed(said: str) -> bool:
+    """Say whether the network is at fault, or a server that may answer later."""
+    return _NETWORK.search(said) is not None
+
+
+def disk_full(said: str) -> bool:
+    """Say whether a disk is full."""
+    return _FULL.search(said) is not None
+
+
+def of_pip(said: str, label: str) -> errors.ToolingError | None:
+    """Return the meaning of a failed pip's complaint, if it is known."""
+    if OTHER_FILES.search(said):
+        return errors.IntegrityError(
+            f"{label}: the package index offers other files than the locked ones; do not use them"
+        )
+    if disk_full(said):
+        return errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
+    if network_failed(said):
+        return errors.NetworkError(f"{label}: the package index cannot be reached; check the network and run again")
+    return None
+
+
+def shortened(said: str, most: int = 600) -> str:
+    """Return a complaint that fits into an error: of a long one both ends, for reasons come last."""
+    return said if len(said) <= most else f"{said[: most // 3]} ... {said[-most * 2 // 3 :]}"

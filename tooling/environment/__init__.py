@@ -1,0 +1,1 @@
+"""The Python environment: which Python, ``.venv``, and the packages in it."""

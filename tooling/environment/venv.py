@@ -1,0 +1,114 @@
+"""Makes ``.venv`` with the Python that runs this, which ``find_python`` chose, and goes on in it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from tooling import cli  # noqa: E402
+from tooling.sources import manifest  # noqa: E402
+
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+BASE = os.path.realpath(sys.executable)
+REQUIREMENTS = ROOT / "requirements" / "tooling.txt"
+STAMP = VENV / ".multimesh-tooling.json"
+# The package is not installed yet, and the user's folder (which relative paths mean) is not this clone.
+GO_ON = "import sys; sys.path[0] = sys.argv.pop(1); import tooling.cli; sys.exit(tooling.cli.main())"
+ENVIRONMENT_FAILED, DISK_FAILED, INTERRUPTED = 11, 10, 130
+
+
+class Failure(Exception):
+    """Why the environment cannot be made, in one line."""
+
+
+def main() -> int:
+    """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
+    try:
+        requirements = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+        wanted = {"requirements": requirements, "root": str(ROOT), "python": BASE}
+        if read_stamp() != wanted:
+            args = cli.parse(["bootstrap", *sys.argv[1:]])  # before anything is made
+            if args.dry_run:
+                return forecast(args.groups or manifest.GROUPS)
+            with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if read_stamp() != wanted:
+                    make(wanted)
+        os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *sys.argv[1:]])  # noqa: S606
+    except Failure as failure:
+        message, code = str(failure), ENVIRONMENT_FAILED
+    except KeyboardInterrupt:
+        message, code = "interrupted; run the same command again to go on", INTERRUPTED
+    except OSError as error:
+        message, code = f"{error.filename or VENV}: {error.strerror}; free or unlock it and run again", DISK_FAILED
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def forecast(wanted: Sequence[str]) -> int:
+    """Say what would be made, with nothing but Python: no other program and no package reads the locks."""
+    print(f"would make {VENV} and install {REQUIREMENTS.relative_to(ROOT)}")
+    entries = re.split(r"(?m)^  (?=\S+:$)", (ROOT / "sources.yaml").read_text(encoding="utf-8"))[1:]
+    for entry in entries:
+        of = re.search(r"(?m)^    groups: \[(.*)\]", entry)
+        version = re.search(r"(?m)^    version: (\S+)", entry)
+        if of and set(of[1].replace(" ", "").split(",")) & set(wanted):
+            name = entry.partition(":")[0]
+            print(f"would bring third_party/{name}: " + (version[1].strip('"')[:12] if version else "a link"))
+    for path in (ROOT / "requirements" / f"{group}.txt" for group in wanted):
+        if path.exists():
+            print(f"would install {path.relative_to(ROOT)}")
+    return 0
+
+
+def read_stamp() -> object:
+    """Return the note of the last finished run, or None; an environment whose Python is gone counts as none."""
+    try:
+        return json.loads(STAMP.read_text(encoding="utf-8")) if PYTHON.exists() else None
+    except (OSError, ValueError):
+        return None
+
+
+def make(stamp: object) -> None:
+    """Create or repair the environment and install the packages of ``tooling`` itself."""
+    if not usable():
+        print("making .venv", file=sys.stderr, flush=True)
+        quietly([BASE, "-m", "venv", "--clear", str(VENV)], "python -m venv")
+    print("installing requirements/tooling.txt", file=sys.stderr, flush=True)
+    install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    quietly([*install, "--require-hashes", "-r", str(REQUIREMENTS)], "pip install -r requirements/tooling.txt")
+    temporary = STAMP.with_suffix(".new")
+    temporary.write_text(json.dumps(stamp), encoding="utf-8")
+    temporary.replace(STAMP)
+
+
+def usable() -> bool:
+    """Say whether the environment is ours, whole and made from this Python; a moved clone's is not."""
+    question = "import os, pip, sys; sys.exit(os.path.realpath(sys._base_executable) != sys.argv[1])"
+    activate = VENV / "bin" / "activate"
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", question, BASE], capture_output=True).returncode:
+        return False
+    return activate.exists() and str(VENV) in activate.read_text(encoding="utf-8")
+
+
+def quietly(command: list[str], label: str) -> None:
+    """Run a command; show its output only if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    if result.returncode:
+        said = [line.strip() for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+        lines = [line for line in said if "ERROR" in line] or said or [f"exit status {result.returncode}"]
+        raise Failure(f"{label} failed: {lines[-1][:400]}; check the network and disk, then run the same command again")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Runs a build and notes its result. Finds files of this tree that a build would read and git does not track."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tooling.core import console, errors, proc
+from tooling.image import buildx, digests, network, progress
+from tooling.image.engine import Engine
+from tooling.image.progress import Steps
+from tooling.image.request import Built, ImageSpec, Means
+from tooling.sources import lock as sources
+
+IGNORE = f"{buildx.DOCKERFILE}.dockerignore"
+_PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
+_ARCHIVE = Path("docker/context/python.tar.gz")
+# Labels say what buildx would ask git.
+_SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One build, ready to run: the exact command and its additions to the environment."""
+
+    argv: tuple[str, ...]
+    access: network.Access
+    base: buildx.Bases
+    labels: dict[str, str]
+    untracked: tuple[str, ...]
+
+
+def plan(
+    root: Path,
+    engine: Engine,
+    spec: ImageSpec,
+    means: Means,
+    result: Path | None,
+    *,
+    more: tuple[str, ...] = (),
+    only_plan: bool = False,
+) -> Plan:
+    """Return the build of a spec, with ``more`` options; reads files and git.
+
+    ``PinError``: a component that goes into the image is missing or is not what ``sources.lock`` says, or Bazel has no
+    pin. Where it is ``only_plan``, one that is missing counts as what the lock says.
+    """
+    pins = digests.load(root)
+    base, access = buildx.bases(spec, pins), network.access(means, os.environ)
+    from_source = spec.jaxlib == "source"
+    # At once, for a build of jaxlib takes minutes until it looks.
+    built_from = [_component(root, name, "source", only_plan) for name in ("jax", "xla") if from_source]
+    held, locked = sources.value(root / "sources.lock", "jax", "version"), buildx.jax(root)
+    if from_source and held != locked:
+        raise errors.PinError(
+            f"third_party/jax is {held}, the packages of an image go with jax {locked}; take --jaxlib wheel, "
+            "or move jax and its xla with `python -m tooling bump`"
+        )
+    others = untracked(root, jaxlib_from_source=from_source)
+    ours = _revision(root, odd=bool(others) or any(each.endswith("-dirty") for each in built_from))
+    # A workflow's run says where its repository lies; a registry of GitHub links an image to it.
+    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    source = f"{server}/{name}" if server and name else _source(root)
+    override = root / "third_party" / "multimesh"
+    library = "third_party/multimesh" if override.is_dir() and not override.is_symlink() else "multimesh"
+    machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
+    build_args = buildx.arguments(spec, pins, base, machine=machine, multimesh=library, cached=means.use_bazel_cache)
+    maxtext, python = _component(root, "maxtext", "image", only_plan), build_args["PYTHON_SHA256"]
+    labels = buildx.labels(root, spec, base, ours, maxtext, source, python)
+    if from_source and not build_args["BAZEL_SHA256"]:
+        raise errors.PinError(
+            "Bazel is not pinned for this platform; run `python -m tooling bump images` where github.com answers"
+        )
+    access = replace(access, options=(*access.options, *more))
+    argv = buildx.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
+    return Plan(tuple(argv), access, base, labels, others)
+
+
+def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool = True) -> Built | None:
+    """Build an image, with all that it needs beside it; it has no name yet. None where only the cache was filled."""
+    started, cache = time.monotonic(), network.find_cache(spec, means)
+    with tempfile.TemporaryDirectory(prefix="multimesh-image-") as place, _archive(root, spec):
+        result = Path(place) / "result"
+        means, secret = network.through_cache(cache, means, Path(place))
+        todo = plan(root, engine, spec, means, result if save else None, more=secret)
+        for name in todo.untracked:
+            console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
+        for reference in todo.base.unpinned:
+            console.note(f"{reference}: not pinned by digest; a release refuses that")
+        for left in todo.access.left_out:
+            console.note(f"{left}: pip finds packages there on this machine, but a build cannot see it")
+        steps = Steps()
+        env = os.environ | todo.access.variables | _SETTINGS
+        done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=steps.show)
+        if done.returncode:
+            raise progress.explain(steps, done.returncode, todo.base.build.reference)
+        if not save:
+            return None
+        told = json.loads(result.read_text(encoding="utf-8"))
+    # By the configuration or, in a containerd store, by the manifest.
+    names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
+    cached, count = steps.counted
+    return replace(describe(engine, spec, *names), seconds=time.monotonic() - started, cached=cached, steps=count)
+
+
+def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
+    """Ask the engine about an image that it has under one of these names."""
+    found = next((known for known in map(engine.inspect, names) if known is not None), None)
+    if found is None:
+        raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
+    size = int(found.get("Size") or 0)
+    if "Descriptor" in found:  # a containerd image store gives the size of its compressed layers
+        size = sum(layer["bytes"] for layer in layers(engine, str(found["Id"])))
+    return Built(
+        spec=spec,
+        image_id=str(found["Id"]),
+        bytes=size,
+        labels=dict((found.get("Config") or {}).get("Labels") or {}),
+        names=tuple(found.get("RepoTags") or ()),
+        content=_content(found),
+    )
+
+
+def layers(engine: Engine, image: str) -> list[dict[str, Any]]:
+    """Return ``step`` and ``bytes`` of the layers of an image that hold anything, from the base up."""
+    told = engine.run("history", "--no-trunc", "--human=false", "--format", "{{json .}}", image).text
+    found = [json.loads(line) for line in reversed(told.splitlines())]  # the last comes first
+    named = ((_instruction(each.get("CreatedBy") or "base image"), int(each.get("Size") or 0)) for each in found)
+    return [{"step": step, "bytes": size} for step, size in named if size]
+
+
+def untracked(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...]:
+    """Return files that a build can read and no commit of ours holds; none where this repository is no tree of git.
+
+    A token in ``.env``, a key, somebody's trial: files that git does not track, ignored ones too, or no longer looks
+    at; trees without git; an override of MultiMesh. Where a given Python lies while a build runs is left out.
+    """
+    lines = (root / IGNORE).read_text(encoding="utf-8").splitlines()
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    named = [pattern[1:] for pattern in patterns if pattern.startswith("!") and "third_party" not in pattern]
+    found = [name for name in _others(root, *(f":(top){name}" for name in named)) if name != str(_ARCHIVE)]
+    for name in ("maxtext", "multimesh", *(("jax", "xla") if jaxlib_from_source else ())):
+        place, shown = root / "third_party" / name, f"third_party/{name}"
+        if place.is_dir() and not place.is_symlink():
+            own = name != "multimesh" and (place / ".git").exists()
+            found += [f"{shown}/{file}" for file in _others(place)] if own else [shown]
+    return tuple(sorted(name for name in found if not _ignored(name, patterns)))
+
+
+def _ignored(name: str, patterns: Sequence[str]) -> bool:
+    """Say whether a builder leaves a file out: the last pattern that fits it, or a folder of it, decides."""
+    parts, ignored = name.split("/"), False
+    for pattern in patterns:
+        text = re.escape(pattern.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
+        if any(re.fullmatch(text, "/".join(parts[:count])) for count in range(1, len(parts) + 1)):
+            ignored = not pattern.startswith("!")
+    return ignored
+
+
+def check_context(root: Path, *, jaxlib_from_source: bool = False) -> None:
+    """Refuse with ``PinError`` to push an image with such files."""
+    if files := untracked(root, jaxlib_from_source=jaxlib_from_source):
+        more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+        raise errors.PinError(
+            f"{', '.join(files[:5])}{more}: git does not track what the image would hold; commit, move or remove it, "
+            "and bring back what lies in third_party/ with ./bootstrap.sh --group run"
+        )
+
+
+def _others(tree: Path, *paths: str) -> list[str]:
+    """Return the files of a tree that are not plainly tracked (H): git hides changes of those it must not look at."""
+    told = proc.run(["git", "-C", tree, "ls-files", "--cached", "--others", "-v", "-z", "--", *paths], check=False)
+    return [] if told.returncode else [entry[2:] for entry in told.text.split("\0") if entry and entry[0] != "H"]
+
+
+def _content(found: dict[str, Any]) -> str:
+    """Return a digest of all that an image's check depends on. Labels do not count: every commit changes them."""
+    config = {key: value for key, value in (found.get("Config") or {}).items() if key not in ("Labels", "Image")}
+    document = json.dumps([found.get("RootFS"), config, found.get("Architecture")], sort_keys=True)
+    return f"sha256:{hashlib.sha256(document.encode()).hexdigest()}"
+
+
+def _instruction(text: str) -> str:
+    words = [word for word in text.replace("# buildkit", "").split() if not word.startswith("--mount=")]
+    line = re.sub(r"^RUN (\|\d+ .*?)?/bin/sh -euc ", "RUN ", " ".join(words))
+    return line if len(line) <= 90 else line[:87] + "..."
+
+
+@contextmanager
+def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
+    """Put a given Python where the build can read it, for as long as it runs; remove one that a killed build left."""
+    place = root / _ARCHIVE
+    if spec.python_archive is None and not place.exists():
+        yield
+        return
+    with place.open("ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise errors.UsageError(
+                f"{_ARCHIVE}: another build with --python-archive runs in this clone; wait for its end"
+            ) from None
+        try:
+            if spec.python_archive is None:
+                place.unlink()
+            else:
+                shutil.copyfile(spec.python_archive, place)
+            yield
+        finally:
+            place.unlink(missing_ok=True)
+
+
+def _source(root: Path) -> str | None:
+    """Return the address of the repository on GitHub that a clone came from, without a login that may be in it."""
+    told = proc.run(["git", "-C", root, "remote", "get-url", "origin"], check=False).text
+    found = re.fullmatch(r"(?:\w+://)?(?:[^/@]*@)?github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?", told)
+    return f"https://github.com/{found[1]}" if found else None
+
+
+def _revision(root: Path, *, odd: bool = False) -> str | None:
+    """Return the commit of a tree, marked where the tree differs from it or is ``odd``; None where there is none."""
+    told = proc.run(["git", "-C", root, "status", "--porcelain=v2", "--branch", "--untracked-files=no"], check=False)
+    commit = next((line.split()[2] for line in told.text.splitlines() if line.startswith("# branch.oid ")), None)
+    if told.returncode or commit is None:
+        return None
+    changed = odd or any(not line.startswith("#") for line in told.text.splitlines())
+    return f"{commit}-dirty" if changed else commit
+
+
+def _component(root: Path, name: str, group: str, only_plan: bool = False) -> str:
+    """Return the commit of a patched component, marked where it differs, or raise an error with the remedy."""
+    place = root / "third_party" / name
+    inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
+    pinned = sources.value(root / "sources.lock", name, "patched_commit")
+    if pinned is None:
+        raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m tooling lock {name}`")
+    if not inside.exists():
+        said = f"third_party/{name} is not there; run ./bootstrap.sh --group {group}"
+        if not only_plan:
+            raise errors.PinError(said)
+        console.note(said)
+        return pinned
+    held = _revision(place) if (place / ".git").exists() else None  # without git, its content is not known
+    if held is not None and held.removesuffix("-dirty") != pinned:
+        raise errors.PinError(
+            f"third_party/{name} is at {held[:12]}, the lock says {pinned[:12]}; run ./bootstrap.sh --group {group}"
+        )
+    return held or f"{pinned}-dirty"

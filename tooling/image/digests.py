@@ -1,0 +1,105 @@
+"""``docker/images.lock``: base images by digest and downloads by checksum; ``.devcontainer`` follows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tooling.core import errors, files
+
+FILE, DEVCONTAINER = "docker/images.lock", ".devcontainer/devcontainer.json"
+_BAZEL = re.compile(r"/bazel-(\d[^/-]*)-linux")
+
+
+@dataclass(frozen=True)
+class ImagePin:
+    """An image that others are built from or that runs as a service; ``digest`` is None where nobody told it.
+
+    ``read_in`` names the public files that told it; empty where its registry did.
+    """
+
+    reference: str
+    digest: str | None
+    read_in: str = ""
+
+    @property
+    def exact(self) -> str:
+        """The name that pulls these bytes, or the plain reference where they are not known."""
+        return f"{self.reference}@{self.digest}" if self.digest else self.reference
+
+
+@dataclass(frozen=True)
+class FilePin:
+    """A file that a build downloads; ``sha256`` is None where nobody told it, and ``read_in`` as an image's."""
+
+    url: str
+    sha256: str | None
+    read_in: str = ""
+
+
+@dataclass(frozen=True)
+class ImageLock:
+    """The whole file: pins by name; files are named by kind and platform, e.g. ``python linux/amd64``."""
+
+    images: dict[str, ImagePin]
+    files: dict[str, FilePin]
+
+
+def load(root: Path) -> ImageLock:
+    """Read and check ``images.lock``."""
+    try:
+        raw = json.loads((root / FILE).read_text(encoding="utf-8"))
+        images = {k: ImagePin(str(v["reference"]), v["digest"], v.get("read_in", "")) for k, v in raw["images"].items()}
+        downloads = {k: FilePin(str(v["url"]), v["sha256"], v.get("read_in", "")) for k, v in raw["files"].items()}
+        for name, pin in images.items():
+            if pin.digest is not None and not re.fullmatch(r"sha256:[0-9a-f]{64}", pin.digest):
+                raise ValueError(f"{name}: {pin.digest!r} is no digest")
+        for name, file in downloads.items():
+            if not file.url.startswith("https://"):
+                raise ValueError(f"{name}: {file.url!r} is not https")
+            if file.sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
+                raise ValueError(f"{name}: {file.sha256!r} is no sha256")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise errors.ManifestError(f"{FILE}: is malformed ({error}); restore it with git") from error
+    return ImageLock(images, downloads)
+
+
+def save(root: Path, lock: ImageLock) -> None:
+    """Write new pins into ``images.lock``, whole or not at all. Its text about itself stays."""
+    raw = json.loads((root / FILE).read_text(encoding="utf-8"))
+    for kind, pins in asdict(lock).items():
+        raw[kind] = {name: {key: value for key, value in pin.items() if value != ""} for name, pin in pins.items()}
+    # An image with no more than these two takes one line.
+    text = re.sub(r'\{\s+("reference": "[^"]*"),\s+("digest": [^\s,]+)\s+\}', r"{\1, \2}", json.dumps(raw, indent=2))
+    files.write(root / FILE, text + "\n")
+
+
+def move_bazel(root: Path, version: str) -> str:
+    """Name another Bazel in ``images.lock`` and return the version before; a checksum is for ``bump`` to ask."""
+    held, before, moved = load(root), version, dict[str, FilePin]()
+    for name, file in held.files.items():
+        found = _BAZEL.search(file.url)
+        if found and found[1] != version:
+            before = found[1]
+            moved[name] = FilePin(file.url.replace(before, version), None)
+    save(root, replace(held, files=held.files | moved))
+    return before
+
+
+def arguments(lock: ImageLock) -> dict[str, str]:
+    """Return the build arguments that the lock gives."""
+    base, python = lock.images["cuda-devel"], lock.files["python linux/amd64"]
+    return {"BASE_IMAGE": base.exact, "PYTHON_URL": python.url, "PYTHON_SHA256": python.sha256 or ""}
+
+
+def follow(root: Path, lock: ImageLock) -> None:
+    """Write the build arguments of ``devcontainer.json``; all else of it, comments too, stays as it is."""
+    text = (root / DEVCONTAINER).read_text(encoding="utf-8")
+    for name, value in arguments(lock).items():
+        before, *more = re.split(rf'(?m)^(\s*"{name}": )"[^"\n]*"', text)
+        if len(more) != 2:
+            raise errors.ManifestError(f'{DEVCONTAINER}: has {len(more) // 2} lines "{name}": "..."; write one')
+        text = f"{before}{more[0]}{json.dumps(value)}{more[1]}"
+    files.write(root / DEVCONTAINER, text)

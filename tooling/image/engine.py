@@ -1,0 +1,103 @@
+"""Finds the Docker engine and its buildx, and asks it the questions of every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tooling.core import errors, proc
+
+_PATIENCE_S = 5.0
+_WITHOUT = (
+    "without an engine: ./bootstrap.sh --group run && maxtext/validate-cpu.sh runs the same check on this machine, "
+    "and --dry-run shows the build"
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that answered.
+
+    ``plugin`` is buildx itself, to be started without docker's client, which first would start it once more to ask what
+    it is; None where only the client knows the way (``--context``).
+    """
+
+    cli: tuple[str, ...]  # how every call begins, e.g. ("docker", "--context", "big")
+    version: str
+    plugin: str | None = None
+
+    @property
+    def buildx(self) -> tuple[str, ...]:
+        """How every call of buildx begins."""
+        return (self.plugin,) if self.plugin else (*self.cli, "buildx")
+
+    def run(self, *args: str, check: bool = True, timeout_s: float | None = None) -> proc.Result:
+        """Run a command of the engine."""
+        return proc.run([*self.cli, *args], check=check, timeout_s=timeout_s)
+
+    def inspect(self, image: str) -> dict[str, Any] | None:
+        """Return the engine's description of an image, or None if it has none of that name."""
+        result = self.run("image", "inspect", image, check=False)
+        if result.returncode == 0:
+            return dict(json.loads(result.text)[0])
+        if self.run("version", check=False).returncode:
+            raise errors.EngineError(f"{image}: the engine does not answer ({result.complaint})")
+        return None
+
+
+def detect(context: str | None = None) -> Engine:
+    """Return the engine of this machine, or of a docker context.
+
+    ``EngineError``: none answers within seconds, or what is there cannot build; says what to install.
+    """
+    docker = shutil.which("docker")
+    if docker is None:
+        raise errors.EngineError(f"docker is not installed; install docker.io and docker-buildx. {_WITHOUT}")
+    cli = (docker, *(("--context", context) if context else ()))
+    server = _ask(cli).get("Server") or {}
+    if not server or any("podman" in str(part.get("Name", "")).lower() for part in server.get("Components") or []):
+        raise errors.EngineError("Podman answers in place of Docker, and it has no buildx; install docker.io")
+    plugin = find_buildx()
+    if plugin is None:
+        raise errors.EngineError(
+            "docker has no buildx plugin; install it (Debian and Ubuntu: docker-buildx, Docker's own packages: "
+            "docker-buildx-plugin)"
+        )
+    return Engine(cli, str(server.get("Version", "0")), None if context else plugin)
+
+
+def find_buildx() -> str | None:
+    """Return buildx, where docker looks for it. (Asking it for its version takes as long as a small build.)"""
+    config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
+    try:
+        extra = json.loads((config / "config.json").read_text(encoding="utf-8")).get("cliPluginsExtraDirs", [])
+    except (OSError, ValueError):
+        extra = []
+    system = [f"/usr/{base}/docker/cli-plugins" for base in ("local/lib", "local/libexec", "lib", "libexec")]
+    files = [Path(folder) / "docker-buildx" for folder in (config / "cli-plugins", *extra, *system)]
+    return next((str(file) for file in files if os.access(file, os.X_OK)), None)
+
+
+def _ask(cli: tuple[str, ...]) -> dict[str, Any]:
+    """Ask the engine for its version."""
+    where = f"context {cli[-1]}" if cli[1:] else os.environ.get("DOCKER_HOST", "its socket")
+    try:
+        result = proc.run([*cli, "version", "--format", "{{json .}}"], check=False, timeout_s=_PATIENCE_S)
+    except TimeoutError:
+        raise errors.EngineError(f"no engine answers at {where} within {_PATIENCE_S:.0f} s. {_WITHOUT}") from None
+    try:
+        answer = dict(json.loads(result.text))
+    except ValueError:
+        answer = {}
+    if result.returncode and not answer.get("Server"):
+        socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+        if os.path.exists(socket) and not os.access(socket, os.W_OK):
+            raise errors.EngineError(
+                "this user may not talk to the engine; add it to the group docker, log in again, and run again"
+            )
+        raise errors.EngineError(f"no engine answers at {where} ({result.complaint}); start one. {_WITHOUT}")
+    return answer

@@ -1,0 +1,161 @@
+"""``docker/build.py``: build, check, name, and hand on an image."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tooling.core import console, errors
+from tooling.core.console import Subparsers, command
+from tooling.image import build, engine, network, release, smoke
+from tooling.image.engine import Engine
+from tooling.image.request import Built, Request, add_options, from_options
+from tooling.sources.workspace import ROOT
+
+_UNKNOWN = Engine(("docker",), "unknown")
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command."""
+    options = ("--accelerator cpu --tag T", "--tag T --upload --repo ghcr.io/OWNER/multimesh-jax", "--tag T --dry-run")
+    parser = command(
+        subparsers, "image", run, "build an image, check it in a container, and push it",
+        [f"docker/build.py {each}" for each in options], prog="docker/build.py", usage="%(prog)s --tag T [options]",
+        epilog="Without an engine, --dry-run shows the commands. docs/sources.md lists the exit codes.",
+        allow_abbrev=False,
+    )  # fmt: skip
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run a command line."""
+    request = from_options(args)
+    if not request.actions.dry_run and importlib.util.find_spec("requests") is None:
+        raise errors.ToolError("there is no .venv with the tools to build and push; run ./bootstrap.sh --group image")
+    smoke.check_means(request.actions.validate)
+    if request.actions.upload:
+        release.check_options(request)
+    if request.actions.dry_run:
+        dry_run(request)
+        return
+    where = engine.detect(request.actions.remote)
+    if request.actions.upload:
+        release.check_before(ROOT, where, request)
+    built = make(where, request)
+    if built is None:
+        return
+    check = smoke.check(ROOT, where, built, request.actions.validate)
+    names = _names(request)
+    for each in names:
+        if each not in built.names:
+            where.run("tag", built.image_id, each)
+    if request.actions.remote and not request.actions.save_remote:
+        where, built = bring(where, built, names)
+    pushed = release.publish(ROOT, where, built, check, request) if request.actions.upload else None
+    report(where, built, check, names, pushed, as_json=request.actions.json)
+
+
+def make(where: Engine, request: Request) -> Built | None:
+    """Return the image that is asked for: built now, or the one that the engine has."""
+    if request.actions.build:
+        return build.run(ROOT, where, request.spec, request.means, save=not request.actions.skip_save)
+    return build.describe(where, request.spec, str(request.spec.reference))
+
+
+def _names(request: Request) -> list[str]:
+    """Return the names that a checked image gets in the engine."""
+    reference = request.spec.reference
+    return [str(reference), *([str(reference.tagged("latest"))] if request.actions.latest else [])]
+
+
+def bring(where: Engine, built: Built, names: Sequence[str]) -> tuple[Engine, Built]:
+    """Bring an image from a remote engine to the local one; return that, and the image as it knows it.
+
+    Engines that keep their images in different ways give the same image different ids.
+    """
+    local = engine.detect()
+    with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder:
+        archive = str(Path(folder) / "image.tar")
+        console.note(f"bringing {names[0]} here")
+        where.run("save", "--output", archive, *names)
+        local.run("load", "--input", archive)
+    found = local.inspect(names[0])
+    if found is None:
+        raise errors.EngineError(f"{names[0]}: cannot be brought here; run it where it is with --save-remote")
+    return local, replace(built, image_id=str(found["Id"]))
+
+
+def dry_run(request: Request) -> None:
+    """Print every command that would run, and refuse what a run would refuse; no engine is needed, nothing touched."""
+    try:
+        where = engine.detect(request.actions.remote)
+    except errors.EngineError as error:
+        console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
+        where = _UNKNOWN
+    commands = planned(where, request)
+    if request.actions.json:
+        print(json.dumps({"commands": commands}))
+    else:
+        print("\n".join(shlex.join(command) for command in commands))
+
+
+def planned(where: Engine, request: Request) -> list[list[str]]:
+    """Return the commands of a request in their order; IMAGE stands for the id that the build gives."""
+    spec, actions = request.spec, request.actions
+    # RESULT stands for a file that the builder writes.
+    cache = network.find_cache(spec, request.means)
+    means, secret = network.through_cache(cache, request.means, None)
+    result = None if actions.skip_save else Path("RESULT")
+    todo = build.plan(ROOT, where, spec, means, result, more=secret, only_plan=True)
+    if network.PIP_VARIABLE in todo.access.variables:
+        console.note(f"{network.PIP_VARIABLE} in the environment holds your pip's package indexes")
+    commands, image = [list(todo.argv)] * actions.build, "IMAGE" if actions.build else str(spec.reference)
+    if not actions.skip_save:
+        if spec.target != "devcontainer":
+            commands += smoke.planned(where, image, actions.validate)
+        commands += [[*where.cli, "tag", image, each] for each in _names(request)]
+    if actions.upload:
+        if actions.build:
+            release.check_sources(ROOT, request, todo.labels, todo.base.unpinned)
+        commands += release.planned_push(where, image, request, todo.labels)
+    return commands
+
+
+def report(
+    where: Engine,
+    built: Built,
+    check: smoke.Check,
+    names: Sequence[str],
+    pushed: dict[str, Any] | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the image that was made: for people with a table of layers, or as JSON."""
+    if as_json:
+        verdict = {"job": check.job, "seconds": check.seconds, "verdict": check.verdict}
+        layers = build.layers(where, built.image_id)
+        answer = {"image": names[0], "names": list(names), "id": built.image_id, "bytes": built.bytes,
+                  "seconds": round(built.seconds, 2), "steps": built.steps, "cached": built.cached, "check": verdict,
+                  "labels": built.labels, "pushed": pushed, "layers": layers}  # fmt: skip
+        print(json.dumps(answer, indent=1))
+        return
+    if built.cached < built.steps:
+        rows = [(f"{layer['bytes'] / 1e6:.1f} MB", layer["step"]) for layer in build.layers(where, built.image_id)]
+        print(console.table(("size", "layer"), rows))
+    print(f"image   {names[0]}\nid      {built.image_id}\nsize    {built.bytes / 1e6:.0f} MB")
+    print(f"built   {built.seconds:.1f} s, {built.cached} of {built.steps} steps from the cache")
+    print(f"check   {check.verdict}")
+    if pushed is not None:
+        print(release.summary(pushed))
+    if built.spec.target == "runtime":
+        print(f"run     {os.path.basename(where.cli[0])} run --rm {names[0]} /opt/maxtext/validate-cpu.sh")
+    sys.stdout.flush()

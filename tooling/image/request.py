@@ -1,0 +1,264 @@
+"""The options of ``docker/build.py``, and the request that they make: plain data, checked once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+from tooling.core import errors
+from tooling.image import reference
+from tooling.image.reference import Reference
+
+T = TypeVar("T")
+CUDA_VERSION, CACHE_PORT = "12.8.1", 9090
+_IMAGES = {"dev": "dev", "opt": "runtime"}
+_STAGES = {"devcontainer": "devcontainer", "dev": "dev", "runtime": "runtime", "final_image": "runtime"}
+_VERSION = r"\d{1,3}(\.\d{1,3}){1,3}"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
+_ADDRESS = r"(?:[A-Za-z0-9][A-Za-z0-9.-]{0,251}|\[[0-9A-Fa-f:]+\])(:\d{1,5})?"
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """All that decides the bytes of an image. It gets ``reference``, its public name, when it has passed its check.
+
+    None for ``platform`` is the engine's own; for the others, what is pinned.
+    """
+
+    reference: Reference
+    target: str
+    accelerator: str
+    jaxlib: str
+    cuda_version: str
+    cudnn_version: str | None
+    build_type: str
+    base_image: str | None
+    platform: str | None
+    python_archive: Path | None
+
+
+@dataclass(frozen=True)
+class Means:
+    """How the build reaches packages and sources. Nothing of this stays in the image."""
+
+    pip_config: Path | None
+    ca_bundle: Path | None
+    network: str
+    layer_cache: bool
+    use_bazel_cache: bool
+    bazel_cache: str | None
+    bazel_cache_write: bool
+
+
+@dataclass(frozen=True)
+class Actions:
+    """The steps after the build."""
+
+    build: bool = True
+    validate: str = "small"
+    upload: bool = False
+    allow_dirty: bool = False
+    latest: bool = False
+    promote: bool = True
+    release: str | None = None
+    release_file: Path | None = None
+    remote: str | None = None
+    save_remote: bool = False
+    skip_save: bool = False
+    dry_run: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that one command line asks for."""
+
+    spec: ImageSpec
+    means: Means
+    actions: Actions
+
+
+@dataclass(frozen=True)
+class Built:
+    """An image in the engine that built it; it gets its public name when it passed its check."""
+
+    spec: ImageSpec
+    image_id: str  # of the engine; a registry gives a manifest digest when it is pushed
+    bytes: int
+    labels: dict[str, str]
+    content: str  # a digest of layers and configuration, without labels, which every commit changes
+    names: tuple[str, ...] = ()  # what the engine calls it already
+    seconds: float = 0.0
+    cached: int = 0  # so many of the Dockerfile's steps came from the cache
+    steps: int = 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
+    yes_or_no = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("name", "REPO:TAG, or REPO/NAME:TAG with --name").add_argument
+    add("--repo", help="registry and owner; without it the image stays here, as multimesh-jax:TAG")
+    add("--name", help="name below --repo")
+    add("--tag", default="local", help="default: %(default)s")
+
+    add = parser.add_argument_group("what is in it").add_argument
+    text = "opt (default; the original's was dev): what runs, no compilers; dev: with sources and tools"
+    add("--image", choices=_IMAGES, help=text)
+    text = "a stage of the Dockerfile, in place of --image; final_image is the original's name of runtime"
+    add("--stage", choices=_STAGES, help=text)
+    add("--framework", choices=["maxtext"], default="maxtext", help="MaxText is the only one")
+    add("--accelerator", choices=("cuda12", "cpu"), default="cuda12", help="default: %(default)s")
+    ways = ["wheel", "source"]
+    add("--jaxlib", choices=ways, default="wheel", help="locked wheels (default), or built from third_party/")
+    types = ("Release", "Debug", "RelWithDebInfo")
+    add("--build-type", choices=types, default="Release", help="of a jaxlib from source; default: %(default)s")
+    text = f"of the base image and of a jaxlib from source; default: {CUDA_VERSION}"
+    add("--cuda-version", metavar="X.Y.Z", help=text)
+    add("--cudnn-version", metavar="X.Y.Z", help="of a jaxlib from source")
+    add("--base-image", metavar="IMAGE", help="in place of the pinned bases; any Debian or Ubuntu")
+    add("--platform", choices=("linux/amd64", "linux/arm64"), help="default: the engine's")
+    text = "a standalone Python >= 3.12 (.tar.gz) for a base whose own is older; default: fetch the pinned one"
+    add("--python-archive", metavar="FILE", type=Path, help=text)
+
+    add = parser.add_argument_group(
+        "how the build reaches what it needs; nothing of this stays in the image"
+    ).add_argument
+    text = "pip.conf for the build; default: where your own pip looks for packages"
+    add("--pip-config", metavar="FILE", type=Path, help=text)
+    text = "certificates to trust; default: those that your pip is told to trust"
+    add("--ca-bundle", metavar="FILE", type=Path, help=text)
+    add("--network", choices=["default", "host"], default="default", help="of the build's steps; default: %(default)s")
+    add("--no-docker-build-cache", action="store_false", dest="layer_cache", help="build every layer anew")
+    text = "use a remote Bazel cache (default); only --jaxlib source builds with Bazel, and a release uses none"
+    add("--cache", action=yes_or_no, default=True, dest="use_bazel_cache", help=text)
+    text = f"where that is; default: the one of start-cache.sh, if it runs; default of PORT: {CACHE_PORT}"
+    add("--bazel-cache", "--cache-addr", metavar="HOST[:PORT]", help=text)
+    add("--bazel-cache-write", action="store_true", help="also store results there")
+
+    add = parser.add_argument_group("what is done with it").add_argument
+    text = "--no-build takes the image that the engine has under this name"
+    add("--build", action=yes_or_no, default=True, help=text)
+    text = "small (default): the CPU job in the container; medium: the GPU job; none: look at its content only"
+    add("--validate", choices=("none", "small", "medium"), default="small", help=text)
+    add("--upload", action=yes_or_no, default=False, help="push it when it passed its check")
+    add("--allow-dirty", action="store_true", help="push it although files were changed and not committed")
+    add("--latest", action=yes_or_no, default=False, help="also give it the tag latest; in a registry with --release")
+    text = "--no-promote pushes under sha-COMMIT only; `python -m tooling promote` moves the others later"
+    add("--promote", action=yes_or_no, default=True, help=text)
+    text = "also the tags vX.Y.Z and vX.Y; refuses pins that are null and dirty trees"
+    add("--release", metavar="VERSION", help=text)
+    add("--release-file", metavar="FILE", type=Path, help="what was pushed; default: build/image/release.json")
+    add("--remote", metavar="NAME", help="build on the engine of this docker context, and bring the image here")
+    add("--save-remote", action="store_true", help="leave the image on the --remote engine")
+    add("--skip-save", action="store_true", help="build into the engine's cache only; no image")
+    add("--dry-run", action="store_true", help="print the exact commands; touch nothing")
+    add("--json", action="store_true", help="print the result as JSON on stdout")
+
+
+def from_options(args: argparse.Namespace) -> Request:
+    """Return the request of parsed options. ``UsageError``: they do not fit together, or may not reach an engine."""
+    _check_together(args)
+    _check_values(args)
+    name = reference.make(args.repo, args.name, args.tag)
+    target = _STAGES[args.stage] if args.stage else _IMAGES[args.image or "opt"]
+    cache = args.bazel_cache and (args.bazel_cache + f":{CACHE_PORT}" * (not re.search(r":\d+$", args.bazel_cache)))
+    version, uses = args.cuda_version or CUDA_VERSION, args.use_bazel_cache and not args.release
+    return Request(
+        _taken(ImageSpec, args, reference=name, target=target, cuda_version=version),
+        _taken(Means, args, use_bazel_cache=uses, bazel_cache=cache),
+        _taken(Actions, args),
+    )
+
+
+def _taken(kind: type[T], args: argparse.Namespace, **given: object) -> T:
+    """Return a dataclass whose fields are options of the same name, or given."""
+    return kind(**{each.name: given.get(each.name, getattr(args, each.name, None)) for each in fields(kind)})  # type: ignore[arg-type]
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Refuse options that nobody can mean, before anything happens."""
+    wheel, upload = args.jaxlib == "wheel", args.upload
+
+    def refuse(refused: object, reason: str) -> None:
+        if refused:
+            raise errors.UsageError(reason)
+
+    other = args.image and args.stage and _STAGES[args.stage] != _IMAGES[args.image]
+    refuse(other, f"--image {args.image} is the stage {_IMAGES.get(args.image)}, --stage says {args.stage}; give one")
+    refuse(wheel and args.cudnn_version, "--cudnn-version: cuDNN comes with the locked wheels; add --jaxlib source")
+    refuse(
+        wheel and args.build_type != "Release",
+        f"--build-type {args.build_type}: the locked wheels are Release builds; add --jaxlib source",
+    )
+    refuse(
+        args.bazel_cache and not args.use_bazel_cache,
+        "--no-cache and --bazel-cache contradict each other; give one",
+    )
+    refuse(
+        args.bazel_cache_write and args.release,
+        "--bazel-cache-write: a release neither reads nor writes a Bazel cache; leave it out",
+    )
+    refuse(
+        args.accelerator == "cpu" and args.cuda_version,
+        "--cuda-version: an image for the CPU has no CUDA; leave it out, or take --accelerator cuda12",
+    )
+    refuse(
+        args.base_image and args.cuda_version and wheel,
+        "--cuda-version chooses the base image, and --base-image replaces it; give one",
+    )
+    refuse(upload and not args.repo, "--upload: where to? Add --repo, e.g. --repo ghcr.io/OWNER/multimesh-jax")
+    refuse(args.latest and not args.repo, "--latest marks an image in a registry; add --repo")
+    refuse(
+        args.latest and upload and args.promote and not args.release,
+        "--latest: in a registry that tag comes with a release; add --release VERSION",
+    )
+    for given, what in (
+        (args.release, "--release releases what is pushed"),
+        (not args.promote, "--no-promote pushes without moving tags"),
+        (args.allow_dirty, "--allow-dirty is about what is pushed"),
+    ):
+        refuse(given and not upload, f"{what}; add --upload")
+    refuse(
+        not args.promote and (args.latest or args.release),
+        "--no-promote moves no tag, --latest and --release do; give them to `python -m tooling promote`",
+    )
+    refuse(args.save_remote and not args.remote, "--save-remote: there is no remote engine; add --remote NAME")
+    refuse(
+        args.skip_save and (upload or args.latest or args.save_remote),
+        "--skip-save leaves no image to push, tag or save; give one",
+    )
+    refuse(
+        args.save_remote and upload,
+        "--save-remote and --upload contradict each other: an image is pushed from here; give one",
+    )
+    refuse(not args.build and args.skip_save, "--no-build and --skip-save leave nothing to do")
+
+
+def _check_values(args: argparse.Namespace) -> None:
+    for flag, value, pattern, wanted in (
+        ("--cuda-version", args.cuda_version, _VERSION, "numbers with dots, e.g. 12.8.1"),
+        ("--cudnn-version", args.cudnn_version, _VERSION, "numbers with dots, e.g. 9.8.0"),
+        ("--remote", args.remote, _NAME, "the name of a docker context; `docker context ls` shows them"),
+        ("--bazel-cache", args.bazel_cache, _ADDRESS, "HOST or HOST:PORT, e.g. 127.0.0.1:9090"),
+    ):
+        if value is not None and not re.fullmatch(pattern, value):
+            raise errors.UsageError(f"{flag} {value[:80]!r}: not {wanted}")
+    try:
+        reference.check_image("x" if args.base_image is None else args.base_image)
+    except errors.UsageError as error:
+        shown = args.base_image.rpartition("@")[2]
+        raise errors.UsageError(f"--base-image {shown[:80]!r}: not the name of an image ({error})") from None
+    for flag in ("pip_config", "ca_bundle", "python_archive"):
+        path, flag = getattr(args, flag), f"--{flag.replace('_', '-')}"
+        if path is not None and not path.is_file():
+            raise errors.UsageError(f"{flag} {path}: there is no such file")
+        if path is not None and not fits_an_option(path):
+            raise errors.UsageError(f"{flag} {path}: the engine cannot take a path with a comma or a quote; rename it")
+
+
+def fits_an_option(path: Path) -> bool:
+    """Say whether a path can be part of ``--secret``, whose fields engines read as those of a CSV file."""
+    return not {",", '"', "\n"} & set(str(path))

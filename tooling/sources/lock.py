@@ -1,0 +1,118 @@
+"""``sources.lock``: the exact bytes of every component, before and after its patches."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tooling.core import errors, files
+
+if TYPE_CHECKING:
+    from tooling.sources.manifest import Component, Manifest
+
+_HEAD = """\
+# The exact bytes of third_party/; written by `python -m tooling lock` and `bump`.
+# null: no source was read that says.
+"""
+Digests = tuple[tuple[str, str | None], ...]
+"""File names with their sha256."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The pinned bytes of one component; None where no source was read that says.
+
+    Attributes
+    ----------
+    commit, root_tree
+        The upstream's commit, and the hash of its whole tree where the component is only a part of it.
+    tree
+        Git's hash of the component's tree before patches.
+    archives
+        Those that hold the same tree.
+    patches
+        In order.
+    patched_commit, patched_tree
+        What the patches must give.
+    """
+
+    version: str
+    commit: str | None
+    tree: str | None
+    root_tree: str | None = None
+    archives: Digests = ()
+    patches: Digests = ()
+    patched_commit: str | None = None
+    patched_tree: str | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of the pins that are null."""
+        fields = ("commit", "tree", "patched_commit", "patched_tree")
+        names = tuple(field for field in fields if getattr(self, field) is None)
+        return names + tuple(f"sha256 of {file}" for file, digest in self.archives if digest is None)
+
+
+def load(path: Path) -> dict[str, Pin]:
+    """Read and check ``sources.lock``."""
+    from tooling.sources import manifest  # readers of YAML and schemas take longer to import than `value` does in all
+
+    raw = manifest.read(path, "lock.schema.json")
+    return {
+        name: Pin(**{**entry, **{key: tuple(entry[key].items()) for key in ("archives", "patches")}})
+        for name, entry in raw["components"].items()
+    }
+
+
+def value(path: Path, name: str, field: str) -> str | None:
+    """Return the text of one field of one component, in the form that `save` writes; None where it is null or absent.
+
+    For what must start fast: nothing else of the file is read or checked.
+    """
+    text = path.read_text(encoding="utf-8")
+    found = re.search(rf'^  {re.escape(name)}:\n(?:    .*\n)*?    {re.escape(field)}: "([^"]*)"$', text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def pin_of(component: Component, pins: Mapping[str, Pin]) -> Pin:
+    """Return the pin of a component, or raise if the lock does not know it at this version."""
+    pin = pins.get(component.name)
+    if pin is None or pin.version != component.version:
+        held = "nothing" if pin is None else pin.version
+        raise errors.PinError(
+            f"{component.name}: sources.yaml wants {component.version}, sources.lock pins {held}; "
+            f"run `python -m tooling bump {component.name} {component.version}`"
+        )
+    return pin
+
+
+def save(path: Path, manifest: Manifest, pins: Mapping[str, Pin]) -> None:
+    """Write ``sources.lock`` whole or not at all."""
+    files.write(path, render(manifest, pins))
+
+
+def render(manifest: Manifest, pins: Mapping[str, Pin]) -> str:
+    """Return the text of ``sources.lock``, components in the order of the manifest."""
+    entries = {}
+    for component in manifest.components:
+        if component.name in pins:
+            entry = asdict(pins[component.name])
+            entry |= {key: dict(entry[key]) for key in ("archives", "patches")}
+            entries[component.name] = {
+                key: held for key, held in entry.items() if held is not None or key != "root_tree"
+            }
+    return _HEAD + "".join(_lines({"format": 1, "components": entries}))
+
+
+def _lines(mapping: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for key, held in mapping.items():
+        name = key if re.fullmatch("[a-z][a-z0-9_-]*", key) else json.dumps(key)
+        if isinstance(held, dict) and held:
+            yield f"{indent}{name}:\n"
+            yield from _lines(held, indent + "  ")
+        else:
+            yield f"{indent}{name}: {json.dumps(held)}\n"

@@ -1,0 +1,129 @@
+"""``sources.yaml``: which components ``third_party/`` holds, and how each may be fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tooling.core import errors
+
+GROUPS = ("run", "source", "dev")
+CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
+ALL_GROUPS = (*GROUPS, "image", *CUDA, "data")  # data, too, is 2 GB; image is what building an image needs
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One way to get a component's bytes.
+
+    ``kind`` says which fields count: none for ``git``; ``package``, ``file`` and ``root`` for ``pypi``; ``url``,
+    ``file`` and ``root`` for ``archive``. ``root`` is the folder of the archive that becomes the component's ``path``.
+    """
+
+    kind: Literal["git", "pypi", "archive"]
+    package: str = ""
+    file: str = ""
+    url: str = ""
+    root: str = ""
+
+
+@dataclass(frozen=True)
+class Component:
+    """One folder of ``third_party/``: a subtree of an upstream, or a link to a folder of this repository.
+
+    ``path`` is where the component lies both in the upstream's tree and under ``third_party/<name>``; empty for a
+    whole upstream. ``link`` is set for links only.
+    """
+
+    name: str
+    groups: tuple[str, ...]
+    url: str = ""
+    version: str = ""
+    tag: str = ""
+    path: str = ""
+    transports: tuple[Transport, ...] = ()
+    link: str = ""
+
+    @property
+    def keeps_upstream_commit(self) -> bool:
+        """Whether the tree's history starts at the upstream's own commit.
+
+        An archive does not hold the upstream's commit, nor does a subtree have one: such components start at a commit
+        of ours, the same for every transport.
+        """
+        return not self.path and all(transport.kind == "git" for transport in self.transports)
+
+    def address(self, mirror: str | None) -> str:
+        """Return where it is fetched from: its upstream, or a mirror that keeps it under its last name."""
+        return f"{mirror.rstrip('/')}/{self.url.rstrip('/').rpartition('/')[2]}" if mirror else self.url
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All components by name, in the order of the file."""
+
+    components: tuple[Component, ...]
+
+    def __getitem__(self, name: str) -> Component:
+        for component in self.components:
+            if component.name == name:
+                return component
+        known = ", ".join(component.name for component in self.components)
+        raise errors.UsageError(f"{name}: no such component in sources.yaml; there are {known}")
+
+    def of(self, groups: Iterable[str]) -> tuple[Component, ...]:
+        """Return the components of any of these groups."""
+        wanted = set(groups)
+        return tuple(component for component in self.components if wanted & set(component.groups))
+
+
+def load(path: Path) -> Manifest:
+    """Read and check ``sources.yaml``."""
+    raw = read(path, "manifest.schema.json")
+    return Manifest(tuple(_component(name, entry) for name, entry in raw["components"].items()))
+
+
+def _component(name: str, entry: dict[str, Any]) -> Component:
+    version = entry.get("version", "")
+    fields = {key: entry.get(key, "") for key in ("url", "path", "link", "version")}
+    tag = entry.get("tag", "").replace("{version}", version)
+    ways = tuple(_transport(way, version) for way in entry.get("transports", ()))
+    return Component(name, tuple(entry["groups"]), tag=tag, transports=ways, **fields)
+
+
+def _transport(entry: str | dict[str, Any], version: str) -> Transport:
+    if isinstance(entry, str):
+        return Transport("git")
+    ((kind, raw),) = entry.items()
+    fields = {key: value.replace("{version}", version) for key, value in raw.items()}
+    return Transport(kind, **({"file": fields.get("url", "").rpartition("/")[2]} | fields))  # type: ignore[arg-type]
+
+
+def read(path: Path, schema: str) -> dict[str, Any]:
+    """Return a YAML document, if it follows a JSON schema that lies beside this module.
+
+    Whoever edits it edits the Python beside it as well: mistakes are named, and nothing is mistrusted but bytes.
+    """
+    import jsonschema
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError as error:
+        raise errors.ManifestError(f"{path.name}: not found in {path.parent}; run this from a whole clone") from error
+    except UnicodeDecodeError as error:
+        raise errors.ManifestError(f"{path.name}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise errors.ManifestError(f"{path.name}{line}: {error.problem or 'is not valid YAML'}") from error
+    except yaml.YAMLError as error:
+        raise errors.ManifestError(f"{path.name}: is not valid YAML ({' '.join(str(error).split())})") from error
+    rules = json.loads(Path(__file__).with_name(schema).read_text(encoding="utf-8"))
+    fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(rules).iter_errors(document))
+    if fault is not None:
+        where = ".".join(str(part) for part in fault.absolute_path) or "the document"
+        raise errors.ManifestError(f"{path.name}: {where}: {' '.join(fault.message.split())[:300]}")
+    return dict(document)

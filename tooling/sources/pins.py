@@ -1,0 +1,243 @@
+"""Writes pins: for the patches on disk, for patches made anew of commits, and for another version."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tooling.core import console, errors, files
+from tooling.core.console import Subparsers, command
+from tooling.sources import archive, assemble, git, lock, manifest, patch, safety
+from tooling.sources.assemble import Means, Recipe
+from tooling.sources.lock import Pin
+from tooling.sources.manifest import Component
+from tooling.sources.patch import Patch
+from tooling.sources.workspace import Record, Workspace, observe
+
+_SLUG_LENGTH = 60
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the commands."""
+    text, examples = "record the patches as they are on disk, and what they give", ["python -m tooling lock maxtext"]
+    parser = command(subparsers, "lock", run_lock, text, examples)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="components (default: all whose patches changed)")
+    text = "turn the commits in third_party/NAME into its patch series"
+    parser = command(subparsers, "refresh", run_refresh, text, ["python -m tooling refresh maxtext"])
+    parser.add_argument("names", nargs="+", metavar="NAME", help="components")
+
+
+def run_lock(args: argparse.Namespace) -> None:
+    """Rewrite the patch entries of ``sources.lock``; the pins of upstreams stay."""
+    here = Workspace()
+    wanted, held = manifest.load(here.manifest), lock.load(here.lock)
+    with here.exclusive(), console.Reporter() as reporter:
+        for component in [wanted[name] for name in args.names] or wanted.components:
+            if not component.link:
+                pin = lock.pin_of(component, held)
+                held[component.name] = relock(here, component, pin, reporter, always=bool(args.names))
+                lock.save(here.lock, wanted, held)
+
+
+def run_refresh(args: argparse.Namespace) -> None:
+    """Write the patch series of components anew from their commits, and lock it."""
+    here = Workspace()
+    wanted = manifest.load(here.manifest)
+    with here.exclusive():
+        for name in args.names:
+            component, held = wanted[name], lock.load(here.lock)
+            if component.link:
+                raise errors.UsageError(f"{name}: is a link to {component.link}; there is nothing to refresh")
+            pin, series = refresh(here, component, lock.pin_of(component, held))
+            lock.save(here.lock, wanted, held | {name: pin})
+            print(f"{name}: {len(series)} patches, {(pin.patched_commit or '-')[:12]}")
+            print("".join(f"  {each.file}\n" for each in series), end="")
+
+
+def relock(here: Workspace, component: Component, pin: Pin, reporter: console.Reporter, *, always: bool) -> Pin:
+    """Return the pin with the patches on disk, and with the commit and tree that they give when built aside."""
+    patches = patch.load_series(here.root, component.name)
+    found = patch.digests(patches)
+    if found == pin.patches and pin.patched_commit and not always:
+        return pin
+    pin = replace(pin, patches=found)
+    if not patches and component.keeps_upstream_commit:
+        return replace(pin, patched_commit=pin.commit, patched_tree=pin.tree)
+    with here.stage() as (stage, left):
+        means = Means(stage, reporter).seeded(here, component.name, left)
+        built = assemble.build(Recipe(component, pin, patches), means, verify=False)
+    reporter.done(component.name, f"locked {len(patches)} patches, {built.commit[:12]}")
+    return replace(pin, patched_commit=built.commit, patched_tree=built.tree)
+
+
+def refresh(here: Workspace, component: Component, pin: Pin) -> tuple[Pin, tuple[Patch, ...]]:
+    """Rewrite ``patches/<name>/`` from the commits since the base; return the new pin and series.
+
+    Patches whose commit did not change keep their file, byte for byte. The tree's branch is moved to the commits that
+    the new series gives; its files do not change.
+    """
+    place, where = here.place(component.name), f"third_party/{component.name}"
+    repo, record = git.Repo(place), _record(component, place)
+    series = _series(here, component, repo, record.base)
+    commit = patch.apply_series(repo, record.base, series)
+    patched = repo.object(f"{commit}^{{tree}}")
+    if patched != repo.object("HEAD^{tree}"):
+        raise errors.PatchError(f"{where}: its commits cannot be told as patches; leave out merges")
+    _write(here.root / "patches" / component.name, series)
+    repo("update-ref", "-m", "refresh", git.BRANCH, commit)
+    repo("symbolic-ref", "HEAD", git.BRANCH)
+    repo("read-tree", "--reset", commit)
+    repo("update-index", "-q", "--refresh", check=False)
+    replace(record, commit=commit, series=patch.digest(series)).write(place)
+    return replace(pin, patches=patch.digests(series), patched_commit=commit, patched_tree=patched), series
+
+
+def _record(component: Component, place: Path) -> Record:
+    """Return the record of a tree that can be refreshed."""
+    look, where = observe(place), f"third_party/{component.name}"
+    if look.state == "missing":
+        raise errors.UsageError(f"{where}: is not there; run `python -m tooling sync` first")
+    if look.state in ("unknown", "link") or look.record is None:
+        raise errors.DirtyTreeError(
+            f"{where}: was not made by this tooling; run `python -m tooling sync --stash` first"
+        )
+    if look.state == "dirty":
+        raise errors.DirtyTreeError(
+            f"{where}: {look.changed[0]} is not committed; commit your changes there, then refresh"
+        )
+    if look.record.override is not None:
+        raise errors.UsageError(f"{where}: comes from --override {look.record.override}; sync without it first")
+    if look.record.version != component.version:
+        raise errors.PinError(f"{where}: holds {look.record.version}, not {component.version}; run a sync first")
+    return look.record
+
+
+def _series(here: Workspace, component: Component, repo: git.Repo, base: str) -> tuple[Patch, ...]:
+    """Return one patch a commit since the base, in order."""
+    where = f"third_party/{component.name}"
+    if repo("merge-base", "--is-ancestor", base, "HEAD", check=False).returncode:
+        raise errors.PatchError(f"{where}: its commits do not stand on {base[:12]}; rebase them onto it")
+    if repo("rev-list", "--merges", f"{base}..HEAD").text:
+        raise errors.PatchError(f"{where}: holds a merge, which is no patch; rebase it into commits")
+    known = {each.message: each for each in patch.load_series(here.root, component.name)}
+    series: list[Patch] = []
+    for commit in repo("rev-list", "--reverse", f"{base}..HEAD").text.split():
+        message = repo("show", "--no-patch", "--format=%B", commit).text.strip() + "\n"
+        before = known.get(message)
+        if before is None or not _gives(repo, commit, before):
+            before = _as_patch(repo, component.name, commit, message, before, {each.file for each in series})
+        series.append(before)
+    return tuple(series)
+
+
+def _gives(repo: git.Repo, commit: str, before: Patch) -> bool:
+    """Say whether an existing patch still gives the content of a commit."""
+    try:
+        again = patch.apply_series(repo, f"{commit}^", (before,))
+    except errors.PatchError:
+        return False
+    return repo.object(f"{again}^{{tree}}") == repo.object(f"{commit}^{{tree}}")
+
+
+def _as_patch(repo: git.Repo, name: str, commit: str, message: str, before: Patch | None, taken: set[str]) -> Patch:
+    options = ("-p", "-U1", "--binary", "--full-index", "--no-ext-diff", "--no-textconv", "--no-renames", "--root")
+    content = repo("diff-tree", *options, "--no-commit-id", commit).stdout
+    subject, _, body = message.partition("\n")
+    head = f"Subject: {subject}\n\n" + (f"{body.strip()}\n" if body.strip() else "") + "---\n"
+    slug = re.sub(r"[^a-z0-9.]+", "-", subject.lower()).strip("-.")[:_SLUG_LENGTH].strip("-.") or "change"
+    names = (f"{slug}{suffix}.patch" for suffix in ("", *(f"-{number}" for number in range(2, 10_000))))
+    file = before.file if before and before.file not in taken else next(each for each in names if each not in taken)
+    return Patch(name, file, head.encode() + content)
+
+
+def _write(folder: Path, series: Sequence[Patch]) -> None:
+    """Replace the patches in a folder; after a kill in between, ``sources.lock`` does not agree with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in series:
+        (folder / each.file).write_bytes(each.data)
+    files.write(folder / patch.SERIES, "".join(f"{each.file}\n" for each in series))
+    for path in set(folder.glob("*.patch")) - {folder / each.file for each in series}:
+        path.unlink()
+
+
+def bump(here: Workspace, name: str, version: str, mirror: str | None, reporter: console.Reporter) -> Pin:
+    """Write ``sources.yaml`` and ``sources.lock`` for a new version, if its source can be had and the patches apply.
+
+    Raises ``MissingCommitError`` where the upstream has no such version, ``PatchError`` where a patch does not apply.
+    Nothing was changed then.
+    """
+    if manifest.load(here.manifest)[name].link:
+        raise errors.UsageError(f"{name}: is a link to this repository; it has no version to bump")
+    temporary = here.manifest.with_name(f".{here.manifest.name}.{os.getpid()}")
+    try:
+        temporary.write_text(_with_version(here.manifest, name, version), encoding="utf-8")
+        wanted = manifest.load(temporary)
+        pin = _resolve(here, wanted[name], mirror, reporter)
+        # The lock goes first: a kill between the two leaves a manifest that the next bump corrects.
+        lock.save(here.lock, wanted, lock.load(here.lock) | {name: pin})
+        os.replace(temporary, here.manifest)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return pin
+
+
+def _with_version(path: Path, name: str, version: str) -> str:
+    """Return the manifest's text with one version changed and all else, comments too, as it was."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", version):
+        raise errors.UsageError(f"'{version}' is no version; write letters, digits, dots, dashes or underscores")
+    before = rf"^  {re.escape(name)}:[ ]*\n(?:(?:    .*|[ ]*#.*|[ ]*)\n)*?    version:\s+"
+    place = re.compile(rf"({before})(?:\"[^\"]*\"|'[^']*'|[^\s#]+)", re.MULTILINE)
+    text, changed = place.subn(rf'\g<1>"{version}"', path.read_text(encoding="utf-8"))
+    if changed != 1:
+        raise errors.ManifestError(
+            f"sources.yaml: {name} has no line 'version:' of its own; write one, indented by four"
+        )
+    return text
+
+
+def _resolve(here: Workspace, component: Component, mirror: str | None, reporter: console.Reporter) -> Pin:
+    """Find the pins of a version, with the commit and tree that the patches give on it."""
+    name, url = component.name, component.address(mirror)
+    patches = patch.load_series(here.root, name)
+    with here.stage() as (stage, _):
+        reporter.phase(name, f"asking {url}")
+        commit = _find_commit(component, url)
+        probe = git.init(stage / f"{name}.probe")
+        git.fetch(probe, url, commit, label=name, on_progress=reporter.advancing(name))
+        root_tree, tree = probe.object(f"{commit}^{{tree}}"), probe.object(f"{commit}:{component.path}")
+        if tree is None:
+            raise errors.MissingCommitError(f"{name}: {component.version} has no folder {component.path}")
+        archives = []
+        for transport in component.transports:
+            if transport.file:
+                path = archive.download(component, transport, None, stage / "archives", mirror=mirror)
+                found = archive.import_tree(probe, path, transport.root, label=name)
+                if found != tree:
+                    raise errors.IntegrityError(
+                        f"{name}: {transport.file} holds tree {found}, the commit {tree}; drop this transport"
+                    )
+                archives.append((transport.file, archive.file_sha256(path)))
+        root_tree = root_tree if component.path else None
+        pin = Pin(component.version, commit, tree, root_tree, tuple(archives), patch.digests(patches))
+        means = Means(stage, reporter, (probe.root,), offline=True)
+        built = assemble.build(Recipe(component, pin, patches), means, verify=False)
+    reporter.done(name, f"{len(patches)} patches apply to {component.version}")
+    return replace(pin, patched_commit=built.commit, patched_tree=built.tree)
+
+
+def _find_commit(component: Component, url: str) -> str:
+    """Return the commit of a version: of its tag, or the version itself where it is a commit."""
+    if safety.COMMIT.fullmatch(component.version):
+        return component.version
+    if not component.tag:
+        raise errors.UsageError(f"{component.name}: has no 'tag' in sources.yaml, so its version must be a full commit")
+    ref = f"refs/tags/{component.tag}"
+    answer = git.ask(url, ref, label=component.name)
+    commit = answer.get(f"{ref}^{{}}") or answer.get(ref)
+    if commit is None:
+        raise errors.MissingCommitError(f"{component.name}: {url} has no tag {component.tag}; check the version")
+    return commit

@@ -1,0 +1,279 @@
+"""Brings ``third_party/`` to the state of the lock: looks, decides, builds in a stage, moves into place."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tooling.core import console, errors, proc
+from tooling.core.console import Subparsers, command
+from tooling.sources import assemble, lock, manifest, patch, safety
+from tooling.sources.assemble import Means, Recipe
+from tooling.sources.lock import Pin
+from tooling.sources.manifest import Component, Transport
+from tooling.sources.workspace import Observed, Workspace, observe, read_record
+
+_MAX_JOBS = 64
+Override = Path | tuple[str, str]
+"""The user's replacement of a component: a folder of this machine, or a url and a commit."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The components to sync, and how."""
+
+    groups: tuple[str, ...]
+    jobs: int = 4
+    offline: bool = False
+    dry_run: bool = False
+    stash: bool = False
+    force: bool = False
+    mirror: str | None = None
+    overrides: Mapping[str, Override] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The wanted content of one place: the tree of a recipe, or a link."""
+
+    name: str
+    recipe: Recipe | None = None
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome for one component; in a dry run, the one that is expected."""
+
+    name: str
+    action: str  # kept, created, replaced or failed
+    detail: str
+    commit: str | None = None
+    tree: str | None = None
+    source: str | None = None
+    error: str | None = None
+    exit_code: int = 0
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = command(
+        subparsers, "sync", run, "bring third_party/ to what sources.lock says",
+        ["python -m tooling sync", "python -m tooling sync --override multimesh=../multimesh"],
+    )  # fmt: skip
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``sync`` and ``bootstrap`` share."""
+    add = parser.add_argument
+    add("--group", action="append", choices=manifest.ALL_GROUPS, dest="groups",
+        help="only this group; may be repeated (default: run, source and dev); run: for MaxText; image: for images; "
+        "cuda12: run, and the packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or "
+        "later; data: run, and what reads Parquet files and datasets of Hugging Face and TensorFlow (2 GB); source: "
+        "for jaxlib; dev: to work here")  # fmt: skip
+    add("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
+    add("--offline", action="store_true", help="use only what is on this disk")
+    add("--mirror", metavar="URL", help="fetch NAME.git and archives from URL/ instead of their upstreams")
+    text = "for this run take a component from a folder (as a link) or from a commit of another repository"
+    add("--override", action="append", default=[], metavar="NAME=PATH|URL@SHA", help=text)
+    add("--dry-run", action="store_true", help="say what would change, change nothing")
+    add("--json", action="store_true", help="print the outcome as JSON")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--stash", action="store_true", help="put changed or unknown trees aside in third_party/.stash/")
+    add("--force", action="store_true", help="drop changed or unknown trees")
+
+
+def chosen(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the groups that were asked for. With packages for GPUs come those that run on them."""
+    found = tuple(args.groups or manifest.GROUPS)
+    return ("run", *found) if set(found) & {*manifest.CUDA, "data"} and "run" not in found else found
+
+
+def run(args: argparse.Namespace) -> None:
+    """Bring components in; print the outcomes."""
+    if not 1 <= args.jobs <= _MAX_JOBS:
+        raise errors.UsageError(f"--jobs {args.jobs}: must be from 1 to {_MAX_JOBS}")
+    if args.mirror and (fault := safety.url_fault(args.mirror)):
+        raise errors.UsageError(f"--mirror '{safety.shown(args.mirror)}': {fault}")
+    if args.offline and args.mirror:
+        raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
+    plain = {key: getattr(args, key) for key in ("jobs", "offline", "dry_run", "stash", "force", "mirror")}
+    options = Options(chosen(args), overrides=dict(_override(text) for text in args.override), **plain)
+    with console.Reporter(quiet=args.json) as reporter:
+        outcomes = sync(Workspace(), options, reporter)
+    if args.json:
+        print(json.dumps({"components": [asdict(each) for each in outcomes]}, indent=1))
+    else:
+        verbs = {"created": "would create", "replaced": "would replace", "failed": "would fail"} if args.dry_run else {}
+        rows = [(o.name, verbs.get(o.action, o.action), o.detail, (o.commit or "-")[:12]) for o in outcomes]
+        print(console.table(("component", "action", "detail", "commit"), rows))
+    if failed := [each for each in outcomes if each.error]:
+        raise errors.SeveralErrors([str(each.error) for each in failed], failed[0].exit_code)
+
+
+def _override(text: str) -> tuple[str, Override]:
+    """Read one ``--override``."""
+    name, found, value = text.partition("=")
+    if not found or not name or not value:
+        raise errors.UsageError(f"--override '{text}': write NAME=PATH or NAME=URL@SHA")
+    url, at, commit = value.rpartition("@")
+    if "://" not in value and "::" not in value and not value.startswith("-"):
+        folder = Path(os.path.abspath(os.path.expanduser(value)))
+        if not folder.is_dir():
+            raise errors.UsageError(f"--override {name}: {folder} is not a folder")
+        return name, folder
+    if not at or not safety.COMMIT.fullmatch(commit):
+        raise errors.UsageError(
+            f"--override {name}: '{safety.shown(value)}' needs a full commit after the url: URL@40-hex-digits"
+        )
+    if fault := safety.url_fault(url):
+        raise errors.UsageError(f"--override {name}: '{safety.shown(url)}' {fault}")
+    return name, (url, commit)
+
+
+def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[Outcome]:
+    """Bring every component of the wanted groups into place; failures are outcomes, so that the others still arrive."""
+    wanted, pins = manifest.load(here.manifest), lock.load(here.lock)
+    for name in options.overrides:
+        if wanted[name] not in wanted.of(options.groups):
+            raise errors.UsageError(f"--override {name}: not in the groups {', '.join(options.groups)}; add its group")
+    wishes = [_wish(here, each, pins, options.overrides.get(each.name)) for each in wanted.of(options.groups)]
+    if options.dry_run:
+        return [_outcome(here, wish, options) for wish in wishes]
+    if all(_right(wish, observe(here.place(wish.name))) for wish in wishes):
+        return [_kept(here, wish.name) for wish in wishes]  # looking needs no writing
+    with here.exclusive(), here.stage() as (stage, left):
+        means = Means(stage, reporter, offline=options.offline, mirror=options.mirror)
+        with ThreadPoolExecutor(options.jobs, thread_name_prefix="sync") as pool:
+            try:
+                outcomes = list(pool.map(lambda wish: _outcome(here, wish, options, means, left), wishes))
+            except BaseException:  # an interrupt stops running work and leaves finished work
+                proc.stop_all()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        placed = [wish for wish, outcome in zip(wishes, outcomes, strict=True) if outcome.action != "failed"]
+        here.add_links({wish.name: wish.target for wish in placed if wish.recipe is None})
+    return outcomes
+
+
+def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], override: Override | None) -> Wish:
+    """Return the wanted content of each place."""
+    name = component.name
+    if isinstance(override, Path):
+        return Wish(name, target=str(override))
+    if override is not None:
+        url, commit = override
+        fork = Component(name, component.groups, url, commit, path=component.path, transports=(Transport("git"),))
+        patches = patch.load_series(here.root, name)
+        return Wish(name, Recipe(fork, Pin(commit, commit, None), patches, f"{url}@{commit}"))
+    if not component.link:
+        return Wish(name, locked_recipe(here, component, pins))
+    folder = here.root / component.link
+    if not folder.is_dir() or folder.resolve() != here.root.resolve() / component.link:
+        raise errors.ManifestError(f"sources.yaml: {name}: link '{component.link}' is no folder of this repository")
+    return Wish(name, target=os.path.relpath(folder, here.third_party))
+
+
+def locked_recipe(here: Workspace, component: Component, pins: Mapping[str, Pin]) -> Recipe:
+    """Return the recipe of a component, if the lock and its patches agree."""
+    name, pin = component.name, lock.pin_of(component, pins)
+    patches = patch.load_series(here.root, name)
+    found = patch.digests(patches)
+    if found != pin.patches:
+        names = sorted({file for file, _ in set(found) ^ set(pin.patches)}) or ["their order"]
+        raise errors.PinError(
+            f"patches/{name}: sources.lock does not have {', '.join(names)} as on disk; "
+            f"run `python -m tooling lock {name}` if the change is meant"
+        )
+    if pin.patched_commit is None:
+        raise errors.PinError(f"{name}: sources.lock has no patched_commit; run `python -m tooling lock {name}`")
+    return Recipe(component, pin, patches)
+
+
+def _right(wish: Wish, look: Observed) -> bool:
+    """Say whether a place has its wanted content."""
+    if wish.recipe is None:
+        return look.state == "link" and look.target == wish.target
+    record, recipe = look.record, wish.recipe
+    if look.state != "clean" or record is None or record.override != recipe.override:
+        return False
+    if recipe.override is not None:
+        return record.series == patch.digest(recipe.patches)
+    return record.commit == recipe.pin.patched_commit
+
+
+def _refusal(here: Workspace, name: str, look: Observed) -> str | None:
+    """Say why the content of a place may not simply be replaced, or return None."""
+    if look.state == "dirty":
+        more = f" and {len(look.changed) - 3} more" if len(look.changed) > 3 else ""
+        return f"has changes that no commit holds ({', '.join(look.changed[:3])}{more})"
+    if look.state == "commits":
+        return f"is at {(look.head or 'no commit')[:12]}, which nobody locked"
+    if look.state == "unknown":
+        return "was not made by this tooling"
+    if look.state == "link" and here.links().get(name) != look.target:
+        return f"is a link to {look.target} that this tooling did not make"
+    return None
+
+
+def _kept(here: Workspace, name: str) -> Outcome:
+    place = here.place(name)
+    if place.is_symlink():
+        return Outcome(name, "kept", f"link to {os.readlink(place)}")
+    record = read_record(place)
+    return Outcome(name, "kept", "in place", *((record.commit, None, record.source) if record else ()))
+
+
+def _outcome(
+    here: Workspace, wish: Wish, options: Options, means: Means | None = None, left: Sequence[Path] = ()
+) -> Outcome:
+    """Bring one component into place; without means only return the expected outcome."""
+    try:
+        look = observe(here.place(wish.name))
+        if _right(wish, look):
+            return _kept(here, wish.name)
+        refusal = _refusal(here, wish.name, look)
+        if refusal and not (options.stash or options.force):
+            raise errors.DirtyTreeError(
+                f"third_party/{wish.name}: {refusal}; keep it with `python -m tooling refresh {wish.name}`, "
+                "put it aside with --stash, or drop it with --force"
+            )
+        action = "created" if look.state == "missing" else "replaced"
+        if means is None:
+            return _forecast(wish, action)
+        return _place(here, wish, action, means.seeded(here, wish.name, left), stash=bool(refusal) and options.stash)
+    except errors.ToolingError as error:
+        message, code = str(error), error.exit_code
+    except OSError as error:
+        message, code = f"{wish.name}: {errors.disk_message(error)}", errors.DiskError.exit_code
+    if means is not None:
+        means.reporter.done(wish.name, "failed")
+    return Outcome(wish.name, "failed", "left as it was" if means else "refused", error=message, exit_code=code)
+
+
+def _forecast(wish: Wish, action: str) -> Outcome:
+    if wish.recipe is None:
+        return Outcome(wish.name, action, f"link to {wish.target}")
+    component, pin = wish.recipe.component, wish.recipe.pin
+    ways = " or ".join(transport.kind for transport in component.transports)
+    detail = f"{component.version} by {ways}, {len(wish.recipe.patches)} patches"
+    return Outcome(wish.name, action, detail, pin.patched_commit, pin.patched_tree)
+
+
+def _place(here: Workspace, wish: Wish, action: str, means: Means, *, stash: bool) -> Outcome:
+    if wish.recipe is None:
+        new = means.stage / wish.name
+        new.symlink_to(wish.target)
+        kept = here.swap(new, wish.name, means.stage, stash=stash)
+        return Outcome(wish.name, action, f"link to {wish.target}" + (f"; the old one is at {kept}" if kept else ""))
+    built = assemble.build(wish.recipe, means)
+    kept = here.swap(means.stage / wish.name, wish.name, means.stage, stash=stash)
+    detail = f"{wish.recipe.component.version[:12]}, {len(wish.recipe.patches)} patches"
+    means.reporter.done(wish.name, f"{action} {detail}" + (f"; the old tree is at {kept}" if kept else ""))
+    return Outcome(wish.name, action, detail, built.commit, built.tree, built.source)

@@ -1,0 +1,164 @@
+"""The folders of a clone that sources touch, and their state. A sync is safe: one at a time, first in a stage."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from tooling.core import console, files
+from tooling.sources import git
+
+ROOT = Path(__file__).resolve().parents[2]
+_RECORD = Path(".git", "multimesh.json")
+_STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
+State = Literal["missing", "clean", "dirty", "commits", "unknown", "link"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record that this tooling wrote into a tree when it made it.
+
+    ``commit`` is the branch's commit after the patches, ``base`` the one before; ``source`` says where the bytes came
+    from, ``override`` what the user named instead of the lock, if anything; ``series`` is a digest of the patches, and
+    ``tree`` git's hash of what they give.
+    """
+
+    version: str
+    base: str
+    commit: str
+    source: str
+    override: str | None = None
+    series: str = ""
+    tree: str = ""
+
+    def write(self, place: Path) -> None:
+        """Write the record into a tree."""
+        files.write_json(place / _RECORD, asdict(self))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One look at ``third_party/<name>``.
+
+    ``clean``: as this tooling left it. ``dirty``: files were changed or added. ``commits``: the branch has moved.
+    ``unknown``: not made by this tooling. ``link``: a symbolic link, to ``target``.
+    """
+
+    state: State
+    head: str | None = None
+    record: Record | None = None
+    changed: tuple[str, ...] = ()
+    target: str = ""
+
+
+def observe(place: Path) -> Observed:
+    """Look at a folder of ``third_party/``; reads only, and runs one ``git status``."""
+    if place.is_symlink():
+        return Observed("link", target=os.readlink(place))
+    if not place.exists():
+        return Observed("missing")
+    record = read_record(place)
+    status = git.Repo(place)(*_STATUS, check=False) if record else None
+    if status is not None and status.returncode:  # a disk that is full to the last byte takes no notes of git's
+        status = git.Repo(place)("--no-optional-locks", *_STATUS, check=False)
+    if record is None or status is None or status.returncode:
+        return Observed("unknown", record=record)
+    lines = status.stdout.decode("utf-8", "surrogateescape").split("\0")
+    head = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
+    # The path of a porcelain-v2 line stands after 8 fields, 10 if unmerged, 1 if untracked.
+    changed = tuple(
+        line.split(" ", {"1": 8, "u": 10}.get(line[0], 1))[-1] for line in lines if line and not line.startswith("#")
+    )
+    return Observed("dirty" if changed else "clean" if head == record.commit else "commits", head, record, changed)
+
+
+def read_record(place: Path) -> Record | None:
+    """Return the record in a tree, or None for a tree that this tooling did not make."""
+    try:
+        return Record(**files.read_object(place / _RECORD))
+    except TypeError:
+        return None
+
+
+class Workspace:
+    """The folders and files of one clone that sources touch.
+
+    Components lie in ``third_party``; ``stages`` has a folder for each run that builds some, on the same file system,
+    and ``stashes`` the trees that ``--stash`` put aside.
+    """
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root, self.third_party = root, root / "third_party"
+        self.manifest, self.lock = root / "sources.yaml", root / "sources.lock"
+        self.stages, self.stashes = self.third_party / ".stage", self.third_party / ".stash"
+        self._links = self.third_party / ".links.json"
+
+    def place(self, name: str) -> Path:
+        """Where a component lies."""
+        return self.third_party / name
+
+    def links(self) -> dict[str, str]:
+        """Return the symbolic links that this tooling made, by name."""
+        return files.read_object(self._links)
+
+    def add_links(self, made: dict[str, str]) -> None:
+        """Remember which symbolic links are ours."""
+        if (known := self.links()) | made != known:
+            files.write_json(self._links, known | made)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Let one run at a time change ``third_party/``; the system drops the lock when its holder dies."""
+        self.third_party.mkdir(exist_ok=True)
+        with (self.third_party / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                console.note("waiting for another run that changes third_party/")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def stage(self) -> Iterator[tuple[Path, list[Path]]]:
+        """Give a folder to build in, and the ones that killed runs left behind; both are gone afterwards.
+
+        A killed run's git may still write into its own stage, so a stage is never used twice. The left ones are good
+        for their finished packs.
+        """
+        left = sorted(self.stages.glob("run-*"))
+        for old in self.stages.glob("run-*/old/*"):  # taken away, but its run was killed before it was replaced
+            if not os.path.lexists(self.place(old.name)):
+                old.rename(self.place(old.name))
+        stage = self.stages / f"run-{os.getpid()}-{os.urandom(4).hex()}"
+        try:
+            stage.mkdir(parents=True)
+            yield stage, left
+        finally:
+            for folder in (stage, *left):
+                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.stages.rmdir()
+
+    def swap(self, new: Path, name: str, stage: Path, *, stash: bool) -> Path | None:
+        """Move a finished tree into its place; return where the old one is kept, if it is."""
+        place, old = self.place(name), stage / "old" / name
+        if not os.path.lexists(place):
+            new.rename(place)
+            return None
+        if stash:
+            free = (self.stashes / f"{name}-{number}" for number in range(1, 1_000_000))
+            old = next(each for each in free if not os.path.lexists(each))
+        old.parent.mkdir(parents=True, exist_ok=True)
+        place.rename(old)
+        try:
+            new.rename(place)
+        except BaseException:
+            old.rename(place)
+            raise
+        return old if stash else None

@@ -1,1 +1,0 @@
-"""A Bazel cache that containers and checkouts of one machine share."""
