@@ -88,10 +88,16 @@ def _original(action: argparse.Action) -> str:
     return f"the same; default: {messages.plain(default)}" if default else "the same"
 
 
-def timelines(_: str) -> Iterator[str]:
-    """Yield links to the pages that `draw_timelines` makes."""
-    links = ", ".join(f'<a href="../timelines/{name}.html">{name}</a>' for name in _forecasts())
-    yield f"<p>Look at them as pages that explain each box you point at: {links}.</p>"
+def timelines(uses: str) -> Iterator[str]:
+    """Yield links to the pages that `draw_timelines` makes, by use: ``use: name name; use: name``."""
+    named = {use.strip(): names.split() for use, _, names in (each.partition(":") for each in uses.split(";"))}
+    if sorted(name for names in named.values() for name in names) != sorted(_forecasts()):
+        raise ExtensionError(f"timelines: {uses!r} does not name each schedule once: {', '.join(_forecasts())}")
+    yield "<p>Look at them as pages that explain each box you point at:</p><ul>"
+    for use, names in named.items():
+        links = ", ".join(f'<a href="../timelines/{name}.html">{name}</a>' for name in names)
+        yield f"<li>{use}: {links}</li>"
+    yield "</ul>"
 
 
 def draw_timelines(app: Sphinx, error: Exception | None) -> None:
