@@ -124,7 +124,9 @@ def test_a_cancelled_job(cluster: dict[str, str], tmp_path: Path) -> None:
     processes.wait_for(lambda: not any(map(runs, pids + watchers)), "all have ended", patience_s=5)
     lines = [line for line in err.read_text().splitlines() if line.startswith("multimesh: ")]
     assert lines, err.read_text()
-    assert all(re.search(rf"process \d of 2 {WHO} was killed by SIGTERM after \d+ steps$", line) for line in lines)
+    # On a busy machine it is cancelled in its first step, or its second.
+    ended = rf"process \d of 2 {WHO} was killed by SIGTERM( after (1 step|\d+ steps))?$"
+    assert not [line for line in lines if not re.search(ended, line)]
     assert len({re.search(r"process (\d) of 2", line)[1] for line in lines}) == len(lines), lines
 
 
