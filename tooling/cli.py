@@ -12,7 +12,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tooling.core import errors
 
@@ -63,13 +63,13 @@ def main_inner(argv: Sequence[str]) -> int:
     return args.func(args) or 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; print its error, if any, as one line on stderr."""
+def main(argv: Sequence[str] | None = None, inner: Callable[[Sequence[str]], int] = main_inner) -> int:
+    """Run one command by ``inner``; print its error, if any, as one line on stderr."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     if sys.stdout is None:  # closed by the caller, as `>&-` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        code = main_inner(sys.argv[1:] if argv is None else argv)
+        code = inner(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
     except errors.SeveralErrors as error:

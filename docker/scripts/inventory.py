@@ -46,8 +46,7 @@ def other(lock: Path) -> Iterator[dict[str, Any]]:
         version = subprocess.run([STANDALONE / "bin/python3", "-V"], check=True, capture_output=True, text=True).stdout
         version = version.split()[1]
         yield component("python-build-standalone", version, f"pkg:generic/cpython@{version}", "PSF-2.0 and others")
-    lines = lock.read_text(encoding="utf-8").splitlines()
-    version = lines[lines.index("  maxtext:") + 1].partition('"')[2].strip('"')
+    version = json.loads(lock.read_text(encoding="utf-8"))["components"]["maxtext"]["version"]
     yield component("maxtext", version, f"pkg:github/AI-Hypercomputer/maxtext@v{version}", "Apache-2.0")
 
 

@@ -244,7 +244,7 @@ def test_what_git_does_not_look_at_is_not_released(root: Path, tmp_path: Path, f
     (tmp_path / "third_party" / "multimesh" / "src").mkdir(parents=True)
     assert build.untracked(tmp_path)[1:] == ("third_party/maxtext", "third_party/multimesh")
     pinned = "ab" * 20
-    (tmp_path / "sources.lock").write_text(f'components:\n  maxtext:\n    patched_commit: "{pinned}"\n')
+    (tmp_path / "sources.lock").write_text(json.dumps({"components": {"maxtext": {"patched_commit": pinned}}}))
     assert build._component(tmp_path, "maxtext", "run") == f"{pinned}-dirty"
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -138,8 +137,9 @@ def test_a_jaxlib_without_its_sources_is_refused_at_once(root: Path, tmp_path: P
     (tmp_path / "third_party/jax/.git").mkdir(parents=True)
     (tmp_path / "third_party/xla/.git").mkdir(parents=True)
     (tmp_path / "sources.lock").unlink()
-    text = (root / "sources.lock").read_text()
-    (tmp_path / "sources.lock").write_text(re.sub(r'(  jax:\n    version: )"[^"]*"', r'\1"0.9.9"', text))
+    held = json.loads((root / "sources.lock").read_text())
+    held["components"]["jax"]["version"] = "0.9.9"
+    (tmp_path / "sources.lock").write_text(json.dumps(held))
     with pytest.raises(errors.PinError, match=r"third_party/jax is 0\.9\.9, the packages of an image go with jax \d"):
         image_build.plan(tmp_path, engine, spec, ask().means, None)
 

@@ -12,8 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
@@ -157,7 +155,7 @@ def fetch(old: Optional[Python]) -> Python:
         try:
             uv = install_uv(maker)
             install = [uv, "python", "install", FETCH, "--install-dir", FETCHED, "--no-bin", "--no-cache"]
-            watch(install, f"Python {FETCH}", FETCHED)
+            bring(install, f"Python {FETCH}")
         finally:
             for leftover in (UV_FOLDER, os.path.join(FETCHED, ".temp")):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -173,62 +171,35 @@ def install_uv(maker: Python) -> str:
         read = re.search(r"^uv==.*?[^\\]\n", file.read(), re.MULTILINE | re.DOTALL)
     if not read:
         raise Failure("requirements/dev.txt has no uv to fetch one with")
-    watch([maker.path, "-m", "venv", "--clear", UV_FOLDER], "uv", UV_FOLDER)
+    bring([maker.path, "-m", "venv", "--clear", UV_FOLDER], "uv")
     requirements = os.path.join(UV_FOLDER, "uv.txt")
     with open(requirements, "w", encoding="utf-8") as file:
         file.write(read.group())
     options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "15"]
     pip = [os.path.join(UV_FOLDER, "bin", "python"), "-m", "pip", "install", *options]
-    watch([*pip, "--require-hashes", "--no-deps", "-r", requirements], "uv", UV_FOLDER)
+    bring([*pip, "--require-hashes", "--no-deps", "-r", requirements], "uv")
     return os.path.join(UV_FOLDER, "bin", "uv")
 
 
-def watch(command: List[str], what: str, folder: str) -> None:
-    """Run a command that brings something into a folder; show how much has come on a terminal, nothing elsewhere.
+def bring(command: List[str], what: str) -> None:
+    """Run a command that fetches something.
 
     Raises ``Failure`` with the reason that it gave, or where it takes longer than ``LIMIT``.
     """
-    end = time.monotonic() + LIMIT
-    with tempfile.TemporaryFile() as said:
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=dict(HURRIED, **os.environ)
-            )
-        except OSError as error:
-            raise Failure(f"{command[0]}: {error.strerror}") from error
-        try:
-            while process.poll() is None and time.monotonic() < end:
-                show(f"fetching {what}: {size(folder) / 1e6:.0f} MB")
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)
-        finally:
-            show("")
-            process.kill()
-            process.wait()
-        said.seek(0)
-        lines = [line.strip() for line in os.fsdecode(said.read()).splitlines() if line.strip()]
-    if process.returncode:
+    print(f"fetching {what}", file=sys.stderr, flush=True)
+    null, pipe, env = subprocess.DEVNULL, subprocess.PIPE, dict(HURRIED, **os.environ)
+    try:
+        done = subprocess.run(command, stdin=null, stdout=pipe, stderr=subprocess.STDOUT, env=env, timeout=LIMIT)
+    except OSError as error:
+        raise Failure(f"{command[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise Failure(f"{what} could not be fetched (it took longer than {LIMIT} s)") from error
+    if done.returncode:
+        lines = [line.strip() for line in os.fsdecode(done.stdout).splitlines() if line.strip()]
         reasons = [line for line in lines if line.startswith(("cause:", "ERROR:"))] or lines or ["it failed"]
         hosts = re.findall(r"https?://([^/\s]+)", " ".join(reasons))
         reason = ": ".join([*hosts[-1:], re.sub(r"^(cause|error|ERROR): ", "", reasons[-1])[:300]])
-        late = time.monotonic() >= end
-        raise Failure(f"{what} could not be fetched ({f'it took longer than {LIMIT} s' if late else reason})")
-
-
-def show(text: str) -> None:
-    """Put a text in place of the last line of a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def size(folder: str) -> int:
-    """Return the bytes of the files in a folder that may be changing."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size
-    return total
+        raise Failure(f"{what} could not be fetched ({reason})")
 
 
 def search() -> Found:

@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from tooling import cli  # noqa: E402
+from tooling.core import errors, proc  # noqa: E402
 from tooling.sources import manifest  # noqa: E402
 
 VENV = ROOT / ".venv"
@@ -24,35 +25,20 @@ REQUIREMENTS = ROOT / "requirements" / "tooling.txt"
 STAMP = VENV / ".multimesh-tooling.json"
 # The package is not installed yet, and the user's folder (which relative paths mean) is not this clone.
 GO_ON = "import sys; sys.path[0] = sys.argv.pop(1); import tooling.cli; sys.exit(tooling.cli.main())"
-ENVIRONMENT_FAILED, DISK_FAILED, INTERRUPTED = 11, 10, 130
 
 
-class Failure(Exception):
-    """Why the environment cannot be made, in one line."""
-
-
-def main() -> int:
+def make_and_go_on(options: Sequence[str]) -> int:
     """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
-    try:
-        requirements = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
-        wanted = {"requirements": requirements, "root": str(ROOT), "python": BASE}
-        if read_stamp() != wanted:
-            args = cli.parse(["bootstrap", *sys.argv[1:]])  # before anything is made
-            if args.dry_run:
-                return forecast(args.groups or manifest.GROUPS)
-            with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if read_stamp() != wanted:
-                    make(wanted)
-        os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *sys.argv[1:]])  # noqa: S606
-    except Failure as failure:
-        message, code = str(failure), ENVIRONMENT_FAILED
-    except KeyboardInterrupt:
-        message, code = "interrupted; run the same command again to go on", INTERRUPTED
-    except OSError as error:
-        message, code = f"{error.filename or VENV}: {error.strerror}; free or unlock it and run again", DISK_FAILED
-    print(f"error: {message}", file=sys.stderr)
-    return code
+    wanted = {"requirements": hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), "root": str(ROOT), "python": BASE}
+    if read_stamp() != wanted:
+        args = cli.parse(["bootstrap", *options])  # before anything is made
+        if args.dry_run:
+            return forecast(args.groups or manifest.GROUPS)
+        with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if read_stamp() != wanted:
+                make(wanted)
+    return os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *options])  # noqa: S606
 
 
 def forecast(wanted: Sequence[str]) -> int:
@@ -103,12 +89,14 @@ def usable() -> bool:
 
 def quietly(command: list[str], label: str) -> None:
     """Run a command; show its output only if it fails."""
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
-    if result.returncode:
-        said = [line.strip() for line in (result.stdout + result.stderr).splitlines() if line.strip()]
-        lines = [line for line in said if "ERROR" in line] or said or [f"exit status {result.returncode}"]
-        raise Failure(f"{label} failed: {lines[-1][:400]}; check the network and disk, then run the same command again")
+    done = proc.run(command, check=False)
+    if done.returncode:
+        said = [line.strip() for line in (done.text + done.stderr.decode("utf-8", "replace")).splitlines()]
+        lines = [line for line in said if "ERROR" in line] or [done.complaint]
+        raise errors.ToolError(
+            f"{label} failed: {lines[-1][:400]}; check the network and disk, then run the same command again"
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.main(inner=make_and_go_on))

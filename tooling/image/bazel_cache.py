@@ -103,7 +103,6 @@ class Status:
 
     state: str
     settings: Settings | None
-    used_bytes: int
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def stop(place: Place) -> bool:
 def status(place: Place) -> Status:
     """Look at the cache of a folder."""
     settings = place.load()
-    return Status(_state(settings) if settings else "stopped", settings, _size(place.content))
+    return Status(_state(settings) if settings else "stopped", settings)
 
 
 def name(place: Place) -> str:
@@ -265,16 +264,6 @@ def _docker(*args: str) -> proc.Result:
     return done
 
 
-def _size(folder: Path) -> int:
-    """Return the bytes that the files below a folder take on disk."""
-    found = 0
-    for place, _, names in os.walk(folder):
-        for each in names:
-            with contextlib.suppress(FileNotFoundError):
-                found += Path(place, each).lstat().st_blocks * 512
-    return found
-
-
 @contextlib.contextmanager
 def _one_at_a_time(place: Place) -> Iterator[None]:
     with (place.root / "start.lock").open("a+") as lock:
@@ -294,7 +283,6 @@ def register(subparsers: Subparsers) -> None:
     add("--grpc-port", type=int, default=DEFAULT_GRPC_PORT, metavar="PORT", help="(default: %(default)s)")
     add("--max-size", default=DEFAULT_SIZE, metavar="SIZE", help="bound, e.g. 50G or 1T (default: %(default)s)")
     add("--folder", type=Path, help="where entries lie (default: ~/.cache/multimesh-jax/bazel)")
-    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -306,22 +294,18 @@ def run(args: argparse.Namespace) -> int:
         pin = digests.load(Path(__file__).resolve().parents[2]).images["bazel-remote"]
         asked = Settings(args.host, args.port, args.grpc_port, parse_size(args.max_size))
         started = start(place, asked, pin.exact if pin.digest else None)
-        return _show(place, args.json, "started" if started else "runs already")
+        return _show(place, "started" if started else "runs already")
     if args.action == "stop":
         stopped = stop(place)
-        return _show(place, args.json, "stopped" if stopped else "was not running", wanted="stopped")
-    return _show(place, args.json, "")
+        return _show(place, "stopped" if stopped else "was not running", wanted="stopped")
+    return _show(place, "")
 
 
-def _show(place: Place, as_json: bool, done: str, wanted: str = "running") -> int:
+def _show(place: Place, done: str, wanted: str = "running") -> int:
     found = status(place)
-    if as_json:
-        print(json.dumps({"folder": str(place.root), "done": done or None, **asdict(found)}, indent=1))
-    else:
-        had = found.settings
-        address, bound = (had.address, f"{had.max_gib} GiB") if had else ("-", "-")
-        print(f"{f'{done}; ' if done else ''}state {found.state}, address {address}")
-        print(f"{found.used_bytes / 2**30:.1f} GiB of {bound} in {place.root}")
-        if found.state == "running":
-            print(f"use it: bazel --bazelrc={place.bazelrc} build ...")
+    had = found.settings
+    address, bound = (had.address, f"{had.max_gib} GiB") if had else ("-", "-")
+    print(f"{f'{done}; ' if done else ''}state {found.state}, address {address}, at most {bound} in {place.root}")
+    if found.state == "running":
+        print(f"use it: bazel --bazelrc={place.bazelrc} build ...")
     return 0 if found.state == wanted else 1

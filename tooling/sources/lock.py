@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tooling.core import errors, files
+from tooling.sources import manifest
+from tooling.sources.manifest import Component, Manifest
 
-if TYPE_CHECKING:
-    from tooling.sources.manifest import Component, Manifest
-
-_HEAD = """\
-# The exact bytes of third_party/; written by `python -m tooling lock` and `bump`.
-# null: no source was read that says.
-"""
+_ABOUT = [
+    "The exact bytes of third_party/; written by `python -m tooling lock` and `bump`.",
+    "null: no source was read that says.",
+]
 Digests = tuple[tuple[str, str | None], ...]
 """File names with their sha256."""
 
@@ -59,8 +55,6 @@ class Pin:
 
 def load(path: Path) -> dict[str, Pin]:
     """Read and check ``sources.lock``."""
-    from tooling.sources import manifest  # readers of YAML and schemas take longer to import than `value` does in all
-
     raw = manifest.read(path, "lock.schema.json")
     return {
         name: Pin(**{**entry, **{key: tuple(entry[key].items()) for key in ("archives", "patches")}})
@@ -69,13 +63,9 @@ def load(path: Path) -> dict[str, Pin]:
 
 
 def value(path: Path, name: str, field: str) -> str | None:
-    """Return the text of one field of one component, in the form that `save` writes; None where it is null or absent.
-
-    For what must start fast: nothing else of the file is read or checked.
-    """
-    text = path.read_text(encoding="utf-8")
-    found = re.search(rf'^  {re.escape(name)}:\n(?:    .*\n)*?    {re.escape(field)}: "([^"]*)"$', text, re.MULTILINE)
-    return found[1] if found else None
+    """Return one field of one component, None where it is null or absent; nothing else is checked, to start fast."""
+    held = files.read_object(path).get("components", {}).get(name, {}).get(field)
+    return None if held is None else str(held)
 
 
 def pin_of(component: Component, pins: Mapping[str, Pin]) -> Pin:
@@ -90,29 +80,12 @@ def pin_of(component: Component, pins: Mapping[str, Pin]) -> Pin:
     return pin
 
 
-def save(path: Path, manifest: Manifest, pins: Mapping[str, Pin]) -> None:
-    """Write ``sources.lock`` whole or not at all."""
-    files.write(path, render(manifest, pins))
-
-
-def render(manifest: Manifest, pins: Mapping[str, Pin]) -> str:
-    """Return the text of ``sources.lock``, components in the order of the manifest."""
+def save(path: Path, wanted: Manifest, pins: Mapping[str, Pin]) -> None:
+    """Write ``sources.lock`` whole or not at all, components in the order of the manifest."""
     entries = {}
-    for component in manifest.components:
+    for component in wanted.components:
         if component.name in pins:
             entry = asdict(pins[component.name])
             entry |= {key: dict(entry[key]) for key in ("archives", "patches")}
-            entries[component.name] = {
-                key: held for key, held in entry.items() if held is not None or key != "root_tree"
-            }
-    return _HEAD + "".join(_lines({"format": 1, "components": entries}))
-
-
-def _lines(mapping: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    for key, held in mapping.items():
-        name = key if re.fullmatch("[a-z][a-z0-9_-]*", key) else json.dumps(key)
-        if isinstance(held, dict) and held:
-            yield f"{indent}{name}:\n"
-            yield from _lines(held, indent + "  ")
-        else:
-            yield f"{indent}{name}: {json.dumps(held)}\n"
+            entries[component.name] = {key: held for key, held in entry.items() if held or key != "root_tree"}
+    files.write_json(path, {"format": 1, "about": _ABOUT, "components": entries})
