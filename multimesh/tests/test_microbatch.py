@@ -1,9 +1,13 @@
 """What a microbatch loop means: which rows, what is summed, what is stacked, and several loops in one function."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from models import MLP, WIDTH, mlp_block, plain, squared_error
 from pipelines import SCHEDULES, Split, assert_same, microbatched, submeshes
 
@@ -29,6 +33,29 @@ def test_rows_are_strided(split, schedule):
     rows = np.arange(ROWS, dtype=np.int32)
     f = mm.jit(mm.microbatch(split(0, lambda r: r + 0), size=SIZE, stack=True, schedule=schedule))
     np.testing.assert_array_equal(f(rows), rows.reshape(SIZE, COUNT).T)
+
+
+@pytest.mark.parametrize(("dim", "kind"), [(0, AxisType.Auto), (1, AxisType.Explicit), (-1, AxisType.Auto)])
+def test_rows_of_results_go_back_to_their_places(dim, kind):
+    """Predictions have the rows of the batch in its order, and its layout, on the last submesh."""
+    front, back = (Mesh(m.devices, m.axis_names, axis_types=(kind,)) for m in submeshes(2, (2,)))
+    params, x = MLP.init(2)["stages"], MLP.batch(ROWS, 0)["x"]
+
+    def one(block, p, x):
+        return jnp.moveaxis(block(p, jnp.moveaxis(x, dim, 0)), 0, dim)
+
+    def forward(x):
+        x = mm.task(functools.partial(one, mlp_block), mesh=front)(params[0], x)
+        return mm.task(functools.partial(one, mlp_block), mesh=back)(params[1], x), x.shape[dim]
+
+    predict = mm.microbatch(forward, dim=dim, size=SIZE, reduce=("rows", "sum"), schedule="wavefront")
+    layout = P("data") if dim == 0 else P(None, "data")
+    given = np.moveaxis(x, 0, dim)
+    y, rows = mm.jit(predict)(jax.device_put(given, NamedSharding(front, layout)))
+    with mm.ignore_transforms():
+        want, _ = jax.jit(predict)(given)
+    assert_same(y, want)
+    assert (y.sharding.spec, y.devices(), rows) == (layout, set(back.devices.flat), ROWS)
 
 
 def test_results_are_summed(split):
@@ -403,7 +430,8 @@ def test_a_schedule_that_can_not_carry_is_refused(split, stage):
 @pytest.mark.parametrize(
     ("options", "fn", "words"),
     [
-        ({"reduce": "max"}, lambda x: x.sum(), 'takes "sum" and "mean"'),
+        ({"reduce": "max"}, lambda x: x.sum(), 'takes "sum", "mean" and "rows"'),
+        ({"reduce": "rows"}, lambda x: x.sum(), r"results with size= rows in dimension 0, not of shape \(\)"),
         ({"reduce": "mean"}, lambda x: x.sum().astype(int), "can't be averaged"),
         ({"reduce": ("mean", "sum")}, lambda x: x.sum(), "reduce= must be a pytree prefix"),
         ({"carry": 0}, lambda x: x, "can't be cut"),

@@ -85,6 +85,23 @@ def test_stages_are_even_and_send_no_more_than_a_person_would(name):
     assert cuts.sent <= model.hand
 
 
+@pytest.mark.parametrize(("differentiated", "ends"), [(False, 6), (True, 18)])
+def test_independent_towers_run_at_once(differentiated, ends):
+    """Submeshes 0 and 1 have one tower, 2 and 3 the other, and 3 the loss: nothing of either tower waits for the other.
+
+    Four microbatches go through three stages in a row, not four: 4 + 2 times, each 1 forward and 2 backward.
+    """
+    model = MODELS["towers"]
+    cut = mm.pipeline(model.loss, submeshes(4, (1,)))
+    step = mm.microbatch(jax.value_and_grad(cut) if differentiated else cut, size=2, argnum=1, reduce="mean")
+    timeline = mm.jit(step).plan(model.params(), model.batch()).forecast({"F": 1, "B": 2})
+    sent = {(hop.source, hop.target) for hop in timeline.transfers}
+    assert sent == {(0, 1), (1, 3), (2, 3), *([(1, 0), (3, 1), (3, 2)] if differentiated else [])}
+    first = {span.row: span for span in reversed(timeline.spans) if span.microbatch == 0}
+    assert (first[0].start, first[0].end) == (first[2].start, first[2].end) == (0, 1)
+    assert timeline.makespan == ends
+
+
 @pytest.mark.longer
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_stages_take_turns_on_submeshes(schedule):

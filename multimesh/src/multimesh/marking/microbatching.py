@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
@@ -23,6 +24,8 @@ from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.tasks import marked_call
 from multimesh.marking.tracing import of_loop, partitioned_trace, recorded
+
+_APART = ("stack", "rows")  # results that are kept microbatch by microbatch
 
 
 def microbatch(
@@ -40,7 +43,7 @@ def microbatch(
     index: str | None = None,
     carry: int | None = None,
 ) -> Callable[..., Any]:
-    """Call ``fn`` once for each microbatch of one argument, and sum, average or stack the results.
+    """Call ``fn`` once for each microbatch of one argument, and sum, average, join or stack the results.
 
     Parameters
     ----------
@@ -66,7 +69,9 @@ def microbatch(
     stack
         Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m``.
     reduce
-        ``"sum"``, ``"mean"`` or a pytree prefix of the result with these, for leaves that are not stacked.
+        ``"sum"``, ``"mean"``, ``"rows"`` or a pytree prefix of the result with these, for leaves that are not stacked.
+        Leaves under ``"rows"`` have ``size`` rows in dimension ``dim``, as predictions do; the result has those of the
+        whole argument, in its order.
     index
         Name of a keyword argument of ``fn``: it gets the number of the microbatch, an int32 scalar.
     carry
@@ -92,6 +97,7 @@ def microbatch(
     ...     (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch, stats)
     ...     return stats, (loss, grads)
     >>> mm.microbatch(step, size=4, argnum=1, carry=2, reduce="mean")(params, batch, stats)
+    >>> predictions = mm.microbatch(forward, size=4, argnum=1, reduce="rows")(params, batch)  # doctest: +SKIP
     """
     checks.function("microbatch: the first argument", fn)
     size = None if size is None else checks.whole("microbatch: size", size, 1)
@@ -140,7 +146,8 @@ def microbatch(
                 return result if carry is not None else (None, result)
 
             state = None if carry is None else args[carry]
-            last, results = _scan(jax.jit(_compat.named(call, marks.BODY)), slices, count, state, *wanted)
+            ways = functools.partial(_ways, stack=stack, reduce=reduce, dim=dim, size=size)
+            last, results = _scan(jax.jit(_compat.named(call, marks.BODY)), slices, state, ways, dim)
             return results if carry is None else (last, results)
 
         if not alone:
@@ -204,55 +211,74 @@ def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
     if not any(layout.spec):
         return None
     rows, *others = layout.spec
-    return carry_over(PartitionSpec(rows, None, *others), shape, layout.mesh)
+    return carry_over(P(rows, None, *others), shape, layout.mesh)
 
 
-def _scan(call: Callable[..., Any], slices: Any, count: int, state: Any, stack: Any, reduce: Any) -> tuple[Any, Any]:
-    """Run ``call(piece, state) -> (state, result)`` over ``count`` slices.
+def _joined(x: jax.Array, dim: int) -> jax.Array:
+    """``[count, ..., size, ...]`` to ``[..., rows, ...]``: each row where `_split` has taken it from."""
+    x = jnp.moveaxis(x, dim + 1 if dim >= 0 else dim, 0)
+    size, count, *others = x.shape
+    shape, layout = (size * count, *others), jax.typeof(x).sharding
+    if any(layout.spec):
+        rows, _, *rest = layout.spec
+        return jnp.moveaxis(lax.reshape(x, shape, out_sharding=NamedSharding(layout.mesh, P(rows, *rest))), 0, dim)
+    return jnp.moveaxis(lax.reshape(x, shape), 0, dim)
+
+
+def _scan(
+    call: Callable[..., Any], slices: Any, state: Any, ways_of: Callable[[Any], tuple[Any, list[str]]], dim: int
+) -> tuple[Any, Any]:
+    """Run ``call(piece, state) -> (state, result)`` over slices.
 
     Returns the last state and the reduced results.
     """
+    count = len(jax.tree.leaves(slices)[0])
     state = jax.tree.map(_strong, state)
     if jax.config.jax_disable_jit:  # so ``fn`` prints and stops with values, once for each microbatch
         results = []
         for i in range(count):
             state, result = _checked(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
             results.append(jax.tree.map(jnp.asarray, result))
-        tree, ways = _ways(results[0], stack, reduce)
+        tree, ways = ways_of(results[0])
         rows = zip(*map(jax.tree.leaves, results), strict=True)
         made = [
-            jnp.stack(r) if way == "stack" else functools.reduce(jnp.add, r) for r, way in zip(rows, ways, strict=True)
+            jnp.stack(r) if way in _APART else functools.reduce(jnp.add, r) for r, way in zip(rows, ways, strict=True)
         ]
     else:
         piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
         shapes = _checked(jax.eval_shape(call, piece, state), state)[1]
-        tree, ways = _ways(shapes, stack, reduce)
+        tree, ways = ways_of(shapes)
 
         def body(carried: Any, piece: Any) -> tuple[Any, list[Any]]:
             sums, state = carried
             state, result = call(piece, state)
             outs = list(zip(jax.tree.leaves(result), ways, strict=True))
-            summed = [jnp.add(c, o) for c, o in zip(sums, (o for o, way in outs if way != "stack"), strict=True)]
-            return (summed, jax.tree.map(_strong, state)), [o for o, way in outs if way == "stack"]
+            summed = [jnp.add(c, o) for c, o in zip(sums, (o for o, way in outs if way not in _APART), strict=True)]
+            return (summed, jax.tree.map(_strong, state)), [o for o, way in outs if way in _APART]
 
-        zeros = [_zeros(leaf) for leaf, way in zip(jax.tree.leaves(shapes), ways, strict=True) if way != "stack"]
+        zeros = [_zeros(leaf) for leaf, way in zip(jax.tree.leaves(shapes), ways, strict=True) if way not in _APART]
         (sums, state), stacks = lax.scan(body, (zeros, state), slices)
         sums_left, stacks_left = iter(sums), iter(stacks)
-        made = [next(stacks_left if way == "stack" else sums_left) for way in ways]
-    return state, jax.tree.unflatten(
-        tree, [x / count if way == "mean" else x for x, way in zip(made, ways, strict=True)]
-    )
+        made = [next(stacks_left if way in _APART else sums_left) for way in ways]
+    last = {"mean": lambda x: x / count, "rows": lambda x: _joined(x, dim)}
+    return state, jax.tree.unflatten(tree, [last.get(way, lambda x: x)(x) for x, way in zip(made, ways, strict=True)])
 
 
-def _ways(result: Any, stack: Any, reduce: Any) -> tuple[Any, list[str]]:
-    """The tree of a result, and ``"sum"``, ``"mean"`` or ``"stack"`` for each leaf."""
+def _ways(result: Any, stack: Any, reduce: Any, dim: int, size: int | None) -> tuple[Any, list[str]]:
+    """The tree of a result, and ``"sum"``, ``"mean"``, ``"rows"`` or ``"stack"`` for each leaf."""
     leaves, tree = jax.tree.flatten(result)
     stacked, given = _prefix(stack or False, result, "stack"), _prefix(reduce, result, "reduce")
     ways = []
     for leaf, keep, way in zip(leaves, stacked, given, strict=True):
-        if way not in ("sum", "mean"):
-            raise UsageError(f'microbatch: reduce= takes "sum" and "mean", not {way!r}')
-        if not keep and not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
+        if way not in ("sum", "mean", "rows"):
+            raise UsageError(f'microbatch: reduce= takes "sum", "mean" and "rows", not {way!r}')
+        if not keep and way == "rows":
+            if size is None or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
+                raise UsageError(
+                    f'microbatch: reduce="rows" takes results with size= rows in dimension {dim}, not of shape '
+                    f"{leaf.shape}; mark it True in stack="
+                )
+        elif not keep and not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
             known = "averaged" if way == "mean" else "summed"
             raise UsageError(f"microbatch: a result of dtype {leaf.dtype} can't be {known}; mark it True in stack=")
         ways.append("stack" if keep else way)
