@@ -112,6 +112,29 @@ def test_python_examples_run(name: str, tmp_path: Path) -> None:
         assert picture.read_text() == shown.read_text(), f"if the change is right, copy {picture} to {shown}"
 
 
+NOTEBOOK = """
+import ast, json, sys
+
+names = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        body = ast.parse("".join(cell["source"])).body
+        last = body.pop() if isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), "cell", "exec"), names)
+        shown = last and eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        if hasattr(shown, "_repr_svg_"):
+            print(shown._repr_svg_())
+"""
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("name", ["ten_minutes", "any_model"])
+def test_a_notebook_runs_and_shows_pictures(name: str, tmp_path: Path) -> None:
+    done = python("-c", NOTEBOOK, str(ROOT / "examples" / f"{name}.ipynb"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("</svg>") == {"ten_minutes": 3, "any_model": 1}[name]
+
+
 def helps() -> dict[str, str]:
     """Help of every command, by its program."""
     found = {"maxtext/run.py": options.parser(), "python -m multimesh": multimesh.parser()}

@@ -50,9 +50,13 @@ class Timeline(Spans):
             parts.append((f"peak {self.live_unit}", [amount(peak, unit) for peak in self.peaks]))
         return "\n".join([self.title, self.note, "", *columns(parts), "", self.total])
 
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return draw(self, MOST)
+
     def to_svg(self, path: str | Path) -> None:
         """Write a picture; of a long timeline its beginning, a middle and its end, which the picture says."""
-        Path(checks.path("to_svg: path", path)).write_text(draw(self, MOST), encoding="utf-8")
+        Path(checks.path("to_svg: path", path)).write_text(self._repr_svg_(), encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:
         """Write the picture as a page that explains each box. It is one file, and needs no network."""
