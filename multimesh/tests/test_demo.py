@@ -127,7 +127,7 @@ def test_losses_that_differ_fail(flags, bad, capsys, monkeypatch):
         (["demo", "--steps", "0"], "--steps: must be a whole number of at least 1, got '0'"),
         (["demo", "--steps", "many"], "--steps"),
         (["demo", "--microbatches", "-1"], "--microbatches"),
-        (["demo", "--schedule", "zigzag"], "'zigzag' (choose from"),
+        (["demo", "--schedule", "zbv"], "unknown schedule 'zbv'; did you mean zb-v? known: gpipe"),
         (["demo", "--sched", "gpipe"], "--sched"),
         (["demo", "--html", "no-such-folder/a.html"], "can't write 'no-such-folder/a.html': there is no folder"),
         (["demo", "--svg", "no-such-folder/a.svg"], "can't write 'no-such-folder/a.svg': there is no folder"),

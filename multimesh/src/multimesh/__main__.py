@@ -90,6 +90,11 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; {self.prog} --help lists every flag")
 
 
+def _schedule(name: str) -> str:
+    schedules.get(name)  # its error names the nearest one
+    return name
+
+
 def _at_least(least: int, kind: Callable[[str], float], what: str) -> Callable[[str], Any]:
     def number(text: str) -> float:
         try:
@@ -136,7 +141,7 @@ def _add_demo(commands: Any) -> None:
     demo = _command(commands, "demo", words, _DEMO, _EXIT_CODES)
     demo.add_argument(
         "--schedule",
-        choices=(*schedules.names(), schedules.Auto.name),
+        type=_schedule,
         metavar="NAME",
         default="1f1b",
         help="order in which a submesh runs its microbatches: gpipe (or fill-drain, with two stages on each submesh "
@@ -197,7 +202,7 @@ def _add_forecast(commands: Any) -> None:
     command = _command(commands, "forecast", words, _FORECAST, _FORECAST_EXIT_CODES)
     command.add_argument(
         "--schedule",
-        choices=(*schedules.names(), schedules.Auto.name),
+        type=_schedule,
         metavar="NAME",
         help=f"by default all published ones are compared: {', '.join(schedules.names())}; auto searches for a shorter "
         "table in the memory of 1f1b",
@@ -263,7 +268,9 @@ def _add_suggest(commands: Any) -> None:
     fixed = command.add_argument_group("what stays as you say; all else is searched")
     for name in ("dp", "fsdp", "tp", "pp", "cp", "ep", "interleave", "microbatch"):
         fixed.add_argument(f"--{name}", type=_positive, metavar="N")
-    fixed.add_argument("--schedule", choices=schedules.names(), metavar="NAME", help=", ".join(schedules.names()))
+    fixed.add_argument(
+        "--schedule", type=_schedule, choices=schedules.names(), metavar="NAME", help=", ".join(schedules.names())
+    )
     fixed.add_argument("--recompute", choices=RECOMPUTE, help="what the backward pass computes again")
     fixed.add_argument(
         "--sharded", choices=SHARDED, help="over data parallelism beside the batch (default none; not searched)"
