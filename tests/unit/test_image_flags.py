@@ -73,7 +73,7 @@ def test_the_options_of_the_original_are_taken(argv: list[str], seen) -> None:
     ("argv", "reason"),
     [
         (["--cudnn-version", "9.8.0"], "cuDNN comes with the locked wheels"),
-        (["--build-type", "Debug"], "the locked wheels are Release builds"),
+        (["--build-type", "Debug"], "the locked wheels are Release"),
         (["--jaxlib", "source", "--no-cache", "--cache-addr", "localhost:9"], "contradict each other"),
         (["--accelerator", "cpu", "--cuda-version", "12.8.1"], "an image for the CPU has no CUDA"),
         (["--base-image", "debian:12", "--cuda-version", "12.8.1"], "--base-image replaces it"),
@@ -83,7 +83,10 @@ def test_the_options_of_the_original_are_taken(argv: list[str], seen) -> None:
         (["--skip-save", "--upload", "--repo", "r.example/x"], "leaves no image"),
         (["--upload", "--repo", "r.example/x", "--latest"], "comes with a release"),
         (["--allow-dirty"], "add --upload"),
-        (["--release", "v1.0.0", "--upload", "--repo", "r.example/x", "--bazel-cache-write"], "neither reads nor"),
+        (
+            ["--release", "v1.0.0", "--upload", "--repo", "r.example/x", "--bazel-cache-write"],
+            "a release uses no Bazel cache",
+        ),
         (["--image", "dev", "--stage", "runtime"], "give one"),
         (["--python-archive", "/nonexistent.tar.gz"], "there is no such file"),
         (["--repo", "ghcr.io"], "ghcr.io: is a registry alone; name an owner too"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from tooling.core import errors, proc
+from tooling.sources.lock import Move
 
 # Those that others are constrained by come first.
 GROUPS = ("run", "dev", "tooling", "bench", "docs", "inventory", "jupyter", "data", "torch", "cuda12", "cuda13")
@@ -17,23 +17,6 @@ SOURCES_ONLY = ("docopt", "promise")
 EARLIER, NEWEST = "JAX for Python < 3.12", "JAX for Python >= 3.12"
 _LINES = ((EARLIER, 'python_version < "3.12"', OLDEST), (NEWEST, 'python_version >= "3.12"', "3.12"))
 _JAX = re.compile(r"^(jax|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])==(\S+) ; (.+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Move:
-    """The old and the new value of one pin; ``fault`` says why it stayed."""
-
-    name: str
-    old: str
-    new: str
-    fault: str = ""
-
-    @property
-    def line(self) -> str:
-        """A row of the report's table."""
-        old, new = (value.removeprefix("sha256:")[:12] for value in (self.old, self.new))
-        outcome = " ".join(self.fault.split()).replace("|", "/") or "moved"
-        return f"| {self.name} | {old} | {new} | {outcome} |"
 
 
 def lock(root: Path, name: str, *options: str) -> None:

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tooling.ci import relock, tag, upgrade
-from tooling.ci.relock import Move
 from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
 from tooling.image import reference, release, tags
 from tooling.image.registry import Registry
 from tooling.image.request import add_options, from_options
+from tooling.sources.lock import Move
 from tooling.sources.workspace import ROOT, Workspace
 
 REGISTRY, IMAGE = "ghcr.io", "multimesh-jax"

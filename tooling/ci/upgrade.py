@@ -14,10 +14,10 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from tooling.ci import relock
-from tooling.ci.relock import Move
 from tooling.core import console, errors, proc
 from tooling.image import bump, digests
 from tooling.sources import git, lock, manifest, pins
+from tooling.sources.lock import Move
 from tooling.sources.manifest import Component
 from tooling.sources.workspace import Workspace
 
@@ -60,8 +60,7 @@ def upgrade(here: Workspace, mirror: str | None, reporter: console.Reporter) -> 
                 find = partial(_named_by_jax, here, mirror, *_XLA)
                 moves += [_move(here, xla, find, mirror, reporter), _bazel(here, mirror)]
     moves += relock.move(here.root)
-    bases = bump.bump(here.root)
-    moves += [Move(each.name, each.before or "null", each.after or "null", each.fault or "") for each in bases]
+    moves += bump.bump(here.root)
     return [move for move in moves if move.fault or move.new != move.old]
 
 

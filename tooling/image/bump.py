@@ -5,33 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tooling.core import console, errors
 from tooling.core.console import Subparsers, command
 from tooling.image import digests, engine, reference, tags
 from tooling.sources import pins
+from tooling.sources.lock import Move
 from tooling.sources.workspace import Workspace
 
 _SHA256 = re.compile(r"\b[0-9a-f]{64}\b")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer for one pin: the new value, or why there is none."""
-
-    name: str
-    before: str | None
-    after: str | None
-    fault: str | None
-
-    @property
-    def verdict(self) -> str:
-        """One word for people."""
-        if self.fault:
-            return "not reached"
-        return "kept" if self.before == self.after else "changed" if self.before else "filled"
 
 
 def register(subparsers: Subparsers) -> None:
@@ -61,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def bump(root: Path) -> list[Answer]:
+def bump(root: Path) -> list[Move]:
     """Ask for every pin that has a source to ask, all at once; a pin nobody answers for stays as it is.
 
     ``images.lock`` and the devcontainer that is built from it change together.
@@ -74,13 +58,13 @@ def bump(root: Path) -> list[Answer]:
         found = pool.map(lambda pin: _digest(pin.reference), held.images.values())
         sums = pool.map(lambda file: _published(f"{file.url}.sha256"), downloads.values())
         told = zip(before.items(), [*found, *sums], strict=True)
-        answers = [Answer(name, old, new or old, fault) for (name, old), (new, fault) in told]
+        answers = [Move(name, old or "null", new or old or "null", fault or "") for (name, old), (new, fault) in told]
     images, others = dict(held.images), dict(held.files)
     for answer in answers:
         if answer.name in images and not answer.fault:
-            images[answer.name] = replace(images[answer.name], digest=answer.after, read_in="")
+            images[answer.name] = replace(images[answer.name], digest=answer.new, read_in="")
         elif not answer.fault:
-            others[answer.name] = replace(others[answer.name], sha256=answer.after, read_in="")
+            others[answer.name] = replace(others[answer.name], sha256=answer.new, read_in="")
     bumped = digests.ImageLock(images, others)
     digests.save(root, bumped)
     digests.follow(root, bumped)
@@ -90,8 +74,8 @@ def bump(root: Path) -> list[Answer]:
 def run_images(root: Path) -> int:
     """Bump, print a table, and fail if anything could not be asked."""
     answers = bump(root)
-    rows = [(each.name, each.verdict, each.after or "null") for each in answers]
-    print(console.table(("pin", "", "value"), rows))
+    rows = [(each.name, each.old, each.new) for each in answers]
+    print(console.table(("pin", "before", "now"), rows))
     if silent := [f"{each.name}: {each.fault}" for each in answers if each.fault]:
         raise errors.SeveralErrors(silent, errors.NetworkError.exit_code)
     return 0

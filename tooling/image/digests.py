@@ -53,14 +53,6 @@ def load(root: Path) -> ImageLock:
         raw = json.loads((root / FILE).read_text(encoding="utf-8"))
         images = {k: ImagePin(str(v["reference"]), v["digest"], v.get("read_in", "")) for k, v in raw["images"].items()}
         downloads = {k: FilePin(str(v["url"]), v["sha256"], v.get("read_in", "")) for k, v in raw["files"].items()}
-        for name, pin in images.items():
-            if pin.digest is not None and not re.fullmatch(r"sha256:[0-9a-f]{64}", pin.digest):
-                raise ValueError(f"{name}: {pin.digest!r} is no digest")
-        for name, file in downloads.items():
-            if not file.url.startswith("https://"):
-                raise ValueError(f"{name}: {file.url!r} is not https")
-            if file.sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
-                raise ValueError(f"{name}: {file.sha256!r} is no sha256")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise errors.ManifestError(f"{FILE}: is malformed ({error}); restore it with git") from error
     return ImageLock(images, downloads)
@@ -71,9 +63,7 @@ def save(root: Path, lock: ImageLock) -> None:
     raw = json.loads((root / FILE).read_text(encoding="utf-8"))
     for kind, pins in asdict(lock).items():
         raw[kind] = {name: {key: value for key, value in pin.items() if value != ""} for name, pin in pins.items()}
-    # An image with no more than these two takes one line.
-    text = re.sub(r'\{\s+("reference": "[^"]*"),\s+("digest": [^\s,]+)\s+\}', r"{\1, \2}", json.dumps(raw, indent=2))
-    files.write(root / FILE, text + "\n")
+    files.write_json(root / FILE, raw)
 
 
 def move_bazel(root: Path, version: str) -> str:

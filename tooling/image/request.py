@@ -186,54 +186,29 @@ def _check_together(args: argparse.Namespace) -> None:
         if refused:
             raise errors.UsageError(reason)
 
-    other = args.image and args.stage and _STAGES[args.stage] != _IMAGES[args.image]
+    other, cuda = args.image and args.stage and _STAGES[args.stage] != _IMAGES[args.image], args.cuda_version
     refuse(other, f"--image {args.image} is the stage {_IMAGES.get(args.image)}, --stage says {args.stage}; give one")
     refuse(wheel and args.cudnn_version, "--cudnn-version: cuDNN comes with the locked wheels; add --jaxlib source")
-    refuse(
-        wheel and args.build_type != "Release",
-        f"--build-type {args.build_type}: the locked wheels are Release builds; add --jaxlib source",
-    )
-    refuse(
-        args.bazel_cache and not args.use_bazel_cache,
-        "--no-cache and --bazel-cache contradict each other; give one",
-    )
-    refuse(
-        args.bazel_cache_write and args.release,
-        "--bazel-cache-write: a release neither reads nor writes a Bazel cache; leave it out",
-    )
-    refuse(
-        args.accelerator == "cpu" and args.cuda_version,
-        "--cuda-version: an image for the CPU has no CUDA; leave it out, or take --accelerator cuda12",
-    )
-    refuse(
-        args.base_image and args.cuda_version and wheel,
-        "--cuda-version chooses the base image, and --base-image replaces it; give one",
-    )
+    refuse(wheel and args.build_type != "Release", "--build-type: the locked wheels are Release; add --jaxlib source")
+    unused = args.bazel_cache and not args.use_bazel_cache
+    refuse(unused, "--no-cache and --bazel-cache contradict each other; give one")
+    refuse(args.bazel_cache_write and args.release, "--bazel-cache-write: a release uses no Bazel cache; leave it out")
+    refuse(args.accelerator == "cpu" and cuda, "--cuda-version: an image for the CPU has no CUDA; leave it out")
+    replaced = args.base_image and cuda and wheel
+    refuse(replaced, "--cuda-version chooses the base image, and --base-image replaces it; give one")
     refuse(upload and not args.repo, "--upload: where to? Add --repo, e.g. --repo ghcr.io/OWNER/multimesh-jax")
     refuse(args.latest and not args.repo, "--latest marks an image in a registry; add --repo")
-    refuse(
-        args.latest and upload and args.promote and not args.release,
-        "--latest: in a registry that tag comes with a release; add --release VERSION",
-    )
-    for given, what in (
-        (args.release, "--release releases what is pushed"),
-        (not args.promote, "--no-promote pushes without moving tags"),
-        (args.allow_dirty, "--allow-dirty is about what is pushed"),
-    ):
-        refuse(given and not upload, f"{what}; add --upload")
-    refuse(
-        not args.promote and (args.latest or args.release),
-        "--no-promote moves no tag, --latest and --release do; give them to `python -m tooling promote`",
-    )
+    alone = args.latest and upload and args.promote and not args.release
+    refuse(alone, "--latest: in a registry that tag comes with a release; add --release VERSION")
+    refuse(args.release and not upload, "--release releases what is pushed; add --upload")
+    refuse(not args.promote and not upload, "--no-promote pushes without moving tags; add --upload")
+    refuse(args.allow_dirty and not upload, "--allow-dirty is about what is pushed; add --upload")
+    later = not args.promote and (args.latest or args.release)
+    refuse(later, "--no-promote moves no tag; give --latest and --release to `python -m tooling promote`")
     refuse(args.save_remote and not args.remote, "--save-remote: there is no remote engine; add --remote NAME")
-    refuse(
-        args.skip_save and (upload or args.latest or args.save_remote),
-        "--skip-save leaves no image to push, tag or save; give one",
-    )
-    refuse(
-        args.save_remote and upload,
-        "--save-remote and --upload contradict each other: an image is pushed from here; give one",
-    )
+    nothing = args.skip_save and (upload or args.latest or args.save_remote)
+    refuse(nothing, "--skip-save leaves no image to push, tag or save; give one")
+    refuse(args.save_remote and upload, "--save-remote and --upload: an image is pushed from here; give one")
     refuse(not args.build and args.skip_save, "--no-build and --skip-save leave nothing to do")
 
 

@@ -136,6 +136,10 @@ def _entries(path: Path, root: str, label: str) -> Iterator[tuple[str, str, byte
             raise errors.IntegrityError(f"{label}: {path.name} holds a file '{raw}' whose path {fault}; do not use it")
         if name.startswith(prefix):
             kind = "120000" if stat.S_ISLNK(mode) else "100755" if mode & 0o100 else "100644"
+            if stat.S_ISLNK(mode) and (
+                fault := safety.link_fault(name.removeprefix(prefix), data.decode("utf-8", "replace"))
+            ):
+                raise errors.IntegrityError(f"{label}: {path.name} holds a link '{raw}' that {fault}; do not use it")
             yield name.removeprefix(prefix), kind, data
 
 

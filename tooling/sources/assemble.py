@@ -172,11 +172,9 @@ def _fetch(repo: git.Repo, component: Component, pin: Pin, means: Means) -> None
 def _commit_of(repo: git.Repo, component: Component, pin: Pin) -> str:
     """Return the commit that the patches start from: the upstream's, or ours around the component's tree."""
     if component.keeps_upstream_commit:
-        patch.check_tree(repo, f"{pin.commit}^{{tree}}", component.name, errors.IntegrityError)
         return pin.commit or ""
     inner = pin.tree or repo.object(f"{pin.commit}:{component.path}") or ""
     for folder in reversed(component.path.split("/") if component.path else []):
         inner = repo("mktree", stdin=f"040000 tree {inner}\t{folder}\n".encode()).text
-    patch.check_tree(repo, inner, component.name, errors.IntegrityError)
     message = f"{component.name} {component.version}\n\nUpstream: {component.url}\nCommit: {pin.commit}\n"
     return repo("commit-tree", inner, stdin=message.encode(), env=git.IDENTITY).text

@@ -53,6 +53,23 @@ class Pin:
         return names + tuple(f"sha256 of {file}" for file, digest in self.archives if digest is None)
 
 
+@dataclass(frozen=True)
+class Move:
+    """The old and the new value of one pin; ``fault`` says why it stayed."""
+
+    name: str
+    old: str
+    new: str
+    fault: str = ""
+
+    @property
+    def line(self) -> str:
+        """A row of the report's table."""
+        old, new = (value.removeprefix("sha256:")[:12] for value in (self.old, self.new))
+        outcome = " ".join(self.fault.split()).replace("|", "/") or "moved"
+        return f"| {self.name} | {old} | {new} | {outcome} |"
+
+
 def load(path: Path) -> dict[str, Pin]:
     """Read and check ``sources.lock``."""
     raw = manifest.read(path, "lock.schema.json")

@@ -112,15 +112,8 @@ def read(path: Path, schema: str) -> dict[str, Any]:
 
     try:
         document = yaml.safe_load(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError as error:
-        raise errors.ManifestError(f"{path.name}: not found in {path.parent}; run this from a whole clone") from error
-    except UnicodeDecodeError as error:
-        raise errors.ManifestError(f"{path.name}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise errors.ManifestError(f"{path.name}{line}: {error.problem or 'is not valid YAML'}") from error
-    except yaml.YAMLError as error:
-        raise errors.ManifestError(f"{path.name}: is not valid YAML ({' '.join(str(error).split())})") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise errors.ManifestError(f"{path.name}: cannot be read ({' '.join(str(error).split())})") from error
     rules = json.loads(Path(__file__).with_name(schema).read_text(encoding="utf-8"))
     fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(rules).iter_errors(document))
     if fault is not None:

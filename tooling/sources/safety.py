@@ -33,20 +33,12 @@ def path_fault(path: str) -> str | None:
 
 def link_fault(path: str, target: str) -> str | None:
     """Say why a symbolic link at ``path`` (inside a tree) may not point to ``target``, or return None."""
-    if target.startswith("/") or "\\" in target or _CONTROL.search(target) or not target:
+    parts = [part for part in target.split("/") if part not in ("", ".")]
+    up = next((count for count, part in enumerate(parts) if part != ".."), len(parts))
+    if target.startswith("/") or not target or up > path.count("/"):
         return "points out of its tree"
-    depth, named = path.count("/"), False
-    for part in target.split("/"):
-        if part == "..":
-            # After a name, '..' may follow another link and leave the tree although the text of the path stays inside.
-            if depth == 0 or named:
-                return "points out of its tree"
-            depth -= 1
-        elif part not in ("", "."):
-            named = True
-            if _GIT_ALIAS.fullmatch(_IGNORABLE.sub("", part)):
-                return "points into .git"
-    return None
+    # After a name, '..' may follow another link and leave the tree although the text of the path stays inside.
+    return path_fault("/".join(parts[up:])) if parts[up:] else None
 
 
 def shown(url: str) -> str:

@@ -19,6 +19,12 @@ import yaml
 from expressions import evaluate, expand, text_of
 
 MINUTES = 360  # after that GitHub ends a job that names no limit
+# Of its action.yml at the commit that the workflows pin, v4.2.2.
+ATTEST = {
+    *("subject-path", "subject-digest", "subject-name", "subject-checksums", "subject-version", "sbom-path"),
+    *("predicate-type", "predicate", "predicate-path", "push-to-registry", "create-storage-record", "show-summary"),
+    "github-token",
+}
 
 
 @dataclass
@@ -168,6 +174,7 @@ class Machine:
         elif action == "actions/upload-pages-artifact":
             assert (self.clone / given["path"] / "index.html").is_file(), f"no site at {given['path']}"
         elif action == "actions/attest":
+            assert given.keys() <= ATTEST, f"actions/attest has no input {given.keys() - ATTEST}"
             self.attested.append(dict(given))
         else:  # this Python, an empty cache and nobody's pages stand for them
             assert action in ("actions/setup-python", "actions/cache", "actions/deploy-pages"), action

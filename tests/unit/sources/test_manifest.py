@@ -28,12 +28,12 @@ def test_bad_manifest_is_refused(path: Path) -> None:
 def test_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "sources.yaml").write_bytes(b"format: \xff\n")
 
-    with pytest.raises(errors.ManifestError, match="byte 8 is not UTF-8"):
+    with pytest.raises(errors.ManifestError, match=r"cannot be read .*byte"):
         manifest.load(tmp_path / "sources.yaml")
 
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(errors.ManifestError, match="not found"):
+    with pytest.raises(errors.ManifestError, match="No such file"):
         manifest.load(tmp_path / "sources.yaml")
 
 
