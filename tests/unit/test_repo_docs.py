@@ -55,6 +55,13 @@ def blocks(path: Path, language: str) -> list[str]:
     return [body for name, body in FENCE.findall(path.read_text(encoding="utf-8")) if name == language]
 
 
+@pytest.mark.parametrize("name", markdown_files())
+def test_code_does_not_scroll_sideways(name: str) -> None:
+    """In a window of 1300 pixels the site has room for 110 columns (docs/site/static/site.css)."""
+    lines = [line for _, body in FENCE.findall((ROOT / name).read_text(encoding="utf-8")) for line in body.splitlines()]
+    assert [line for line in lines if len(line) > 110] == []
+
+
 def commands(path: Path) -> list[list[str]]:
     """Return the argv of every command in the `console` blocks: lines after `$`, split at `&&`."""
     joined = [block.replace("\\\n", " ") for block in blocks(path, "console")]
