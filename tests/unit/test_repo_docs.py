@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import os
 import re
@@ -26,6 +25,7 @@ from tooling.image import reference
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PRINTED = re.compile(r"submesh 0:")  # a plan, which the blocks above it print
 INSTALLED = {
     ".venv/bin/pytest",
     ".venv/bin/python",
@@ -113,6 +113,7 @@ SLOW = ("docs/numerics.md", "docs/index.md")  # implied by test_linalg.py, test_
 def test_python_examples_run(name: str, tmp_path: Path) -> None:
     done = python("-c", "\n".join(blocks(ROOT / name, "python")), cwd=tmp_path)
     assert done.returncode == 0, f"the python blocks of {name}: {done.stderr}"
+    assert [text for text in blocks(ROOT / name, "text") if PRINTED.match(text) and text not in done.stdout] == []
     for picture in tmp_path.glob("tutorial-*.svg"):
         shown = ROOT / "docs" / "pictures" / picture.name
         assert shown.exists(), f"copy {picture} to {shown}, and look at it"
@@ -170,20 +171,17 @@ def test_every_help_begins_with_an_example() -> None:
 @pytest.mark.full
 def test_the_tutorial_goes_on_in_four_processes(tmp_path: Path) -> None:
     page = ROOT / "docs" / "ten-minutes.md"
-    (meet, train), one = blocks(page, "py"), blocks(page, "python")
-    parts = [block for block in one if block.startswith(("import", "optimizer = "))]
+    (train,), (start,) = blocks(page, "py"), blocks(page, "sh")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    (tmp_path / "train.py").write_text("\n".join([meet.replace("localhost:61440", address), *parts, train]))
-    env = os.environ | VIRTUAL_DEVICES | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"}
-    start = functools.partial(subprocess.Popen, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
-    processes = [start([sys.executable, "train.py", str(rank)]) for rank in range(4)]
-    said = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4
-    losses = [re.findall(r"step \d: loss (\S+)", text) for text in said]
-    assert losses == [losses[0]] * 4
-    assert losses[0] == re.findall(r"step \d: loss (\S+),", python("-c", "\n".join(one), cwd=tmp_path).stdout)
+    (tmp_path / "train.py").write_text(train.replace("localhost:61440", address))
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "XLA_FLAGS": ""}
+    argv = ["sh", "-c", start]
+    said = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=600, check=True)
+    losses = [re.findall(rf"process {rank}, step \d: loss (\d\.\d{4})", said.stdout) for rank in range(4)]
+    one = python("-c", "\n".join(blocks(page, "python")), cwd=tmp_path)
+    assert losses == [re.findall(r"step \d: loss (\S+),", one.stdout)] * 4, said.stderr
     assert "of 4 processes" in (tmp_path / "tutorial-processes.svg").read_text()
 
 
