@@ -3,15 +3,16 @@
 ``processes_scale.py [COUNTS ...] [--seconds S] [--json]``. The guests are connections of one other process that speak
 the watchers' protocol: they meet the hub, say that they are there as often as watchers do, and end together. ``meet``
 is the time from the first guest's arrival to the last answer, with the hub's CPU time; ``core`` the share of a core
-that the hub needs after that; ``death`` the time until all have heard of one that is gone.
+that the hub needs after that; ``agreement`` the time in which each leaves a note and reads what process 0 decided, with
+the CPU time of process 0 and its watcher; ``death`` the time until all have heard of one that is gone.
 
-The second table is of JAX's key-value store, with a real process 0, and one process that takes the part of all others:
-an agreement, in which each leaves a value and reads what process 0 decided; what a save has of these, and a run or a
-call of a profile, where all processes of eight read one clock.
+The second table is what a save has of agreements, and a run or a call of a profile. In this all processes of eight read
+one clock, which asks that of process 0 by JAX's key-value store: one process takes the part of all others.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import selectors
 import socket
@@ -21,22 +22,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import SimpleQueue, get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import report
 from multimesh.core import _compat
 from multimesh.observe import clocks
-from multimesh.processes import agree, watcher, wire
+from multimesh.processes import agree, notes, post, watcher, wire
 from multimesh.processes.initialize import _facts
 
 SECRET = b"a secret of a benchmark's job"
 SILENCE = 30.0
 SAVE, PROFILE = 1, 4  # agreements in a save after a job's first, and in a run of a profile besides its clocks
-THREADS = 16  # in which one process takes the part of all others
 NODE = 8  # processes that read one clock
 HOST = "a-node-of-a-large-cluster-{:05d}.compute.example.org"
 
@@ -48,7 +48,12 @@ def main() -> None:
     args = options.parse_args()
     facts = _facts()
     rows = [watched(count, args.seconds, facts) for count in args.counts]
-    report.show({"watchers": rows, "agreement": agreements(args.counts)}, args.json)
+    calls = [
+        {"processes": row["processes"], "save s": SAVE * row["agreement s"]}
+        | {"profile's run s": PROFILE * row["agreement s"] + clock["clocks s"]}
+        for row, clock in zip(rows, compared(args.counts), strict=True)
+    ]
+    report.show({"watchers": rows, "calls": calls}, args.json)
 
 
 def watched(count: int, seconds: float, facts: dict[str, list[str]]) -> report.Row:
@@ -68,6 +73,7 @@ def watched(count: int, seconds: float, facts: dict[str, list[str]]) -> report.R
         since = time.monotonic()
         time.sleep(seconds)
         share = (hub.cpu() - cpu) / (time.monotonic() - since)
+        seconds, used = agreement(count, hub, said, go)
         go.put("one dies")
         death = said.get()
         guests.join()
@@ -79,77 +85,57 @@ def watched(count: int, seconds: float, facts: dict[str, list[str]]) -> report.R
             "beat s": watcher.beat(count, SILENCE),
             "core %": 100 * share,
             "hub's MB": hub.megabytes,
+            "agreement s": seconds,
+            "agreement's CPU s": used,
             "death s": death,
         }
 
 
-def agreements(counts: Sequence[int]) -> list[report.Row]:
-    """Agreements of so many processes each, in two processes that JAX made one job."""
+def agreement(count: int, hub: Hub, said: SimpleQueue[Any], go: SimpleQueue[Any]) -> tuple[float, float]:
+    """The third agreement: seconds until all know of it, and seconds of CPU time of process 0 and of its watcher."""
+    mine = bytes(32)
+    with mock.patch("jax.process_count", return_value=count):
+        for name in ("first", "second", "third"):
+            go.put(name)
+            said.get()
+            start, cpu = time.monotonic(), time.process_time() + hub.cpu()
+            agree.decided(name, mine, lambda every: every[-1])
+            said.get()
+            seconds, used = time.monotonic() - start, time.process_time() + hub.cpu() - cpu
+    return seconds, used
+
+
+def compared(counts: Sequence[int]) -> list[report.Row]:
+    """Comparisons of the clocks of so many processes each, in two processes that JAX made one job."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     context = get_context("spawn")
-    ends: list[Any] = [context.SimpleQueue() for _ in range(3)]
-    both = [context.Process(target=agreeing, args=(rank, address, counts, *ends), daemon=True) for rank in range(2)]
+    ends: list[Any] = [context.SimpleQueue() for _ in range(2)]
+    both = [context.Process(target=comparing, args=(rank, address, counts, *ends), daemon=True) for rank in range(2)]
     for each in both:
         each.start()
-    rows: list[report.Row] = ends[2].get()
+    rows: list[report.Row] = ends[1].get()
     for each in both:
         each.join()
     return rows
 
 
-def agreeing(
-    rank: int,
-    address: str,
-    counts: Sequence[int],
-    said: SimpleQueue[Any],
-    go: SimpleQueue[Any],
-    found: SimpleQueue[Any],
-) -> None:
+def comparing(rank: int, address: str, counts: Sequence[int], said: SimpleQueue[Any], found: SimpleQueue[Any]) -> None:
     """Be process 0, or all others in turn."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.distributed.initialize(address, 2, rank)
-    mine, rows, here = bytes(32), [], threading.local()
-    jax.process_index = lambda: getattr(here, "rank", rank)
-
-    def give(first: int) -> None:
-        for here.rank in range(first, count, THREADS):
-            agree.first_hears(name, mine)
-
-    def hear(first: int) -> None:
-        for here.rank in range(first, count, THREADS):
-            assert agree.get(f"multimesh/{name}/decided", name, 0)[1:] == mine
-
+    rows = []
     for count in counts:
-        jax.process_count = lambda count=count: count
-        for name in (f"agreement {n} of {count}" for n in range(3)):
-            if rank == 0:
-                go.put(name)
-                start, cpu = time.monotonic(), time.process_time()
-                agree.decided(name, mine, lambda every: every[0])
-                said.get()
-                seconds, used = time.monotonic() - start, time.process_time() - cpu
-            else:
-                go.get()
-                with ThreadPoolExecutor(THREADS) as pool:
-                    list(pool.map(give, range(1, THREADS + 1)))
-                    list(pool.map(hear, range(1, THREADS + 1)))
-                said.put(True)
+        seconds = asked(count, rank, said)
         if rank == 0:
-            clock = asked(count, rank, said, go)
             left = len(_compat.key_value_store().key_value_dir_get("multimesh/"))
-            rows.append(
-                {"processes": count, "agreement s": seconds, "CPU s of process 0": used, "keys left": left}
-                | {"save s": SAVE * seconds, "profile's run s": PROFILE * seconds + clock}
-            )
-        else:
-            asked(count, rank, said, go)
+            rows.append({"processes": count, "clocks s": seconds, "keys left": left})
     if rank == 0:
         found.put(rows)
 
 
-def asked(count: int, rank: int, said: SimpleQueue[Any], go: SimpleQueue[Any]) -> float:
+def asked(count: int, rank: int, said: SimpleQueue[Any]) -> float:
     """Seconds in which one process of each node compares its clock with that of process 0."""
     others = max(1, count // NODE - 1)
     rounds = clocks.rounds(others)
@@ -161,7 +147,7 @@ def asked(count: int, rank: int, said: SimpleQueue[Any], go: SimpleQueue[Any]) -
             clocks.ask(key, rounds)
     if rank == 0:
         said.get()
-        agree.forget("multimesh/questions/")
+        post.forget("multimesh/questions/")
     else:
         said.put(True)
     return time.monotonic() - start
@@ -204,6 +190,13 @@ class Hub:
             pass
         if "hosts" not in said[0]:
             raise SystemExit(f"the hub says: {said[0]}")
+        found = notes.Notes(self._line)
+        notes.use(found)
+        threading.Thread(target=self._listen, args=(found,), daemon=True).start()
+
+    def _listen(self, found: notes.Notes) -> None:
+        while messages := self._line.receive():
+            found.add(messages)
 
     def cpu(self) -> float:
         """Seconds of CPU time that the hub has needed so far; also notes how much memory it has."""
@@ -218,6 +211,7 @@ class Guest(wire.Line):
     """A light guest: a connection."""
 
     answered = 0  # bytes of the hub's answer
+    noted = ""  # name of the last note that it heard
     at = 0.0  # when it says next that it is there
 
 
@@ -243,13 +237,20 @@ def be_guests(
     beats = watcher.beat(count, SILENCE)
     for guest in guests:
         guest.at = time.monotonic()
-    while go.empty():
+    while (name := go.get() if not go.empty() else "") != "one dies":
+        if name:
+            said.put(True)
+            for guest in guests:
+                guest.send(note=[name, base64.b64encode(bytes(33)).decode()])
+            while not all(guest.noted == f"{name}/decided" for guest in guests):
+                answered(ready, 1)
+            said.put(True)
         now = time.monotonic()
         for guest in guests:
             if now > guest.at:
                 guest.send(at=[3, 4])
                 guest.at = now + beats
-        answered(ready, 0.1)
+        answered(ready, 0.05)
     dead, *rest = guests
     ready.unregister(dead)
     start = time.monotonic()
@@ -272,6 +273,7 @@ def answered(ready: selectors.BaseSelector, seconds: float) -> int:
         messages = key.data.receive()
         if messages is None:
             raise SystemExit("the hub is gone")
+        key.data.noted = next((said["note"][0] for said in messages if "note" in said), key.data.noted)
         if not key.data.answered and messages:
             key.data.answered = len(wire.encoded(**messages[0]))
             found += 1

@@ -13,7 +13,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from multimesh.processes import members, secret, watcher, wire
+from multimesh.processes import members, notes, secret, watcher, wire
 from multimesh.processes.meeting import Meeting, TurnedAwayError
 from test_meeting_rules import member
 
@@ -55,6 +55,33 @@ def test_messages_of_any_size_arrive_whole_and_in_order(ends):
     assert found == [{"stack": text} for text in texts]
     guest.send(done=True)
     assert hub.receive() == [{"done": True}]
+
+
+def test_notes_are_found_by_name_and_process_and_kept_until_all_came(ends):
+    one, other = ends()
+    mine, to_watcher = notes.Notes(wire.Line(one)), wire.Line(other)
+    mine.leave("step 1", b"\0\xff")
+    (said,) = to_watcher.receive()
+    assert wire.is_message(said)
+    mine.add([said | {"rank": 3}, {"end": 1}])
+    assert mine.wait("step 1", 2, 0) == {3: b"\0\xff"}
+    assert mine.wait("step 2", 1, 0) == {}
+    mine.add([said | {"rank": 7}])
+    assert mine.wait("step 1", 2, 60) == {3: b"\0\xff", 7: b"\0\xff"}
+    assert mine.wait("step 1", 1, 0) == {}
+
+
+def test_a_process_that_reads_nothing_does_not_hold_up_its_watcher(ends):
+    one, other = ends()
+    watcher_end, process = wire.Line(one), wire.Line(other)
+    one.setblocking(False)
+    texts = ["a" * 3_000_000, "b"]
+    assert not any([watcher_end.send(stack=text) for text in texts])
+    found = []
+    while len(found) < len(texts):
+        watcher_end.flush()
+        found += process.receive()
+    assert [each["stack"] for each in found] == texts
 
 
 def test_one_without_the_secret_says_nothing(ends):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from multimesh.processes import agree
+from multimesh.processes import agree, post
 
 ROUNDS = 40  # questions of a clock to process 0
 QUESTIONS = 8_000  # of all clocks
@@ -42,7 +42,7 @@ def offset(name: str) -> tuple[float, float]:
     """
     me, clock, key = jax.process_index(), identity(), f"multimesh/clock/{name}"
     another = agree.first_says(f"clock/{name}", clock) != clock
-    asks = another and agree.put_first(f"{key}/{clock}/asks", b"")
+    asks = another and post.put_first(f"{key}/{clock}/asks", b"")
     asking: list[int] = []
 
     def noted(every: Sequence[bytes]) -> bytes:
@@ -53,10 +53,10 @@ def offset(name: str) -> tuple[float, float]:
     for rank in asking:
         answer(f"{key}/questions/{rank}", each, rank)
     if asks:
-        agree.put(f"{key}/{clock}/offset", json.dumps(ask(f"{key}/questions/{me}", each)).encode())
-    found = json.loads(agree.get(f"{key}/{clock}/offset", "the clocks", 0)) if another else [0.0, 0.0]
+        post.put(f"{key}/{clock}/offset", json.dumps(ask(f"{key}/questions/{me}", each)).encode())
+    found = json.loads(post.get(f"{key}/{clock}/offset", "the clocks", 0)) if another else [0.0, 0.0]
     agree.decided(f"{name}/clocks/read", b"")
-    agree.forget(f"{key}/")
+    post.forget(f"{key}/")
     return found[0], found[1]
 
 
@@ -68,8 +68,8 @@ def rounds(clocks: int) -> int:
 def answer(questions: str, rounds: int, rank: int) -> None:
     """Answer the questions of process ``rank``."""
     for i in range(rounds):
-        agree.get(f"{questions}/{i}/asked", "the clocks", rank)
-        agree.put(f"{questions}/{i}/time", repr(now()).encode())
+        post.get(f"{questions}/{i}/asked", "the clocks", rank)
+        post.put(f"{questions}/{i}/time", repr(now()).encode())
 
 
 def ask(questions: str, rounds: int) -> list[float]:
@@ -77,8 +77,8 @@ def ask(questions: str, rounds: int) -> list[float]:
     found: list[tuple[float, float]] = []
     for i in range(rounds):
         start = now()
-        agree.put(f"{questions}/{i}/asked", b"")
-        theirs = float(agree.get(f"{questions}/{i}/time", "the clocks", 0))
+        post.put(f"{questions}/{i}/asked", b"")
+        theirs = float(post.get(f"{questions}/{i}/time", "the clocks", 0))
         end = now()
         found.append((end - start, theirs - (start + end) / 2))
     best = sorted(found)[: rounds // 4]  # those with the fastest answers

@@ -1,7 +1,6 @@
-"""How processes agree, by JAX's key-value store: each gives something, process 0 decides, and all learn the decision.
+"""How processes agree: each gives something, process 0 decides, and all learn the decision.
 
-That is one value that each process leaves and one that it reads. Process 0 reads all at once. It deletes what it has
-read, and its decision when it hears from all again: by then they have read it.
+That is one value that each process leaves for process 0, and one that it reads.
 """
 
 from __future__ import annotations
@@ -9,9 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import socket
-import sys
-import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
@@ -19,27 +15,17 @@ from typing import Any, TypeVar
 
 import jax
 
-from multimesh.core import _compat
 from multimesh.errors import DamagedError, LostProcessError, MultiMeshError, NoRecordError, UsageError
-from multimesh.processes import timeouts
-
-NOTICE = 60.0
-"""Seconds after which process 0 says for whom it waits."""
+from multimesh.processes import post
 
 T = TypeVar("T")
 
 _plans = itertools.count(1)
-_here = threading.local()  # at process 0: `read`, the keys that all have read when they come to this thread again
 
 
 def several() -> bool:
     """Whether this is one of several processes."""
     return jax.process_count() > 1
-
-
-def patience(timeout: float | None = None) -> float:
-    """Seconds to wait for others: those given, else those set for the job."""
-    return timeouts.current().compile if timeout is None else timeout
 
 
 def decided(
@@ -57,17 +43,17 @@ def decided(
     if not several():
         return decide([mine])
     if jax.process_index():
-        first_hears(name, mine)
-        said = get(f"multimesh/{name}/decided", name, 0, patience(timeout) + 10)
+        post.to_first(name, mine)
+        said = post.from_first(f"{name}/decided", post.patience(timeout) + 10)
         if said[:1] == b"-":
             raise LostProcessError(said[1:].decode())
         return said[1:]
     try:
-        said = decide(first_hears(name, mine, timeout))
+        said = decide(post.from_all(name, mine, timeout))
     except LostProcessError as error:
-        _say(f"multimesh/{name}/decided", f"-{error}".encode())
+        post.to_all(f"{name}/decided", f"-{error}".encode())
         raise
-    _say(f"multimesh/{name}/decided", b"+" + said)
+    post.to_all(f"{name}/decided", b"+" + said)
     return said
 
 
@@ -96,12 +82,12 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
         return
     me, key = jax.process_index(), f"multimesh/lines/{name}"
     if me == usually:
-        put(key, packed([*lines]))
+        post.put(key, packed([*lines]))
     differs = b""
     if me == odd[0]:
-        differs = _parting([*lines], unpacked(get(key, name, usually, timeout))).encode()
+        differs = _parting([*lines], unpacked(post.get(key, name, usually, timeout))).encode()
     differs = decided(f"{name}/parting", differs, lambda every: every[odd[0]], timeout)
-    forget(key)
+    post.forget(key)
     who = f"process {', '.join(map(str, odd))} of {jax.process_count()} differs from process {usually}"
     raise UsageError(f"{name}: {who}, {differs.decode()}; start all processes with the same code, data and flags")
 
@@ -151,11 +137,10 @@ def first_says(name: str, value: T, timeout: float | None = None) -> T:
     """What process 0 gives as ``value``, something that JSON holds, in every process; use each ``name`` once."""
     if not several():
         return value
-    key = f"multimesh/says/{name}"
     if jax.process_index() == 0:
-        _say(key, json.dumps(value).encode())
+        post.to_all(f"{name}/says", json.dumps(value).encode())
         return value
-    said: T = json.loads(get(key, name, 0, timeout))
+    said: T = json.loads(post.from_first(f"{name}/says", timeout))
     return said
 
 
@@ -173,36 +158,6 @@ def first_does(name: str, what: Callable[[], T], timeout: float | None = None) -
     verdict, result = first_says(name, [verdict, result], timeout)
     _raise(verdict)
     return result
-
-
-def _say(key: str, value: bytes) -> None:
-    put(key, value)
-    if not hasattr(_here, "read"):
-        _here.read = []
-    _here.read.append(key)
-
-
-def first_hears(name: str, mine: bytes, timeout: float | None = None) -> list[bytes]:
-    """At process 0, what each process gives; nothing at others. Use each ``name`` once."""
-    if not several():
-        return [mine]
-    folder, me = f"multimesh/hears/{name}/", jax.process_index()
-    put(f"{folder}{me}", mine)
-    if me:
-        return []
-    store, count = _compat.key_value_store(), jax.process_count()
-    wait = _Wait(name, timeout)
-    while True:
-        found = {int(key[len(folder) :]): value for key, value in store.key_value_dir_get_bytes(folder)}
-        missing = [rank for rank in range(count) if rank not in found]
-        if not missing:
-            break
-        wait.once(f"{folder}{missing[len(missing) // 2]}", missing)  # then all are read again
-    store.key_value_delete(folder)
-    for key in getattr(_here, "read", ()):
-        store.key_value_delete(key)
-    _here.read = []
-    return [found[rank] for rank in range(count)]
 
 
 def settle(
@@ -258,73 +213,3 @@ def _verdict(said: Sequence[Any]) -> list[str]:
     rank, (kind, text, host) = wrong[0]
     whose = "" if said.count(said[rank]) == len(said) else f"process {rank} of {len(said)} ({host}): "
     return [kind, f"{whose}{text}"]
-
-
-def put(key: str, value: bytes) -> None:
-    """Leave a value for all processes; use each ``key`` once."""
-    _compat.key_value_store().key_value_set_bytes(key, value)
-
-
-def put_first(key: str, value: bytes) -> bool:
-    """Leave a value unless another process has left one under this ``key``; returns whether this one has."""
-    try:
-        put(key, value)
-    except jax.errors.JaxRuntimeError as error:
-        if "ALREADY_EXISTS" not in str(error):
-            raise
-        return False
-    return True
-
-
-def forget(folder: str) -> None:
-    """Let process 0 delete all values whose keys begin with ``folder``."""
-    if jax.process_index() == 0:
-        _compat.key_value_store().key_value_delete(folder)
-
-
-def get(key: str, what: str, rank: int, timeout: float | None = None) -> bytes:
-    """Wait for the value that process ``rank`` leaves under ``key``, and return it."""
-    wait = _Wait(what, timeout)
-    while (found := wait.once(key, [rank])) is None:
-        pass
-    return found
-
-
-class _Wait:
-    """A wait for other processes."""
-
-    def __init__(self, what: str, timeout: float | None) -> None:
-        self._what, self._seconds, self._begun = what.rpartition("/")[0] or what, patience(timeout), time.monotonic()
-        self._told = jax.process_index() != 0
-        self._slice = min(5.0, max(1.0, jax.process_count() / 1000))  # seconds in which Ctrl-C has to wait
-
-    def once(self, key: str, missing: Sequence[int]) -> bytes | None:
-        """Wait for a value for a short time; None if it is not there then. ``missing``: who has not come here.
-
-        Raises
-        ------
-        LostProcessError
-            If the time is over.
-        """
-        waited = time.monotonic() - self._begun
-        many = len(missing) - 8
-        shown = ", ".join(map(str, missing[:8])) + (f" and {many} more" if many > 0 else "")
-        who = (
-            f"{self._what.rpartition('/')[0] or self._what}: process {shown} of {jax.process_count()} has not come here"
-        )
-        if waited > NOTICE and not self._told:
-            self._told = True
-            print(f"multimesh: {who} for {NOTICE:.0f} s; is it compiling?", file=sys.stderr, flush=True)
-        try:
-            seconds = min(max(self._seconds - waited, 0.001), self._slice)
-            found: bytes = _compat.key_value_store().blocking_key_value_get_bytes(key, int(1000 * seconds))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            if time.monotonic() - self._begun > self._seconds:
-                raise LostProcessError(
-                    f"{who} within {self._seconds:.0f} s; do all processes call the same functions in the same order? "
-                    f"A longer compile_timeout ({timeouts.variable('compile')}) waits longer"
-                ) from None
-            return None
-        return found

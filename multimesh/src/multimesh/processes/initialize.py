@@ -18,7 +18,7 @@ import jax
 
 from multimesh.core import _compat
 from multimesh.errors import UsageError
-from multimesh.processes import timeouts
+from multimesh.processes import notes, timeouts
 from multimesh.processes.watcher_client import WatcherClient, start
 
 _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
@@ -200,6 +200,7 @@ def _initialize(
     if not same_command:
         del own["facts"]["command line"]
     _client, hosts = start(own, address, bind, waits)
+    notes.use(_client.notes)
     timeouts.use(waits)
     preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
     jax.config.update("jax_enable_preemption_service", preemptible)  # by default it swallows SIGTERM

@@ -196,7 +196,7 @@ class Meeting:
             while time.monotonic() < deadline:
                 if line in self._come():
                     if answer := line.receive():
-                        line.keep(answer[1:])
+                        line.kept = answer[1:]
                         return answer[0]
                     if answer is None:
                         break

@@ -32,7 +32,7 @@ from multimesh.processes.endings import death, handle_of, state
 from multimesh.processes.meeting import TICK, Meeting, TurnedAwayError
 from multimesh.processes.members import Member, named
 from multimesh.processes.stalls import StepsOfAll
-from multimesh.processes.wire import GRACE, Line, Message, drain
+from multimesh.processes.wire import GRACE, Line, Message, drain, encoded
 
 BEAT = 1.0  # seconds between two signs of life
 BEATS = 1000  # signs of life in a second that the hub takes
@@ -82,6 +82,8 @@ class Watch:
     def run(self) -> None:
         """Watch until all processes are done or one is lost."""
         now = beaten = looked = stopped = time.monotonic()
+        for rank in [rank for rank, line in self._links.items() if line.kept]:
+            self._read(rank)
         while not self._over:
             for key, _ in self._ready.select(TICK):
                 if not self._over:
@@ -111,8 +113,9 @@ class Watch:
 
     def _tell(self, **message: Any) -> None:
         """Tell the hub; the hub tells all others."""
+        said = encoded(**message)  # once, not for each of thousands
         for line in self._links.values():
-            if not line.send(**message):
+            if not line.send_encoded(said):
                 self._full.add(line)
 
     def _read(self, rank: int | None) -> None:
@@ -138,6 +141,8 @@ class Watch:
                 self._report(self._own["rank"], "failed", why=message["failed"], code=message.get("code", 1), said=True)
             elif "cause" in message:
                 self._hear(message["cause"])
+            elif "note" in message:
+                self._pass_on(rank, message["note"])
             elif "at" in message and self._progress and rank is not None:
                 self._progress.note(rank, message["at"], time.monotonic())
             elif "stack" in message:
@@ -148,6 +153,13 @@ class Watch:
                 self._finished(self._own["rank"] if rank is None else rank)
             elif "all_done" in message:
                 self._all_done()
+
+    def _pass_on(self, rank: int | None, note: list[str]) -> None:
+        """A note of the own process goes to process 0, that of process 0 to all; one that came to the own process."""
+        if rank is None:
+            self._tell(note=note)
+        elif not self._process.send(note=note, rank=rank):
+            self._full.add(self._process)
 
     def _steps_now(self) -> list[int]:
         """Calls of plans that the process has ended and begun."""
@@ -224,13 +236,20 @@ class Watch:
             with contextlib.suppress(OSError):
                 os.write(2, f"multimesh: {text}\n".encode())
         self._others_leave(GRACE / 3)  # before process 0 ends, and JAX's service in it, which would abort them
-        self._process.send(end=cause["code"], own=own)
+        self._end(end=cause["code"], own=own)
         until = time.monotonic() + GRACE
         while os.getppid() == self._parent and time.monotonic() < until:
             time.sleep(0.02)
         if os.getppid() == self._parent:
             with contextlib.suppress(OSError):
                 os.kill(self._parent, signal.SIGKILL)
+
+    def _end(self, **message: Any) -> None:
+        """Say the last thing to the own process, after all that it has not taken yet."""
+        until, gone = time.monotonic() + GRACE, self._process.send(**message)
+        while not gone and time.monotonic() < until:
+            time.sleep(0.02)
+            gone = self._process.flush()
 
     def _finished(self, rank: int) -> None:
         if self._own["rank"]:
@@ -245,7 +264,7 @@ class Watch:
 
     def _all_done(self) -> None:
         self._over = True
-        self._process.send(all_done=True)
+        self._end(all_done=True)
         self._others_leave(GRACE)
 
     def _others_leave(self, seconds: float) -> None:
@@ -273,6 +292,7 @@ def main(descriptor: int) -> None:
         process.send(refused=str(error), told=error.told)
         return
     process.send(hosts=hosts)
+    process.link.setblocking(False)  # from here on nobody's silence holds up this watcher
     steps = mmap.mmap(given["steps"], 16)
     settings = {name: given[name] for name in ("stack", "ask", "silence", "stop", "stall", "lost")}
     Watch(own, process, links, members, steps=steps, **settings).run()

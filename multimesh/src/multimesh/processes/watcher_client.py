@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from multimesh.errors import LostProcessError, UsageError
 from multimesh.processes import secret, watcher
 from multimesh.processes.members import Member, named, unfolded
+from multimesh.processes.notes import Notes
 from multimesh.processes.timeouts import Timeouts
 from multimesh.processes.wire import GRACE, Line, allow_files
 
@@ -50,6 +51,7 @@ class WatcherClient:
         self._line, self._name, self._watcher = line, name, process
         self._steps = memoryview(steps).cast("q")
         self._pid = os.getpid()
+        self.notes = Notes(line)
         self._told, self._all_done = threading.Event(), threading.Event()
         self._exit_status: Any = None
         self._print = sys.excepthook
@@ -80,6 +82,7 @@ class WatcherClient:
 
     def _listen(self) -> None:
         while (messages := self._line.receive()) is not None:
+            self.notes.add(messages)
             for message in messages:
                 if message.get("own"):
                     self._told.set()
@@ -233,8 +236,9 @@ def start(own: Member, address: str, bind: str, timeouts: Timeouts) -> tuple[Wat
 def _answer(line: Line) -> Mapping[str, Any]:
     line.link.settimeout(None)
     while (messages := line.receive()) is not None:
-        for message in messages:
-            return message
+        if messages:
+            answer, *line.kept = messages
+            return answer
     return {}
 
 

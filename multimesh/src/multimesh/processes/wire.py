@@ -8,6 +8,7 @@ what others say. A process and its own watcher have a socket pair to themselves,
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hmac
 import json
@@ -15,6 +16,7 @@ import os
 import resource
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -33,8 +35,8 @@ _KINDS = {
     **dict.fromkeys(("failed", "stack", "refused", "hosts"), str),
     **dict.fromkeys(("show", "done", "all_done", "told"), bool),
     **dict.fromkeys(("hello", "first", "cause"), dict),
+    **dict.fromkeys(("at", "note"), list),
     "code": int,
-    "at": list,
 }
 _CAUSE = {"rank": int, "text": str, "code": int, "said": bool}
 
@@ -43,27 +45,42 @@ def is_message(said: Any) -> bool:
     """Whether a watcher may say this to another one."""
     if not isinstance(said, dict) or any(type(value) is not _KINDS.get(name) for name, value in said.items()):
         return False
-    at, cause = said.get("at", [0, 0]), said.get("cause")
+    at, note, cause = said.get("at", [0, 0]), said.get("note"), said.get("cause")
     if len(at) != 2 or any(type(number) is not int for number in at):
+        return False
+    if note is not None and not _is_note(note):
         return False
     if cause is not None and any(type(cause.get(name)) is not kind for name, kind in _CAUSE.items()):
         return False
     return all(0 <= each.get("code", 0) < 256 for each in (said, cause or {}))
 
 
+def _is_note(said: list[Any]) -> bool:
+    """Whether these are the name and the contents of a note."""
+    if len(said) != 2 or any(type(each) is not str for each in said):
+        return False
+    try:
+        base64.b64decode(said[1])
+    except ValueError:
+        return False
+    return True
+
+
 class Line:
     """A connection for messages to and fro. With a ``secret``, perhaps empty, both ends prove that they know it.
 
-    Such a line never waits: what the system does not take at once is kept for `flush`.
+    Such a line never waits: what the system does not take at once is kept for `flush`. One without a secret waits,
+    until its socket is told not to.
     """
 
     def __init__(self, link: socket.socket, secret: bytes | None = None, *, hub: bool = False) -> None:
         self.link = link
         self.reset = False  # whether the connection was cut, not ended
         self.proven = secret is None  # whether the other end has proved that it knows the secret
-        self._secret, self._hub, self._rest, self._unsent = secret, hub, b"", b""
+        self._secret, self._hub, self._rest, self._unsent = secret, hub, bytearray(), bytearray()
+        self._one_by_one = threading.Lock()
         self._key: bytes | None = None
-        self._kept: list[Message] = []
+        self.kept: list[Message] = []  # have arrived, and `receive` returns them first
         self._early: list[bytes] = []  # said before there is a key
         self._sent = self._got = 0
         self._finished = False
@@ -96,23 +113,23 @@ class Line:
         return self._push(b"")
 
     def _push(self, data: bytes) -> bool:
-        if self._secret is None:
-            with contextlib.suppress(OSError):
-                self.link.sendall(data)
+        with self._one_by_one:
+            self._sent += bool(data and self._key)
+            self._unsent += data
+            try:
+                while self._unsent:
+                    del self._unsent[: self.link.send(self._unsent)]
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._unsent.clear()
             return True
-        self._sent += bool(data and self._key)
-        self._unsent += data
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[self.link.send(self._unsent) :]
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._unsent = b""
-        return True
 
     def receive(self) -> list[Message] | None:
         """Return the messages that have arrived; None at the end. Call it when something has arrived."""
+        if self.kept:
+            kept, self.kept = self.kept, []
+            return kept
         try:
             data = self.link.recv(1 << 16)
         except BlockingIOError:
@@ -121,15 +138,10 @@ class Line:
             self.reset = isinstance(error, ConnectionResetError)
             return None
         self._rest += data
-        kept, self._kept = self._kept, []
         try:
-            return kept + list(self._messages()) if data or kept else None
+            return list(self._messages()) if data else None
         except (ValueError, RecursionError):
             return None
-
-    def keep(self, messages: list[Message]) -> None:
-        """Let the next `receive` return these first."""
-        self._kept = messages
 
     def _messages(self) -> Iterator[Message]:
         """The whole messages among what has arrived. Raises ValueError if a stranger speaks."""
@@ -143,10 +155,11 @@ class Line:
             start, end = 4 + tag, 4 + tag + size
             if len(self._rest) < end:
                 return
-            text = self._rest[start:end]
+            text = bytes(self._rest[start:end])
             if not hmac.compare_digest(self._rest[4:start], self._tag(not self._hub, self._got, text)):
                 raise ValueError("a wrong tag")
-            self._got, self._rest, self.proven = self._got + 1, self._rest[end:], True
+            self._got, self.proven = self._got + 1, True
+            del self._rest[:end]
             message = json.loads(text)
             if self._secret is not None and not is_message(message):
                 raise ValueError("no message of a watcher")
@@ -159,7 +172,8 @@ class Line:
         end = len(GREETING) + RANDOM
         if len(self._rest) < end:
             return False
-        theirs, self._rest = self._rest[len(GREETING) : end], self._rest[end:]
+        theirs = bytes(self._rest[len(GREETING) : end])
+        del self._rest[:end]
         both = self._random + theirs if self._hub else theirs + self._random
         self._key = hmac.digest(self._secret or b"", both, "sha256")
         early, self._early = self._early, []

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
-from multimesh.processes import agree
+from multimesh.processes import post
 from multimesh.processes.arrays import absent, here
 from multimesh.runtime.actions import Lane, Parcel, by_devices, lanes
 from multimesh.runtime.transport import ends
@@ -137,11 +137,11 @@ class Pull:
         address = _compat.own_address()
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(client, f"{address}:0", [f"{address}:0"] * 2)
-        agree.put(f"multimesh/transfer/{self._me}", self._server.address().encode())
+        post.put(f"multimesh/transfer/{self._me}", self._server.address().encode())
 
     @functools.cache  # noqa: B019 - lives as long as the process
     def _peer(self, process: int) -> Any:
-        return self._server.connect(agree.get(f"multimesh/transfer/{process}", "transfers", process).decode())
+        return self._server.connect(post.get(f"multimesh/transfer/{process}", "transfers", process).decode())
 
     def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """See `Carrier`."""
