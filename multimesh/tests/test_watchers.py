@@ -76,7 +76,7 @@ def test_a_process_that_reads_nothing_does_not_hold_up_its_watcher(ends):
     watcher_end, process = wire.Line(one), wire.Line(other)
     one.setblocking(False)
     texts = ["a" * 3_000_000, "b"]
-    assert not any([watcher_end.send(stack=text) for text in texts])
+    assert not any(watcher_end.send(stack=text) for text in texts)
     found = []
     while len(found) < len(texts):
         watcher_end.flush()
