@@ -39,7 +39,7 @@ def test_a_second_start_compiles_nothing(run: Any, tmp_path: Path, processes: in
     """Also after an entry was cut short, as by a kill: that program is compiled again, with the same losses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(SWITCH, "1")
-    flags = ["--cpus", "2", "--pp", "2", "--num-steps", "2", "--json"]
+    flags = ["--cpus", str(2 // processes), "--pp", "2", "--num-steps", "2", "--json"]
     flags += ["--nodes", str(processes), "--spawn"] if processes > 1 else []
 
     told: list[str] = []

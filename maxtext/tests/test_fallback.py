@@ -185,6 +185,18 @@ def test_a_job_that_lost_a_process_starts_again_on_a_grid_that_fits(
         assert code == codes[-1]
 
 
+def test_spare_gpus_take_the_place_of_lost_ones_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Four processes of two GPUs on a machine of twelve, of which two, and then four more, are gone."""
+    visible, started = [12, 10, 6], []
+    monkeypatch.setattr(spawning, "visible_gpu_memory", lambda: [80] * visible[len(started)])
+    monkeypatch.setattr(spawning, "_run", lambda _words, processes, *_: started.append(processes) or 17)
+    flags = "--spawn --nodes 4 --gpus 2 --pp 8 --max-restarts 2 --checkpoint ck --fallback pp=4"
+    options = read([*flags.split(), "--output", str(tmp_path)]).options
+    monkeypatch.setattr(spawning.restarts, "closed", lambda *_: Attempt("", "", 4, 0, 1))
+    assert spawning.spawn([], options, None, [Grid("pp 8", 4), Grid("pp 4", 2)]) == 17
+    assert started == [4, 4, 2]
+
+
 def trainers(folder: Path, rank: int) -> Iterator[int]:
     """Processes that train as one rank of a run in a folder; not the launchers that wait for them."""
     own = f"metrics_file={folder}/{f'process-{rank}/' if rank else ''}metrics.jsonl"

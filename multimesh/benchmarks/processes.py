@@ -45,7 +45,7 @@ def main() -> None:
     two, (one,) = started(cores[:2], devices=1), started(cores[:1], devices=2)
     own = [{"processes": processes, **row} for processes, rows in ((1, one["own"]), (2, two[0]["own"])) for row in rows]
     tables = {f"{m} microbatches (load {load:.1f})": rows for m, rows in two[0]["steps"].items()}
-    report.show(tables | {"CPU us of the calling thread of process 0 (times a step)": own}, args.json)
+    report.show(tables | {"CPU us of the calling thread of process 0, least; median (times a step)": own}, args.json)
 
 
 def started(cores: Sequence[int], devices: int) -> list[dict[str, Any]]:
@@ -230,7 +230,7 @@ def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
 
 
 def dispatched(work: Work, rounds: int) -> report.Row:
-    """Median CPU time of the calling thread in the call of a kernel, and in those of a transfer where it takes part.
+    """CPU time of the calling thread, least and median, in a call of a kernel, and of a transfer where it takes part.
 
     In one process a transfer is one call.
     """
@@ -261,7 +261,7 @@ def dispatched(work: Work, rounds: int) -> report.Row:
             runner.run(env, calls)
             jax.block_until_ready(env)
     return {
-        name: f"{statistics.median(times):.0f} ({len(times) // rounds})" if times else ""
+        name: f"{min(times):.0f}; {statistics.median(times):.0f} ({len(times) // rounds})" if times else ""
         for name, times in found.items()
     }
 

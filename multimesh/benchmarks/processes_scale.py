@@ -111,17 +111,24 @@ def compared(counts: Sequence[int]) -> list[report.Row]:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     context = get_context("spawn")
-    ends: list[Any] = [context.SimpleQueue() for _ in range(2)]
+    ends: list[Any] = [context.SimpleQueue() for _ in range(3)]
     both = [context.Process(target=comparing, args=(rank, address, counts, *ends), daemon=True) for rank in range(2)]
     for each in both:
         each.start()
-    rows: list[report.Row] = ends[1].get()
+    rows: list[report.Row] = ends[2].get()
     for each in both:
         each.join()
     return rows
 
 
-def comparing(rank: int, address: str, counts: Sequence[int], said: SimpleQueue[Any], found: SimpleQueue[Any]) -> None:
+def comparing(
+    rank: int,
+    address: str,
+    counts: Sequence[int],
+    said: SimpleQueue[Any],
+    go: SimpleQueue[Any],
+    found: SimpleQueue[Any],
+) -> None:
     """Be process 0, or all others in turn."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.distributed.initialize(address, 2, rank)
@@ -131,6 +138,9 @@ def comparing(rank: int, address: str, counts: Sequence[int], said: SimpleQueue[
         if rank == 0:
             left = len(_compat.key_value_store().key_value_dir_get("multimesh/"))
             rows.append({"processes": count, "clocks s": seconds, "keys left": left})
+            go.put(True)
+        else:
+            go.get()
     if rank == 0:
         found.put(rows)
 
@@ -147,7 +157,7 @@ def asked(count: int, rank: int, said: SimpleQueue[Any]) -> float:
             clocks.ask(key, rounds)
     if rank == 0:
         said.get()
-        post.forget("multimesh/questions/")
+        post.forget(f"multimesh/questions/{count}/")
     else:
         said.put(True)
     return time.monotonic() - start
@@ -195,7 +205,7 @@ class Hub:
         threading.Thread(target=self._listen, args=(found,), daemon=True).start()
 
     def _listen(self, found: notes.Notes) -> None:
-        while messages := self._line.receive():
+        while (messages := self._line.receive()) is not None:
             found.add(messages)
 
     def cpu(self) -> float:

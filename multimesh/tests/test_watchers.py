@@ -63,10 +63,10 @@ def test_notes_are_found_by_name_and_process_and_kept_until_all_came(ends):
     mine.leave("step 1", b"\0\xff")
     (said,) = to_watcher.receive()
     assert wire.is_message(said)
-    mine.add([said | {"rank": 3}, {"end": 1}])
+    mine.add([{"notes": [[3, *said["note"]]]}, {"end": 1}])
     assert mine.wait("step 1", 2, 0) == {3: b"\0\xff"}
     assert mine.wait("step 2", 1, 0) == {}
-    mine.add([said | {"rank": 7}])
+    mine.add([{"notes": [[7, *said["note"]]]}])
     assert mine.wait("step 1", 2, 60) == {3: b"\0\xff", 7: b"\0\xff"}
     assert mine.wait("step 1", 1, 0) == {}
 

@@ -270,6 +270,48 @@ def test_a_job_whose_node_is_drained_goes_on_without_it_and_grows_when_it_return
     compare(output, tmp_path / "one", text, steps)
 
 
+@pytest.mark.full
+def test_a_spare_node_takes_the_place_of_a_lost_one_before_any_smaller_grid(
+    submit: Submit, tmp_path: Path, gpu_cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes, of which the grid needs one: the second trains on the same grid when the first is gone."""
+    monkeypatch.setenv("SLURM_WAIT", "5")
+    text, output, kept = ["--text", str(ROOT / "LICENSE")], tmp_path / "several", tmp_path / "ck"
+    place = ["--output", str(output), "--checkpoint", str(kept), "--checkpoint-every", "2"]
+    job = submit("slurm", 4, *TRAINING, *place, "--max-restarts=2", "--fallback", "pp=1,dp=1", *text)
+
+    def trains(node: str, newer: int) -> int:
+        """The trainer of process 0, when it has written a newer checkpoint; it is on that node."""
+
+        def found() -> bool:
+            return slurm.ended(job.number) is not None or any(
+                path.name.isdigit() and int(path.name) > newer for path in kept.glob("*")
+            )
+
+        processes.wait_for(found, f"{node} writes a checkpoint after {newer}", patience_s=600, log=job.log)
+        assert slurm.ended(job.number) is None, job.said
+        pid = rank(output, 0)
+        assert f"SLURMD_NODENAME={node}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return pid
+
+    trains("n1", 0)
+    line = ["scontrol", "update", "nodename=n1", "state=drain", "reason=test"]
+    subprocess.run(line, env=os.environ | gpu_cluster, check=True)
+    try:
+        for pid in (rank(output, 1), rank(output, 0)):
+            os.kill(pid, signal.SIGKILL)
+        newest = max(int(path.name) for path in kept.glob("*") if path.name.isdigit())
+        trains("n2", newest + 2)
+    finally:
+        subprocess.run([*line[:3], "state=resume"], env=os.environ | gpu_cluster, check=True)
+    assert job.wait() == 0, job.said
+    rows = attempts(job.said)
+    assert [row[1:3] for row in rows] == [["pp 2", "2"], ["pp 2", "2"]], job.said
+    assert sum(int(row[4]) for row in rows) == STEPS
+    print(job.said)
+    compare(output, tmp_path / "one", text)
+
+
 def test_a_grid_that_does_not_come_out_is_refused_before_the_job_starts(submit: Submit, tmp_path: Path) -> None:
     """By the batch script's own question, in one line, with the launcher's exit code."""
     place = ["--output", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "ck"), "--max-restarts", "2"]

@@ -92,19 +92,21 @@ class Meeting:
 
     def guest(self) -> tuple[dict[int, Line], dict[int, Member], str]:
         """Meet the hub."""
-        why = "no answer"
+        why, strange = "no answer", ""
         while time.monotonic() < self._deadline:
             try:
                 line = Line(socket.create_connection((self._host, self._port), 2), self._secret)
             except OSError as error:
-                why = error.strerror or str(error)
+                why = strange or error.strerror or str(error)
             else:
                 answer = self._answer(line, self._deadline + GRACE)
                 if "refused" in answer:
                     raise TurnedAwayError(answer["refused"], told=answer.get("told", False))
                 if "hosts" in answer and is_member(answer.get("first", {}) | {"facts": {}}):
                     return {0: line}, {0: answer["first"], self._own["rank"]: _known(self._own)}, answer["hosts"]
-                why = "what listens there is no process of this job, or has another MULTIMESH_JOB_SECRET, or ended"
+                why = strange = (
+                    "what listens there is no process of this job, or has another MULTIMESH_JOB_SECRET, or ended"
+                )
                 line.link.close()
             until = time.monotonic() + 0.2
             while time.monotonic() < until:

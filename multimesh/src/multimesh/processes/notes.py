@@ -31,7 +31,7 @@ class Notes:
 
     def add(self, messages: Sequence[Message]) -> None:
         """Take the notes among the messages of the watcher."""
-        new = [(message.get("rank", 0), *message["note"]) for message in messages if "note" in message]
+        new = [note for message in messages for note in message.get("notes", ())]
         if new:
             with self._came:
                 for rank, name, text in new:

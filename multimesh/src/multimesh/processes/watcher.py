@@ -76,6 +76,7 @@ class Watch:
             self._ready.register(line, selectors.EVENT_READ, rank)
         self._full = set(self._links.values())  # lines that may have more to send than the system takes
         self._done: set[int] = set()
+        self._notes: list[list[Any]] = []  # for the own process, each with the number of the process that left it
         self._alive, self._over = True, False
         self._failed: list[tuple[float, Message]] = []  # at the hub: errors, and when to decide by them
 
@@ -88,6 +89,7 @@ class Watch:
             for key, _ in self._ready.select(TICK):
                 if not self._over:
                     self._read(key.data)
+            self._hand_over()
             self._full = {line for line in self._full if not line.flush()}
             before, now = now, time.monotonic()
             if self._failed and now > self._failed[0][0]:
@@ -155,11 +157,17 @@ class Watch:
                 self._all_done()
 
     def _pass_on(self, rank: int | None, note: list[str]) -> None:
-        """A note of the own process goes to process 0, that of process 0 to all; one that came to the own process."""
+        """A note of the own process goes to process 0, and one of process 0 to all; others are for the own process."""
         if rank is None:
             self._tell(note=note)
-        elif not self._process.send(note=note, rank=rank):
+        else:
+            self._notes.append([rank, *note])
+
+    def _hand_over(self) -> None:
+        """Give the own process the notes for it, those of thousands in few messages."""
+        if self._notes and not self._process.send(notes=self._notes):
             self._full.add(self._process)
+        self._notes = []
 
     def _steps_now(self) -> list[int]:
         """Calls of plans that the process has ended and begun."""

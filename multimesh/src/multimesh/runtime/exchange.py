@@ -135,13 +135,16 @@ class Pull:
 
         self._me = jax.process_index()
         address = _compat.own_address()
-        client = jax.local_devices()[0].client
-        self._server = transfer.start_transfer_server(client, f"{address}:0", [f"{address}:0"] * 2)
+        self._client = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(self._client, f"{address}:0", [f"{address}:0"] * 2)
+        self._offer = _compat.offerer(self._server)
         post.put(f"multimesh/transfer/{self._me}", self._server.address().encode())
 
     @functools.cache  # noqa: B019 - lives as long as the process
-    def _peer(self, process: int) -> Any:
-        return self._server.connect(post.get(f"multimesh/transfer/{process}", "transfers", process).decode())
+    def _puller(self, process: int) -> Callable[[int, list[Any]], list[Any]]:
+        """Pulls arrays of another process, by a number and their types."""
+        address = post.get(f"multimesh/transfer/{process}", "transfers", process).decode()
+        return _compat.puller(self._server.connect(address), self._client)
 
     def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
         """See `Carrier`."""
@@ -150,10 +153,10 @@ class Pull:
 
         def carry(key: Key, pieces: Pieces) -> Pieces:
             for lane in sends:
-                self._server.await_pull(_number(key, lane.target), [pieces[parcel] for parcel in lane.parcels])
+                self._offer(_number(key, lane.target), [pieces[parcel] for parcel in lane.parcels])
             got: Pieces = {}
             for lane, wanted in pulls:
-                arrived = self._peer(lane.source).pull(_number(key, self._me), wanted)
+                arrived = self._puller(lane.source)(_number(key, self._me), wanted)
                 got.update(zip(lane.parcels, arrived, strict=True))
             return got
 

@@ -64,7 +64,9 @@ with tried_version():
         device_put_address,
         key_value_store,
         launcher,
+        offerer,
         own_address,
+        puller,
     )
     from multimesh.core._compat.traces import (
         abstract_mesh_context,

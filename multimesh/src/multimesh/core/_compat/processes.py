@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from multimesh.errors import MultiMeshError
 _state = private("distributed.global_state", irreplaceable=True)
 _launchers = private("clusters.ClusterEnv._cluster_types", irreplaceable=True) or ()
 _started = private("xla_bridge.backends_are_initialized", irreplaceable=True)
+_offer = private("lib._jax.TransferServer._await_pull_flat")
+_pull = private("lib._jax.TransferConnection._pull_flat")
 _device_put_flag = private("xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS", irreplaceable=True)
 
 
@@ -46,6 +49,21 @@ def own_address() -> str:
         probe.connect(address)  # of a datagram socket: nothing is sent
         found: str = probe.getsockname()[0]
     return f"[{found}]" if ":" in found else found
+
+
+def offerer(server: Any) -> Callable[[int, list[Any]], None]:
+    """``server.await_pull`` for a list of arrays, without the search for a tree."""
+    found: Callable[[int, list[Any]], None] = server.await_pull if _offer is None else server._await_pull_flat
+    return found
+
+
+def puller(connection: Any, client: Any) -> Callable[[int, list[Any]], list[Any]]:
+    """``connection.pull`` for a list of types, all on devices of one client, without the search for either."""
+    if _pull is None:
+        found: Callable[[int, list[Any]], list[Any]] = connection.pull
+        return found
+    flat = connection._pull_flat
+    return lambda number, wanted: flat(number, client, wanted)
 
 
 def device_put_address() -> str:
