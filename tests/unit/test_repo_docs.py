@@ -179,7 +179,7 @@ def test_the_tutorial_goes_on_in_four_processes(tmp_path: Path) -> None:
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "XLA_FLAGS": ""}
     argv = ["sh", "-c", start]
     said = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=600, check=True)
-    losses = [re.findall(rf"process {rank}, step \d: loss (\d\.\d{4})", said.stdout) for rank in range(4)]
+    losses = [re.findall(rf"process {rank}, step \d: loss (\d\.\d{{4}})", said.stdout) for rank in range(4)]
     one = python("-c", "\n".join(blocks(page, "python")), cwd=tmp_path)
     assert losses == [re.findall(r"step \d: loss (\S+),", one.stdout)] * 4, said.stderr
     assert "of 4 processes" in (tmp_path / "tutorial-processes.svg").read_text()
