@@ -45,6 +45,7 @@ PUBLIC_HOSTS = {
     "json-schema.org",
     "mirror.bazel.build",
     "nvcr.io",
+    "openxla.org",
     "pypi.org",
     "raw.githubusercontent.com",
     "cyclonedx.org",
