@@ -29,7 +29,7 @@ import turns
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import started
-from workload import SMALL_2, SMALL_4, Size, batch, block, init
+from workload import SMALL_2, SMALL_4, Size, batch, init, logits
 
 import multimesh as mm
 
@@ -38,14 +38,6 @@ SIZES = tuple(
     dataclasses.replace(size, microbatches=m, tensor=1) for size in (SMALL_2, SMALL_4, WIDE_4) for m in (8, 16)
 )
 WAIT, LAYERS, WIDTH, ROWS = 0.025, 8, 64, 2
-
-
-def logits(params: Any, tokens: Any) -> Any:
-    """The model of workload.py, as for one device."""
-    x = params["embed"][tokens]
-    for p in params["layers"]:
-        x = block(p, x)
-    return x @ params["head"]
 
 
 def predict(forward: Any, meshes: Any, rows: int) -> Any:

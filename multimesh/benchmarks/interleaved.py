@@ -23,19 +23,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from multimesh.plan.instructions import Recv, Run
 from step import Training
-from workload import SMALL_2, Size, block, cross_entropy, pipeline, train_step
+from workload import SMALL_2, Size, pipeline, train_step, unmarked
 
 import multimesh as mm
 
 CASES = (("gpipe", 1), ("1f1b", 1), ("looped-bfs", 2), ("interleaved", 2))
-
-
-def unmarked(params: Any, b: Any) -> Any:
-    """The loss of workload.py, as for one device."""
-    x = params["embed"][b["x"]]
-    for p in params["layers"]:
-        x = block(p, x)
-    return cross_entropy(x @ params["head"], b["y"])
 
 
 def cut(size: Size, schedule: str) -> tuple[Any, tuple[Any, Any, Any]]:

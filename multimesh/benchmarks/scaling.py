@@ -1,4 +1,4 @@
-"""How partitioning grows with the layers and dispatch with the microbatches: both should be linear."""
+"""How cutting and partitioning grow with the layers, and dispatch with the microbatches: all should be linear."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import jax
 import report
 from jax.extend.core import jaxprs_in_params
 from step import Training
-from workload import TINY, pipeline
+from workload import TINY, batch, init, pipeline, unmarked
+
+import multimesh as mm
 
 LAYERS = (4, 16, 64)
+CUT = (8, 20, 80)
 MICROBATCHES = (8, 32, 128)
 
 
@@ -59,6 +62,24 @@ def partition(layers: int, repeats: int) -> report.Row:
     }
 
 
+def cut(layers: int, repeats: int) -> report.Row:
+    """CPU seconds of `multimesh.pipeline` for the model without marks, and of a trace alone."""
+    size = dataclasses.replace(TINY, layers=layers)
+    params, rows = init(size), batch(dataclasses.replace(size, microbatches=1))
+    whole, trace = [], []
+    for _ in range(repeats + 1):
+        for times, run in (
+            (whole, mm.pipeline(unmarked, size.submeshes()).cuts),
+            (trace, jax.make_jaxpr(lambda *args: unmarked(*args))),
+        ):
+            jax.clear_caches()
+            start = time.process_time()
+            run(params, rows)
+            times.append(time.process_time() - start)
+    both, alone = (statistics.median(times[1:]) for times in (whole, trace))
+    return {"layers": layers, "trace s": alone, "trace and cut s": both, "ms per layer": 1e3 * (both - alone) / layers}
+
+
 def dispatch(microbatches: int, steps: int) -> report.Row:
     """Thread time of a warm step."""
     step, args = pipeline(dataclasses.replace(TINY, microbatches=microbatches), "1f1b")
@@ -83,6 +104,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=10, help="warm steps of each number of microbatches (default 10)")
     args = options.parse_args()
     tables = {
+        "mm.pipeline (tiny, 4 stages)": [cut(n, args.repeats) for n in CUT],
         "Partition time (tiny, 4 stages)": [partition(n, args.repeats) for n in LAYERS],
         "Dispatch time (tiny, 4 stages, 1f1b)": [dispatch(n, args.steps) for n in MICROBATCHES],
     }

@@ -120,6 +120,19 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
 
 
+def logits(params: Any, tokens: Any) -> Any:
+    """The model without marks, as for one device."""
+    x = params["embed"][tokens]
+    for p in params["layers"]:
+        x = block(p, x)
+    return x @ params["head"]
+
+
+def unmarked(params: Any, b: Any) -> Any:
+    """Its loss."""
+    return cross_entropy(logits(params, b["x"]), b["y"])
+
+
 def loss_fn(size: Size, stage: Callable[[int, Step], Step]) -> Step:
     """Loss of one microbatch; ``stage(s, fn)`` runs ``fn`` as stage ``s``."""
 
