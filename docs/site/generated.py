@@ -37,7 +37,9 @@ def api(names: str) -> Iterator[str]:
 def errors(package: str) -> Iterator[str]:
     """Yield a table of the messages for each module of a package."""
     for module, subject, found in messages.collect(package):
-        yield from (f"### `{module.partition('.')[2]}`", "", subject, "", "| message | what to do |", "|---|---|")
+        title, _, more = subject.partition(". ")
+        yield from (f"### {title.rstrip('.')}", "", f"{more} Module `{module.partition('.')[2]}`.".strip(), "")
+        yield from ("| message | what to do |", "|---|---|")
         yield from (f"| {each.cause} (`{each.kind}`) | {each.remedy} |" for each in found)
         yield ""
 
