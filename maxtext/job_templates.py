@@ -337,7 +337,8 @@ PLANNED_175B = _PLANNED.format(
     found="""\
 These flags are its choice: stages of equal layers, `interleaved-zb`, activations split along the sequence between the
 products of tensor parallelism. Without a pipeline the best takes 12.7 s, because of the network.""",
-    flags="--gpus 8 --nodes 8 --model-name gpt3-175b --sequence-length 2048 --batch-size 128 --fbmem 77",
+    flags="""--gpus 8 --nodes 8 --model-name gpt3-175b \\
+  --sequence-length 2048 --batch-size 128 --fbmem 77""",
 )
 
 PLANNED_70B = _PLANNED.format(
@@ -346,7 +347,8 @@ These flags are its choice: dp 2, tp 8, pp 4 and `interleaved-zb`, with stages o
 last (3), which also have the embedding and the logits. With 10 stages on each submesh in place of 5 it would take as
 long. The original's 16 stages wait a quarter of the step. Without a pipeline the best takes 8.60 s, because of the
 network.""",
-    flags="--gpus 8 --nodes 8 --model-name llama3-70b --sequence-length 4096 --batch-size 128 --fbmem 78",
+    flags="""--gpus 8 --nodes 8 --model-name llama3-70b \\
+  --sequence-length 4096 --batch-size 128 --fbmem 78""",
 )
 
 PLANNED_8B = _PLANNED.format(
@@ -354,7 +356,8 @@ PLANNED_8B = _PLANNED.format(
 No pipeline: dp 2, fsdp 4, tp 2, microbatch 4 with `--sequence-parallel` takes 0.90 s a step, 44.6 % MFU. The best
 pipeline (dp 4, tp 2, pp 2, interleave 2 with `--schedule zb-v`) takes 0.92 s, and the flags of this folder 1.03 s, 14 %
 more.""",
-    flags="--gpus 8 --nodes 2 --model-name llama3-8b --sequence-length 4096 --batch-size 32 --fbmem 78",
+    flags="""--gpus 8 --nodes 2 --model-name llama3-8b \\
+  --sequence-length 4096 --batch-size 32 --fbmem 78""",
 )
 
 LIMITS = """## Forecast

@@ -298,7 +298,7 @@ def files(job: Job) -> dict[str, str]:
         "nodes": several if job.nodes else "",
         "submit": "IMAGE=REPO:TAG" if contained else "CHECKOUT=$PWD",
         "example": "" if job.nodes else " --pp 2 --dp 4 --batch-size 32",
-        "asked": "" if job.nodes else "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 ",
+        "asked": "" if job.nodes else "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 \\\n  ",
         "about": machine.about,
         "settings": "\n".join(f"| `{name}` | {text} |" for name, text in machine.settings),
         "count": str(job.nodes),

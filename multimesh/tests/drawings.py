@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 OTHERS = ("maxtext.svg", "processes.svg", "layouts.svg", "forecasts.svg", "suggest.svg")  # of runs and fits; by hand
-TUTORIAL = "tutorial-"  # written by docs/ten-minutes.md; tests/unit/test_repo_docs.py compares them
+PAGES = ("tutorial-", "slow-")  # written by docs/ten-minutes.md, which tests/unit/test_repo_docs.py compares, and by slow-pipeline.md
 
 
 def drawings() -> dict[str, str]:
@@ -29,7 +29,7 @@ def stale() -> list[str]:
     """Names of files that are missing, not as they would be drawn now, or drawn by nothing; others left out."""
     made = drawings()
     found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*") if path.name not in OTHERS}
-    found = {name: text for name, text in found.items() if not name.startswith(TUTORIAL)}
+    found = {name: text for name, text in found.items() if not name.startswith(PAGES)}
     return sorted(name for name in {*made, *found} if made.get(name) != found.get(name))
 
 
