@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 OTHERS = ("maxtext.svg", "processes.svg", "layouts.svg", "forecasts.svg", "suggest.svg")  # of runs and fits; by hand
-PAGES = ("tutorial-", "slow-")  # written by docs/ten-minutes.md, which tests/unit/test_repo_docs.py compares, and by slow-pipeline.md
+PAGES = ("tutorial-", "slow-")  # written by docs/ten-minutes.md, which a test compares, and by docs/slow-pipeline.md
 
 
 def drawings() -> dict[str, str]:

@@ -6,10 +6,10 @@ For superpanel ``s`` of ``layout``, of width W, on a device with m rows:
     l = cholesky(all_gather(my rows of superpanel s of C))                                                (W, W)
     L[mine, s] = C @ inv(l)^H                                                                             (m, W)
 
-No block is ever inverted: a product with an inverse loses the last digits of a nearly singular matrix. Superpanels run
-in a loop, so programs compile in the same time whatever their number. An inner loop takes a few superpanels of rows at
-a time and leaves out those that are finished. The gathers move N^2 / 2 numbers to each device in all, one W x W block
-at a time.
+No block is ever inverted: a product with an inverse loses the last digits of a nearly singular matrix. The factor
+takes the place of the matrix. Superpanels run in a loop, so programs compile in the same time whatever their number.
+An inner loop takes a few superpanels of rows at a time and leaves out those that are finished. The gathers move N^2 /
+2 numbers to each device in all, one W x W block at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Panels(NamedTuple):
     """My rows of the factor L, with columns in order of elimination. What is above its diagonal means nothing."""
 
-    l: Array  # (padded, count * width)
+    l: Array  # (padded, devices, count, height), or (padded, 1, count, width) in order: superpanel s is l[:, :, s]
     logdet: Array
     status: Array  # 0, or the number (from 1) of the first superpanel that is not positive definite
 
@@ -52,20 +52,28 @@ _back = functools.partial(_forward, transpose_a=True, conjugate_a=True)  # of l 
 _divided = functools.partial(_solved, lower=True, transpose_a=True, conjugate_a=True)  # of l and c: c @ inv(l)^H
 
 
+def _taken(l: Array, row: Array | int, rows: int, s: Array | int) -> Array:
+    return lax.dynamic_slice(l, (row, 0, s, 0), (rows, l.shape[1], 1, l.shape[3])).reshape(rows, -1)
+
+
 def block(l: Array, i: Array | int, j: Array | int, layout: Layout) -> Array:
     """Rows of superpanel ``i`` of the columns of superpanel ``j``, gathered: (W, W)."""
-    mine = lax.dynamic_slice(l, (i * layout.height, j * layout.width), (layout.height, layout.width))
-    return lax.all_gather(mine, layout.axes, tiled=True)
+    return lax.all_gather(_taken(l, i * layout.height, layout.height, j), layout.axes, tiled=True)
 
 
-def columns(l: Array, s: Array | int, layout: Layout) -> Array:
+def columns(l: Array, s: Array | int) -> Array:
     """My rows of the columns of superpanel ``s``: (padded, W)."""
-    return lax.dynamic_slice_in_dim(l, s * layout.width, layout.width, 1)
+    return _taken(l, 0, l.shape[0], s)
+
+
+def with_columns(l: Array, s: Array | int, c: Array) -> Array:
+    """``l`` with ``c`` in place of the columns of superpanel ``s``."""
+    return lax.dynamic_update_slice(l, c.reshape(l.shape[0], l.shape[1], 1, l.shape[3]), (0, 0, s, 0))
 
 
 def taken(l: Array, i: Array, layout: Layout, s: Array) -> Array:
     """Some rows, from ``i`` on, of the columns of superpanel ``s``."""
-    return lax.dynamic_slice(l, (i, s * layout.width), (layout.rows_at_a_time, layout.width))
+    return _taken(l, i, layout.rows_at_a_time, s)
 
 
 def unfinished(layout: Layout, s: Array, f: Callable[[Array, T], T], c: T) -> T:
@@ -86,18 +94,18 @@ def changed(layout: Layout, s: Array, f: Callable[[Array, Array], Array], c: Arr
     return unfinished(layout, s, change, c)
 
 
-def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
-    """Factor my shard of ``A``.
+def factorize(a: Array, layout: Layout, wrong: Array | bool = False, *, in_order: bool = False) -> Panels:
+    """Factor my shard of ``A``; all is NaN if it is ``wrong``.
 
     With ``in_order`` it is the factor of ``A`` itself, and not of a permutation of it.
     """
+    height, count = layout.height, layout.count
+    start = lax.axis_index(layout.axes) * height
     a = layout.pad_matrix(layout.to_rows(a))
-    height, width, count = layout.height, layout.width, layout.count
     if in_order:
-        a = layout.to_cyclic(a.reshape(layout.padded, -1)).reshape(layout.padded, 1, count, width)
+        a = layout.to_cyclic(a.reshape(layout.padded, -1)).reshape(layout.padded, 1, count, -1)
     else:
         a = a.reshape(layout.padded, layout.devices, count, height)
-    start = lax.axis_index(layout.axes) * height
 
     def superpanel(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         l, logs = carry
@@ -110,19 +118,18 @@ def factorize(a: Array, layout: Layout, *, in_order: bool = False) -> Panels:
 
             return changed(layout, s, product, c)
 
-        c = lax.dynamic_index_in_dim(a, s, 2, keepdims=False).reshape(layout.padded, width)
-        c = lax.fori_loop(0, s, subtract, c)
+        c = lax.fori_loop(0, s, subtract, columns(l, s))
         mine = lax.dynamic_slice_in_dim(c, s * height, height)
         diagonal = _cholesky(lax.all_gather(mine, layout.axes, tiled=True), layout)
+        diagonal = jnp.where(wrong, jnp.nan, diagonal)
         c = changed(layout, s, lambda _, some: _divided(diagonal, some), c)
         # My rows of the diagonal block are taken as they are. A solve for them would multiply errors by its condition.
         mine = lax.dynamic_slice_in_dim(diagonal, start, height)
         c = lax.dynamic_update_slice_in_dim(c, mine, s * height, 0)
         log = 2 * jnp.log(jnp.real(jnp.diagonal(diagonal))).sum()
-        return lax.dynamic_update_slice_in_dim(l, c, s * width, 1), logs.at[s].set(log)
+        return with_columns(l, s, c), logs.at[s].set(log)
 
-    l, logs = jnp.zeros((layout.padded, count * width), a.dtype), jnp.zeros(count, jnp.finfo(a.dtype).dtype)
-    l, logs = lax.fori_loop(0, count, superpanel, (l, logs))
+    l, logs = lax.fori_loop(0, count, superpanel, (a, jnp.zeros(count, jnp.finfo(a.dtype).dtype)))
     bad = ~jnp.isfinite(logs)
     return Panels(l, logs.sum(), jnp.where(bad.any(), jnp.argmax(bad) + 1, 0).astype(jnp.int32))
 
@@ -199,6 +206,6 @@ def inverse(panels: Panels, layout: Layout) -> Array:
 
 def lower_factor(panels: Panels, layout: Layout) -> Array:
     """My shard of L, from panels that were made ``in_order``; what is above its diagonal means nothing."""
-    rows = layout.from_cyclic(panels.l)[: layout.held]
+    rows = layout.from_cyclic(panels.l.reshape(layout.padded, -1))[: layout.held]
     columns_first = rows.T.reshape(layout.devices, layout.padded, -1)
     return layout.from_rows(layout.unpad(columns_first).T)

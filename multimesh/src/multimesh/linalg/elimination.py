@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from multimesh.linalg import trees
-from multimesh.linalg.cholesky import block, changed, columns
+from multimesh.linalg.cholesky import block, changed, columns, with_columns
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import matmul
 
@@ -25,7 +25,7 @@ from multimesh.linalg.rings import matmul
 class Factors(NamedTuple):
     """My rows of L and U in one array, with columns in order of elimination, and which rows of the matrix they are."""
 
-    lu: Array  # (padded, count * width)
+    lu: Array  # (padded, devices, count, height), as those of `cholesky`
     rows: Array  # (count * width,): the padded rows of the matrix in order of elimination; the same on all devices
 
 
@@ -66,14 +66,13 @@ def factorize(a: Array, layout: Layout) -> Factors:
     """Factor my shard of ``A``. If ``A`` is singular, the factors have zeros on the diagonal of U, or NaN."""
     padded, height, width, count = layout.padded, layout.height, layout.width, layout.count
     p, me = layout.devices, lax.axis_index(layout.axes)
-    lu = layout.pad_matrix(layout.to_rows(a, hermitian=False))
-    lu = lu.reshape(padded, p, count, height).swapaxes(1, 2).reshape(padded, count * width)
+    lu = layout.pad_matrix(layout.to_rows(a, hermitian=False)).reshape(padded, p, count, height)
     of_devices = jnp.arange(p)[:, None] * padded
 
     def superpanel(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         lu, rows = carry  # rows: of each place, device * padded + row, the row of A that is there
         active = jnp.arange(padded) >= s * height
-        panel = jnp.where(active[:, None], columns(lu, s, layout), 0)
+        panel = jnp.where(active[:, None], columns(lu, s), 0)
         pivots = _winners(panel, layout)
         slots = (of_devices + s * height + jnp.arange(height)).reshape(-1)
         # A slot gets its pivot. Its row goes to where a pivot came from, unless it is a pivot itself.
@@ -90,15 +89,14 @@ def factorize(a: Array, layout: Layout) -> Factors:
         start = me * height
 
         def swapped(j: Array, lu: Array) -> tuple[Array, Array]:
-            x = columns(lu, j, layout)
+            x = columns(lu, j)
             chosen, displaced = _taken(x, from_pivots, layout), _taken(x, from_slots, layout)
             x = x.at[to].set(displaced, mode="drop")
             return x, chosen
 
         def put(lu: Array, j: Array, x: Array, mine: Array) -> Array:
             mine = lax.dynamic_slice_in_dim(mine, start, height)
-            x = lax.dynamic_update_slice_in_dim(x, mine, s * height, 0)
-            return lax.dynamic_update_slice_in_dim(lu, x, j * width, 1)
+            return with_columns(lu, j, lax.dynamic_update_slice_in_dim(x, mine, s * height, 0))
 
         def earlier(j: Array, lu: Array) -> Array:
             x, chosen = swapped(j, lu)
@@ -151,11 +149,11 @@ def solve(factors: Factors, b: Array, layout: Layout, transposed: bool) -> Array
         y = lax.linalg.triangular_solve(
             block(lu, s, s, layout), x[s] - known, left_side=True, lower=lower, unit_diagonal=lower
         )
-        return x.at[s].set(y), done + matmul(columns(lu, s, layout), y)
+        return x.at[s].set(y), done + matmul(columns(lu, s), y)
 
     def summed(s: Array, carry: tuple[Array, Array], lower: bool) -> tuple[Array, Array]:
         x, mine = carry  # mine: my rows of the solution, zero where they are not known yet
-        known = lax.psum(matmul(columns(lu, s, layout).T, mine), layout.axes)
+        known = lax.psum(matmul(columns(lu, s).T, mine), layout.axes)
         y = lax.linalg.triangular_solve(
             block(lu, s, s, layout), x[s] - known, left_side=True, lower=lower, unit_diagonal=lower, transpose_a=True
         )

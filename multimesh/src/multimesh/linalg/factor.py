@@ -60,15 +60,15 @@ def factorize(a: Array, layout: Layout) -> Panels:
     """Panels of a matrix, without derivatives."""
 
     def run(a: Array) -> Panels:
-        a, wrong = refused(a, layout)
-        panels = shards.factorize(a, layout)
+        wrong = not_hermitian(a, layout)
+        panels = shards.factorize(a, layout, wrong)
         return panels._replace(status=jnp.where(wrong, -1, panels.status))
 
     return on_shards(run, layout, layout.spec, _panel_specs(layout))(placed(lax.stop_gradient(a), layout))
 
 
-def refused(a: Array, layout: Layout) -> tuple[Array, Array]:
-    """My shard, or NaN if the matrix is clearly not Hermitian, such as one triangle of it; and whether it is not.
+def not_hermitian(a: Array, layout: Layout) -> Array:
+    """Whether the matrix of my shard is clearly not Hermitian, such as one triangle of a Hermitian matrix.
 
     For two arbitrary vectors v and w it asks whether v^H A w is (w^H A v)*.
     """
@@ -82,8 +82,7 @@ def refused(a: Array, layout: Layout) -> tuple[Array, Array]:
         return lax.psum(product, layout.axes)
 
     size = jnp.sqrt(lax.psum(jnp.sum(jnp.abs(a) ** 2), layout.axes))
-    wrong = jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) > jnp.sqrt(jnp.finfo(a.dtype).eps) * size
-    return jnp.where(wrong, jnp.nan, a), wrong
+    return jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) > jnp.sqrt(jnp.finfo(a.dtype).eps) * size
 
 
 def multiply(a: Array, x: Array, layout: Layout) -> Array:
@@ -174,7 +173,7 @@ def _lower_factor(a: Array, layout: Layout) -> Array:
     ordered = layout.in_order()
 
     def run(a: Array) -> tuple[Array, Array]:
-        panels = shards.factorize(refused(a, layout)[0], ordered, in_order=True)
+        panels = shards.factorize(a, ordered, not_hermitian(a, layout), in_order=True)
         return shards.lower_factor(panels, ordered), panels.status
 
     l, status = on_shards(run, layout, layout.spec, (layout.spec, P()))(placed(a, layout))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, entry, lay_out
 from multimesh.linalg import jacobi, qdwh, rings
-from multimesh.linalg.factor import layout_of, refused
+from multimesh.linalg.factor import layout_of, not_hermitian
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rectangle import Tall, needs_rows, tall_of
 from multimesh.linalg.rings import adjoint, matmul
@@ -49,7 +49,7 @@ class PolarResult(NamedTuple):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _eigh(a: Array, layout: Layout) -> EighResult:
     def run(a: Array) -> tuple[Array, Array]:
-        w, rows = jacobi.eigh(refused(a, layout)[0], layout)
+        w, rows = jacobi.eigh(jnp.where(not_hermitian(a, layout), jnp.nan, a), layout)
         return w, layout.from_rows(rows)
 
     f = jax.shard_map(run, mesh=layout.mesh, in_specs=layout.spec, out_specs=(P(), layout.spec), check_vma=False)
