@@ -20,7 +20,7 @@ shard = lambda spec: jax.ShapeDtypeStruct((n, n), jnp.float32, sharding=NamedSha
 logdet = lambda a: mm.linalg.slogdet(a, mesh=mesh, spec=P("x")).logabsdet
 solve = lambda a, b: mm.linalg.solve(a, b, mesh=mesh, spec=(P("x"), P(None, "x")))
 programs = {
-    "potrs": (lambda a, b: mm.linalg.potrs(a, b, mesh=mesh, matrix_specs=P("x")), shard(P("x")), shard(P(None, "x"))),
+    "potrs": (lambda a, b: mm.linalg.potrs(a, b, mesh=mesh, matrix_specs=P("x")), shard(P("x")), jnp.ones(n, jnp.float32)),
     "slogdet": (jax.grad(logdet), shard(P("x"))),
     "solve": (solve, shard(P("x")), shard(P(None, "x"))),
     "gradient of solve": (jax.grad(lambda a, b: (solve(a, b) ** 2).sum(), (0, 1)), shard(P("x")), shard(P(None, "x"))),
@@ -34,7 +34,7 @@ for name, (f, *args) in programs.items():
 @pytest.mark.longer
 @pytest.mark.parametrize(
     ("devices", "n", "most"),
-    [(8, 1024, (2.1, 2.1, 2.1, 4.1)), pytest.param(64, 4096, (2.1, 2.1, 2.1, 4.6), marks=pytest.mark.full)],
+    [(8, 1024, (2.1, 2.1, 2.1, 4.1)), pytest.param(64, 4096, (2.1, 2.1, 2.1, 4.1), marks=pytest.mark.full)],
 )
 def test_no_device_holds_more_than_a_few_shards(devices, n, most):
     """Beside its arguments. A gradient of a solve holds the factor, two solutions and the gradient of ``a``."""

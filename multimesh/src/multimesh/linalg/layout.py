@@ -81,9 +81,13 @@ class Layout:
         return P(entry(self.rows), entry(self.cols))
 
     def with_panels(self, tile: int | None = None) -> Layout:
-        """Choose superpanels of about ``tile`` rows of each device: 8 to 32, by default 16, if the rows suffice."""
-        tile = tile or math.ceil(self.held / USUAL)
-        height = max(min(tile, math.ceil(self.held / FEWEST)), math.ceil(self.held / MOST))
+        """Choose superpanels of about ``tile`` rows of each device: 8 to 32, by default 16, if the rows suffice.
+
+        More than 16 devices have more superpanels, so that a gathered block has at most a quarter of a shard.
+        """
+        enough = 2 * math.isqrt(self.devices)
+        fewest, usual, most = (math.ceil(self.held / max(count, enough)) for count in (FEWEST, USUAL, MOST))
+        height = max(min(tile or usual, fewest), most)
         count = math.ceil(self.held / height)
         return dataclasses.replace(self, height=math.ceil(self.held / count), count=count)
 
