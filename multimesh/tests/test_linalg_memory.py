@@ -19,8 +19,9 @@ mesh = Mesh(np.array(jax.devices()), ("x",))
 shard = lambda spec: jax.ShapeDtypeStruct((n, n), jnp.float32, sharding=NamedSharding(mesh, spec))
 logdet = lambda a: mm.linalg.slogdet(a, mesh=mesh, spec=P("x")).logabsdet
 solve = lambda a, b: mm.linalg.solve(a, b, mesh=mesh, spec=(P("x"), P(None, "x")))
+potrs = lambda a, b: mm.linalg.potrs(a, b, mesh=mesh, matrix_specs=P("x"))
 programs = {
-    "potrs": (lambda a, b: mm.linalg.potrs(a, b, mesh=mesh, matrix_specs=P("x")), shard(P("x")), jnp.ones(n, jnp.float32)),
+    "potrs": (potrs, shard(P("x")), jnp.ones(n, jnp.float32)),
     "slogdet": (jax.grad(logdet), shard(P("x"))),
     "solve": (solve, shard(P("x")), shard(P(None, "x"))),
     "gradient of solve": (jax.grad(lambda a, b: (solve(a, b) ** 2).sum(), (0, 1)), shard(P("x")), shard(P(None, "x"))),

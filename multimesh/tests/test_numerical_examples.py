@@ -87,6 +87,12 @@ def test_particle_mesh():
     )
 
 
+@pytest.mark.longer
+def test_sharded_files(tmp_path):
+    out = run(sys.executable, EXAMPLES / "sharded_files.py", "16", tmp_path / "field.zarr")
+    assert "ok: 16^3 in field.zarr as P('x', 'y'), read as P(None, ('y', 'x')); its mean is " in out
+
+
 def mpirun(processes, name="mpirun"):
     if shutil.which(name) is None:
         pytest.skip(f"no {name} on this machine: apt-get install openmpi-bin mpich")
@@ -103,6 +109,7 @@ def mpirun(processes, name="mpirun"):
         (("fft3d.py", "16"), "16^3 on 8 devices: P('x', 'y') -> P('y', 'x')"),
         (("gaussian_process.py", "256"), "ok"),
         (("particle_mesh.py", "16"), "ok: gradients by 12288 coordinates are those of one device"),
+        (("sharded_files.py", "16"), "ok: 16^3 in field-16.zarr as P('x', 'y'), read as P(None, ('y', 'x'))"),
         (("density_field.py", "32", os.devnull), "8 devices: 1.000000 of the mass painted, 0 of 32768 particles"),
     ],
 )

@@ -101,6 +101,25 @@ def test_two_nodes(
     assert flag or len(re.findall(r"process \d of 2 on \S+, found by Slurm: one process per device", said)) == 2, said
 
 
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        (("allreduce.py",), "ok: the sum over 4 devices of 4 processes"),
+        pytest.param(("fft3d.py", "16"), r"16\^3 on 8 devices: P\('x', 'y'\) -> P\('y', 'x'\)", marks=pytest.mark.full),
+        pytest.param(("gaussian_process.py", "256"), "ok\n", marks=pytest.mark.full),
+        pytest.param(("particle_mesh.py", "16"), "ok: gradients by 12288 coordinates", marks=pytest.mark.full),
+        pytest.param(("sharded_files.py", "16"), r"ok: 16\^3 in field-16.zarr", marks=pytest.mark.full),
+    ],
+)
+def test_examples_in_four_tasks(cluster: dict[str, str], tmp_path: Path, example: tuple[str, ...], said: str) -> None:
+    """As `mpirun` starts them: one job of four processes, and one of them says so."""
+    argv = ["srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, f"{ROOT}/examples/{example[0]}", *example[1:]]
+    env = alone(cluster) | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(said, done.stdout)) == 1, done.stdout + done.stderr
+
+
 def test_a_cancelled_job(cluster: dict[str, str], tmp_path: Path) -> None:
     """All processes end, each with a line at most that says why; none is left, nor its watcher."""
     script, out, err = tmp_path / "job.py", tmp_path / "out", tmp_path / "err"
