@@ -1,6 +1,6 @@
 """A sharded array to a Zarr file and back: every process writes and reads the parts of its own devices, nothing else.
 
-    python examples/sharded_files.py [SIZE] [FILE]      # or: mpirun -n 2 python examples/sharded_files.py; srun -n 4 ...
+    python examples/sharded_files.py [SIZE] [FILE]      # or: mpirun -n 2 python ...; srun -n 4 python ...
 
 Chunks of the file are shards of the array that is written, so no two processes write to one chunk. It is read with
 another sharding: a shard is cut from several chunks. FILE must be in a folder that all processes see. HDF5 is read by
