@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
+import spawning
 from test_linalg import LAYOUTS, definite, normal, sharded
 
 import multimesh as mm
@@ -293,3 +294,14 @@ def test_rounds_of_a_tournament_meet_each_pair_once():
 def test_errors_say_what_to_do(call, message):
     with pytest.raises(mm.UsageError, match=re.escape(message)):
         call(sharded(np.eye(8)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("case", ["rows float64", "both complex128", "grids float64"])
+def test_several_processes(processes, case):
+    """Linear algebra, transforms and grids, each with eight devices over processes."""
+    script = spawning.HERE / "process_numerics.py"
+    for ended in spawning.run(processes, 8 // processes, script, *case.split(), timeout=800):
+        assert ended.code == 0, ended.err
+        assert ended.out.endswith("ok\n")
