@@ -25,7 +25,7 @@ from tooling.image import reference
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-PRINTED = re.compile(r"submesh 0:")  # a plan, which the blocks above it print
+PRINTED = re.compile(r"submesh 0:(?!.*: RUN )", re.DOTALL)  # a plan, which the blocks above it print; no dump of a pass
 INSTALLED = {
     ".venv/bin/pytest",
     ".venv/bin/python",
