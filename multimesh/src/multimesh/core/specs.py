@@ -107,6 +107,8 @@ def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMe
 def lay_out(x: Any, mesh: AnyMesh, *axes: Axes) -> Any:
     """Shard the leading dimensions of ``x`` over these axes; its gradient gets the same layout."""
     sharding = NamedSharding(mesh, P(*map(entry, axes)))
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.sharding == sharding:
+        return x
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
     return lax.with_sharding_constraint(x, sharding)
