@@ -138,6 +138,21 @@ def test_two_jobs_that_save_to_one_path_never_make_a_mixture(tmp_path, trials):
     assert {p.name for p in tmp_path.iterdir()} == {str(n) for n in range(trials)}
 
 
+def test_who_loses_to_a_faster_job_is_told_at_once(tmp_path, monkeypatch):
+    """It does not wait for files of its own as if another machine had written them: the faster job has removed them."""
+    write, path = shard_files.write, tmp_path / "step-1"
+
+    def overtaken(file, *args):
+        rows = write(file, *args)
+        file.parent.rename(path)
+        return rows
+
+    monkeypatch.setattr(shard_files, "write", overtaken)
+    monkeypatch.setattr(shard_files.time, "sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(mm.UsageError, match="there is a checkpoint of another job, which was faster"):
+        mm.distributed.save(path, {"w": np.ones(3)})
+
+
 @pytest.mark.multiprocess
 def test_files_of_other_machines_may_be_seen_late(tmp_path):
     """A file, and a folder: as on NFS, which keeps what it knew of a folder for a minute at most."""

@@ -97,7 +97,12 @@ def _save(
         if len({digest for digest, _ in told}) > 1:
             return False
         every = [Shard.of(row) for _, part in told for row in part]
-        shard_files.seen(lambda: shard_files.check_sizes(half, every), half, DamagedError)
+
+        def is_there() -> None:
+            _refuse(path)  # a faster job has removed what this one wrote
+            shard_files.check_sizes(half, every)
+
+        shard_files.seen(is_there, half, DamagedError)
         shard_files.write_table(half, contents, every)
         shard_files.settle_folder(half)
         _refuse(path)
