@@ -258,6 +258,7 @@ def test_processes_that_are_killed_for_good_are_done_without(
     assert ours == {step: pytest.approx(want[step], rel=1e-5) for step in ours}
 
 
+@pytest.mark.longer
 def test_those_that_came_share_out_the_places_of_the_largest_grid_they_can_have(tmp_path: Path):
     """Three of four come, one of them late; a file that lies there from another day is nobody."""
     (tmp_path / "0.json").write_text(json.dumps({"name": "old", "address": "n0:1", "beat": "7"}))

@@ -12,6 +12,8 @@ from test_linalg import LAYOUTS, definite, normal, sharded
 
 import multimesh as mm
 
+pytestmark = pytest.mark.longer
+
 linalg = mm.linalg
 
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import multimesh as mm
 from multimesh import grids
 
+pytestmark = pytest.mark.longer
+
 
 @pytest.fixture(autouse=True)
 def double():

@@ -88,6 +88,7 @@ def check(layout, n, dtype):
     assert seen > 50
 
 
+@pytest.mark.longer
 def test_solves_and_determinants_are_as_good_as_lapacks():
     check("rows", 128, "float32")
 

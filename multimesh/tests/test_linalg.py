@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
 
+pytestmark = pytest.mark.longer
+
 LAYOUTS = {  # devices, spec
     "one": ((1,), P("x")),
     "rows": ((8,), P("x")),

@@ -10,7 +10,9 @@ import pytest
 pytest_plugins = ["pytester"]
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("-n", "2"), marks=pytest.mark.longer)], ids=["one process", "two workers"]
+)
 def test_the_table_has_each_stand_in(
     pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
