@@ -21,6 +21,8 @@ from multimesh.linalg.cholesky import block, changed, columns, with_columns
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import matmul
 
+MOST_SWAPPED = 4  # superpanels whose rows are exchanged together: fewer messages, in more memory
+
 
 class Factors(NamedTuple):
     """My rows of L and U in one array, with columns in order of elimination, and which rows of the matrix they are."""
@@ -68,6 +70,7 @@ def factorize(a: Array, layout: Layout) -> Factors:
     p, me = layout.devices, lax.axis_index(layout.axes)
     lu = layout.pad_matrix(layout.to_rows(a, hermitian=False)).reshape(padded, p, count, height)
     of_devices = jnp.arange(p)[:, None] * padded
+    many = max(n for n in range(1, MOST_SWAPPED + 1) if count % n == 0)
 
     def superpanel(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         lu, rows = carry  # rows: of each place, device * padded + row, the row of A that is there
@@ -86,39 +89,34 @@ def factorize(a: Array, layout: Layout) -> Factors:
         to = _here(places, layout)
         from_pivots, from_slots = _here(pivots, layout), _here(slots, layout)
         rows = rows.at[places].set(rows[slots], mode="drop").at[slots].set(rows[pivots])
-        start = me * height
 
-        def swapped(j: Array, lu: Array) -> tuple[Array, Array]:
-            x = columns(lu, j)
-            chosen, displaced = _taken(x, from_pivots, layout), _taken(x, from_slots, layout)
-            x = x.at[to].set(displaced, mode="drop")
-            return x, chosen
+        def swapped(k: Array, lu: Array) -> Array:  # in some superpanels of columns
+            x = lax.dynamic_slice_in_dim(lu, k * many, many, 2)
+            moved = _taken(x, jnp.concatenate([from_pivots, from_slots]), layout)
+            mine = lax.dynamic_slice_in_dim(moved, me * height, height)
+            x = lax.dynamic_update_slice_in_dim(x.at[to].set(moved[width:], mode="drop"), mine, s * height, 0)
+            return lax.dynamic_update_slice_in_dim(lu, x, k * many, 2)
 
-        def put(lu: Array, j: Array, x: Array, mine: Array) -> Array:
-            mine = lax.dynamic_slice_in_dim(mine, start, height)
+        def put(lu: Array, j: Array, x: Array, of_slots: Array) -> Array:
+            mine = lax.dynamic_slice_in_dim(of_slots, me * height, height)
             return with_columns(lu, j, lax.dynamic_update_slice_in_dim(x, mine, s * height, 0))
 
-        def earlier(j: Array, lu: Array) -> Array:
-            x, chosen = swapped(j, lu)
-            return put(lu, j, x, chosen)
-
-        x, chosen = swapped(s, lu)
-        diagonal = _without_pivots(chosen)
+        lu = lax.fori_loop(0, count // many, swapped, lu)
+        x, diagonal = columns(lu, s), _without_pivots(block(lu, s, s, layout))
         below = changed(layout, s, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
         behind = (jnp.arange(padded) >= (s + 1) * height)[:, None]
         lu = put(lu, s, jnp.where(behind, below, x), diagonal)
         left = jnp.where(behind, below, 0)
 
         def later(j: Array, lu: Array) -> Array:
-            x, chosen = swapped(j, lu)
+            chosen = block(lu, s, j, layout)
             u = lax.linalg.triangular_solve(diagonal, chosen, left_side=True, lower=True, unit_diagonal=True)
 
             def eliminated(i: Array, some: Array) -> Array:
                 return some - matmul(lax.dynamic_slice_in_dim(left, i, layout.rows_at_a_time), u)
 
-            return put(lu, j, changed(layout, s, eliminated, x), u)
+            return put(lu, j, changed(layout, s, eliminated, columns(lu, j)), u)
 
-        lu = lax.fori_loop(0, s, earlier, lu)
         return lax.fori_loop(s + 1, count, later, lu), rows
 
     lu, rows = lax.fori_loop(0, count, superpanel, (lu, jnp.arange(p * padded)))
