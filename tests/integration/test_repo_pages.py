@@ -1,0 +1,81 @@
+"""Each page as somebody follows it: a clone, an empty home, nothing set, a Python that has what the page installs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INSTALLS = re.compile(r"pip install(?: \./multimesh)?((?: [a-z]+)*)(?=`|\n| &&)")
+ELSEWHERE = {  # commands that are not run here: who runs them, or what they need
+    "./bootstrap.sh": "test_repo_clean_clone.py and .ci/run",
+    ".ci/run": "CI",
+    ".venv/bin/pytest": "CI",
+    ".venv/bin/zizmor": "CI: .ci/run lint",
+    ".venv/bin/python -m tooling": "tests/integration/sources, tests/integration/github",
+    "docker/build.py": "tests/integration/image",
+    "docker run": "tests/integration/image; the second needs a GPU",
+    "./build.py": "tests/integration/image",
+    "./start-cache.sh": "tests/integration/cache",
+    "cd docker": "the line before ./build.py",
+    "maxtext/run.py": "maxtext/tests: the environment of ./bootstrap.sh",
+    ".venv/bin/python maxtext/tests/grid.py": "hours; pytest -m full maxtext/tests/test_parity.py",
+    "git clone https://": "GitHub",
+    "python multimesh/benchmarks/": "each takes minutes, and its figures a quiet machine",
+    "multimesh/benchmarks/": "as above",
+    "python maxtext/benchmarks/": "as above",
+}
+LISTED = subprocess.run(["git", "-C", str(ROOT), "ls-files", "--", "*.md"], capture_output=True, text=True, check=True)
+
+
+def blocks(name: str, language: str) -> list[str]:
+    shown = FENCE.findall((ROOT / name).read_text(encoding="utf-8"))
+    return [body for kind, body in shown if kind == language]
+
+
+def commands(name: str) -> str:
+    """What the page types into a shell, without what is run elsewhere."""
+    typed = [re.findall(r"^\$ (.*)", body.replace("\\\n", ""), re.MULTILINE) for body in blocks(name, "console")]
+    typed += [body.splitlines() for body in blocks(name, "sh")]
+    return "\n".join(line for lines in typed for line in lines if not line.startswith(tuple(ELSEWHERE)))
+
+
+@functools.cache
+def environment(folder: Path, packages: tuple[str, ...]) -> Path:
+    made = folder / ("-".join(packages) or "alone")
+    subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
+    install = [f"{made}/bin/python", "-m", "pip", "install", "-q", "--no-input"]
+    subprocess.run([*install, f"{ROOT}/multimesh", *packages], check=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("environments")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "name", [name for name in LISTED.stdout.splitlines() if commands(name) or blocks(name, "python")]
+)
+def test_a_page_from_top_to_bottom(name: str, folder: Path, tmp_path: Path) -> None:
+    packages = " ".join(INSTALLS.findall((ROOT / name).read_text(encoding="utf-8"))).split()
+    made = environment(folder, tuple(sorted(set(packages))))
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    (clone / "page.py").write_text("\n".join(blocks(name, "python")))
+    (clone / "train.py").write_text("".join(blocks(name, "py")[:1]))  # docs/ten-minutes.md starts it
+    # What the machine's administrator sets stays: the package index may be a mirror with a certificate of its own.
+    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
+    env = kept | {"HOME": str(tmp_path), "PATH": f"{made / 'bin'}:{os.environ['PATH']}"}
+    shell = ["bash", "-ec", f"python page.py\n{commands(name)}\nwait"]
+    done = subprocess.run(shell, cwd=clone, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
