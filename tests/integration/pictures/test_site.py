@@ -28,7 +28,14 @@ PAGES = {  # page: what it must hold
     "maxtext/README": "validate-cpu.sh",
 }
 WIDTHS = (1280, 390, 1600)  # a laptop, a phone, a screen
-SEARCHES = {"rows divide microbatches": "docs/errors.html", "schedule": "docs/choosing-a-schedule.html"}
+SEARCHES = {
+    "rows divide microbatches": "docs/errors.html",
+    "schedule": "docs/choosing-a-schedule.html",
+    "zero bubble": "docs/choosing-a-schedule.html",
+    "FAQ": "docs/faq.html",
+    "wandb": "maxtext/README.html",
+    "mixed precision": "docs/from-pytorch.html",
+}
 
 
 @pytest.fixture(scope="module")
