@@ -31,6 +31,7 @@ INSTALLED = {
     ".venv/bin/python",
     ".venv/bin/zizmor",
     "python",
+    "python3",
     "git",
     "cd",
     "pip",
