@@ -44,7 +44,7 @@ HOST = "a-node-of-a-large-cluster-{:05d}.compute.example.org"
 def main() -> None:
     options = report.parser(__doc__)
     options.add_argument("counts", type=int, nargs="*", default=[8, 64, 512, 1024, 2048, 4096, 8192])
-    options.add_argument("--seconds", type=float, default=10.0, help="for which the hub is watched after the meeting")
+    options.add_argument("--seconds", type=float, default=30.0, help="for which the hub is watched after the meeting")
     args = options.parse_args()
     facts = _facts()
     rows = [watched(count, args.seconds, facts) for count in args.counts]
@@ -245,8 +245,9 @@ def be_guests(
         left -= answered(ready, 1)
     said.put((begun, sum(guest.answered for guest in guests)))
     beats = watcher.beat(count, SILENCE)
-    for guest in guests:
-        guest.at = time.monotonic()
+    now = time.monotonic()
+    for rank, guest in enumerate(guests, 1):
+        guest.at = now + beats * rank / count  # at moments of their own, as watchers do
     while (name := go.get() if not go.empty() else "") != "one dies":
         if name:
             said.put(True)

@@ -35,14 +35,14 @@ from multimesh.processes.stalls import StepsOfAll
 from multimesh.processes.wire import GRACE, Line, Message, drain, encoded
 
 BEAT = 1.0  # seconds between two signs of life
-BEATS = 1000  # signs of life in a second that the hub takes
+BEATS = 800  # signs of life in a second that the hub takes
 HOLD = 1.0  # seconds in which the death of another process may turn out to be the cause of an error
 STACK = 1.0  # seconds in which a process must have written its stack
 
 
 def beat(count: int, silence: float) -> float:
     """Seconds between two signs of life, of each of ``count`` processes."""
-    return max(BEAT, min(count / BEATS, silence / 4))
+    return max(BEAT, min(count / BEATS, silence / 3))
 
 
 class Watch:
@@ -102,7 +102,7 @@ class Watch:
             if now - beaten >= self._beat:
                 beaten = now
                 self._tell(**({"at": at} if self._own["rank"] else {}))
-            self._look_for_stalls(at, now)
+                self._look_for_stalls(at, now)
             if self._alive and os.getppid() != self._parent:  # a process that it forked holds its socket open
                 self._dead()
             if self._alive and state(self._parent) != "T":
