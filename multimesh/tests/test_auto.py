@@ -369,7 +369,7 @@ def test_a_list_of_layers_is_cut_by_what_they_cost():
         ({"partition": "even"}, "must be 'auto' or the layers of each stage, got 'even'"),
         ({"partition": (1, 2)}, r"2 stages with 3 layers, but there are 2 \(2 submeshes x 1\) and 2 layers"),
         ({"costs": [1]}, "costs of 1 layers, but there are 2"),
-        ({"placement": (0, 2)}, "must name submeshes 0 to 1"),
+        ({"placement": (0, 2)}, "must name each of submeshes 0 to 1, and no other"),
         ({"chunks": 0}, "chunks must be at least 1"),
     ],
 )

@@ -346,7 +346,11 @@ def test_a_loop_that_jax_jit_keeps_is_told():
     [
         ([None], {}, "a mesh must be a jax.sharding.Mesh"),
         (2, {"interleave": 0}, "interleave must be at least 1"),
-        (2, {"placement": (0, 2)}, "must name submeshes 0 to 1"),
+        (2, {"placement": (0, 2)}, "must name each of submeshes 0 to 1, and no other"),
+        (2, {"placement": (0, 0)}, "must name each of submeshes 0 to 1, and no other"),
+        (2, {"placement": 3}, "placement must be a sequence of ints"),
+        (2, {"placement": [[0], [1]]}, "placement: a submesh must be an int"),
+        (2, {"argnums": 7, "memory": 1e9}, "argnums names argument 7, and the call has 2 positional arguments"),
         (2, {"memory": 10.0}, "no cut into 2 stages fits into 10 bytes on each submesh"),
         (2, {"argnums": -1}, "argnums must be at least 0"),
         (2, {"argnums": "params"}, "argnums must be numbers of arguments"),
@@ -358,6 +362,23 @@ def test_what_cannot_be_cut(meshes, options, match):
     model = MODELS["backward scan"]
     with pytest.raises(mm.UsageError, match=match):
         mm.pipeline(model.loss, given, **options).cuts(model.params(), microbatch_of(model.batch()))
+
+
+def test_a_function_that_returns_nothing_is_told():
+    def forgets(w, x):
+        jnp.sum(w * x)
+
+    piped = mm.pipeline(forgets, submeshes(2, (1,)))
+    with pytest.raises(mm.UsageError, match="pipeline: forgets computes nothing from its arrays that it returns"):
+        piped.cuts(np.ones(3), np.ones(3))
+
+
+def test_the_gradient_of_an_integer_is_told():
+    step = mm.microbatch(
+        jax.value_and_grad(lambda w, x: jnp.sum(w["a"] * x + w["n"]), allow_int=True), size=2, argnum=1, reduce="mean"
+    )
+    with pytest.raises(mm.UsageError, match="a result of float0, the gradient of an integer, can't be averaged"):
+        mm.jit(step)({"a": np.ones(3, np.float32), "n": np.int32(1)}, np.ones((4, 3), np.float32))
 
 
 def test_without_meshes_it_is_one_program():

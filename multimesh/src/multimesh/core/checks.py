@@ -69,6 +69,17 @@ def many(what: str, value: Any, wanted: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def placement(what: str, value: Any, count: int) -> tuple[int, ...]:
+    """Return the submesh of each stage, by number, as a tuple; by default each of ``count`` in turn."""
+    if value is None:
+        return tuple(range(count))
+    found = many(f"{what}: placement", value, "a sequence of ints")
+    route = tuple(whole(f"{what}: placement: a submesh", number, 0) for number in found)
+    if {*route} != {*range(count)}:
+        raise UsageError(f"{what}: placement={value!r} must name each of submeshes 0 to {count - 1}, and no other")
+    return route
+
+
 def names(what: str, value: Any) -> tuple[str, ...]:
     """Return a sequence of str as a tuple."""
     return tuple(text(f"{what}: a name", name) for name in many(what, value, "a sequence of names"))

@@ -132,9 +132,7 @@ def sequential(
             )
     if costs is not None and len(costs) != len(given):
         raise UsageError(f"sequential: costs of {len(costs)} layers, but there are {len(given)}")
-    route = tuple(placement) if placement is not None else tuple(range(len(grids)))
-    if not route or not set(route) <= set(range(len(grids))):
-        raise UsageError(f"sequential: placement={placement!r} must name submeshes 0 to {len(grids) - 1}")
+    route = checks.placement("sequential", placement, len(grids))
     microbatches = checks.whole("sequential: microbatches", microbatches, 1)
     known = None if costs is None else tuple(costs)
     return Sequential(given, grids, sizes, microbatches, chunks, known, memory, route)

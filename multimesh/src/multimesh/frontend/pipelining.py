@@ -122,6 +122,11 @@ class Pipelined:
         arrays = tuple(leaves[i] for i in where)
         with _compat.traced_as(lambda: self._name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+        if self.memory < math.inf and max(self.argnums, default=0) >= max(len(args), 1):
+            raise UsageError(
+                f"{self._name}: argnums names argument {max(self.argnums)}, and the call has {len(args)} positional "
+                "arguments; name those that are trained, counted from 0"
+            )
         number = [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]  # keywords follow
         trained = (place for place, i in enumerate(where) if i < len(number) and number[i] in self.argnums)
         return _Traced(closed, jax.tree.structure(shapes), arrays, tuple(trained), given, loops.number > 0)
@@ -135,6 +140,8 @@ class Pipelined:
         found = read(traced.closed, number, traced.trained)
         best: tuple[ChainCut, Chain, tuple[Unit, ...]] | None = None
         for order in orders(found.forward):
+            if not order:
+                raise UsageError(f"{self._name} computes nothing from its arrays that it returns; return the result")
             if len(order) < number:
                 raise UsageError(
                     f"pipeline: {len(order)} operations cannot make {number} stages ({len(self.meshes)} submeshes x "
@@ -269,9 +276,7 @@ def pipeline(
             raise checks.refuse("pipeline: a mesh", "a jax.sharding.Mesh", mesh)
     interleave = checks.whole("pipeline: interleave", interleave, 1)
     room = math.inf if memory is None else cost(memory, "pipeline: memory of a submesh")
-    route = tuple(range(len(grids))) if placement is None else tuple(placement)
-    if not set(route) <= set(range(len(grids))) or len(route) < bool(grids):
-        raise UsageError(f"pipeline: placement={placement!r} must name submeshes 0 to {len(grids) - 1}")
+    route = checks.placement("pipeline", placement, len(grids)) if grids else ()
     listed = (argnums,) if isinstance(argnums, int) else argnums
     numbers = checks.many("pipeline: argnums", listed, "numbers of arguments")
     trained = frozenset(checks.whole("pipeline: argnums", number, 0) for number in numbers)

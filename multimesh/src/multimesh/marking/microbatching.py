@@ -280,7 +280,8 @@ def _ways(result: Any, stack: Any, reduce: Any, dim: int, size: int | None) -> t
                 )
         elif not keep and not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
             known = "averaged" if way == "mean" else "summed"
-            raise UsageError(f"microbatch: a result of dtype {leaf.dtype} can't be {known}; mark it True in stack=")
+            kind = "float0, the gradient of an integer," if leaf.dtype == jax.dtypes.float0 else f"dtype {leaf.dtype}"
+            raise UsageError(f"microbatch: a result of {kind} can't be {known}; mark it True in stack=")
         ways.append("stack" if keep else way)
     return tree, ways
 
