@@ -121,17 +121,20 @@ PHASES = {  # of a save: what is done in it, whether a process is killed before 
 }
 
 
-def killed_at(phase: str) -> None:
-    """Let this process kill itself in a phase of its next save; a number is so many seconds from now."""
+def killed_at(phase: str, by: int = signal.SIGKILL) -> None:
+    """Let this process send itself a signal in a phase of its next save; a number is so many seconds from now."""
 
     def kill() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)
 
     def done(*args: Any, **kwargs: Any) -> Any:
+        setattr(place, name, whole)
         if when == "before":
             kill()
-        whole(*args, **kwargs)
-        kill()
+        result = whole(*args, **kwargs)
+        if when == "after":
+            kill()
+        return result
 
     if phase not in PHASES:
         threading.Timer(float(phase), kill).start()
@@ -141,15 +144,15 @@ def killed_at(phase: str) -> None:
     setattr(place, name, done)
 
 
-def killed_saving(folder: str, rank: str, phase: str, how: str) -> None:
-    """Save one checkpoint after the other until a process kills itself somewhere on the way."""
+def killed_saving(folder: str, rank: str, phase: str, how: str, by: str = "SIGKILL") -> None:
+    """Save one checkpoint after the other until a process gets a signal somewhere on the way."""
 
     def placed(n: int) -> Any:
         return {"step": n, "w": [on(mesh, np.full((64, 64), n, np.float32), P("data")) for mesh in meshes()]}
 
     mm.distributed.save(f"{folder}/0", placed(0))
     if jax.process_index() == int(rank):
-        killed_at(phase)
+        killed_at(phase, signal.Signals[by])
     for n in range(1, 1000):
         mm.distributed.save(f"{folder}/{n}", placed(n), background=how == "background")
 

@@ -195,6 +195,21 @@ def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, w
     ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:{how}", timeout=60)
     assert ended[rank].code == -signal.SIGKILL, ended
     assert "was killed by SIGKILL" in ended[1 - rank].err
+    goes_on_with_whole_ones(tmp_path)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.full
+@pytest.mark.parametrize(("where", "rank"), [("in arrays", 0), ("in arrays", 1), ("table", 0), ("0.3", 1)])
+def test_ctrl_c_during_a_save_in_the_background_leaves_whole_checkpoints_only(tmp_path, where, rank):
+    ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:background:SIGINT", timeout=60)
+    assert [process.code for process in ended] == [130, 130], ended
+    assert "failed: KeyboardInterrupt" in ended[1 - rank].err
+    goes_on_with_whole_ones(tmp_path)
+
+
+def goes_on_with_whole_ones(tmp_path):
+    """What has its name is whole, from the first on; what has not is refused, and the next save writes over it."""
     found = {p.name for p in tmp_path.iterdir() if p.name.isdigit()}
     assert "0" in found
     for name in found:
