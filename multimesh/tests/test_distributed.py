@@ -457,3 +457,19 @@ def test_ctrl_c_ends_a_process_that_waits(job, where):
     told = rf"multimesh: {_named(0)} was interrupted in code that does not notice it\n"
     assert re.search(told if limit == 15 else "KeyboardInterrupt\n", first.said), first
     assert re.search(rf"ends because {_named(0)} failed: KeyboardInterrupt\n", second.said), second
+
+
+@pytest.mark.multiprocess
+def test_a_second_ctrl_c_does_not_change_how_a_process_ends(job):
+    """It comes while the process tells the others of the first."""
+    what = """
+import signal, threading
+if rank == 0:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    os.kill(os.getpid(), signal.SIGINT)
+time.sleep(600)
+"""
+    first, second = job(JOIN + what)
+    assert (first.code, second.code) == (130, 130), (first, second)
+    assert "Error in sys.excepthook" not in first.said, first
+    assert re.search(rf"ends because {_named(0)} failed: KeyboardInterrupt\n", second.said), second

@@ -100,6 +100,8 @@ class WatcherClient:
         if os.getpid() != self._pid:  # forked from it
             self._print(kind, error, traceback)
             return
+        with contextlib.suppress(ValueError):  # where this is not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would end this hook, and not the process
         code = 130 if kind is KeyboardInterrupt else getattr(error, "exit_code", 1)
         self._leave(": ".join([kind.__name__, *_reason(error)]), code)
         self._print(kind, error, traceback)
