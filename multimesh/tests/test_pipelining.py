@@ -364,6 +364,16 @@ def test_what_cannot_be_cut(meshes, options, match):
         mm.pipeline(model.loss, given, **options).cuts(model.params(), microbatch_of(model.batch()))
 
 
+def test_argnums_are_those_of_the_function_of_a_loop_inside():
+    gradient = jax.value_and_grad(lambda x, k, w: k * jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w)), argnums=2)
+
+    def step(w, x):
+        return mm.microbatch(gradient, size=2, argnum=0, reduce="mean")(x, jnp.float32(2), w)
+
+    cuts = mm.pipeline(step, submeshes(2, (1,)), memory=1e9, argnums=2).cuts(np.eye(4), np.ones((4, 4)))
+    assert len(cuts.stages) == 2
+
+
 def test_a_function_that_returns_nothing_is_told():
     def forgets(w, x):
         jnp.sum(w * x)

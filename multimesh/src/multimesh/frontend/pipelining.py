@@ -122,9 +122,10 @@ class Pipelined:
         arrays = tuple(leaves[i] for i in where)
         with _compat.traced_as(lambda: self._name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-        if self.memory < math.inf and max(self.argnums, default=0) >= max(len(args), 1):
+        named = max(self.argnums, default=0)  # with loops they are those of the loop's function
+        if not loops.number and self.memory < math.inf and named >= max(len(args), 1):
             raise UsageError(
-                f"{self._name}: argnums names argument {max(self.argnums)}, and the call has {len(args)} positional "
+                f"{self._name}: argnums names argument {named}, and the call has {len(args)} positional "
                 "arguments; name those that are trained, counted from 0"
             )
         number = [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]  # keywords follow
