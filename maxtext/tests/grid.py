@@ -17,6 +17,7 @@ from pathlib import Path
 from parity import BASE, METRICS, ROOT, Result, compare
 
 from multimesh import schedules
+from multimesh_maxtext import within_stage
 
 PAGE = ROOT / "docs" / "maxtext-parity.md"
 TOLERANCE = 1e-5
@@ -167,6 +168,19 @@ SECTIONS = {
             f"{_RING.replace('mixtral', 'qwen3_moe')}",
             f"--ep 2 --cp 2 --pp 2 --interleave 2 --num-layers 4 --remat full {_RING}",
             UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--ep 4 --pp 2").replace(_DROPPING, _DROPLESS),
+        )
+    ],
+    "quantization": [
+        f"--cpus 2 --pp 2 --num-layers 2 quantization={kind}"
+        for kind in ("int8", *(f"{kind} use_qwix_quantization=true" for kind in within_stage.QWIX))
+    ],
+    "quantization-devices": [
+        f"--cpus 4 {case}"
+        for case in (
+            "--dp 2 --pp 2 --num-layers 4 --scan-layers quantization=int8",
+            "--dp 2 --pp 2 --num-layers 2 quantization=int8 use_qwix_quantization=true opt_type=sgd",
+            "--fsdp 2 --pp 2 --num-layers 4 --scan-layers quantization=int8 use_qwix_quantization=true opt_type=sgd",
+            f"--fsdp 2 --pp 2 --num-layers 4 --interleave 2 {_GPT3} quantization=fp8_full use_qwix_quantization=true",
         )
     ],
 }

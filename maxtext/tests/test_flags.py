@@ -261,6 +261,11 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
             "quantization=intmp use_qwix_quantization=true quant_cfg_path=x",
             r"=intmp yet: with use_qwix_quantization=true MaxText quantizes nothing, and says nothing; use quant",
         ),
+        ("quantization=intmp quant_cfg_path=x", r"=intmp yet: MaxText looks for the names of Linen modules, .*; use q"),
+        (
+            "quantization=int8 --model-name mixtral-8x7b",
+            r"=int8 yet: MaxText cannot make experts with AQT; add use_qwix_quantization=true$",
+        ),
         ("quantization=serve_fp8_weight", r"=serve_fp8_weight yet: its parameters have 8 bits, .* inference alone;"),
         (
             'lora={"enable_lora":true}',
@@ -280,7 +285,7 @@ def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: 
     "quantization",
     [
         *(f"quantization={kind} use_qwix_quantization=true" for kind in within_stage.QWIX),
-        *(f"quantization={kind} quant_cfg_path=x" for kind in within_stage.AQT),
+        *(f"quantization={kind}" for kind in within_stage.AQT),
         "--tp 2 --microbatch-size 2 quantization=int8",
         "--tp 2 quantization=int8 use_qwix_quantization=true",
     ],

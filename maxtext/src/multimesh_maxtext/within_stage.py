@@ -14,8 +14,8 @@ _TPU_ONLY = ("ulysses", "usp")
 QWIX = ("int8", "int4", "fp4", "fp8_e4m3", "fp8_e5m2", "fp8_nanoo", "fp8_full")
 """Kinds of quantization by Qwix, ``use_qwix_quantization=true``, that pipelines were compared with."""
 
-AQT = ("int8", "intmp")
-"""Kinds of quantization by AQT that pipelines were compared with: MaxText has no other."""
+AQT = ("int8",)
+"""Kinds of quantization by AQT that pipelines were compared with."""
 
 _DELAYED = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 """Kinds that MaxText refuses where gradients are accumulated: most scale by what earlier steps have seen."""
@@ -84,15 +84,20 @@ def find_wrong_quantization(model: Model) -> Iterator[LauncherError]:
     """Yield why a pipeline cannot train with a quantization, and which it can train with."""
     settings = model.resolved
     kind, by_qwix = str(settings.get("quantization") or ""), bool(settings.get("use_qwix_quantization"))
-    if not kind or kind in (QWIX if by_qwix else AQT):
+    by_aqt_in_experts = kind in AQT and not by_qwix and model.experts > 1
+    if not kind or (kind in (QWIX if by_qwix else AQT) and not by_aqt_in_experts):
         return
     remedy = "use quantization=fp8_full, fp8_e4m3 or int8 with use_qwix_quantization=true"
     if kind in _DELAYED:
         reason = "MaxText has it without gradient accumulation alone, and a pipeline accumulates over its microbatches"
     elif by_qwix:
         reason = "with use_qwix_quantization=true MaxText quantizes nothing, and says nothing"
+    elif by_aqt_in_experts:
+        reason, remedy = "MaxText cannot make experts with AQT", "add use_qwix_quantization=true"
     elif kind in QWIX:
         reason, remedy = "MaxText has it by Qwix alone", "add use_qwix_quantization=true"
+    elif kind == "intmp":
+        reason = "MaxText looks for the names of Linen modules, and its layers have none"
     elif kind.startswith("te_"):
         reason = "its kernels are TransformerEngine's for GPUs, and no pipeline was compared with one program there"
     else:
