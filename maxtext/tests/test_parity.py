@@ -29,6 +29,10 @@ CASES = {
     "gpt3 gpipe interleaved tp scanned": (
         "--tp 2 --pp 2 --schedule gpipe --interleave 2 --num-layers 4 --scan-layers decoder_block=gpt3"
     ),
+    "llama cp": "--cp 2 --pp 2 --num-layers 2",
+    "mixtral zb-h1 ep dropless scanned": (
+        f"--ep 2 --pp 2 --schedule zb-h1 --num-layers 4 --scan-layers use_ring_of_experts=true {_EXPERTS}"
+    ),
     "mixtral wavefront ep": f"--ep 2 --pp 2 --schedule wavefront --num-layers 2 sparse_matmul=false {_EXPERTS}",
     "mixtral prefetch-wavefront sparse dp scanned": (
         f"--dp 2 --pp 2 --schedule prefetch-wavefront --num-layers 4 --scan-layers megablox=false {_EXPERTS}"
@@ -47,7 +51,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return compare(cases, tmp_path_factory.mktemp("parity"))
 
 
-@pytest.mark.telling("gpt3 zb-h1 dp tied", "llama interleaved sequence-parallel scanned tied")
+@pytest.mark.telling("gpt3 zb-h1 dp tied", "llama cp", "llama interleaved sequence-parallel scanned tied")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in MIXTURES])
 def test_a_dense_pipeline_trains_as_one_program(results: dict[str, Result], name: str):
     found = results[name]
