@@ -30,9 +30,6 @@ CASES = {
         "--tp 2 --pp 2 --schedule gpipe --interleave 2 --num-layers 4 --scan-layers decoder_block=gpt3"
     ),
     "llama cp": "--cp 2 --pp 2 --num-layers 2",
-    "mixtral zb-h1 ep dropless scanned": (
-        f"--ep 2 --pp 2 --schedule zb-h1 --num-layers 4 --scan-layers use_ring_of_experts=true {_EXPERTS}"
-    ),
     "mixtral wavefront ep": f"--ep 2 --pp 2 --schedule wavefront --num-layers 2 sparse_matmul=false {_EXPERTS}",
     "mixtral prefetch-wavefront sparse dp scanned": (
         f"--dp 2 --pp 2 --schedule prefetch-wavefront --num-layers 4 --scan-layers megablox=false {_EXPERTS}"
