@@ -32,7 +32,8 @@ class StepsOfAll:
     def held_up_by(self, now: float) -> int | None:
         """A process that is behind the others and has been where it is for long; None if there is none to tell of.
 
-        Those that wait for it are in the next call already, or have ended it.
+        Those that wait for it are in the next call already, or have ended it. Where all are between the same two calls,
+        they compile, save or read: that is told of, but later.
         """
         if not self._at or max(self._at.values())[0] == 0:
             return None  # nobody has ended a call: they compile
@@ -40,7 +41,9 @@ class StepsOfAll:
         if self._told_of != (rank, self._at[rank]):
             self._told_of, self._after = (rank, self._at[rank]), self._first
         still = now - self._since[rank]
-        if still < self._after:
+        if self._ends(still):
+            return rank
+        if still < (max(self._after, STALLED) if self._between_calls() else self._after):
             return None
         self._after = self._stall if still < self._stall else 2 * still
         return rank
@@ -54,8 +57,15 @@ class StepsOfAll:
         else:
             places = dict.fromkeys(_place(each) for each in others[:1] + others[-1:])
             where = f"{'all' if len(places) == 1 else 'the'} others are {' to '.join(places)}"
-        ends = bool(self._stall) and still >= self._stall
+        ends = self._ends(still)
         return f"{'has been' if ends else 'is'} {_place(at)} for {still:.0f} s, {where}", ends
+
+    def _ends(self, still: float) -> bool:
+        return 0 < self._stall <= still and not self._between_calls()
+
+    def _between_calls(self) -> bool:
+        """Whether all have ended the same calls, and begun no other."""
+        return len({*self._at.values(), *((ended, ended) for ended, _ in self._at.values())}) == 1
 
 
 def _place(at: tuple[int, int]) -> str:

@@ -60,6 +60,8 @@ class PartRunner(Runner):
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
         """See `Runner`."""
         with exchange.turn:
+            if self._exchange is None:  # others have no part in it
+                return super().__call__(args, moved)
             begin_step()
             results = super().__call__(args, moved)
             count_step()
