@@ -60,8 +60,16 @@ def test_a_job_whose_processes_are_all_between_two_steps_does_not_end():
     assert progress.said(0, 1121) == ("is after step 1 for 121 s, as all others are", False)
     for rank in (1, 2):
         progress.note(rank, (1, 2), 1130)
-    assert progress.held_up_by(1131) == 0
-    assert progress.said(0, 1131) == ("has been after step 1 for 131 s, all others are in step 2", True)
+    assert [progress.held_up_by(t) for t in (1122, 1128, 1130)] == [None, None, 0]
+    assert progress.said(0, 1130) == ("has been after step 1 for 9 s, all others are in step 2", True)
+
+
+def test_one_that_compiles_longer_than_others_holds_them_up_from_then_on():
+    """Not since it began to compile, as they did."""
+    progress = _progress(stall=8)
+    assert progress.held_up_by(1060) is None
+    progress.note(0, (1, 1), 1061)
+    assert [progress.held_up_by(t) for t in (1061, 1067, 1069)] == [None, None, 1]
 
 
 @pytest.mark.parametrize(
