@@ -161,7 +161,7 @@ class Ends:
     def arrive(self, pieces: Sequence[Any]) -> Any:
         """The array of the pieces, in the order of the way, that are for devices of this process."""
         if self.join is None:
-            (first, *_) = pieces
+            first = pieces[0]
             return first if first.sharding is self.piece.sharding else self.assemble(pieces)
         count = math.prod(self.way.joins)
         return self.join(*(self.assemble(pieces[number::count]) for number in range(count)))[0]
