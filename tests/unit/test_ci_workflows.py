@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tooling import cli
+
 FOLDER = Path(__file__).resolve().parents[2] / ".github" / "workflows"
 FOREIGN = ("bootstrap.sh", ".ci/run", "ci validate", "pytest", "--group dev")  # they run code that a bump may bring
 
@@ -83,3 +85,15 @@ def test_a_dispatch_is_looked_at_before_it_builds() -> None:
     text = scripts(workflow("image.yml")["jobs"]["build"])
     assert 0 < text.index("ci image-name") < text.index("ci preflight") < text.index("docker/build.py")
     assert 'printf "$(' not in text, "the exit code of what printf is given would be lost"
+
+
+@pytest.mark.parametrize("owner", ["Some-Lab", "somebody_corp", "7"])
+def test_every_owner_of_github_has_an_image(owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ci", "image-name", "--owner", owner, "--registry", "ghcr.io"]) == 0
+    assert capsys.readouterr().out == f"ghcr.io/{owner.lower()}/multimesh-jax\n"
+
+
+@pytest.mark.parametrize("owner", ["", "a b", "a-", "a/b", "$(id)"])
+def test_what_is_no_owner_is_refused(owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ci", "image-name", "--owner", owner]) == 2
+    assert "is no GitHub account; give --owner" in capsys.readouterr().err
