@@ -173,9 +173,11 @@ def test_cpu_environment(job: Check, paths: Paths):
 
 
 def test_timeouts_reach_the_trainer(job: Check, paths: Paths):
-    found = variables(job, paths, "--cpus 1 --nodes 2 --dp 2 --stop-timeout 90 --stall-timeout 0.5", {})
+    seconds = {"start": "61", "silence": "20", "stop": "90", "compile": "4000", "stall": "0.5"}
+    flags = " ".join(f"--{name}-timeout {value}" for name, value in seconds.items())
+    found = variables(job, paths, f"--cpus 1 --nodes 2 --dp 2 {flags}", {})
     waits = {name: value for name, value in found.items() if name.endswith("_TIMEOUT")}
-    assert waits == {"MULTIMESH_STOP_TIMEOUT": "90", "MULTIMESH_STALL_TIMEOUT": "0.5"}
+    assert waits == {f"MULTIMESH_{name.upper()}_TIMEOUT": value for name, value in seconds.items()}
     with pytest.raises(UsageError, match="--stall-timeout is about waiting for other processes; add --nodes"):
         variables(job, paths, "--cpus 2 --dp 2 --stall-timeout 9", {})
 

@@ -46,10 +46,13 @@ def _cholesky(block: Array, layout: Layout) -> Array:
     return lax.platform_dependent(block, cpu=on_first, default=factor)
 
 
-_solved = lax.linalg.triangular_solve
-_forward = functools.partial(_solved, left_side=True, lower=True)  # of l and b: inv(l) @ b
+_forward = functools.partial(lax.linalg.triangular_solve, left_side=True, lower=True)  # of l and b: inv(l) @ b
 _back = functools.partial(_forward, transpose_a=True, conjugate_a=True)  # of l and b: inv(l)^H @ b
-_divided = functools.partial(_solved, lower=True, transpose_a=True, conjugate_a=True)  # of l and c: c @ inv(l)^H
+
+
+def _divided(l: Array, c: Array) -> Array:
+    """``c @ inv(l)^H``. LAPACK reads the rows of ``c`` as columns, so they are not moved on CPUs."""
+    return adjoint(_forward(l, adjoint(c)))
 
 
 def _taken(l: Array, row: Array | int, rows: int, s: Array | int) -> Array:
