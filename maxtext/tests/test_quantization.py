@@ -50,4 +50,4 @@ def test_another_is_refused_with_its_reason(job: Callable[[Sequence[str]], Job],
 
 def test_aqt_cuts_the_rows_of_a_microbatch_by_the_devices(job: Callable[[Sequence[str]], Job]):
     with pytest.raises(UsageError, match=r"microbatch, 2, by 4 devices; use --microbatch-size 2 or use_qwix_q"):
-        job("--dp 2 --tp 2 --pp 2 quantization=int8".split())
+        job(["--dp", "2", "--tp", "2", "--pp", "2", "quantization=int8"])
