@@ -134,3 +134,29 @@ def test_copies_that_know_nothing_of_each_other_do_not_run():
     assert done.stderr.count("2 copies of this program were started") == 2
     assert "Traceback" not in done.stderr
     assert "ok" not in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    shutil.which("mpirun.mpich") is None, reason="no mpirun.mpich on this machine: apt-get install mpich"
+)
+def test_mpich_with_the_right_and_the_wrong_mpi4py(tmp_path):
+    """mpi4py of PyPI finds Debian's MPICH by another name; with Open MPI in its place every process sees itself only."""
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "mpi4py"], check=True)
+    (library,) = Path("/usr/lib").glob("*/libmpich.so.12")
+    (tmp_path / "libmpi.so.12").symlink_to(library)
+    env = CLEAN | {"PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [*map(str, mpirun(2, "mpirun.mpich")), sys.executable, str(EXAMPLES / "allreduce.py")]
+
+    def start(abi):
+        return subprocess.run(
+            command, capture_output=True, text=True, env=env | {"MPI4PY_MPIABI": abi}, check=False, timeout=600
+        )
+
+    done = start("mpich")
+    assert done.returncode == 0, done.stderr
+    assert "ok: the sum over 2 devices of 2 processes" in done.stdout
+    done = start("openmpi")
+    assert done.returncode == 2
+    assert "2 copies of this program were started, and mpi4py finds 1: it uses another MPI than mpirun" in done.stderr
+    assert "ok" not in done.stdout
