@@ -24,7 +24,8 @@ ROUNDED = 1e-2  # bfloat16 has 8 bits of precision
 
 _LLAMA, _GPT3 = "", "decoder_block=gpt3"
 _EXPERTS = "decoder_block=mixtral num_experts=4 base_moe_mlp_dim=32"
-_DENSE, _SPARSE = f"{_EXPERTS} sparse_matmul=false", f"{_EXPERTS} megablox=false"
+_DROPPING, _DROPLESS = "sparse_matmul=false", "use_ring_of_experts=true"
+_DENSE, _SPARSE, _RING = f"{_EXPERTS} {_DROPPING}", f"{_EXPERTS} megablox=false", f"{_EXPERTS} {_DROPLESS}"
 _FOUR = "--cpus 4 --dp 2 --pp 2"
 
 
@@ -146,6 +147,26 @@ SECTIONS = {
             f"--cp 2 --pp 2 --num-layers 2 {_DENSE}",
             "--fsdp 2 --pp 2 --interleave 2 --schedule looped-bfs --gather-once --num-layers 4",
             "--fsdp 2 --pp 2 --gather-once --num-layers 4 --scan-layers",
+        )
+    ],
+    "contexts": [
+        f"--cpus 8 {case}"
+        for case in (
+            "--cp 2 --tp 2 --pp 2 --num-layers 2",
+            "--cp 2 --tp 2 --sequence-parallel --pp 2 --schedule zb-h1 --num-layers 4 --scan-layers",
+            "--cp 2 --fsdp 2 --pp 2 --interleave 2 --num-layers 4 decoder_block=qwen3",
+            "--cp 4 --pp 2 --num-layers 2 decoder_block=gemma2",
+            UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--cp 2 --ep 2 --pp 2"),
+        )
+    ],
+    "experts": [
+        f"--cpus 8 {case}"
+        for case in (
+            f"--ep 2 --tp 2 --pp 2 --schedule zb-h1 --num-layers 2 {_RING}",
+            f"--ep 2 --fsdp 2 --pp 2 --num-layers 4 --scan-layers num_experts_per_tok=2 "
+            f"{_RING.replace('mixtral', 'qwen3_moe')}",
+            f"--ep 2 --cp 2 --pp 2 --interleave 2 --num-layers 4 --remat full {_RING}",
+            UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--ep 4 --pp 2").replace(_DROPPING, _DROPLESS),
         )
     ],
 }

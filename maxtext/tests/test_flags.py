@@ -13,7 +13,7 @@ import original
 import pytest
 
 from multimesh import schedules
-from multimesh_maxtext import buckets, checks
+from multimesh_maxtext import buckets, checks, within_stage
 from multimesh_maxtext.checks import MULTIMESH_ONLY, Job, check_machine
 from multimesh_maxtext.errors import (
     CheckpointError,
@@ -133,6 +133,10 @@ def test_every_flag_is_declared_with_help():
         ),
         ("--pp 2 --gather-once", r"--gather-once is about parameters that --fsdp shards; add --fsdp"),
         ("--fsdp 2 --gather-once", r"--gather-once is about pipeline stages; add --pp"),
+        (
+            "--dp 2 --tp 2 --pp 2 quantization=int8",
+            r"AQT cuts the rows of a microbatch, 2, by 4 devices; use --microbatch-size 2 or use_qwix_q",
+        ),
         ("--ep 2", r"--ep 2 does not divide the experts \(1\); change --ep or num_experts="),
         ("--tp 4 --model-name gemma4-26b", r"global layers \(2\); change --tp or global_num_kv_heads="),
         (
@@ -252,22 +256,37 @@ def test_every_flag_that_spmd_refuses_is_a_flag():
             r"cudnn_flash_jax attends within the part of a sequence that a",
         ),
         ("mtp_num_layers=1", r"with mtp_num_layers=1 yet"),
+        ("quantization=int4", r"=int4 yet: MaxText has it by Qwix alone; add use_qwix_quantization=true$"),
         (
-            "quantization=int8",
-            r"quantization=int8 yet: it was never compared .*; use quantization=fp8_full use_qwix_q",
+            "quantization=intmp use_qwix_quantization=true quant_cfg_path=x",
+            r"=intmp yet: with use_qwix_quantization=true MaxText quantizes nothing, and says nothing; use quant",
         ),
+        ("quantization=serve_fp8_weight", r"=serve_fp8_weight yet: its parameters have 8 bits, .* inference alone;"),
         (
             'lora={"enable_lora":true}',
             r"lora: MaxText makes adapters in .*train_sft alone.* would train nothing; leave",
         ),
         ("quantization=fp8", r"=fp8 yet: MaxText has it without gradient accumulation .*; use quantization=fp8_full"),
-        ("quantization=te_mxfp8", r"=te_mxfp8 yet: it was never compared .*; use quantization=fp8_full"),
+        ("quantization=te_mxfp8", r"=te_mxfp8 yet: its kernels are TransformerEngine's for GPUs, .*; use quan"),
     ],
 )
 def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: str, message: str):
     with pytest.raises(UnsupportedError, match=message) as raised:
         job(["--pp", "2", *argv.split()])
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        *(f"quantization={kind} use_qwix_quantization=true" for kind in within_stage.QWIX),
+        *(f"quantization={kind} quant_cfg_path=x" for kind in within_stage.AQT),
+        "--tp 2 --microbatch-size 2 quantization=int8",
+        "--tp 2 quantization=int8 use_qwix_quantization=true",
+    ],
+)
+def test_a_pipeline_takes_quantization_that_was_compared(job: Callable[[Sequence[str]], Job], quantization: str):
+    assert job(["--pp", "2", *quantization.split()])
 
 
 def test_tensorboard_needs_its_package(job: Callable[[Sequence[str]], Job], monkeypatch: pytest.MonkeyPatch):

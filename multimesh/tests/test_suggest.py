@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -164,6 +165,23 @@ def test_a_picture_names_what_no_other_beats():
     assert "fast &amp; large" in drawn
     assert ">bad<" not in drawn
     assert drawn.count("<circle") == 3
+
+
+def test_no_words_of_a_picture_cover_others():
+    points = [picture.Point(10 + 0.01 * i, 6e10 - 1e8 * i, "dp 2 tp 8 pp 4 x 2, recompute minimal") for i in range(20)]
+    points.append(picture.Point(11.0, 2e10, "far"))
+    drawn = picture.draw("t", points, 6.1e10)
+    found = re.findall(r'<text(?: class="([^"]*)")? x="([^"]+)" y="([^"]+)">([^<]*)', drawn)
+    boxes = []
+    for kind, x, y, words in found:
+        width = 5.5 * len(words)
+        left = float(x) - width * {"e": 1, "m": 0.5}.get((kind.split() or [""])[-1], 0)
+        boxes.append((left, left + width, float(y) - 8, float(y), words))
+    dots = [(float(x), float(y)) for x, y in re.findall(r'<circle [^>]*cx="([^"]+)" cy="([^"]+)"', drawn)]
+    marks = [(x - 4, x + 4, y - 4, y + 4, "a point") for x, y in dots]
+    for one, other in (*itertools.combinations(boxes, 2), *itertools.product(boxes, marks)):
+        apart = one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
+        assert apart, (one, other)
 
 
 def command(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from tests import pages
+from tests.pages import ROOT
+
 INSTALLS = re.compile(r"pip install(?: \./multimesh)?((?: [a-z]+)*)(?=`|\n| &&)")
 ELSEWHERE = {  # commands that are not run here: who runs them, or what they need
     "./bootstrap.sh": "test_repo_clean_clone.py and .ci/run",
@@ -32,19 +33,12 @@ ELSEWHERE = {  # commands that are not run here: who runs them, or what they nee
     "multimesh/benchmarks/": "as above",
     "python maxtext/benchmarks/": "as above",
 }
-LISTED = subprocess.run(["git", "-C", str(ROOT), "ls-files", "--", "*.md"], capture_output=True, text=True, check=True)
 
 
-def blocks(name: str, language: str) -> list[str]:
-    shown = FENCE.findall((ROOT / name).read_text(encoding="utf-8"))
-    return [body for kind, body in shown if kind == language]
-
-
-def commands(name: str) -> str:
+def script(name: str) -> str:
     """What the page types into a shell, without what is run elsewhere."""
-    typed = [re.findall(r"^\$ (.*)", body.replace("\\\n", ""), re.MULTILINE) for body in blocks(name, "console")]
-    typed += [body.splitlines() for body in blocks(name, "sh")]
-    return "\n".join(line for lines in typed for line in lines if not line.startswith(tuple(ELSEWHERE)))
+    lines = [*pages.typed(name), *(line for body in pages.blocks(name, "sh") for line in body.splitlines())]
+    return "\n".join(line for line in lines if not line.startswith(tuple(ELSEWHERE)))
 
 
 @functools.cache
@@ -63,19 +57,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    "name", [name for name in LISTED.stdout.splitlines() if commands(name) or blocks(name, "python")]
-)
+@pytest.mark.parametrize("name", [name for name in pages.names() if script(name) or pages.blocks(name, "python")])
 def test_a_page_from_top_to_bottom(name: str, folder: Path, tmp_path: Path) -> None:
     packages = " ".join(INSTALLS.findall((ROOT / name).read_text(encoding="utf-8"))).split()
     made = environment(folder, tuple(sorted(set(packages))))
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-    (clone / "page.py").write_text("\n".join(blocks(name, "python")))
-    (clone / "train.py").write_text("".join(blocks(name, "py")[:1]))  # docs/ten-minutes.md starts it
+    (clone / "page.py").write_text("\n".join(pages.blocks(name, "python")))
+    (clone / "train.py").write_text("".join(pages.blocks(name, "py")[:1]))  # docs/ten-minutes.md starts it
     # What the machine's administrator sets stays: the package index may be a mirror with a certificate of its own.
     kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
     env = kept | {"HOME": str(tmp_path), "PATH": f"{made / 'bin'}:{os.environ['PATH']}"}
-    shell = ["bash", "-ec", f"python page.py\n{commands(name)}\nwait"]
+    shell = ["bash", "-ec", f"python page.py\n{script(name)}\nwait"]
     done = subprocess.run(shell, cwd=clone, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -18,12 +18,12 @@ from multimesh.errors import MultiMeshError
 from multimesh_maxtext import options
 
 from multimesh import schedules
+from tests import pages
+from tests.pages import ROOT
 from tooling import cli
 from tooling.core import errors
 from tooling.image import reference
 
-ROOT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PRINTED = re.compile(r"submesh 0:(?!.*: RUN )", re.DOTALL)  # a plan, which the blocks above it print; no dump of a pass
 INSTALLED = {
@@ -41,33 +41,31 @@ INSTALLED = {
 ON_CPUS = {"JAX_PLATFORMS": "cpu", "NPROC": "64", "OPENBLAS_NUM_THREADS": "1"}  # pages say themselves how many devices
 
 
-def markdown_files() -> list[str]:
-    argv = ["git", "-C", str(ROOT), "ls-files", "-z", "--", "*.md"]
-    names = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split("\0")
-    return [name for name in names if name]
-
-
-def blocks(path: Path, language: str) -> list[str]:
-    return [body for name, body in FENCE.findall(path.read_text(encoding="utf-8")) if name == language]
-
-
-@pytest.mark.parametrize("name", markdown_files())
+@pytest.mark.parametrize("name", pages.names())
 def test_code_does_not_scroll_sideways(name: str) -> None:
     """In a window of 1300 pixels the site has room for 110 columns (docs/site/static/site.css)."""
-    lines = [line for _, body in FENCE.findall((ROOT / name).read_text(encoding="utf-8")) for line in body.splitlines()]
+    lines = [
+        line for _, body in pages.FENCE.findall((ROOT / name).read_text(encoding="utf-8")) for line in body.splitlines()
+    ]
     assert [line for line in lines if len(line) > 110] == []
 
 
-def commands(path: Path) -> list[list[str]]:
+@pytest.mark.parametrize("name", pages.names())
+def test_every_table_has_a_head(name: str) -> None:
+    """A blank line in a table ends it, and the rows behind it become a paragraph."""
+    lines = ["", *pages.FENCE.sub("", (ROOT / name).read_text(encoding="utf-8")).splitlines(), ""]
+    first = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    assert [lines[i] for i in first if set(lines[i + 1]) - set("|-: ") or not lines[i + 1]] == []
+
+
+def commands(name: str) -> list[list[str]]:
     """Return the argv of every command in the `console` blocks: lines after `$`, split at `&&`."""
-    joined = [block.replace("\\\n", " ") for block in blocks(path, "console")]
-    lines = [line[2:] for block in joined for line in block.splitlines() if line.startswith("$ ")]
-    return [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
+    return [shlex.split(part, comments=True) for line in pages.typed(name) for part in line.split("&&")]
 
 
-@pytest.mark.parametrize("name", markdown_files())
+@pytest.mark.parametrize("name", pages.names())
 def test_relative_links_lead_somewhere(name: str) -> None:
-    text = FENCE.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    text = pages.FENCE.sub("", (ROOT / name).read_text(encoding="utf-8"))
     elsewhere = ("#", "mailto:", "../../actions/")  # the last is on GitHub, beside the files
     targets = [t.partition("#")[0] for t in LINK.findall(text) if "://" not in t and not t.startswith(elsewhere)]
     assert [target for target in targets if not ((ROOT / name).parent / target).exists()] == []
@@ -78,9 +76,9 @@ def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env=os.environ | ON_CPUS, check=False)
 
 
-@pytest.mark.parametrize("name", [name for name in markdown_files() if commands(ROOT / name)])
+@pytest.mark.parametrize("name", [name for name in pages.names() if commands(name)])
 def test_every_command_is_there_with_its_flags(name: str) -> None:
-    for argv in commands(ROOT / name):
+    for argv in commands(name):
         program = argv[0]
         if program not in INSTALLED:
             assert any(os.access(folder / program, os.X_OK) for folder in (ROOT, (ROOT / name).parent)), (
@@ -102,14 +100,14 @@ SLOW = ("docs/numerics.md", "docs/index.md")  # implied by test_linalg.py, test_
     "name",
     [
         pytest.param(name, marks=pytest.mark.full if name in SLOW else () if name in FIRST else pytest.mark.longer)
-        for name in markdown_files()
-        if blocks(ROOT / name, "python")
+        for name in pages.names()
+        if pages.blocks(name, "python")
     ],
 )
 def test_python_examples_run(name: str, tmp_path: Path) -> None:
-    done = python("-c", "\n".join(blocks(ROOT / name, "python")), cwd=tmp_path)
+    done = python("-c", "\n".join(pages.blocks(name, "python")), cwd=tmp_path)
     assert done.returncode == 0, f"the python blocks of {name}: {done.stderr}"
-    assert [text for text in blocks(ROOT / name, "text") if PRINTED.match(text) and text not in done.stdout] == []
+    assert [text for text in pages.blocks(name, "text") if PRINTED.match(text) and text not in done.stdout] == []
     for picture in tmp_path.glob("tutorial-*.svg"):
         shown = ROOT / "docs" / "pictures" / picture.name
         assert shown.exists(), f"copy {picture} to {shown}, and look at it"
@@ -166,8 +164,8 @@ def test_every_help_begins_with_an_example() -> None:
 
 @pytest.mark.full
 def test_the_tutorial_goes_on_in_four_processes(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "ten-minutes.md"
-    (train,), (start,) = blocks(page, "py"), blocks(page, "sh")
+    page = "docs/ten-minutes.md"
+    (train,), (start,) = pages.blocks(page, "py"), pages.blocks(page, "sh")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -176,7 +174,7 @@ def test_the_tutorial_goes_on_in_four_processes(tmp_path: Path) -> None:
     argv = ["sh", "-c", start]
     said = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=600, check=True)
     losses = [re.findall(rf"process {rank}, step \d: loss (\d\.\d{{4}})", said.stdout) for rank in range(4)]
-    one = python("-c", "\n".join(blocks(page, "python")), cwd=tmp_path)
+    one = python("-c", "\n".join(pages.blocks(page, "python")), cwd=tmp_path)
     assert losses == [re.findall(r"step \d: loss (\S+),", one.stdout)] * 4, said.stderr
     assert "of 4 processes" in (tmp_path / "tutorial-processes.svg").read_text()
 
@@ -211,7 +209,7 @@ def test_the_reference_lists_names_that_are_there() -> None:
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:
-    shown = [" ".join(argv) for argv in commands(ROOT / "README.md")[:4]]
+    shown = [" ".join(argv) for argv in commands("README.md")[:4]]
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert len(shown) == 4
     assert f"{shown[0]} && {shown[1]}\n" in ci

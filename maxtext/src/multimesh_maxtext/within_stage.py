@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from multimesh_maxtext.errors import LauncherError, MissingPartError, UnsupportedError, UsageError
@@ -10,11 +11,14 @@ from multimesh_maxtext.options import Options
 
 _TPU_ONLY = ("ulysses", "usp")
 
-QUANTIZED = ("fp8_full",)
-"""Kinds of quantization of Qwix that pipelines were compared with."""
+QWIX = ("int8", "int4", "fp4", "fp8_e4m3", "fp8_e5m2", "fp8_nanoo", "fp8_full")
+"""Kinds of quantization by Qwix, ``use_qwix_quantization=true``, that pipelines were compared with."""
+
+AQT = ("int8", "intmp")
+"""Kinds of quantization by AQT that pipelines were compared with: MaxText has no other."""
 
 _DELAYED = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
-"""Kinds that scale by what earlier steps have seen. MaxText refuses them where gradients are accumulated."""
+"""Kinds that MaxText refuses where gradients are accumulated: most scale by what earlier steps have seen."""
 
 
 def find_wrong_context(o: Options, model: Model) -> Iterator[LauncherError]:
@@ -79,17 +83,36 @@ def find_wrong_experts(o: Options, model: Model) -> Iterator[LauncherError]:
 def find_wrong_quantization(model: Model) -> Iterator[LauncherError]:
     """Yield why a pipeline cannot train with a quantization, and which it can train with."""
     settings = model.resolved
-    kind = str(settings.get("quantization") or "")
-    if not kind or (kind in QUANTIZED and settings.get("use_qwix_quantization")):
+    kind, by_qwix = str(settings.get("quantization") or ""), bool(settings.get("use_qwix_quantization"))
+    if not kind or kind in (QWIX if by_qwix else AQT):
         return
+    remedy = "use quantization=fp8_full, fp8_e4m3 or int8 with use_qwix_quantization=true"
     if kind in _DELAYED:
         reason = "MaxText has it without gradient accumulation alone, and a pipeline accumulates over its microbatches"
+    elif by_qwix:
+        reason = "with use_qwix_quantization=true MaxText quantizes nothing, and says nothing"
+    elif kind in QWIX:
+        reason, remedy = "MaxText has it by Qwix alone", "add use_qwix_quantization=true"
+    elif kind.startswith("te_"):
+        reason = "its kernels are TransformerEngine's for GPUs, and no pipeline was compared with one program there"
     else:
-        reason = "it was never compared with one program"
-    yield UnsupportedError(
-        f"--backend multimesh cannot train with quantization={kind} yet: {reason}; use quantization={QUANTIZED[0]} "
-        "use_qwix_quantization=true"
-    )
+        reason = "its parameters have 8 bits, and MaxText has it for inference alone"
+    yield UnsupportedError(f"--backend multimesh cannot train with quantization={kind} yet: {reason}; {remedy}")
+
+
+def quantizing_devices(o: Options, mesh_devices: int) -> int:
+    """Return how many devices of MaxText's mesh a process has: by these MaxText cuts a microbatch that it quantizes."""
+    return max(1, mesh_devices // max(1, o.nodes // o.pp if o.staged else o.nodes))
+
+
+def find_uneven_quantization(o: Options, model: Model, mesh_devices: int) -> Iterator[LauncherError]:
+    """Yield that AQT cannot cut the rows of a microbatch by the devices of a stage."""
+    settings, rows, parts = model.resolved, o.domains * o.microbatch_size, quantizing_devices(o, mesh_devices)
+    if str(settings.get("quantization")) == "int8" and not settings.get("use_qwix_quantization") and rows % parts:
+        yield UsageError(
+            f"quantization=int8: AQT cuts the rows of a microbatch, {rows}, by {parts} devices; use --microbatch-size "
+            f"{math.lcm(rows, parts) // o.domains} or use_qwix_quantization=true"
+        )
 
 
 def find_wrong_adapters(model: Model) -> Iterator[LauncherError]:

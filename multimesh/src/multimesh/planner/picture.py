@@ -1,4 +1,4 @@
-"""Memory against the time of a step, as an SVG picture; the configurations on the Pareto front have their names."""
+"""Memory against the time of a step, as an SVG picture; a list below names the configurations on the Pareto front."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 from multimesh.timelines.drawing import begun, coordinate, label, ticks
 from multimesh.timelines.drawing import point as circle
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 860, 440, 64, 64, 28, 52
-_LINE = 13  # between lines of names
-_CHARACTER = 6.2  # width of one, about
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 860, 440, 64, 64, 28, 52  # the height is without the list
+_LINE = 16  # between lines of the list
+_NEAR = 14  # points that are nearer have their letters on different sides
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ def _lines(title: str, points: Sequence[Point], limit: float) -> Iterator[str]:
 
     name = f"mm{zlib.crc32(repr((title, points)).encode()):08x}"
     words = "; ".join(f"{p.name}: {p.seconds:.4g} s, {p.bytes / 1e9:.1f} GB" for p in best)
-    yield from begun(name, _WIDTH, _HEIGHT, title, f"On the front: {words}.", _own("#" + name))
+    yield from begun(
+        name, _WIDTH, _HEIGHT + _LINE * (len(best) + 1), title, f"On the front: {words}.", _own("#" + name)
+    )
     yield label(16, 26, title, "title")
     yield label(16, 46, "GB of the fullest device, against seconds of a step", "soft")
     for tick in ticks(top, tall):
@@ -70,11 +73,17 @@ def _lines(title: str, points: Sequence[Point], limit: float) -> Iterator[str]:
     for p in points:
         told = f"{p.name}: {p.seconds:.4g} s, {p.bytes / 1e9:.1f} GB"
         yield circle(x(p.seconds), y(p.bytes), "best" if p in best else "other", told)
-    below = -_LINE * 1.0
-    for p in best:
-        across, below = x(p.seconds), max(below + _LINE, y(p.bytes) + 4)
-        right = across + 8 + _CHARACTER * len(p.name) > _WIDTH - _RIGHT
-        yield label(across - 8 if right else across + 8, below, p.name, "e" if right else "")
+    before, above = -_WIDTH * 1.0, False
+    for i, p in enumerate(best):
+        above = not (above and x(p.seconds) - before < _NEAR)
+        before = x(p.seconds)
+        letter = f"{ascii_uppercase[i % 26]}{i // 26 or ''}"  # the table has numbers
+        yield label(before, y(p.bytes) + (-8 if above else 16), letter, "m")
+        line = _HEIGHT + _LINE * (i + 0.5)
+        yield label(_LEFT - 6, line, letter, "e")
+        yield label(_LEFT + 6, line, f"{p.seconds:.4g} s")
+        yield label(_LEFT + 66, line, f"{p.bytes / 1e9:.1f} GB")
+        yield label(_LEFT + 126, line, p.name)
     yield "</svg>"
 
 
