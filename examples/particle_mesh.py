@@ -94,6 +94,8 @@ def main():
     parser.add_argument("--picture")
     args = parser.parse_args()
     n = args.size
+    if args.picture and n < 8 * FAR:
+        parser.error(f"a picture needs a size of {8 * FAR}, so that each device has {FAR} cells along the first axis")
     shape, rng = (n, n, n), np.random.default_rng(0)
     cells = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1)
     start = (cells + rng.uniform(-0.4, 0.4, cells.shape)).astype(np.float32)

@@ -81,10 +81,15 @@ def test_density_field(tmp_path):
 
 
 @pytest.mark.longer
-def test_particle_mesh(tmp_path):
-    """Gradients, and structure that grows on eight devices as on one."""
-    out = run(sys.executable, EXAMPLES / "particle_mesh.py", "16", "--picture", tmp_path / "mass.png")
-    assert "ok: gradients by 12288 coordinates are those of one device" in out
+def test_particle_mesh():
+    assert "ok: gradients by 12288 coordinates are those of one device" in run(
+        sys.executable, EXAMPLES / "particle_mesh.py", "16"
+    )
+
+
+@pytest.mark.full
+def test_structure_grows_on_eight_devices_as_on_one(tmp_path):
+    out = run(sys.executable, EXAMPLES / "particle_mesh.py", "64", "--picture", tmp_path / "mass.png")
     assert "mass.png: eight devices and one differ by " in out
     assert (tmp_path / "mass.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -128,4 +133,27 @@ def test_copies_that_know_nothing_of_each_other_do_not_run():
     assert done.returncode == 2
     assert done.stderr.count("2 copies of this program were started") == 2
     assert "Traceback" not in done.stderr
+    assert "ok" not in done.stdout
+
+
+@pytest.mark.full
+def test_mpich_with_the_right_and_the_wrong_mpi4py(tmp_path):
+    """mpi4py of PyPI looks for MPICH under another name than Debian's; with Open MPI a process sees itself only."""
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "mpi4py"], check=True)
+    (library,) = Path("/usr/lib").glob("*/libmpich.so.12")
+    (tmp_path / "libmpi.so.12").symlink_to(library)
+    env = CLEAN | {"PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [*map(str, mpirun(2, "mpirun.mpich")), sys.executable, str(EXAMPLES / "allreduce.py")]
+
+    def start(abi):
+        return subprocess.run(
+            command, capture_output=True, text=True, env=env | {"MPI4PY_MPIABI": abi}, check=False, timeout=600
+        )
+
+    done = start("mpich")
+    assert done.returncode == 0, done.stderr
+    assert "ok: the sum over 2 devices of 2 processes" in done.stdout
+    done = start("openmpi")
+    assert done.returncode == 2
+    assert "2 copies of this program were started, and mpi4py finds 1: it uses another MPI than mpirun" in done.stderr
     assert "ok" not in done.stdout

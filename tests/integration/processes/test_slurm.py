@@ -108,6 +108,7 @@ def test_two_nodes(
         pytest.param(("fft3d.py", "16"), r"16\^3 on 8 devices: P\('x', 'y'\) -> P\('y', 'x'\)", marks=pytest.mark.full),
         pytest.param(("gaussian_process.py", "256"), "ok\n", marks=pytest.mark.full),
         pytest.param(("particle_mesh.py", "16"), "ok: gradients by 12288 coordinates", marks=pytest.mark.full),
+        pytest.param(("density_field.py", "32", os.devnull), "8 devices: 1.000000 of the mass", marks=pytest.mark.full),
         pytest.param(("sharded_files.py", "16"), r"ok: 16\^3 in field-16.zarr", marks=pytest.mark.full),
     ],
 )

@@ -230,7 +230,7 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
     if isinstance(devices, int):
         devices = [devices]
     given = (address or os.environ.get("JAX_COORDINATOR_ADDRESS"), *rest, devices)
-    found = _compat.launcher(method) if None in given and method != "deactivate" else None
+    found, copies = _compat.launcher(method) if None in given and method != "deactivate" else None, 0
     if found is None and method is None and None in given[:3] and (copies := _copies()):
         found = _compat.launcher("mpi4py")
         if found is None:
@@ -246,6 +246,11 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
         complete = found.auto_detect_unset_distributed_params(*given, found.name, timeout)
     except ImportError as error:
         raise UsageError(f"mpi4py can't be loaded, so nothing says where process 0 is: {error}") from None
+    if complete[1] < copies:
+        raise UsageError(
+            f"{copies} copies of this program were started, and mpi4py finds {complete[1]}: it uses another MPI than "
+            "mpirun; choose its own (MPI4PY_MPIABI=mpich or openmpi), or the mpirun of its MPI"
+        )
     return _LAUNCHERS.get(found.name, found.name) if None in given[:3] else "arguments", complete
 
 
