@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import messages
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
 MADE = re.compile(r"^<!-- made: ([a-z-]+) ?(.*?) -->$", re.MULTILINE)
+LONG = 28  # characters; a wider column of code leaves no room for three others in 1300 pixels
 
 
 def api(names: str) -> Iterator[str]:
@@ -132,6 +134,14 @@ def fill(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = MADE.sub(made, source[0])
 
 
+def mark_long_words(app: Sphinx, tree: nodes.document) -> None:
+    """Give code in tables that has a word of more than `LONG` characters the class that may break it."""
+    for entry in tree.findall(nodes.entry):
+        for code in entry.findall(nodes.literal):
+            if max(map(len, code.astext().split()), default=0) > LONG:
+                code["classes"].append("long")
+
+
 def hide_constructor(app: Sphinx, what: str, name: str, *_: Any) -> tuple[str, None] | None:
     """Leave out how objects are made that users only receive; a schedule may be theirs."""
     return ("", None) if what == "class" and ".schedules." not in name else None
@@ -151,6 +161,7 @@ def mend(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: lis
 def setup(app: Sphinx) -> dict[str, Any]:
     """Hook into Sphinx."""
     app.connect("source-read", fill)
+    app.connect("doctree-read", mark_long_words)
     app.connect("build-finished", draw_timelines)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("autodoc-process-docstring", mend, priority=900)

@@ -50,6 +50,14 @@ def test_code_does_not_scroll_sideways(name: str) -> None:
     assert [line for line in lines if len(line) > 110] == []
 
 
+@pytest.mark.parametrize("name", pages.names())
+def test_every_table_has_a_head(name: str) -> None:
+    """A blank line in a table ends it, and the rows behind it become a paragraph."""
+    lines = ["", *pages.FENCE.sub("", (ROOT / name).read_text(encoding="utf-8")).splitlines(), ""]
+    first = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    assert [lines[i] for i in first if set(lines[i + 1]) - set("|-: ") or not lines[i + 1]] == []
+
+
 def commands(name: str) -> list[list[str]]:
     """Return the argv of every command in the `console` blocks: lines after `$`, split at `&&`."""
     return [shlex.split(part, comments=True) for line in pages.typed(name) for part in line.split("&&")]

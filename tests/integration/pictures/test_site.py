@@ -71,14 +71,28 @@ def test_a_message_of_the_library_is_on_the_page_of_errors(site: Path) -> None:
     assert words in shown
 
 
-@pytest.mark.parametrize("flags", [(), (browser.DARK,)], ids=["light", "dark"])
-def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    wanted = {"pages": [f"/{page}.html" for page in PAGES], "widths": WIDTHS, "searches": list(SEARCHES)}
+def look(site: Path, profile: Path, *flags: str, **wanted: object) -> dict[str, Any]:
+    """What site.html sees of `pages` at `widths`, and where `searches` lead."""
     own = {
         "/look.html": ("text/html", PAGE.read_bytes()),
         "/wanted.json": ("application/json", json.dumps(wanted).encode()),
     }
-    found: dict[str, Any] = browser.report(site, own, "/look.html", tmp_path / "profile", *flags)
+    found: dict[str, Any] = browser.report(site, own, "/look.html", profile, *flags)
+    return found
+
+
+def test_no_table_and_no_code_of_any_page_scrolls_sideways(site: Path, tmp_path: Path) -> None:
+    pages = [path for folder in ("docs", "docker", "maxtext") for path in (site / folder).rglob("*.html")]
+    names = [f"/{path.relative_to(site)}" for path in (site / "CONTRIBUTING.html", *pages)]
+    found = look(site, tmp_path / "profile", pages=names, widths=[1300], searches=[])
+    assert {seen["page"]: seen["scrolling"] for seen in found["seen"] if seen["scrolling"]} == {}
+    assert len(found["seen"]) > 30
+
+
+@pytest.mark.parametrize("flags", [(), (browser.DARK,)], ids=["light", "dark"])
+def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    pages = [f"/{page}.html" for page in PAGES]
+    found = look(site, tmp_path / "profile", *flags, pages=pages, widths=WIDTHS, searches=list(SEARCHES))
     assert len(found["seen"]) == len(PAGES) * len(WIDTHS)
     for seen in found["seen"]:
         where = f"{seen['page']} at {seen['width']} pixels"
