@@ -20,23 +20,22 @@ from .conftest import ACTIONS, Bazel, Remote
 
 ROOT = Path(__file__).resolve().parents[3]
 NGINX = """
-daemon off; user root; pid /data/pid; error_log stderr;
-include /etc/nginx/modules-enabled/*.conf;
+daemon off; user root; pid pid; error_log stderr;
 events {}
 http {
-  access_log off; client_max_body_size 2g; client_body_temp_path /data/temp;
-  proxy_temp_path /data/temp; fastcgi_temp_path /data/temp; uwsgi_temp_path /data/temp; scgi_temp_path /data/temp;
+  access_log off; client_max_body_size 2g; client_body_temp_path temp;
+  proxy_temp_path temp; fastcgi_temp_path temp; uwsgi_temp_path temp; scgi_temp_path temp;
   server {
-    listen 8080; root /data; auth_basic cache; auth_basic_user_file /htpasswd;
+    listen 8080; root .; auth_basic cache; auth_basic_user_file /htpasswd;
     location = /status { auth_basic off; return 200; }
     location / { dav_methods PUT; create_full_put_path on; }
   }
 }
 """
 DOCKERFILE = """
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends nginx-light libnginx-mod-http-dav-ext
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends nginx-light
 COPY nginx.conf /
-ENTRYPOINT ["sh", "-c", "exec nginx -e stderr -c /nginx.conf"]
+ENTRYPOINT ["sh", "-c", "exec nginx -p /data -e stderr -c /nginx.conf"]
 """
 
 
