@@ -154,24 +154,19 @@ SECTIONS = {
         for case in (
             "--cp 2 --tp 2 --pp 2 --num-layers 2",
             "--cp 2 --tp 2 --sequence-parallel --pp 2 --schedule zb-h1 --num-layers 4 --scan-layers",
-            "--cp 2 --fsdp 2 --pp 2 --interleave 2 --num-layers 4 --remat full",
+            "--cp 2 --fsdp 2 --pp 2 --interleave 2 --num-layers 4 decoder_block=qwen3",
             "--cp 4 --pp 2 --num-layers 2 decoder_block=gemma2",
-            "--cp 2 --dp 2 --pp 2 --num-layers 4 --scan-layers decoder_block=qwen3",
-            f"--cp 2 --ep 2 --pp 2 --num-layers 2 {_RING}",
-            UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--cp 2 --dp 2 --pp 2"),
+            UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--cp 2 --ep 2 --pp 2"),
         )
     ],
     "experts": [
         f"--cpus 8 {case}"
         for case in (
-            f"--ep 2 --tp 2 --pp 2 --num-layers 2 {_RING}",
-            f"--ep 2 --fsdp 2 --pp 2 --schedule zb-h1 --num-layers 4 --scan-layers {_RING}",
-            f"--ep 4 --pp 2 --interleave 2 --num-layers 4 --remat full {_RING}",
-            f"--ep 2 --dp 2 --pp 2 --num-layers 4 --scan-layers num_experts_per_tok=2 "
+            f"--ep 2 --tp 2 --pp 2 --schedule zb-h1 --num-layers 2 {_RING}",
+            f"--ep 2 --fsdp 2 --pp 2 --num-layers 4 --scan-layers num_experts_per_tok=2 "
             f"{_RING.replace('mixtral', 'qwen3_moe')}",
-            f"--ep 2 --tp 2 --pp 2 --schedule zb-h1 --num-layers 2 num_experts_per_tok=2 "
-            f"{_RING.replace('mixtral', 'qwen3_moe')}",
-            UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--ep 2 --fsdp 2 --pp 2").replace(_DROPPING, _DROPLESS),
+            f"--ep 2 --cp 2 --pp 2 --interleave 2 --num-layers 4 --remat full {_RING}",
+            UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--ep 4 --pp 2").replace(_DROPPING, _DROPLESS),
         )
     ],
 }

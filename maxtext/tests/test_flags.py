@@ -133,6 +133,10 @@ def test_every_flag_is_declared_with_help():
         ),
         ("--pp 2 --gather-once", r"--gather-once is about parameters that --fsdp shards; add --fsdp"),
         ("--fsdp 2 --gather-once", r"--gather-once is about pipeline stages; add --pp"),
+        (
+            "--dp 2 --tp 2 --pp 2 quantization=int8",
+            r"AQT cuts the rows of a microbatch, 2, by 4 devices; use --microbatch-size 2 or use_qwix_q",
+        ),
         ("--ep 2", r"--ep 2 does not divide the experts \(1\); change --ep or num_experts="),
         ("--tp 4 --model-name gemma4-26b", r"global layers \(2\); change --tp or global_num_kv_heads="),
         (
@@ -277,6 +281,8 @@ def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: 
     [
         *(f"quantization={kind} use_qwix_quantization=true" for kind in within_stage.QWIX),
         *(f"quantization={kind} quant_cfg_path=x" for kind in within_stage.AQT),
+        "--tp 2 --microbatch-size 2 quantization=int8",
+        "--tp 2 quantization=int8 use_qwix_quantization=true",
     ],
 )
 def test_a_pipeline_takes_quantization_that_was_compared(job: Callable[[Sequence[str]], Job], quantization: str):

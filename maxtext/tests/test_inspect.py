@@ -118,3 +118,21 @@ def test_every_process_makes_the_same_plan(run: Run, tmp_path: Path):
         assert done.code == 0, done.stderr
         plans.append((folder / "dump/plan.txt").read_text())
     assert plans[0] == plans[1]
+
+
+@pytest.mark.full
+def test_parameters_gathered_once_a_step_save_most_of_the_bytes(run: Run, tmp_path: Path):
+    """Of eight microbatches in two pieces a stage: a tenth of the gathered bytes, a fifth of the reduced ones."""
+    job = ("--cpus", 4, "--fsdp", 2, *JOB[4:], "--num-layers", 4, "--interleave", 2, "--schedule", "looped-bfs")
+    job = (*job, "--batch-size", 16, "--microbatch-size", 1)
+    made = []
+    for flags in ((), ("--gather-once",)):
+        folder = tmp_path / str(len(made))
+        done = run(*job, *flags, "--output", folder, "--dump", folder / "dump", "--dump-only")
+        assert done.code == 0, done.stderr
+        made.append(json.loads((folder / "dump/costs.json").read_text()))
+    gathered, reduced = (
+        [sum(stage[kind] for stage in stages) for stages in made] for kind in ("all-gather", "all-reduce")
+    )
+    assert gathered[1] / gathered[0] <= 0.1
+    assert reduced[1] / reduced[0] <= 0.2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,22 @@ def test_a_process_that_is_lost_has_a_code_of_its_own(returncode: int, code: int
     assert raised.value.exit_code == code
 
 
-def test_a_process_that_was_stopped_did_not_run_out_of_memory(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("said", "because"),
+    [
+        ("has been stopped (SIGSTOP) for 30 s after 3 steps", "it had been stopped (SIGSTOP)"),
+        ("has been after step 3 for 60 s, all others are in step 4", "it held up the others"),
+        ("has been in step 4 for 60 s, as all others are", "it held up the others"),
+    ],
+)
+def test_a_process_that_its_watcher_ended_did_not_run_out_of_memory(tmp_path: Path, said: str, because: str):
     """The last words of its watcher, which killed it, are in the log."""
     log = tmp_path / "log"
-    log.write_text("multimesh: process 1 of 2 (n1, pid 7) has been stopped (SIGSTOP) for 30 s after 3 steps\n")
-    told = r"was killed by SIGKILL, because it had been stopped \(SIGSTOP\) after 1 of 3 steps"
-    with pytest.raises(ProcessLostError, match=told):
+    log.write_text(f"multimesh: process 1 of 2 (n1, pid 7) {said}\n")
+    with pytest.raises(ProcessLostError, match=re.escape(f"was killed by SIGKILL, because {because} after 1 of 3 st")):
+        judge(steps(3.0), expected=3, returncode=-9, log=log, several=True)
+    log.write_text(f"multimesh: process 0 of 2 (n0, pid 5) ends because process 1 of 2 (n1, pid 7) {said}\n")
+    with pytest.raises(ProcessLostError, match=r"was killed by SIGKILL \(out of memory\?\) after"):
         judge(steps(3.0), expected=3, returncode=-9, log=log, several=True)
 
 

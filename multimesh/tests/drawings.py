@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
-OTHERS = ("maxtext.svg", "processes.svg", "layouts.svg", "forecasts.svg", "suggest.svg")  # of runs and fits; by hand
+# Of runs and fits; by hand:
+OTHERS = ("maxtext.svg", "processes.svg", "layouts.svg", "forecasts.svg", "suggest.svg", "particle-mesh.png")
 PAGES = ("tutorial-", "slow-")  # written by docs/ten-minutes.md, which a test compares, and by docs/slow-pipeline.md
 
 

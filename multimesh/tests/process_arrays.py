@@ -20,6 +20,8 @@ def assert_shards(got: Any, want: Any, rtol: float = RTOL) -> int:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, x), w in zip(jax.tree.flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
         where = jax.tree_util.keystr(path)
+        if x.addressable_shards and isinstance(x.sharding, NamedSharding):
+            assert jax.typeof(x).sharding.mesh == x.sharding.mesh.abstract_mesh, where
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             if not x.sharding.addressable_devices:
                 continue

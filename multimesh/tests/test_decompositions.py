@@ -286,6 +286,8 @@ def test_rounds_of_a_tournament_meet_each_pair_once():
         (lambda a: linalg.polar(sharded(np.ones((8, 16)))), "polar: needs at least as many rows as columns"),
         (lambda a: linalg.svd(np.ones((8, 8))), "svd: found no sharding"),
         (lambda a: linalg.svd(sharded(np.ones(8))), "svd: needs a matrix, got shape (8,)"),
+        (lambda a: linalg.qr(sharded(np.ones((8, 16)))), "qr: needs at least as many rows as columns"),
+        (lambda a: linalg.svd(sharded(np.ones((8, 0)))), "svd: the matrix of shape (8, 0) is empty"),
         (lambda a: linalg.qr(a), "shape (8, 8) gives a device 1; use at most 1 devices"),
         (lambda a: linalg.lu_solve(a, np.ones(8)), "the first argument is what lu_factor returns"),
         (lambda a: linalg.lu_solve(linalg.lu_factor(a), np.ones(8), 3), "trans is 0 or 'N' (a)"),

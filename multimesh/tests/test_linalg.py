@@ -46,9 +46,10 @@ def definite(n, dtype="float64", condition=10.0):
     return ((a + a.conj().T) / 2).astype(dtype)
 
 
-def sharded(a, layout="rows", kind="Auto"):
+def sharded(a, layout="rows", kind="Auto", flip=False):
     shape, spec = LAYOUTS[layout]
-    return jax.device_put(a, NamedSharding(mesh_of(shape, kind), spec))
+    mesh = mesh_of(shape, kind)
+    return jax.device_put(a, NamedSharding(Mesh(mesh.devices[::-1], mesh.axis_names) if flip else mesh, spec))
 
 
 def residual(a, x, b):
@@ -235,6 +236,17 @@ def test_a_matrix_that_is_not_positive_definite_is_nan_and_said_where():
     assert np.isnan(mm.linalg.slogdet(sharded(a, "columns")).sign)
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1e-22), ("float32", 1e30), ("float64", 1e-165)])
+def test_very_small_and_very_large_matrices(dtype, scale):
+    """Squares of their elements underflow or overflow."""
+    a, b = definite(16, dtype), normal(16, dtype=dtype)
+    given = sharded(a * np.asarray(scale, dtype))
+    np.testing.assert_allclose(mm.linalg.solve(given, b * np.asarray(scale, dtype)), np.linalg.solve(a, b), rtol=1e-3)
+    np.testing.assert_allclose(mm.linalg.eigh(given).eigenvalues / scale, np.linalg.eigvalsh(a), rtol=1e-4)
+    half = sharded(np.tril(a) * np.asarray(scale, dtype))
+    assert np.isnan(mm.linalg.solve(half, b)).all()
+
+
 def test_the_call_of_the_page():
     """Two specs, and an axis that the mesh lacks, which gives way to the array's own sharding."""
     a, b = sharded(np.diag(np.arange(1, 9, dtype="float32")), "pairs"), jnp.ones((8, 1), jnp.float32)
@@ -270,6 +282,12 @@ def solve(a, b=None, **options):
         (lambda a: solve(a, mesh=mesh_of((4,)), spec=P("x")), "is on 4 devices that the mesh lacks"),
         (lambda a: solve(np.eye(9), mesh=mesh_of((8,)), spec=P("x")), "9 rows can't be cut evenly for the 8 devices"),
         (lambda a: mm.linalg.cho_solve(a, a), "the first argument is what cho_factor returns"),
+        (lambda a: solve(sharded(np.ones((0, 0)))), "solve: the matrix of shape (0, 0) is empty"),
+        (
+            lambda a: solve(a, jax.device_put(np.ones(8), jax.devices()[1])),
+            "solve: the matrix is on 8 devices, and the",
+        ),
+        (lambda a: solve(a, sharded(np.ones((8, 8)), "pairs", flip=True)), "in the same order; move it"),
     ],
 )
 def test_errors_say_what_to_do(call, message):

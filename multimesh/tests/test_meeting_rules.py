@@ -1,5 +1,7 @@
 """What processes must have alike, who holds up others, and the arguments of a meeting: without processes."""
 
+import dataclasses
+import inspect
 import re
 
 import jax
@@ -49,6 +51,27 @@ def test_a_job_that_hangs_ends_when_that_was_asked_for():
     assert progress.said(0, 1301) == ("has been in step 6 for 301 s, as all others are", True)
 
 
+def test_a_job_whose_processes_are_all_between_two_steps_does_not_end():
+    """They compile the next plan, or save: other timeouts are for that."""
+    progress = _progress(stall=8)
+    for rank in range(3):
+        progress.note(rank, (1, 1), 1000)
+    assert [progress.held_up_by(1000 + t) for t in (9, 119, 121)] == [None, None, 0]
+    assert progress.said(0, 1121) == ("is after step 1 for 121 s, as all others are", False)
+    for rank in (1, 2):
+        progress.note(rank, (1, 2), 1130)
+    assert [progress.held_up_by(t) for t in (1122, 1128, 1130)] == [None, None, 0]
+    assert progress.said(0, 1130) == ("has been after step 1 for 9 s, all others are in step 2", True)
+
+
+def test_one_that_compiles_longer_than_others_holds_them_up_from_then_on():
+    """Not since it began to compile, as they did."""
+    progress = _progress(stall=8)
+    assert progress.held_up_by(1060) is None
+    progress.note(0, (1, 1), 1061)
+    assert [progress.held_up_by(t) for t in (1061, 1067, 1069)] == [None, None, 1]
+
+
 @pytest.mark.parametrize(
     ("given", "environ", "told"),
     [
@@ -71,6 +94,16 @@ def test_timeouts_are_given_or_of_the_environment_or_usual(monkeypatch):
     assert found == timeouts.Timeouts(start=5.0, silence=7.0)
     assert (found.stop, found.compile, found.heartbeat) == (30.0, 3600.0, 100)
     assert timeouts.Timeouts(stop=200.0).heartbeat == 400
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(timeouts.Timeouts)])
+def test_each_timeout_has_an_argument_and_a_variable(monkeypatch, name):
+    """The argument wins."""
+    argument = "initialization_timeout" if name == "start" else f"{name}_timeout"
+    assert argument in inspect.signature(mm.distributed.initialize).parameters
+    monkeypatch.setenv(f"MULTIMESH_{name.upper()}_TIMEOUT", "8")
+    assert getattr(timeouts.chosen({name: None}), name) == 8
+    assert getattr(timeouts.chosen({name: 7}), name) == 7
 
 
 def member(rank, *words):

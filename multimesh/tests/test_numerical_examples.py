@@ -81,10 +81,12 @@ def test_density_field(tmp_path):
 
 
 @pytest.mark.longer
-def test_particle_mesh():
-    assert "ok: gradients by 12288 coordinates are those of one device" in run(
-        sys.executable, EXAMPLES / "particle_mesh.py", "16"
-    )
+def test_particle_mesh(tmp_path):
+    """Gradients, and structure that grows on eight devices as on one."""
+    out = run(sys.executable, EXAMPLES / "particle_mesh.py", "16", "--picture", tmp_path / "mass.png")
+    assert "ok: gradients by 12288 coordinates are those of one device" in out
+    assert "mass.png: eight devices and one differ by " in out
+    assert (tmp_path / "mass.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 @pytest.mark.longer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,21 @@ def test_a_named_python_that_cannot_be_taken(machine: Path, other: bool) -> None
         with pytest.raises(find_python.Failure) as failure:
             find_python.choose(name, offline=False)
         assert str(failure.value) == f"PYTHON={name}: {fault}; or name {instead}"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_needs_no_python_that_can_make_environments(
+    machine: Path, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's own lacks ensurepip until python3-venv is installed."""
+    fake(machine / "bin" / "python3", "3.13.5", missing=["ensurepip"])
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, argv: started.append(argv))
+    monkeypatch.setattr("sys.argv", ["find_python.py", "--group", "image", flag])
+    find_python.main()
+    [argv] = started
+    assert argv[0] == sys.executable
+    assert argv[-3:] == ["--group", "image", flag]
 
 
 def test_names_of_folders_that_are_no_releases(machine: Path) -> None:

@@ -71,11 +71,14 @@ class Found(NamedTuple):
 def main() -> int:
     """Say which Python it is, and go on in it with ``tooling/environment/venv.py``."""
     try:
-        offline = not {"--offline", "--help", "-h", "--dry-run"}.isdisjoint(sys.argv)
-        chosen, remark = choose(os.environ.get("PYTHON") or "", offline)
-        print(chosen, remark, sep="; " if remark else "", file=sys.stderr, flush=True)
-        script = os.path.join(ROOT, "tooling", "environment", "venv.py")
-        os.execv(chosen.path, [chosen.path, "-IB", script, *sys.argv[1:]])  # noqa: S606
+        path, options = sys.executable, sys.argv[1:]
+        # Help makes no environment, so any Python that runs the rest will do.
+        if sys.version_info < OLDEST or {"--help", "-h"}.isdisjoint(options):
+            offline = not {"--offline", "--help", "-h", "--dry-run"}.isdisjoint(options)
+            chosen, remark = choose(os.environ.get("PYTHON") or "", offline)
+            print(chosen, remark, sep="; " if remark else "", file=sys.stderr, flush=True)
+            path = chosen.path
+        os.execv(path, [path, "-IB", os.path.join(ROOT, "tooling", "environment", "venv.py"), *options])  # noqa: S606
     except Failure as failure:
         print(f"error: {failure}", file=sys.stderr)
         return ENVIRONMENT_FAILED

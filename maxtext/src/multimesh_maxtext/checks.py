@@ -277,6 +277,7 @@ def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
             f"{o.microbatch_size} = {rows}; use --batch-size {near}"
         )
     if o.staged:
+        yield from within_stage.find_uneven_quantization(o, job.model, job.mesh_devices)
         yield from _not_placeable(job)
         yield from _wrong_schedule(o, job.microbatches)
     elif o.pp > 1 and counted and job.microbatches % o.pp:

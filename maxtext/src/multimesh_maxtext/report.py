@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm at which two runs agree; float32 needs less."""
 
 _ROWS = 12  # of the table
+_ENDED = re.compile(r"^multimesh: process \d+ of \d+ \([^)]*\) has been (?:stopped|((?:in|after) step)) ", re.MULTILINE)
+"""A watcher's last line before it ends its own process: it was stopped, or (group 1) hung."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,8 @@ def _ending(returncode: int, log: Path) -> str:
     if returncode > 0:
         return f"failed with exit code {returncode}"
     hint = " (out of memory?)" if -returncode == signal.SIGKILL else ""
-    if hint and log.exists() and " has been stopped (SIGSTOP) for " in log.read_text(errors="replace"):
-        hint = ", because it had been stopped (SIGSTOP)"
+    if hint and log.exists() and (ended := _ENDED.search(log.read_text(errors="replace"))):
+        hint = f", because it {'held up the others' if ended[1] else 'had been stopped (SIGSTOP)'}"
     return f"was killed by {signal.Signals(-returncode).name}{hint}"
 
 

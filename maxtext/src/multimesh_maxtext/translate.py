@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from multimesh_maxtext import compile_cache
+from multimesh_maxtext import compile_cache, within_stage
 from multimesh_maxtext.buckets import named
 from multimesh_maxtext.checks import Job
 from multimesh_maxtext.errors import UsageError
@@ -162,7 +162,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
             settings[name] = getattr(o, name)
     if o.staged and job.model.resolved.get("quantization"):
         # MaxText takes all devices of the process, among them those of other stages, and cuts a microbatch by them.
-        settings["quantization_local_shard_count"] = max(1, job.mesh_devices // max(1, o.nodes // o.pp))
+        settings["quantization_local_shard_count"] = within_stage.quantizing_devices(o, job.mesh_devices)
     if o.checkpoint:
         settings |= {"enable_checkpointing": True, "checkpoint_period": o.checkpoint_every or DEFAULT_PERIOD}
     if o.eval_every:
@@ -242,7 +242,7 @@ def argument(key: str, value: Any) -> str:
 
 
 def _plain(value: str) -> bool:
-    return not any(character in value for character in "#:{}[],&*!|>'\"%@`\n")
+    return value != "=" and not any(character in value for character in "#:{}[],&*!|>'\"%@`\n")
 
 
 def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from multimesh_maxtext.errors import LauncherError, MissingPartError, UnsupportedError, UsageError
@@ -97,6 +98,21 @@ def find_wrong_quantization(model: Model) -> Iterator[LauncherError]:
     else:
         reason = "its parameters have 8 bits, and MaxText has it for inference alone"
     yield UnsupportedError(f"--backend multimesh cannot train with quantization={kind} yet: {reason}; {remedy}")
+
+
+def quantizing_devices(o: Options, mesh_devices: int) -> int:
+    """Return how many devices of MaxText's mesh a process has: by these MaxText cuts a microbatch that it quantizes."""
+    return max(1, mesh_devices // max(1, o.nodes // o.pp if o.staged else o.nodes))
+
+
+def find_uneven_quantization(o: Options, model: Model, mesh_devices: int) -> Iterator[LauncherError]:
+    """Yield that AQT cannot cut the rows of a microbatch by the devices of a stage."""
+    settings, rows, parts = model.resolved, o.domains * o.microbatch_size, quantizing_devices(o, mesh_devices)
+    if str(settings.get("quantization")) == "int8" and not settings.get("use_qwix_quantization") and rows % parts:
+        yield UsageError(
+            f"quantization=int8: AQT cuts the rows of a microbatch, {rows}, by {parts} devices; use --microbatch-size "
+            f"{math.lcm(rows, parts) // o.domains} or use_qwix_quantization=true"
+        )
 
 
 def find_wrong_adapters(model: Model) -> Iterator[LauncherError]:

@@ -64,9 +64,9 @@ def digest(name: str) -> str:
     """Ask the registry itself for the digest of ``127.0.0.1:PORT/PATH:TAG``."""
     path, _, tag = name.rpartition(":")
     host, _, repository = path.partition("/")
-    accept = {
-        "Accept": "application/vnd.docker.distribution.manifest.v2+json, application/vnd.oci.image.manifest.v1+json"
-    }
+    kinds = [f"application/vnd.docker.distribution.manifest.{kind}+json" for kind in ("v2", "list.v2")]
+    kinds += [f"application/vnd.oci.image.{kind}.v1+json" for kind in ("manifest", "index")]
+    accept = {"Accept": ", ".join(kinds)}
     answer = requests.head(f"http://{host}/v2/{repository}/manifests/{tag}", headers=accept, timeout=30)
     assert answer.ok, f"{name}: {answer.status_code}"
     return str(answer.headers["Docker-Content-Digest"])

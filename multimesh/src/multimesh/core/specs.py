@@ -122,6 +122,26 @@ def check_dtype(what: str, x: Any) -> None:
         )
 
 
+def check_not_empty(what: str, x: Any) -> None:
+    """Refuse a matrix without rows or columns."""
+    if 0 in x.shape:
+        raise UsageError(f"{what}: the matrix of shape {x.shape} is empty")
+
+
+def check_devices(what: str, a: Any, b: Any) -> None:
+    """Refuse a right-hand side that is committed to other devices than the matrix, or in another order."""
+    found = [
+        list(x.sharding.mesh.devices.flat) if isinstance(x.sharding, NamedSharding) else list(x.sharding.device_set)
+        for x in (a, b)
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+    ]
+    if len(found) == 2 and found[0] != found[1]:
+        raise UsageError(
+            f"{what}: the matrix is on {len(found[0])} devices, and the right-hand side is on {len(found[1])}, not the same in "
+            "the same order; move it: jax.device_put(b, NamedSharding(mesh, P()))"
+        )
+
+
 def stripped(spec: P) -> P:
     """The spec without trailing entries of None."""
     entries = list(spec)

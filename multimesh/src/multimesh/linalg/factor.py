@@ -18,7 +18,7 @@ from multimesh.errors import UsageError
 from multimesh.linalg import cholesky as shards
 from multimesh.linalg.cholesky import Panels
 from multimesh.linalg.layout import Layout
-from multimesh.linalg.rings import adjoint, matmul
+from multimesh.linalg.rings import adjoint, matmul, norm
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "panels"], meta_fields=["layout"])
@@ -81,8 +81,7 @@ def not_hermitian(a: Array, layout: Layout) -> Array:
         product = matmul(mine(a.shape[0], layout.rows, left), matmul(a, mine(a.shape[1], layout.cols, right)))
         return lax.psum(product, layout.axes)
 
-    size = jnp.sqrt(lax.psum(jnp.sum(jnp.abs(a) ** 2), layout.axes))
-    return jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) > jnp.sqrt(jnp.finfo(a.dtype).eps) * size
+    return jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) > jnp.sqrt(jnp.finfo(a.dtype).eps) * norm(a, layout.axes)
 
 
 def multiply(a: Array, x: Array, layout: Layout) -> Array:
@@ -224,6 +223,7 @@ def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int | No
             f"{what}: the matrix must be square, got shape {a.shape}; use jax.vmap for a stack of matrices"
         )
     specs.check_dtype(what, a)
+    specs.check_not_empty(what, a)
     mesh, (rows, cols) = specs.find(what, a, mesh, spec)
     for axes in (rows, cols):
         if a.shape[0] % specs.size(mesh, axes):
@@ -235,7 +235,7 @@ def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int | No
 
 
 def check_right_hand_side(what: str, a: Any, b: Any) -> None:
-    """Refuse shapes and dtypes of ``b`` that do not fit ``a``."""
+    """Refuse a shape, a dtype and devices of ``b`` that do not fit ``a``."""
     specs.check_dtype(what, b)
     if b.ndim not in (1, 2) or b.shape[0] != a.shape[0]:
         raise UsageError(
@@ -244,6 +244,7 @@ def check_right_hand_side(what: str, a: Any, b: Any) -> None:
         )
     if b.dtype != a.dtype:
         raise UsageError(f"{what}: the matrix is {a.dtype}, the right-hand side {b.dtype}; convert one with .astype")
+    specs.check_devices(what, a, b)
 
 
 def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> bool:

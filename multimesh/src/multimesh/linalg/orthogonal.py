@@ -15,7 +15,7 @@ from multimesh.core.specs import AnyMesh, entry, lay_out, size
 from multimesh.errors import UsageError
 from multimesh.linalg import tsqr
 from multimesh.linalg.factor import check_right_hand_side
-from multimesh.linalg.rectangle import Tall, tall_of
+from multimesh.linalg.rectangle import Tall, needs_rows, tall_of
 from multimesh.linalg.rings import adjoint, matmul
 
 
@@ -52,6 +52,7 @@ _jitted_qr = jax.jit(_qr, static_argnums=1)
 
 def _qr_layout(what: str, a: Array, mesh: AnyMesh | None, spec: P | None) -> Tall:
     layout = tall_of(what, a, mesh, spec)
+    needs_rows(what, layout)
     shard, ways = layout.m // size(layout.mesh, layout.rows), size(layout.mesh, layout.cols)
     least = shard - (ways - 1) * -(-shard // ways)
     if least < layout.n:

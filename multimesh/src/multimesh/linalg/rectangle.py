@@ -81,6 +81,7 @@ def tall_of(what: str, a: Any, mesh: AnyMesh | None, spec: P | None) -> Tall:
     if a.ndim != 2:
         raise UsageError(f"{what}: needs a matrix, got shape {a.shape}; use jax.vmap for a stack of matrices")
     specs.check_dtype(what, a)
+    specs.check_not_empty(what, a)
     mesh, (rows, cols) = specs.find(what, a, mesh, spec)
     for length, axes, name in zip(a.shape, (rows, cols), ("rows", "columns"), strict=True):
         if length % size(mesh, axes):

@@ -16,6 +16,7 @@ class StepsOfAll:
     def __init__(self, members: Sequence[Member], stall: float, now: float) -> None:
         self._at = {member["rank"]: (0, 0) for member in members}  # calls that ended, and that began
         self._since = dict.fromkeys(self._at, now)  # who has said nothing yet has been here since then
+        self._together = now  # when nobody was behind
         self._stall, self._first = stall, min(stall or STALLED, STALLED)
         self._told_of: Any = None
         self._after = self._first
@@ -32,30 +33,48 @@ class StepsOfAll:
     def held_up_by(self, now: float) -> int | None:
         """A process that is behind the others and has been where it is for long; None if there is none to tell of.
 
-        Those that wait for it are in the next call already, or have ended it.
+        Those that wait for it are in the next call already, or have ended it. Where all are between the same two calls,
+        they compile, save or read: that is told of, but later.
         """
         if not self._at or max(self._at.values())[0] == 0:
+            self._together = now
             return None  # nobody has ended a call: they compile
+        if together := self._between_calls():
+            self._together = now
         rank = min(self._at, key=lambda rank: (sum(self._at[rank]), rank))
         if self._told_of != (rank, self._at[rank]):
             self._told_of, self._after = (rank, self._at[rank]), self._first
-        still = now - self._since[rank]
-        if still < self._after:
+        still = self._still(rank, now)
+        if self._ends(still):
+            return rank
+        if still < (max(self._after, STALLED) if together else self._after):
             return None
         self._after = self._stall if still < self._stall else 2 * still
         return rank
 
     def said(self, rank: int, now: float) -> tuple[str, bool]:
         """What a process does that holds up others, and whether the job ends for it."""
-        at, still = self._at.get(rank, (0, 0)), now - self._since.get(rank, now)
+        at, still = self._at.get(rank, (0, 0)), self._still(rank, now)
         others = sorted({each for other, each in self._at.items() if other != rank})
         if others == [at]:
             where = "as all others are"
         else:
             places = dict.fromkeys(_place(each) for each in others[:1] + others[-1:])
             where = f"{'all' if len(places) == 1 else 'the'} others are {' to '.join(places)}"
-        ends = bool(self._stall) and still >= self._stall
+        ends = self._ends(still)
         return f"{'has been' if ends else 'is'} {_place(at)} for {still:.0f} s, {where}", ends
+
+    def _still(self, rank: int, now: float) -> float:
+        """Seconds in which a process has been where it is; if it is behind the others, since it is."""
+        since = self._since.get(rank, now)
+        return now - (since if self._between_calls() else max(since, self._together))
+
+    def _ends(self, still: float) -> bool:
+        return 0 < self._stall <= still and not self._between_calls()
+
+    def _between_calls(self) -> bool:
+        """Whether all have ended the same calls, and begun no other."""
+        return len({*self._at.values(), *((ended, ended) for ended, _ in self._at.values())}) == 1
 
 
 def _place(at: tuple[int, int]) -> str:

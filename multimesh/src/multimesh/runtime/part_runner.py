@@ -35,6 +35,7 @@ class PartRunner(Runner):
         donated = {slot for run in plan.runs for slot in plan.donated_by(run)}
         kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
         self._lent = frozenset(donated | kept)  # a later kernel, or one of the next call, may reuse their buffers
+        self._shown = frozenset(kept)
         self._known: dict[Any, Call] = {}
         self._sources: dict[tuple[Any, ...], bool] = {}  # layouts of arguments to whether another process takes part
         if number is not None:
@@ -59,6 +60,8 @@ class PartRunner(Runner):
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
         """See `Runner`."""
         with exchange.turn:
+            if self._exchange is None:  # others have no part in it
+                return super().__call__(args, moved)
             begin_step()
             results = super().__call__(args, moved)
             count_step()
@@ -76,7 +79,8 @@ class PartRunner(Runner):
             return super()._mover(action) if here(layouts[action.ins[0]].device_set) else lambda *_: ()
         sources, targets = ([layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
         avals, lent = [plan.slots[slot] for slot in action.ins], [slot in self._lent for slot in action.ins]
-        return self._shared.mover(action.number, sources, targets, avals, lent)
+        shown = [slot in self._shown for slot in action.outs]
+        return self._shared.mover(action.number, sources, targets, avals, lent, shown)
 
     def staged(self, args: Sequence[Any]) -> list[Any]:
         """See `Runner.staged`."""
@@ -123,6 +127,6 @@ class PartRunner(Runner):
         key = (number, source, layout)
         if key not in self._known:
             first = len(self.compiled.plan.instructions)  # after the numbers of all actions
-            self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True])
+            self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True], [True])
         (result,) = self._known[key](x)
         return absent(x, layout) if result is None else result

@@ -139,8 +139,8 @@ def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, 
 class Ends:
     """How an array is cut where it leaves and joined where it arrives, and its `Way` between.
 
-    ``piece`` is the type of a piece; ``assemble`` makes an array of one piece a device. A process
-    compiles ``cut`` or ``join`` only where it has a device of that side.
+    ``piece`` is the type of a piece, with a layout if a piece is the whole array; ``assemble`` makes an array of one
+    piece a device. A process compiles ``cut`` or ``join`` only where it has a device of that side.
     """
 
     way: Way
@@ -161,7 +161,8 @@ class Ends:
     def arrive(self, pieces: Sequence[Any]) -> Any:
         """The array of the pieces, in the order of the way, that are for devices of this process."""
         if self.join is None:
-            return self.assemble(pieces)
+            first = pieces[0]
+            return first if first.sharding is self.piece.sharding else self.assemble(pieces)
         count = math.prod(self.way.joins)
         return self.join(*(self.assemble(pieces[number::count]) for number in range(count)))[0]
 
@@ -187,8 +188,10 @@ def ends(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], d
     rest = pieces[0].shape[len(shape) :]  # of the data of random keys
     struct = jax.ShapeDtypeStruct((*parts, *rest), pieces[0].dtype, sharding=between)
     join = _join(target, [struct] * count, found.joins, impl)
-    piece = jax.ShapeDtypeStruct((*one, *rest), struct.dtype)
     layout = between if impl is not None or count > 1 else target
+    usual = SingleDeviceSharding(found.pieces[0].target).memory_kind
+    direct = layout is target and target.num_devices == 1 and target.memory_kind in (None, usual)
+    piece = jax.ShapeDtypeStruct((*one, *rest), struct.dtype, sharding=target if direct else None)
     return Ends(found, cut, join, piece, executables.assembler(struct.shape, layout))
 
 

@@ -1,0 +1,99 @@
+"""What every workflow keeps to, read as GitHub would read it. The jobs themselves run in tests/integration/github."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tooling import cli
+
+FOLDER = Path(__file__).resolve().parents[2] / ".github" / "workflows"
+FOREIGN = ("bootstrap.sh", ".ci/run", "ci validate", "pytest", "--group dev")  # they run code that a bump may bring
+
+
+def workflow(name: str) -> dict[Any, Any]:
+    return dict(yaml.safe_load((FOLDER / name).read_text(encoding="utf-8")))
+
+
+def events(name: str) -> Mapping[str, Any]:
+    return workflow(name)[True]  # YAML takes the word `on` for a truth
+
+
+JOBS = [
+    pytest.param(body, id=f"{path.name}:{name}")
+    for path in sorted(FOLDER.glob("*.yml"))
+    for name, body in workflow(path.name)["jobs"].items()
+    if "steps" in body
+]
+
+
+def scripts(body: Mapping[str, Any]) -> str:
+    return "\n".join(step.get("run", "") for step in body["steps"])
+
+
+@pytest.mark.parametrize("body", JOBS)
+def test_who_logs_in_has_a_docker_configuration_of_its_own(body: dict[str, Any]) -> None:
+    """A self-hosted runner keeps the login of one job for those after it."""
+    before, login, _ = scripts(body).partition("docker login")
+    assert not login or 'printf \'DOCKER_CONFIG=%s\\n\' "$RUNNER_TEMP/docker" >>"$GITHUB_ENV"' in before
+
+
+@pytest.mark.parametrize("body", JOBS)
+def test_who_can_write_runs_nothing_that_a_bump_brought(body: dict[str, Any]) -> None:
+    rights = {name for name, right in body["permissions"].items() if right == "write"} - {"issues", "id-token", "pages"}
+    text = scripts(body)
+    assert not rights or not [word for word in FOREIGN if word in text]
+    assert "git apply" not in text
+    taken = [step["with"] for step in body["steps"] if step.get("uses", "").startswith("actions/download-artifact@")]
+    assert not rights or all("name" in each for each in taken), "an artifact by its name, not by a pattern"
+
+
+@pytest.mark.parametrize("name", [path.name for path in FOLDER.glob("*.yml")])
+def test_a_workflow_begins_without_permissions(name: str) -> None:
+    assert workflow(name)["permissions"] == {}
+
+
+def test_what_starts_a_workflow() -> None:
+    assert {"push", "pull_request", "merge_group", "workflow_dispatch"} == set(events("ci.yml"))
+    pushed = events("image.yml")["push"]
+    assert pushed["branches"] == ["main"]
+    assert {"docker/**", "multimesh/**", "maxtext/**", "requirements/**", "sources.lock"} <= set(pushed["paths"])
+    assert events("release.yml") == {"push": {"tags": ["v*"]}}
+    assert "vars.PAGES == 'true'" in workflow("docs.yml")["jobs"]["build"]["if"]
+    assert "vars.NIGHTLY == 'true'" in workflow("nightly.yml")["jobs"]["test"]["if"]
+
+
+def test_somebody_approves_before_anything_is_released() -> None:
+    release = workflow("release.yml")["jobs"]
+    assert release["approve"]["environment"] == "release"
+    assert release["image"]["needs"] == "approve"
+    assert "image" in release["publish"]["needs"]
+
+
+def test_a_branch_writes_no_cache_that_a_release_reads() -> None:
+    build = workflow("image.yml")["jobs"]["build"]
+    assert build["env"]["CACHE"] == (
+        "${{ inputs.jaxlib == 'source' && (inputs.release != '' && '--no-cache' || '--bazel-cache-write') || '' }}"
+    )
+
+
+def test_a_dispatch_is_looked_at_before_it_builds() -> None:
+    text = scripts(workflow("image.yml")["jobs"]["build"])
+    assert 0 < text.index("ci image-name") < text.index("ci preflight") < text.index("docker/build.py")
+    assert 'printf "$(' not in text, "the exit code of what printf is given would be lost"
+
+
+@pytest.mark.parametrize("owner", ["Some-Lab", "somebody_corp", "7"])
+def test_every_owner_of_github_has_an_image(owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ci", "image-name", "--owner", owner, "--registry", "ghcr.io"]) == 0
+    assert capsys.readouterr().out == f"ghcr.io/{owner.lower()}/multimesh-jax\n"
+
+
+@pytest.mark.parametrize("owner", ["", "a b", "a-", "a/b", "$(id)"])
+def test_what_is_no_owner_is_refused(owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ci", "image-name", "--owner", owner]) == 2
+    assert "is no GitHub account; give --owner" in capsys.readouterr().err
