@@ -137,8 +137,8 @@ def check_devices(what: str, a: Any, b: Any) -> None:
     ]
     if len(found) == 2 and found[0] != found[1]:
         raise UsageError(
-            f"{what}: the matrix is on {len(found[0])} devices, and the right-hand side is on {len(found[1])}, not the same in "
-            "the same order; move it: jax.device_put(b, NamedSharding(mesh, P()))"
+            f"{what}: the matrix is on {len(found[0])} devices, and the right-hand side is on {len(found[1])}, "
+            "not the same in the same order; move it: jax.device_put(b, NamedSharding(mesh, P()))"
         )
 
 
