@@ -17,7 +17,12 @@ from step import Training, seconds
 from workload import Size, pipeline, spmd
 
 FOUR = Size("small", width=64, sequence=32, stages=4, tensor=1, devices=4)
-SIZES = (FOUR, dataclasses.replace(FOUR, name="wide", width=256))
+SIZES = (
+    dataclasses.replace(FOUR, name="tiny", width=8, sequence=4),
+    dataclasses.replace(FOUR, name="narrow", width=16, sequence=16),
+    FOUR,
+    dataclasses.replace(FOUR, name="wide", width=256),
+)
 
 
 def rows(size: Size, count: int) -> Iterator[dict[str, Any]]:
