@@ -224,6 +224,7 @@ def _start_container(place: Place, settings: Settings, password: str, pin: str) 
         if time.monotonic() > end or state == "stopped":
             logs = _docker("logs", "--tail=3", container)
             said = (logs.stdout + logs.stderr).decode("utf-8", "replace").strip().replace("\n", " / ")
+            _remove(place)  # the engine would start it again for ever, and nothing recorded it
             raise errors.CacheError(f"bazel-remote: does not answer on {found.address}; it said: {said}")
         time.sleep(0.1)
     return container

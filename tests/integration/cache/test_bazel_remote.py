@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,21 +20,32 @@ START = '#!/bin/sh\necho "$@" >/data/arguments\nexec /bin/busybox httpd -f -p 80
 
 
 @pytest.fixture(scope="module")
-def pin(docker_engine: None, registry: str) -> Iterator[str]:
-    """A busybox that serves a status, by digest."""
-    files = {
-        "bin/busybox": (Path(packages.need("busybox", "busybox-static")).read_bytes(), 0o755),
-        "start": (START.encode(), 0o755),
-        "www/status": (b"{}", 0o644),
-        "data/.keep": (b"", 0o644),
-    }
-    name = f"{registry}/stand-in/bazel-remote:v1"
-    argv = ["docker", "import", "--change", 'ENTRYPOINT ["/start"]', "-", name]
-    subprocess.run(argv, input=engine.archive(files, {"bin/sh": "busybox"}), check=True, capture_output=True)
-    subprocess.run(["docker", "push", name], check=True, capture_output=True)
-    argv = ["docker", "image", "inspect", "--format", "{{index .RepoDigests 0}}", name]
-    yield subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
-    subprocess.run(["docker", "rmi", "--force", name], capture_output=True)
+def pushed(docker_engine: None, registry: str) -> Iterator[Callable[[str, str], str]]:
+    """Make a busybox that runs a script, and return its name by digest."""
+    names = []
+
+    def push(tag: str, script: str) -> str:
+        files = {
+            "bin/busybox": (Path(packages.need("busybox", "busybox-static")).read_bytes(), 0o755),
+            "start": (script.encode(), 0o755),
+            "www/status": (b"{}", 0o644),
+            "data/.keep": (b"", 0o644),
+        }
+        names.append(name := f"{registry}/stand-in/bazel-remote:{tag}")
+        argv = ["docker", "import", "--change", 'ENTRYPOINT ["/start"]', "-", name]
+        subprocess.run(argv, input=engine.archive(files, {"bin/sh": "busybox"}), check=True, capture_output=True)
+        subprocess.run(["docker", "push", name], check=True, capture_output=True)
+        argv = ["docker", "image", "inspect", "--format", "{{index .RepoDigests 0}}", name]
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+    yield push
+    subprocess.run(["docker", "rmi", "--force", *names], capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def pin(pushed: Callable[[str, str], str]) -> str:
+    """A busybox that serves a status."""
+    return pushed("v1", START)
 
 
 @pytest.fixture
@@ -83,6 +94,16 @@ def test_killed_container_is_found_stopped_and_starts_again(pin: str, place: Pla
     assert bazel_cache.find(place=place) is None
     assert bazel_cache.start(place, wanted, pin)
     assert bazel_cache.status(place).state == "running"
+
+
+def test_a_server_that_ends_at_once_is_told_and_not_started_for_ever(
+    pushed: Callable[[str, str], str], place: Place
+) -> None:
+    broken = pushed("broken", "#!/bin/sh\necho no such option >&2\nexit 1\n")
+    with pytest.raises(errors.CacheError, match=r"does not answer on .*; it said: no such option"):
+        bazel_cache.start(place, settings(), broken)
+    listed = ["docker", "ps", "--all", "--quiet", "--filter", f"name={bazel_cache.name(place)}"]
+    assert subprocess.run(listed, check=True, capture_output=True, text=True).stdout == ""
 
 
 def test_image_that_cannot_be_had_is_named(docker_engine: None, registry: str, place: Place) -> None:
