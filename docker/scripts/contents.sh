@@ -55,7 +55,7 @@ for folder in ${LD_LIBRARY_PATH:-}; do
 done
 unset IFS
 # JAX ignores a plugin of another version, and one whose own table of versions refuses the CUDA libraries, and runs on the CPU.
-if [ -x /opt/.venv/bin/python ]; then
+if [ "$target" != devcontainer ] && [ -x /opt/.venv/bin/python ]; then
   said=$(/opt/.venv/bin/python -I -c '
 from importlib.metadata import PackageNotFoundError, entry_points, version
 found = {}
