@@ -59,10 +59,15 @@ def _remat() -> list[str]:
     ]
 
 
-_FEW = "num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=32 sparse_matmul=false"
+_AS_WIDE = "num_experts=4 num_experts_per_tok=2 sparse_matmul=false"  # experts of --mlp-dims
+_FEW = f"{_AS_WIDE} base_moe_mlp_dim=32"
 _NARROW = "--num-heads 4 sliding_window_size=8 vocab_size=384"  # what a named model has no default for
 _GLOBAL = "global_head_dim=16 global_num_kv_heads=2"
 _V = "--cpus 4 --ep 2 --pp 2 --interleave 2 --schedule zb-v"
+_GDN = (
+    "gdn_key_head_dim=8 gdn_value_head_dim=8 gdn_num_key_heads=2 gdn_num_value_heads=4 gdn_chunk_size=8 "
+    "normalization_layer_epsilon=0.01"  # below, its norms of near zeros show rounding
+)
 UNLIKE = {
     "gemma3": f"{_FOUR} --num-layers 6 --model-name gemma3-4b {_NARROW}",
     "gemma4": f"{_FOUR} --num-layers 6 --model-name gemma4-31b {_NARROW} {_GLOBAL}",
@@ -82,13 +87,19 @@ UNLIKE = {
         "chunk_attn_window_size=8"
     ),
     "olmo3": f"{_FOUR} --interleave 2 --num-layers 4 --model-name olmo3-7b {_NARROW}",
-    "qwen3_next": (
-        f"{_FOUR} --num-layers 4 --model-name qwen3-next-80b-a3b {_NARROW} {_FEW} gdn_key_head_dim=8 "
-        "gdn_value_head_dim=8 gdn_num_key_heads=2 gdn_num_value_heads=4 gdn_chunk_size=8 "
-        "normalization_layer_epsilon=0.01"  # below, its norms of near zeros show rounding
-    ),
+    "qwen3_next": f"{_FOUR} --num-layers 4 --model-name qwen3-next-80b-a3b {_NARROW} {_FEW} {_GDN}",
 }
 """Models whose layers are not alike, in the small: their groups of layers lie across stages."""
+
+_CUSTOM = "moe_expert_input_dim=24 attention_output_dim=24"
+NEWEST = (
+    f"{_FOUR} --interleave 2 --num-layers 4 --model-name qwen3.5-35b-a3b {_NARROW} {_AS_WIDE} {_GDN} "
+    "partial_rotary_factor=1.0 mrope_section=[2,1,1]",
+    f"{_FOUR} --schedule zb-h1 --num-layers 4 --model-name envy-test {_NARROW} {_AS_WIDE}",
+    f"{_FOUR} --num-layers 2 --model-name qwen3-custom-30b-a3b {_NARROW} {_AS_WIDE} {_CUSTOM}",
+    f"{_FOUR} --num-layers 4 --scan-layers --model-name qwen3-custom-30b-a3b {_NARROW} {_AS_WIDE} {_CUSTOM}",
+)
+"""Blocks that few models have: layers that alternate (unrolled), and experts of other widths than the model."""
 
 SECTIONS = {
     "schedules-llama": _schedules(_LLAMA),
@@ -141,6 +152,7 @@ SECTIONS = {
     ]
     + [f"{_FOUR} --num-layers 2 num_experts_per_tok=2 {_SPARSE.replace('mixtral', 'qwen3_moe')}"],
     "unlike": [*UNLIKE.values()],
+    "newest": list(NEWEST),
     "inside": [
         f"--cpus 4 {case}"
         for case in (

@@ -33,6 +33,8 @@ _SMALL = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("sliding_window_size", "chunk_attn_window_size"), 8),
     **dict.fromkeys(("gdn_key_head_dim", "gdn_value_head_dim", "gdn_chunk_size"), 8),
+    **dict.fromkeys(("moe_expert_input_dim", "attention_output_dim"), 48),
+    "mrope_section": "[1,1,0]",  # of 16 / 4 / 2 frequencies
 }
 """Sizes without a flag, for the models that set them."""
 

@@ -322,6 +322,7 @@ def test_what_is_no_pipeline_of_multimesh_is_left_to_maxtext(job: Callable[[Sequ
         "--model-name mixtral-8x7b",
         "--model-name mixtral-8x7b --ep 2 sparse_matmul=false",
         *grid.UNLIKE.values(),
+        *grid.NEWEST,
     ],
 )
 def test_what_can_be_placed_is_accepted(job: Callable[[Sequence[str]], Job], argv: str):

@@ -12,8 +12,9 @@ from multimesh_maxtext.cli import main
 from multimesh_maxtext.errors import LossNotFallingError
 
 RUN = (
-    *("deepseek", "gemma", "gemma2", "gemma3", "gemma4", "gpt3", "gpt_oss", "llama2", "llama4"),
-    *("mistral", "mixtral", "olmo3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("deepseek", "envy", "gemma", "gemma2", "gemma3", "gemma4", "gpt3", "gpt_oss", "llama2", "llama4"),
+    *("mistral", "mixtral", "olmo3", "qwen2", "qwen3", "qwen3_5", "qwen3_custom_moe", "qwen3_moe"),
+    "qwen3_next",
 )
 """Decoder blocks of the models that a pipeline takes."""
 

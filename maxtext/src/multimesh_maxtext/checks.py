@@ -38,7 +38,7 @@ GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
 UNTOKENIZED = ("synthetic", "olmo_grain")
 """Datasets of tokens: the synthetic one, and that of --text."""
 
-UNLIKE = ("gemma3", "gemma4", "gpt_oss", "deepseek", "llama4", "olmo3", "qwen3_next")
+UNLIKE = ("gemma3", "gemma4", "gpt_oss", "deepseek", "llama4", "olmo3", "qwen3_next", "qwen3_5", "envy")
 """Decoder blocks whose layers alternate in a fixed pattern, or begin with dense ones: stages of unlike structure."""
 
 _READ_MORE = {
@@ -51,7 +51,7 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_block": (
         (
             *("llama2", "default", "mistral", "gpt3", "mixtral"),
-            *("gemma", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
+            *("gemma", "gemma2", "qwen2", "qwen3", "qwen3_moe", "qwen3_custom_moe"),
             *UNLIKE,
         ),
         "its layers were never tried",
