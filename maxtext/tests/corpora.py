@@ -62,6 +62,31 @@ def json_lines(folder: Path, texts: Sequence[str], files: int = 2) -> str:
     return str(folder / "*.jsonl")
 
 
+def mixture(folder: Path, texts: Sequence[str]) -> Path:
+    """Write two sets of ArrayRecord files, and a file that says in which shares they are mixed; return that."""
+    parts = {}
+    for name, weight, some in (("often", 3, texts[::2]), ("seldom", 1, texts[1::2])):
+        (folder / name).mkdir()
+        parts[name] = {"path": array_records(folder / name, some), "weight": weight}
+    (config := folder / "mixture.json").write_text(json.dumps(parts), encoding="utf-8")
+    return config
+
+
+def tensorflow_dataset(folder: Path, texts: Sequence[str]) -> str:
+    """Write a dataset of TensorFlow Datasets with its own writer; return its name."""
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    tfds.dataset_builders.store_as_tfds_dataset(
+        name="pages",
+        version="1.0.0",
+        data_dir=folder,
+        features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+        split_datasets={"train": tf.data.Dataset.from_tensor_slices({"text": list(texts)})},
+    )
+    return "pages"
+
+
 def sentencepiece(folder: Path, texts: Sequence[str]) -> Path:
     """Train a tokenizer of SentencePiece."""
     import sentencepiece

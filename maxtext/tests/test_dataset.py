@@ -180,7 +180,7 @@ def grain(folder: Path, here: Path, files: str) -> tuple[str, ...]:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("form", ["arrayrecord", "parquet", "hf", "tiktoken"])
+@pytest.mark.parametrize("form", ["arrayrecord", "parquet", "hf", "tiktoken", "tfds", "c4_mlperf", "mixture"])
 def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path: Path, here: Path, form: str):
     """Every kind of files and of tokenizers; `--verify` compares each step."""
     texts = corpora.documents()
@@ -198,6 +198,20 @@ def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path
         "tiktoken": lambda: (
             *grain(tmp_path, here, corpora.array_records(tmp_path, texts))[:2],
             *("tokenizer_type=tiktoken", "--tokenizer-path", here / "tokenizer.tiktoken"),
+        ),
+        "tfds": lambda: (
+            *("--use-tfds-dataset", "--dataset-path", tmp_path),
+            *("--dataset-name", corpora.tensorflow_dataset(tmp_path, texts)),
+            *("--tokenizer-path", here / "pieces.model"),
+        ),
+        "c4_mlperf": lambda: (
+            *("dataset_type=c4_mlperf", f"dataset_path={tmp_path}"),
+            f"dataset_name={corpora.tensorflow_dataset(tmp_path, texts)}",
+            *("--tokenizer-path", here / "pieces.model"),
+        ),
+        "mixture": lambda: (
+            *("dataset_type=grain", f"grain_train_mixture_config_path={corpora.mixture(tmp_path, texts)}"),
+            *("--tokenizer-path", here / "pieces.model"),
         ),
     }[form]()
     assert train(root, tmp_path / "out", "--pp", 2, "--cpus", 2, "--verify", *words) in (0, 13)

@@ -108,3 +108,23 @@ def test_what_a_pipeline_of_stacks_trained_is_exported_as_what_one_program_train
     assert len(made[0]) == 3 + 9 * 4
     for name, array in made[0].items():
         np.testing.assert_allclose(array, made[1][name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.full
+def test_maxtext_takes_the_parameters_out_of_a_pipelines_checkpoint(
+    run: Callable[..., Any], maxtext: Path, tmp_path: Path
+):
+    flags = "--cpus 2 --pp 2 --model-name llama3.1-8b --num-layers 4 --model-dims 64 --mlp-dims 128 --num-heads 4"
+    flags += " vocab_size=256 --sequence-length 32 --batch-size 8 --microbatch-size 2 --num-steps 3 dtype=float32"
+    done = run(*flags.split(), "--checkpoint", tmp_path / "ck", "--output", tmp_path / "out")
+    assert done.code == 0, done.stderr
+    tool: list[Any] = [sys.executable, "-m", "maxtext.utils.generate_param_only_checkpoint"]
+    tool += [maxtext / "maxtext/configs/base.yml", "model_name=llama3.1-8b", *MODEL, "override_model_config=true"]
+    tool += ["scan_layers=false", "skip_jax_distributed_system=true", "hardware=cpu", "run_name=only"]
+    tool += [f"load_full_state_path={tmp_path / 'ck/2/items'}", f"base_output_directory={tmp_path}"]
+    keys = {"JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(maxtext)}
+    subprocess.run(tool, env={**os.environ, **keys}, check=True, capture_output=True)
+    ours, theirs = (ocp.load(tmp_path / name, checkpointable_name="items") for name in ("ck/2", "only/checkpoints/0"))
+    assert theirs["opt_state"] == {}
+    held = np.asarray(theirs["params"]["params"]["token_embedder"]["embedding"], np.float32)
+    np.testing.assert_array_equal(held, np.asarray(ours["params"]["params"]["token_embedder"]["embedding"]))
