@@ -230,6 +230,8 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
     if isinstance(devices, int):
         devices = [devices]
     given = (address or os.environ.get("JAX_COORDINATOR_ADDRESS"), *rest, devices)
+    if method is None and (told := _by_open_mpi(given)):
+        return _LAUNCHERS["ompi"] if None in given[:3] else "arguments", told
     found, copies = _compat.launcher(method) if None in given and method != "deactivate" else None, 0
     if found is None and method is None and None in given[:3] and (copies := _copies()):
         found = _compat.launcher("mpi4py")
@@ -246,12 +248,27 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
         complete = found.auto_detect_unset_distributed_params(*given, found.name, timeout)
     except ImportError as error:
         raise UsageError(f"mpi4py can't be loaded, so nothing says where process 0 is: {error}") from None
+    except RuntimeError as error:
+        raise UsageError(
+            f"nothing says where process 0 is: {error} Install mpi4py, or set JAX_COORDINATOR_ADDRESS=HOST:PORT"
+        ) from None
     if complete[1] < copies:
         raise UsageError(
             f"{copies} copies of this program were started, and mpi4py finds {complete[1]}: it uses another MPI than "
             "mpirun; choose its own (MPI4PY_MPIABI=mpich or openmpi), or the mpirun of its MPI"
         )
     return _LAUNCHERS.get(found.name, found.name) if None in given[:3] else "arguments", complete
+
+
+def _by_open_mpi(given: Sequence[Any]) -> Sequence[Any] | None:
+    """The same with what variables of Open MPI say, if the address is known; JAX would ask mpi4py under version 5."""
+    names = (f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK"))
+    values = [int(value) for value in map(os.environ.get, names) if value is not None]
+    if given[0] is None or len(values) != 3:
+        return None
+    count, rank, local = values
+    told = (None, count, rank, [local])
+    return tuple(own if each is None else each for each, own in zip(given, told, strict=True))
 
 
 def _copies() -> int:
