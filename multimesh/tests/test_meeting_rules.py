@@ -181,6 +181,20 @@ def test_launchers_are_found(monkeypatch, environ, told):
     assert initialize._complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
 
 
+def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
+    """Open MPI 5 without mpi4py on jax 0.12, and Kubernetes without its package: JAX raises a RuntimeError."""
+
+    class Launcher:
+        name = "k8s"
+
+        def auto_detect_unset_distributed_params(self, *given):
+            raise RuntimeError("Install the client of Kubernetes.")
+
+    monkeypatch.setattr("multimesh.core._compat.launcher", lambda method: Launcher())
+    with pytest.raises(mm.UsageError, match=r"^nothing says where process 0 is: Install the .* of Kubernetes; mend th"):
+        initialize._complete((None,) * 4, None, 1)
+
+
 def test_one_process_gathers_what_it_has():
     found = mm.distributed.gather({"a": jax.numpy.arange(3), "b": 2})
     assert type(found["a"]) is np.ndarray

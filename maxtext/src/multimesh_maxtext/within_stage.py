@@ -80,10 +80,15 @@ def find_wrong_experts(o: Options, model: Model) -> Iterator[LauncherError]:
         )
 
 
+def _quantization(model: Model) -> tuple[str, bool]:
+    """The kind, empty for none, and whether Qwix makes it."""
+    settings = model.resolved
+    return str(settings.get("quantization") or ""), bool(settings.get("use_qwix_quantization"))
+
+
 def find_wrong_quantization(model: Model) -> Iterator[LauncherError]:
     """Yield why a pipeline cannot train with a quantization, and which it can train with."""
-    settings = model.resolved
-    kind, by_qwix = str(settings.get("quantization") or ""), bool(settings.get("use_qwix_quantization"))
+    kind, by_qwix = _quantization(model)
     by_aqt_in_experts = kind in AQT and not by_qwix and model.experts > 1
     if not kind or (kind in (QWIX if by_qwix else AQT) and not by_aqt_in_experts):
         return
@@ -106,17 +111,18 @@ def find_wrong_quantization(model: Model) -> Iterator[LauncherError]:
 
 
 def quantizing_devices(o: Options, mesh_devices: int) -> int:
-    """Return how many devices of MaxText's mesh a process has: by these MaxText cuts a microbatch that it quantizes."""
-    return max(1, mesh_devices // max(1, o.nodes // o.pp if o.staged else o.nodes))
+    """Return how many devices of a stage a process has: by these MaxText cuts a microbatch that it quantizes."""
+    return max(1, mesh_devices // max(1, o.nodes // o.pp))
 
 
 def find_uneven_quantization(o: Options, model: Model, mesh_devices: int) -> Iterator[LauncherError]:
     """Yield that AQT cannot cut the rows of a microbatch by the devices of a stage."""
-    settings, rows, parts = model.resolved, o.domains * o.microbatch_size, quantizing_devices(o, mesh_devices)
-    if str(settings.get("quantization")) == "int8" and not settings.get("use_qwix_quantization") and rows % parts:
+    kind, by_qwix = _quantization(model)
+    rows, parts = o.domains * o.microbatch_size, quantizing_devices(o, mesh_devices)
+    if kind in AQT and not by_qwix and rows % parts:
         yield UsageError(
-            f"quantization=int8: AQT cuts the rows of a microbatch, {rows}, by {parts} devices; use --microbatch-size "
-            f"{math.lcm(rows, parts) // o.domains} or use_qwix_quantization=true"
+            f"quantization={kind}: AQT cuts the rows of a microbatch, {rows}, by {parts} devices; use "
+            f"--microbatch-size {math.lcm(rows, parts) // o.domains} or use_qwix_quantization=true"
         )
 
 

@@ -248,9 +248,10 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
         complete = found.auto_detect_unset_distributed_params(*given, found.name, timeout)
     except ImportError as error:
         raise UsageError(f"mpi4py can't be loaded, so nothing says where process 0 is: {error}") from None
-    except RuntimeError as error:
+    except RuntimeError as error:  # JAX's own words say what this launcher lacks
         raise UsageError(
-            f"nothing says where process 0 is: {error} Install mpi4py, or set JAX_COORDINATOR_ADDRESS=HOST:PORT"
+            f"nothing says where process 0 is: {str(error).rstrip('.')}; mend that, or set "
+            "JAX_COORDINATOR_ADDRESS=HOST:PORT"
         ) from None
     if complete[1] < copies:
         raise UsageError(

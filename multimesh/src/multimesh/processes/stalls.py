@@ -74,7 +74,8 @@ class StepsOfAll:
 
     def _between_calls(self) -> bool:
         """Whether all have ended the same calls, and begun no other."""
-        return len({*self._at.values(), *((ended, ended) for ended, _ in self._at.values())}) == 1
+        ended, begun = first = next(iter(self._at.values()), (0, 1))
+        return ended == begun and all(at == first for at in self._at.values())
 
 
 def _place(at: tuple[int, int]) -> str:
