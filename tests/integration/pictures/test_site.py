@@ -81,11 +81,12 @@ def look(site: Path, profile: Path, *flags: str, **wanted: object) -> dict[str, 
     return found
 
 
-def test_no_table_and_no_code_of_any_page_scrolls_sideways(site: Path, tmp_path: Path) -> None:
+def test_no_table_and_no_code_of_any_page_scrolls_sideways_and_numbers_stay_whole(site: Path, tmp_path: Path) -> None:
     pages = [path for folder in ("docs", "docker", "maxtext") for path in (site / folder).rglob("*.html")]
     names = [f"/{path.relative_to(site)}" for path in (site / "CONTRIBUTING.html", *pages)]
     found = look(site, tmp_path / "profile", pages=names, widths=[1300], searches=[])
     assert {seen["page"]: seen["scrolling"] for seen in found["seen"] if seen["scrolling"]} == {}
+    assert {seen["page"]: seen["broken"] for seen in found["seen"] if seen["broken"]} == {}
     assert len(found["seen"]) > 30
 
 
@@ -99,6 +100,7 @@ def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, 
         assert seen["title"].endswith("MultiMesh for JAX"), where
         assert seen["sideways"] <= 0, f"{where} must be scrolled sideways by {seen['sideways']}"
         assert seen["missing"] == [], where
+        assert seen["broken"] == [], where
         assert seen["menu"] >= 20, where
         assert seen["text"] > 500, where
         ground, ink = (sum(map(int, re.findall(r"\d+", seen[key])[:3])) for key in ("background", "ink"))
