@@ -19,7 +19,8 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
 MADE = re.compile(r"^<!-- made: ([a-z-]+) ?(.*?) -->$", re.MULTILINE)
-NUMBER = re.compile(r"(?<![^\s(])(\d[\d.]*e?-\d[\d.]*)")  # 2e-07, 2.4-2.9: a browser may break a line behind the hyphen
+NUMBER = re.compile(r"(?<![^\s(])(\d[\d.]*(?:e?-\d[\d.]*)+)")  # 2e-07, 2.4-2.9: a hyphen may end a line
+SHORT = 10  # characters: 3 minutes, 0.6 GB
 LONG = 28  # characters; a wider column of code leaves no room for three others in 1300 pixels
 
 
@@ -73,7 +74,8 @@ def _flag(action: argparse.Action) -> str:
     names = ", ".join(action.option_strings)
     if isinstance(action, argparse.BooleanOptionalAction):
         names = names.partition(",")[0].replace("--", "--[no-]", 1)
-    return f"`{' '.join(filter(None, (names, str(action.metavar or ''))))}`"
+    shown = " ".join(filter(None, (names, str(action.metavar or ""))))
+    return f"`{shown}`".replace("|", r"\|")  # a bar would begin the next cell
 
 
 def _help(action: argparse.Action) -> str:
@@ -136,8 +138,13 @@ def fill(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def mark_words(app: Sphinx, tree: nodes.document) -> None:
-    """Say where a line of a table may break: in code with a word of more than `LONG` characters, and in no number."""
+    """Say where a line of a table may break: in code with a word of more than `LONG` characters, in no number.
+
+    Nor in a cell of `SHORT` characters.
+    """
     for entry in tree.findall(nodes.entry):
+        if len(entry.astext()) <= SHORT:
+            entry["classes"].append("short")
         for code in entry.findall(nodes.literal):
             if max(map(len, code.astext().split()), default=0) > LONG:
                 code["classes"].append("long")

@@ -24,7 +24,7 @@ PAGES = {  # page: what it must hold
     "docs/troubleshooting": "NPROC=64",
     "docs/errors": "do not divide into microbatches of",
     "docs/api": "with_sharding_constraint",
-    "docs/maxtext-flags": "--microbatch-size",
+    "docs/maxtext-flags": "--partition auto|N,N,...",
     "maxtext/README": "validate-cpu.sh",
 }
 WIDTHS = (1280, 390, 1600)  # a laptop, a phone, a screen
@@ -53,6 +53,8 @@ def test_pages_hold_what_they_promise(site: Path) -> None:
         source = (site / f"{page}.html").read_text(encoding="utf-8")
         assert text in re.sub(r"<[^>]+>", "", source), page
         assert "<!-- made" not in source, page  # what the code fills in is filled in
+    for path in site.rglob("*.html"):  # no cell that a bar cut in two, no flag that begins with a dash
+        assert not re.findall(r"<p>[^<]*(?:`|–\S)[^<]*", path.read_text(encoding="utf-8")), path
     schedules = (site / "docs" / "choosing-a-schedule.html").read_text(encoding="utf-8")
     timelines = re.findall(r'href="\.\./(timelines/[^"]+)"', schedules)
     assert len(timelines) >= 7
