@@ -138,16 +138,16 @@ def fill(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def mark_words(app: Sphinx, tree: nodes.document) -> None:
-    """Say where a line of a table may break: in code with a word of more than `LONG` characters, in no number.
+    """Say where a line may break: in code with a word of more than `LONG` characters; in a table in no number.
 
     Nor in a cell of `SHORT` characters.
     """
+    for code in tree.findall(nodes.literal):
+        if max(map(len, code.astext().split()), default=0) > LONG:
+            code["classes"].append("long")
     for entry in tree.findall(nodes.entry):
         if len(entry.astext()) <= SHORT:
             entry["classes"].append("short")
-        for code in entry.findall(nodes.literal):
-            if max(map(len, code.astext().split()), default=0) > LONG:
-                code["classes"].append("long")
         for text in list(entry.findall(nodes.Text)):
             if not isinstance(text.parent, nodes.literal):
                 pieces = enumerate(NUMBER.split(text))
