@@ -25,7 +25,7 @@ PUBLIC = {
     "multimesh.planner": planner.__all__,
     "multimesh.jax": multimesh.jax.__all__,
 }
-ROOMS = (("run", "cli", "launch", "checks", "options"), ("hooks", "placement"))  # --pp in both processes, as in CONTRIBUTING.md
+ROOMS = (("run", "cli", "launch", "checks", "options"), ("hooks", "placement"))  # --pp in both processes
 
 
 def chain(node: ast.expr) -> list[str]:
