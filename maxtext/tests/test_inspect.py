@@ -87,10 +87,10 @@ def test_a_forecast_is_near_what_a_run_holds(run: Run, trained: Path, tmp_path: 
         assert need.gradients > 0
 
 
-@pytest.mark.telling("cudnn_flash_te")
-@pytest.mark.parametrize("attention", ["cudnn_flash_te", "dot_product"])
+@pytest.mark.telling("autoselected")
+@pytest.mark.parametrize("attention", ["autoselected", "cudnn_flash_te", "dot_product"])
 def test_a_forecast_needs_no_gpus(run: Run, tmp_path: Path, attention: str):
-    """Of four GPUs in four processes, with the attention of cuDNN; kept is no square of the sequence."""
+    """Of four GPUs in four processes, with the attention of tokamax or cuDNN; kept is no square of the sequence."""
     job = ("--nodes", 4, "--gpus", 1, *JOB[2:], "--sequence-length", 1024, "--attention", attention, "--fbmem", 70)
     job = (*job, "--forecast", "--device", "h100", "--output", tmp_path, "--json")
     done = run(*job, "base_num_kv_heads=2", "num_experts=1")

@@ -342,6 +342,7 @@ def test_two_processes_with_one_number_are_named(job, ranks):
     ("environ", "word", "told"),
     [
         ({"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "", "XLA_FLAGS: {} has nothing where {} has '--xla_cpu_en"),
+        pytest.param({"MULTIMESH_TRANSPORT": "pull"}, "", "TRANSPORT: {} has nothing where {} has 'pull'", marks=FULL),
         pytest.param({"JAX_ENABLE_X64": "1"}, "", "of JAX: {} has 'jax_enable_x64=False' where {} has", marks=FULL),
         pytest.param({}, "--steps=3", "command line: {} has nothing where {} has '--steps=3'", marks=FULL),
     ],

@@ -137,9 +137,14 @@ def _traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fn)
 
 
-def attention(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of cuDNN; for a forecast, which needs no GPU, a function with its results and residuals."""
-    return like_flash_attention if _handoff().forecast else kernel
+def attention(kernel: Callable[..., Any], sums: bool = True) -> Callable[..., Any]:
+    """Return a kernel for GPUs; for a forecast, which needs no GPU, a function with its results and residuals.
+
+    cuDNN's kernel returns its ``sums`` beside the result, that of tokamax keeps them to itself.
+    """
+    if not _handoff().forecast:
+        return kernel
+    return like_flash_attention if sums else lambda *arrays, **_settings: like_flash_attention(*arrays)[0]
 
 
 def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,7 +108,7 @@ def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
         mine = numbers[round, me]
         turn = jnp.where(mine[0] < mine[1], turn, jnp.roll(turn, layout.height, 1))
         turns = lax.all_gather(turn, layout.axes)
-        a = jnp.einsum("kji,kjl->kil", turns.conj(), a @ turn, precision=lax.Precision.HIGHEST)
+        a = jnp.einsum("kji,kjl->kil", turns.conj(), matmul(a, turn), precision=lax.Precision.HIGHEST)
         a = a.reshape(2 * p, layout.height, size)[move].reshape(p, size, size)
         return _sent_on(a, layout), _sent_on(matmul(v, turn), layout)
 

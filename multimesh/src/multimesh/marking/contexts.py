@@ -69,8 +69,9 @@ def context(**options: bool | str | None) -> Manager:
         ``enable_fast_path``, ``ignore_transforms``: True, False, or None, which leaves an option as it is. The function
         of the same name explains each.
     transport
-        How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``; the default if there are
-        CPUs) or ``"device_put"`` (NCCL; the default otherwise).
+        How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``, over TCP; the default if
+        there are CPUs) or ``"device_put"`` (NCCL; the default otherwise). The environment variable
+        ``MULTIMESH_TRANSPORT`` sets it where no context does. Processes that share a GPU need ``"pull"``.
 
     Raises
     ------

@@ -21,6 +21,9 @@ from multimesh.errors import UsageError
 from multimesh.processes import notes, timeouts
 from multimesh.processes.watcher_client import WatcherClient, start
 
+TRANSPORT = "MULTIMESH_TRANSPORT"
+"""Environment variable with the transport of arrays between processes, where no context says one."""
+
 _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
 _client: WatcherClient | None = None
 _XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
@@ -298,6 +301,7 @@ def _facts() -> dict[str, list[str]]:
     """The facts that must be alike in all processes, as words."""
     given = _XLA_FLAG.findall(os.environ.get("XLA_FLAGS", ""))
     facts = {"command line": sys.argv, "XLA_FLAGS": [flag for flag in given if not flag.startswith("--xla_dump_to=")]}
+    facts[TRANSPORT] = os.environ.get(TRANSPORT, "").split()
     facts["python"] = [".".join(platform.python_version_tuple()[:2])]
     for name in ("jax", "jaxlib", "multimesh-jax", "numpy"):
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from multimesh.errors import UsageError
 from multimesh.marking import contexts
 from multimesh.processes import post
 from multimesh.processes.arrays import absent, here
+from multimesh.processes.initialize import TRANSPORT
 from multimesh.runtime.actions import Lane, Parcel, by_devices, lanes
 from multimesh.runtime.transport import ends
 
@@ -220,7 +222,10 @@ CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (P
 
 
 def carrier(name: str | None) -> Carrier:
-    """The transport of a name, or the platform's; each is made once."""
+    """The transport of a name, that of the environment, or the platform's; each is made once."""
+    name = name or os.environ.get(TRANSPORT)
+    if name and name not in CARRIERS:
+        raise UsageError(f"{TRANSPORT}: give one of {', '.join(CARRIERS)} or unset it, not {name!r}")
     with _making:
         return _made(name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put"))
 
