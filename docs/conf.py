@@ -33,7 +33,7 @@ highlight_language = "text"
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
-smartquotes_action = "qDe"  # two hyphens begin a flag; three make a dash
+smartquotes_action = "qe"  # two hyphens begin a flag
 default_role = "py:obj"
 napoleon_google_docstring = False
 napoleon_use_ivar = True

@@ -19,6 +19,8 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
 MADE = re.compile(r"^<!-- made: ([a-z-]+) ?(.*?) -->$", re.MULTILINE)
+NUMBER = re.compile(r"(?<![^\s(])(\d[\d.]*(?:e?-\d[\d.]*)+)")  # 2e-07, 2.4-2.9: a hyphen may end a line
+SHORT = 10  # characters: 3 minutes, 0.6 GB
 LONG = 28  # characters; a wider column of code leaves no room for three others in 1300 pixels
 
 
@@ -72,7 +74,8 @@ def _flag(action: argparse.Action) -> str:
     names = ", ".join(action.option_strings)
     if isinstance(action, argparse.BooleanOptionalAction):
         names = names.partition(",")[0].replace("--", "--[no-]", 1)
-    return f"`{' '.join(filter(None, (names, str(action.metavar or ''))))}`"
+    shown = " ".join(filter(None, (names, str(action.metavar or ""))))
+    return f"`{shown}`".replace("|", r"\|")  # a bar would begin the next cell
 
 
 def _help(action: argparse.Action) -> str:
@@ -134,12 +137,22 @@ def fill(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = MADE.sub(made, source[0])
 
 
-def mark_long_words(app: Sphinx, tree: nodes.document) -> None:
-    """Give code in tables that has a word of more than `LONG` characters the class that may break it."""
+def mark_words(app: Sphinx, tree: nodes.document) -> None:
+    """Say where a line may break: in code with a word of more than `LONG` characters; in a table in no number.
+
+    Nor in a cell of `SHORT` characters.
+    """
+    for code in tree.findall(nodes.literal):
+        if max(map(len, code.astext().split()), default=0) > LONG:
+            code["classes"].append("long")
     for entry in tree.findall(nodes.entry):
-        for code in entry.findall(nodes.literal):
-            if max(map(len, code.astext().split()), default=0) > LONG:
-                code["classes"].append("long")
+        if len(entry.astext()) <= SHORT:
+            entry["classes"].append("short")
+        for text in list(entry.findall(nodes.Text)):
+            if not isinstance(text.parent, nodes.literal):
+                pieces = enumerate(NUMBER.split(text))
+                kept = [nodes.inline("", each, classes=["number"]) if i % 2 else nodes.Text(each) for i, each in pieces]
+                text.parent.replace(text, kept)
 
 
 def hide_constructor(app: Sphinx, what: str, name: str, *_: Any) -> tuple[str, None] | None:
@@ -161,7 +174,7 @@ def mend(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: lis
 def setup(app: Sphinx) -> dict[str, Any]:
     """Hook into Sphinx."""
     app.connect("source-read", fill)
-    app.connect("doctree-read", mark_long_words)
+    app.connect("doctree-read", mark_words)
     app.connect("build-finished", draw_timelines)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("autodoc-process-docstring", mend, priority=900)
