@@ -301,6 +301,18 @@ def uneven_compilation(seconds: str) -> None:
         multimesh.frontend.aot.compile_plan = whole
 
 
+def nans(split: str) -> None:
+    """Every process of a submesh is told the task in which a value turned invalid, with Auto and Explicit axes."""
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        front, back = (Mesh(m.devices, m.axis_names, axis_types=(kind,) * m.devices.ndim) for m in SPLITS[split]())
+
+        def f(x: Any, front: Mesh = front, back: Mesh = back) -> Any:
+            return mm.task(jnp.cos, "back", mesh=back)(mm.task(jnp.log, "front", mesh=front)(x))
+
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"'front': invalid value .nan. .* in log"):
+            mm.jit(f)(on(front, np.full((4, 4), -1, np.float32), P("data")))
+
+
 def not_in_it() -> None:
     """A plan on the devices of process 0 only; the others get arrays without shards, and the same profile."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))

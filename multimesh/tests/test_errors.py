@@ -360,6 +360,20 @@ def test_debug_nans(flag, value, kind, form):
     assert form == "donated" or names_line(error, line, line + 1)
 
 
+def test_debug_nans_with_explicit_axes():
+    front, back = (
+        jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,))
+        for mesh in submeshes(2, (2,))
+    )
+    x = jax.device_put(-X, jax.sharding.NamedSharding(front, jax.sharding.PartitionSpec(front.axis_names)))
+
+    def f(x):
+        return mm.task(jnp.cos, "back", mesh=back)(mm.task(jnp.log, "front", mesh=front)(x))
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"'front': invalid value \(nan\) .* in log"):
+        mm.jit(f)(x)
+
+
 @pytest.mark.parametrize("wrap", [jax.value_and_grad, jax.jit])
 @pytest.mark.parametrize("loop", [True, False])
 def test_disable_jit_runs_operation_by_operation(wrap, loop):

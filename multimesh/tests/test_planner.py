@@ -8,7 +8,7 @@ import itertools
 import pytest
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import device
-from multimesh.planner import loop
+from multimesh.planner import bands, loop
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.layer import Times
 from multimesh.planner.step import forecast
@@ -64,3 +64,11 @@ def test_what_cannot_be_is_refused():
         forecast(LLAMA, how(), "h101")
     with pytest.raises(UsageError, match="device a100 computes no fp8"):
         forecast(LLAMA, how(precision="fp8"), "a100")
+
+
+@pytest.mark.parametrize(
+    ("device", "tp", "band"), [("h100", 8, 0.1), ("gb200", 8, 0.2), ("h100", 1, 0.3), ("h200", 8, 0.3)]
+)
+def test_a_band_is_narrow_only_where_published_runs_were_compared(device: str, tp: int, band: float):
+    model = Transformer("llama3-8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocabulary=128256)
+    assert bands.band(forecast(model, Configuration(batch=8, sequence=4096, tp=tp), device)) == band

@@ -38,6 +38,7 @@ SHORT = {
         "pipeline:crossed:mlp:1f1b",
         "pipeline:one in all:skip:gpipe",
         "training:crossed",
+        "nans:crossed",
         "graphs:100:4",
     ),
 }

@@ -139,9 +139,9 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
     return {name: value for name, value in defaults.items() if name not in flags} | chosen
 
 
-def _auto(layout: NamedSharding) -> NamedSharding:
-    """The same layout on the Auto twin of its mesh; kernels are lowered for that."""
-    if layout.mesh == _compat.auto(layout.mesh):
+def _auto(layout: Any) -> Any:
+    """The same layout on the Auto twin of its mesh, where it has one; kernels are lowered for that."""
+    if not isinstance(layout, NamedSharding) or layout.mesh == _compat.auto(layout.mesh):
         return layout
     return NamedSharding(_compat.auto(layout.mesh), layout.spec, memory_kind=layout.memory_kind)
 
@@ -161,7 +161,7 @@ def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Call
                 evaluate((op,), inner, mesh)
             return [inner[o] for o in op.outs]
 
-        results = jax.jit(alone)(*(env[v] for v in reads))
+        results = jax.jit(alone)(*(jax.device_put(env[v], _auto(env[v].sharding)) for v in reads))
         env.update(zip(op.outs, results, strict=True))
         if any(jnp.issubdtype(x.dtype, jnp.inexact) and bool(invalid(x).any()) for x in results):
             return op
