@@ -27,7 +27,7 @@ MOST_SWAPPED = 4  # superpanels whose rows are exchanged together: fewer message
 class Factors(NamedTuple):
     """My rows of L and U in one array, with columns in order of elimination, and which rows of the matrix they are."""
 
-    lu: Array  # (padded, devices, count, height), as those of `cholesky`
+    lu: Array  # (count, padded, width), as that of `cholesky`
     rows: Array  # (count * width,): the padded rows of the matrix in order of elimination; the same on all devices
 
 
@@ -59,8 +59,8 @@ def _here(numbers: Array, layout: Layout) -> Array:
 
 
 def _taken(x: Array, rows: Array, layout: Layout) -> Array:
-    """The rows with these numbers on this device, gathered from all."""
-    mine = x.at[rows].get(mode="fill", fill_value=0)
+    """The rows of superpanels with these numbers on this device, gathered from all."""
+    mine = x.at[:, rows].get(mode="fill", fill_value=0)
     return lax.psum(mine, layout.axes)
 
 
@@ -68,7 +68,7 @@ def factorize(a: Array, layout: Layout) -> Factors:
     """Factor my shard of ``A``. If ``A`` is singular, the factors have zeros on the diagonal of U, or NaN."""
     padded, height, width, count = layout.padded, layout.height, layout.width, layout.count
     p, me = layout.devices, lax.axis_index(layout.axes)
-    lu = layout.pad_matrix(layout.to_rows(a, hermitian=False)).reshape(padded, p, count, height)
+    lu = layout.superpanels(layout.pad_matrix(layout.to_rows(a, hermitian=False)))
     of_devices = jnp.arange(p)[:, None] * padded
     many = max(n for n in range(1, MOST_SWAPPED + 1) if count % n == 0)
 
@@ -91,11 +91,11 @@ def factorize(a: Array, layout: Layout) -> Factors:
         rows = rows.at[places].set(rows[slots], mode="drop").at[slots].set(rows[pivots])
 
         def swapped(k: Array, lu: Array) -> Array:  # in some superpanels of columns
-            x = lax.dynamic_slice_in_dim(lu, k * many, many, 2)
+            x = lax.dynamic_slice_in_dim(lu, k * many, many)
             moved = _taken(x, jnp.concatenate([from_pivots, from_slots]), layout)
-            mine = lax.dynamic_slice_in_dim(moved, me * height, height)
-            x = lax.dynamic_update_slice_in_dim(x.at[to].set(moved[width:], mode="drop"), mine, s * height, 0)
-            return lax.dynamic_update_slice_in_dim(lu, x, k * many, 2)
+            mine = lax.dynamic_slice_in_dim(moved, me * height, height, 1)
+            x = lax.dynamic_update_slice_in_dim(x.at[:, to].set(moved[:, width:], mode="drop"), mine, s * height, 1)
+            return lax.dynamic_update_slice_in_dim(lu, x, k * many, 0)
 
         def put(lu: Array, j: Array, x: Array, of_slots: Array) -> Array:
             mine = lax.dynamic_slice_in_dim(of_slots, me * height, height)
