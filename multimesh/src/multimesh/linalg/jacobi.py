@@ -127,10 +127,12 @@ def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
         start = _State(a.reshape(p, size, size), v, big, big, big, jnp.zeros((), bool), jnp.zeros((), jnp.int32))
         return lax.while_loop(goes_on, sweep, start)
 
-    vh = rings.orthogonal(adjoint(converged(adjoint(x), v).v), layout.axes)
+    vh = adjoint(converged(adjoint(x), v).v)
+    vh = rings.orthogonal(vh, rings.gram(vh, layout.axes), layout.axes)
     again = rings.times_adjoint(rings.times(vh, x, layout.axes), vh, layout.axes)
     state = converged(adjoint(again), adjoint(vh))
-    v = adjoint(rings.orthogonal(adjoint(state.v), layout.axes))
+    vh = adjoint(state.v)
+    v = adjoint(rings.orthogonal(vh, rings.gram(vh, layout.axes), layout.axes))
     failed = ~(state.left <= 100 * tolerance * state.scale) | ~state.sorted
     w = jnp.sort(lax.all_gather(_diagonal(state.a, layout), layout.axes, tiled=True)) * norm
     rows = lax.all_to_all(v.reshape(p, size, size), layout.axes, 0, 2, tiled=True).reshape(size, p * size)
