@@ -80,6 +80,11 @@ def adjoint_of(x: Array, axes: Axes) -> Array:
     return lax.all_to_all(adjoint(x).reshape(p, -1, x.shape[0]), axes, 0, 2, tiled=True)[0]
 
 
-def orthogonal(x: Array, axes: Axes) -> Array:
-    """My rows of X (3 - X^H X) / 2, a Newton-Schulz step to the nearest matrix with orthonormal columns."""
-    return 1.5 * x - 0.5 * times(x, adjoint_times(x, x, axes), axes)
+def gram(x: Array, axes: Axes) -> Array:
+    """My rows of ``X^H @ X``; the devices divide the columns of ``X``."""
+    return adjoint_times(x, x, axes)
+
+
+def orthogonal(x: Array, gram: Array, axes: Axes) -> Array:
+    """X (3 - X^H X) / 2, a Newton-Schulz step to the nearest matrix with orthonormal columns."""
+    return 1.5 * x - 0.5 * times(x, gram, axes)
