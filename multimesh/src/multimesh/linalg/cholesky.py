@@ -125,7 +125,7 @@ def factorize(a: Array, layout: Layout, wrong: Array | bool = False, *, in_order
         mine = lax.dynamic_slice_in_dim(c, s * height, height)
         diagonal = _cholesky(lax.all_gather(mine, layout.axes, tiled=True), layout)
         diagonal = jnp.where(wrong, jnp.nan, diagonal)
-        c = changed(layout, s, lambda _, some: _divided(diagonal, some), c)
+        c = changed(layout, s + 1, lambda _, some: _divided(diagonal, some), c)
         # My rows of the diagonal block are taken as they are. A solve for them would multiply errors by its condition.
         mine = lax.dynamic_slice_in_dim(diagonal, start, height)
         c = lax.dynamic_update_slice_in_dim(c, mine, s * height, 0)

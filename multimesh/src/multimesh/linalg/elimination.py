@@ -104,7 +104,7 @@ def factorize(a: Array, layout: Layout) -> Factors:
 
         lu = lax.fori_loop(0, count // many, swapped, lu)
         x = columns(lu, s)
-        below = changed(layout, s, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
+        below = changed(layout, s + 1, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
         behind = (jnp.arange(padded) >= (s + 1) * height)[:, None]
         lu = put(lu, s, jnp.where(behind, below, x), diagonal)
         left = jnp.where(behind, below, 0)
