@@ -14,7 +14,7 @@ from tooling.core import console, errors
 from tooling.image.request import ImageSpec, Means, fits_an_option
 
 if TYPE_CHECKING:
-    from tooling.image.bazel_cache import Cache
+    from tooling.image.bazel_cache import Server
 
 PIP_VARIABLE = "MULTIMESH_PIP_CONF"
 SYSTEM = (Path("/etc/xdg/pip/pip.conf"), Path("/etc/pip.conf"))
@@ -95,7 +95,7 @@ def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
-def find_cache(spec: ImageSpec, means: Means) -> Cache | None:
+def find_cache(spec: ImageSpec, means: Means) -> Server | None:
     """Return the remote Bazel cache that a build is to use; None where it needs none or none answers."""
     if spec.jaxlib != "source" or not means.use_bazel_cache:
         return None
@@ -109,7 +109,7 @@ def find_cache(spec: ImageSpec, means: Means) -> Cache | None:
     return found
 
 
-def through_cache(cache: Cache | None, means: Means, folder: Path | None) -> tuple[Means, tuple[str, ...]]:
+def through_cache(cache: Server | None, means: Means, folder: Path | None) -> tuple[Means, tuple[str, ...]]:
     """Return means that reach a cache, and the build option that hands Bazel's settings over.
 
     A cache on this machine's loopback is seen from the host network only. The settings, perhaps with a password, are
