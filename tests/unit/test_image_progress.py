@@ -1,56 +1,48 @@
+"""What BuildKit's display tells. The transcripts are in the form that buildx 0.29 and BuildKit of engine 20.10 gave."""
+
 from __future__ import annotations
 
 import pytest
 
-from tooling.core import errors
+from tooling.core import errors, proc
 from tooling.image import progress
-from tooling.image.progress import Steps
 
 
-def fed(*lines: str) -> Steps:
-    steps = Steps()
-    for line in lines:
-        steps.feed(line)
-    return steps
-
-
-def test_steps_have_a_title_without_mounts() -> None:
-    name = "[linux/arm64 locked 1/2] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"
-    steps = fed(f"#7 {name}", "#7 0.512 Collecting jax", "#7 ...", "#7 DONE 2.5s")
-    assert steps.titles == {"7": "locked 1/2: RUN /opt/pip.sh -r /run.txt"}
-    assert list(steps.said["7"]) == ["Collecting jax"]
-    assert steps.failed is None
+def result(said: str) -> proc.Result:
+    return proc.Result(("docker",), 1, b"", said.encode())
 
 
 def test_cache_hits_are_counted_over_the_steps_of_the_dockerfile() -> None:
-    steps = fed(
-        "#0 building with default instance using docker driver",
-        "#1 [internal] load .dockerignore",
-        "#1 DONE 0.0s",
-        "#2 [internal] load metadata for docker.io/library/base",
-        "#3 [python 1/2] FROM docker.io/library/base",
-        "#3 CACHED",
-        "#5 [python 2/2] RUN a",
-        "#5 CACHED",
-        "#6 [runtime 1/1] COPY b",
-        "#6 DONE 0.1s",
-    )
-    assert steps.counted == (1, 2)
+    said = """#0 building with "default" instance using docker driver
+
+#1 [internal] load .dockerignore
+#1 DONE 0.0s
+
+#2 [internal] load metadata for docker.io/library/base
+
+#3 [python 1/2] FROM docker.io/library/base
+#3 CACHED
+
+#5 [linux/arm64 python 2/2] RUN a
+#5 CACHED
+
+#6 [runtime 1/1] COPY b
+#6 DONE 0.1s
+"""
+    assert progress.counted(result(said)) == (1, 2)
 
 
-def test_what_buildkit_says_is_shown_as_it_says_it(capsys: pytest.CaptureFixture[str]) -> None:
-    Steps().show("#5 0.1 a line")
-    assert capsys.readouterr() == ("", "#5 0.1 a line\n")
-
-
-def broken(*lines: str) -> Steps:
-    said = [f"#1 0.{number}00 {line}" for number, line in enumerate(lines)]
+def broken(*lines: str) -> str:
+    """What is said where a step fails while another runs; of its lines the last ten come again."""
+    step = "[locked 1/1] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"
     command = "executor failed running [/bin/sh -c pip]: exit code: 1"
-    metadata = ("#9 [internal] load metadata for docker.io/x/y", "#9 DONE 0.1s")
-    return fed(
-        *metadata, "#1 [locked 1/1] RUN pip", *said, f"#1 ERROR: {command}", "#2 [other 1/1] RUN x", "#2 CANCELED",
-        "------", " > [locked 1/1] RUN pip:", *lines, "------", f"ERROR: failed to solve: {command}",
-    )  # fmt: skip
+    said = [f"0.{number}00 {line}" for number, line in enumerate(lines)]
+    return "\n".join([
+        "#9 [internal] load metadata for docker.io/x/y", "#9 DONE 0.1s", "",
+        f"#1 {step}", *(f"#1 {line}" for line in said), f"#1 ERROR: {command}", "",
+        "#2 [other 1/1] RUN x", "#2 CANCELED",
+        "------", f" > {step}:", *said[-10:], "------", f"ERROR: failed to build: failed to solve: {command}", "",
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -71,10 +63,10 @@ def broken(*lines: str) -> Steps:
     ],
 )
 def test_a_failed_step_is_explained(line: str, kind: type[errors.ToolingError], words: str) -> None:
-    error = progress.explain(broken("before", line), 1, "base:1")
+    error = progress.explain(result(broken("before", line)), "base:1")
     assert type(error) is kind
     assert words in str(error)
-    assert "locked 1/1: RUN pip" in str(error)
+    assert str(error).startswith("step `[locked 1/1] RUN /opt/pip.sh -r /run.txt`")
 
 
 def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
@@ -83,7 +75,7 @@ def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
         "More details here: https://curl.example/docs/sslcerts.html",
         "how to fix it, please visit the web page mentioned above.",
     )
-    error = progress.explain(broken(*curl), 1, "base:1")
+    error = progress.explain(result(broken(*curl)), "base:1")
     assert isinstance(error, errors.NetworkError)
     assert "unable to get local issuer certificate" in str(error)
     assert "--ca-bundle" in str(error)
@@ -96,7 +88,7 @@ def test_of_pips_complaints_the_exception_is_told() -> None:
         "error: metadata-generation-failed",
         "hint:",
     )
-    assert str(progress.explain(broken(*pip), 1, "b")).endswith("failed: OSError: no such file: x.py")
+    assert str(progress.explain(result(broken(*pip)), "b")).endswith("failed: OSError: no such file: x.py")
 
 
 def test_of_apts_complaints_the_cause_is_told() -> None:
@@ -104,20 +96,31 @@ def test_of_apts_complaints_the_cause_is_told() -> None:
         "E: Failed to fetch http://a.example/x.deb  Certificate verification failed",
         "E: Unable to fetch some archives",
     )
-    error = progress.explain(broken("Get:1", *apt), 1, "base:1")
+    error = progress.explain(result(broken("Get:1", *apt)), "base:1")
     assert isinstance(error, errors.NetworkError)
     assert "(E: Failed to fetch http://a.example/x.deb" in str(error)
 
 
 @pytest.mark.parametrize(
-    "lines",
+    "step", ["[internal] load metadata for docker.io/x/y:latest", "[linux/arm64 python 1/2] FROM docker.io/x/y"]
+)
+def test_a_base_that_cannot_be_pulled_is_named(step: str) -> None:
+    reason = "failed to do request: connection refused"
+    said = f"#3 {step}\n#3 ERROR: {reason}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
+    error = progress.explain(result(said), "docker.io/x/y")
+    assert isinstance(error, errors.NetworkError)
+    assert str(error).startswith(f"docker.io/x/y: the base image cannot be fetched ({reason}); log in")
+    assert "--base-image" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
     [
-        ("#3 [internal] load metadata for docker.io/x/y", "#3 ERROR: pull access denied for x/y"),
-        ("#3 [python 1/2] FROM docker.io/x/y", "#3 ERROR: failed to copy: connection reset by peer"),
+        ("", "exit status 1, no message"),
+        ('ERROR: no builder "x" found\n', 'no builder "x" found'),
+        ("something\nunknown flag: --x\n", "something / unknown flag: --x"),
     ],
 )
-def test_a_base_that_cannot_be_pulled_is_named(lines: tuple[str, ...]) -> None:
-    error = progress.explain(fed(*lines), 1, "docker.io/x/y")
-    assert isinstance(error, errors.NetworkError)
-    assert str(error).startswith("docker.io/x/y: the base image cannot be fetched")
-    assert "--base-image" in str(error)
+def test_what_fails_before_any_step_is_told(said: str, told: str) -> None:
+    error = progress.explain(result(said), "base:1")
+    assert (type(error), str(error)) == (errors.BuildError, f"the build failed: {told}")

@@ -19,7 +19,6 @@ from typing import Any
 from tooling.core import console, errors, proc
 from tooling.image import buildx, digests, network, progress
 from tooling.image.engine import Engine
-from tooling.image.progress import Steps
 from tooling.image.request import Built, ImageSpec, Means
 from tooling.sources import lock as sources
 
@@ -100,17 +99,16 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool
             console.note(f"{reference}: not pinned by digest; a release refuses that")
         for left in todo.access.left_out:
             console.note(f"{left}: pip finds packages there on this machine, but a build cannot see it")
-        steps = Steps()
         env = os.environ | todo.access.variables | _SETTINGS
-        done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=steps.show)
+        done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=console.note)
         if done.returncode:
-            raise progress.explain(steps, done.returncode, todo.base.build.reference)
+            raise progress.explain(done, todo.base.build.reference)
         if not save:
             return None
         told = json.loads(result.read_text(encoding="utf-8"))
     # By the configuration or, in a containerd store, by the manifest.
     names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
-    cached, count = steps.counted
+    cached, count = progress.counted(done)
     return replace(describe(engine, spec, *names), seconds=time.monotonic() - started, cached=cached, steps=count)
 
 

@@ -1,84 +1,38 @@
-"""BuildKit's own plain display, handed on; names the step that failed, and the reason."""
+"""Reads BuildKit's own plain display: how many steps came from the cache; and the step that failed, with the reason."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections import defaultdict, deque
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Sequence
 
 from tooling.core import errors, proc
 
-_VERTEX = re.compile(r"#(\d+) (.*)")
-_PLACE = re.compile(r"\[(?:linux/\S+ )?([\w.-]+) +(\d+/\d+)\] (.*)")
+_STEP = re.compile(r"^#(\d+) \[(?:linux/\S+ )?[\w.-]+ +\d+/\d+\] (?!FROM )", re.MULTILINE)
+_CACHED = re.compile(r"^#(\d+) CACHED$", re.MULTILINE)
+# Its summary of the step that broke a build, not of those that were stopped for that, with its last lines.
+_FAILED = re.compile(r"^------\n > (.*):\n((?:.*\n)*?)------$", re.MULTILINE)
+_REASON = re.compile(r"^ERROR: (?:failed to (?:build|solve): )*(.*)", re.MULTILINE)
 # Where a builder looks for a base: a step of its own, or the first of a stage.
-_BASE = re.compile(r"\[internal\] load metadata|\S+ \d+/\d+: FROM ")
+_BASE = re.compile(r"\[internal\] load metadata|\[.* \d+/\d+\] FROM ")
 _TOLD = re.compile(r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()")
-_NOISE = ("------", "WARNING", "View build details", "> [", ">>>")
-_KEPT_LINES = 40
 
 
-class Steps:
-    """What BuildKit said, by the number of its step."""
-
-    def __init__(self) -> None:
-        self.titles: dict[str, str] = {}
-        self.said: dict[str, deque[str]] = defaultdict(partial(deque, maxlen=_KEPT_LINES))
-        self.faults: dict[str, str] = {}
-        self.cached: set[str] = set()
-        self.rest: deque[str] = deque(maxlen=_KEPT_LINES)
-
-    def show(self, line: str) -> None:
-        """Take one line, and hand it on to stderr."""
-        print(line, file=sys.stderr, flush=True)
-        self.feed(line)
-
-    def feed(self, line: str) -> None:
-        """Take one line."""
-        vertex = _VERTEX.match(line.strip())
-        if vertex is None:
-            self.rest.append(line.strip())
-            return
-        number, text = vertex.groups()
-        self.titles.setdefault(number, _title(text))
-        if text == "CACHED":
-            self.cached.add(number)
-        elif text.startswith("ERROR: "):
-            self.faults[number] = text.removeprefix("ERROR: ")
-        elif said := re.fullmatch(r"\d+\.\d+ (.*)", text):
-            self.said[number].append(said[1].strip())
-
-    @property
-    def counted(self) -> tuple[int, int]:
-        """How many steps of the Dockerfile came from the cache, and of how many."""
-        own = {number for number, title in self.titles.items() if re.match(r"\S+ \d+/\d+: (?!FROM )", title)}
-        return len(own & self.cached), len(own)
-
-    @property
-    def failed(self) -> str | None:
-        """The number of the step that broke the build, not of those that were stopped because of it."""
-        return next((number for number, said in self.faults.items() if "context canceled" not in said), None)
+def counted(result: proc.Result) -> tuple[int, int]:
+    """Return how many steps of the Dockerfile came from the cache, and of how many."""
+    said = result.stderr.decode("utf-8", "replace")
+    own = set(_STEP.findall(said))
+    return len(own.intersection(_CACHED.findall(said))), len(own)
 
 
-def _title(text: str) -> str:
-    """Return a step's title without its mounts, if it is one of the Dockerfile's."""
-    if (found := _PLACE.match(text)) is None:
-        return text
-    words = [word for word in found[3].split() if not word.startswith(("--mount=", "--from=", "--chown="))]
-    line = f"{found[1]} {found[2]}: {' '.join(words)}"
-    return line if len(line) <= 100 else line[:97] + "..."
-
-
-def explain(steps: Steps, returncode: int, base: str) -> errors.ToolingError:
+def explain(result: proc.Result, base: str) -> errors.ToolingError:
     """Return the error for a build that failed: the step, the reason, and the remedy."""
-    number = steps.failed
-    said = [line for line in steps.said[number] if not line.startswith(_NOISE)] if number else []
-    fault = [steps.faults[number]] if number else []
-    title = steps.titles[number] if number else ""
-    where, text = f"step `{title}`" if title else "the build", "\n".join([*said, *fault] if number else steps.rest)
-    ways = (said, fault, steps.rest, [f"exit status {returncode}, no message"])
-    last = next(told for told in map(_telling, ways) if told)
+    said = result.stderr.decode("utf-8", "replace")
+    step, output = found.groups() if (found := _FAILED.search(said)) else ("", "")
+    lines = [re.sub(r"^\d+\.\d+ ", "", line).strip() for line in output.splitlines()]
+    fault = (_REASON.findall(said) or [result.complaint])[-1]
+    title = " ".join(word for word in step.split() if not word.startswith(("--mount=", "--from=", "--chown=")))
+    where = f"step `{title if len(title) <= 100 else title[:97] + '...'}`" if step else "the build"
+    text, last = "\n".join([*lines, fault]), _telling(lines) or proc.shortened(fault)
     if proc.disk_full(text):
         return errors.DiskError(
             f"{where}: the engine's disk is full; free some space (`docker system df`) and run again"
@@ -92,10 +46,10 @@ def explain(steps: Steps, returncode: int, base: str) -> errors.ToolingError:
             f"{where}: the engine's machine cannot run programs of this platform; register QEMU there "
             "(Debian and Ubuntu: qemu-user-static, binfmt-support), or leave out --platform"
         )
-    if _BASE.match(title):
-        last = _telling(fault) or last
+    if _BASE.match(step):
         return errors.NetworkError(
-            f"{base}: the base image cannot be fetched ({last}); log in to its registry or give another --base-image"
+            f"{base}: the base image cannot be fetched ({proc.shortened(fault)}); log in to its registry or give "
+            "another --base-image"
         )
     if proc.network_failed(text):
         return errors.NetworkError(
@@ -104,10 +58,9 @@ def explain(steps: Steps, returncode: int, base: str) -> errors.ToolingError:
     return errors.BuildError(f"{where} failed: {last}")
 
 
-def _telling(lines: Iterable[str]) -> str | None:
+def _telling(lines: Sequence[str]) -> str:
     """Return the line that says most: a program's own error, else the last one; of a long one, both ends."""
-    kept = [line for line in lines if line and not line.startswith(_NOISE)]
-    own = [line for line in kept if _TOLD.match(line)]
+    own = [line for line in lines if _TOLD.match(line)]
     # apt and pip first say the fault, then its consequence.
-    best = own[-3:][:1] or kept[-1:]
-    return proc.shortened(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else None
+    best = own[-3:][:1] or [line for line in lines if line][-1:]
+    return proc.shortened(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else ""
