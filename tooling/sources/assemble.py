@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tooling.core import console, errors
-from tooling.sources import archive, git, patch
+from tooling.sources import git, patch, wheel
 from tooling.sources.lock import Pin
 from tooling.sources.manifest import Component, Transport
 from tooling.sources.patch import Patch
@@ -141,10 +141,9 @@ def _download(repo: git.Repo, component: Component, pin: Pin, transport: Transpo
     if pin.tree is None:
         raise errors.PinError(f"{name}: sources.lock has no tree for {transport.file} to be held against")
     means.reporter.phase(name, f"downloading {transport.file}")
-    folder, on_progress = means.stage / f"{name}.download", means.reporter.advancing(name)
-    path = archive.download(component, transport, sha256, folder, mirror=means.mirror, on_progress=on_progress)
+    path = wheel.download(component, transport, sha256, means.stage / f"{name}.download")
     means.reporter.phase(name, "importing")
-    found = archive.import_tree(repo, path, transport.root, label=name)
+    found = wheel.import_tree(repo, path, transport.root, label=name)
     _expect(f"{name}: tree of {transport.file}", pin.tree, found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from tooling.core import errors, proc
 
 SCHEMES = ("https", "http", "ssh", "git", "file")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _SETTINGS = {
     "advice.detachedHead": "false",
     "checkout.workers": "0",
@@ -119,7 +121,7 @@ def init(root: Path) -> Repo:
 
 
 def fetch(repo: Repo, url: str, revision: str, *, label: str, on_progress: Progress | None = None) -> None:
-    """Fetch one commit, without its history, from a url that ``safety.url_fault`` let pass.
+    """Fetch one commit, without its history, from a url that ``url_fault`` let pass.
 
     Raises ``MissingCommitError`` where the server answers without it, ``NetworkError`` where there is no answer,
     ``IntegrityError`` where it sends malformed objects.
@@ -145,6 +147,20 @@ def ask(url: str, ref: str, *, label: str) -> dict[str, str]:
         raise _failure(result, url, ref, label)
     pairs = (line.split("\t") for line in result.text.splitlines())
     return {name: commit for commit, name in pairs}
+
+
+def url_fault(url: str) -> str | None:
+    """Say why an address of the command line may not be fetched from, or return None."""
+    if not re.match(rf"({'|'.join(SCHEMES)})://[^-]", url):
+        return f"must begin with one of {', '.join(scheme + '://' for scheme in SCHEMES)}"
+    if re.match(r"\w+://[^/@]*:[^/@]*@", url):
+        return "contains a password; keep credentials out of command lines"
+    return None
+
+
+def shown(url: str) -> str:
+    """Return a url as an error may show it, without any part that could be a password."""
+    return re.sub(r"//[^/]*@", "//***@", url)
 
 
 def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors.ToolingError:

@@ -17,16 +17,14 @@ ALL_GROUPS = (*GROUPS, "image", *CUDA, "data")  # data, too, is 2 GB; image is w
 
 @dataclass(frozen=True)
 class Transport:
-    """One way to get a component's bytes.
+    """One way to get a component's bytes: ``git``, or the wheel ``file`` of a ``package``.
 
-    ``kind`` says which fields count: none for ``git``; ``package``, ``file`` and ``root`` for ``pypi``; ``url``,
-    ``file`` and ``root`` for ``archive``. ``root`` is the folder of the archive that becomes the component's ``path``.
+    ``root`` is the folder of the wheel that becomes the component's ``path``.
     """
 
-    kind: Literal["git", "pypi", "archive"]
+    kind: Literal["git", "pypi"] = "git"
     package: str = ""
     file: str = ""
-    url: str = ""
     root: str = ""
 
 
@@ -51,7 +49,7 @@ class Component:
     def keeps_upstream_commit(self) -> bool:
         """Whether the tree's history starts at the upstream's own commit.
 
-        An archive does not hold the upstream's commit, nor does a subtree have one: such components start at a commit
+        A wheel does not hold the upstream's commit, nor does a subtree have one: such components start at a commit
         of ours, the same for every transport.
         """
         return not self.path and all(transport.kind == "git" for transport in self.transports)
@@ -96,10 +94,8 @@ def _component(name: str, entry: dict[str, Any]) -> Component:
 
 def _transport(entry: str | dict[str, Any], version: str) -> Transport:
     if isinstance(entry, str):
-        return Transport("git")
-    ((kind, raw),) = entry.items()
-    fields = {key: value.replace("{version}", version) for key, value in raw.items()}
-    return Transport(kind, **({"file": fields.get("url", "").rpartition("/")[2]} | fields))  # type: ignore[arg-type]
+        return Transport()
+    return Transport("pypi", **{key: text.replace("{version}", version) for key, text in entry["pypi"].items()})
 
 
 def read(path: Path, schema: str) -> dict[str, Any]:

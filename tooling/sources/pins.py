@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
-from tooling.sources import archive, assemble, git, lock, manifest, patch, safety
+from tooling.sources import assemble, git, lock, manifest, patch, wheel
 from tooling.sources.assemble import Means, Recipe
 from tooling.sources.lock import Pin
 from tooling.sources.manifest import Component
@@ -214,13 +214,13 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
         archives = []
         for transport in component.transports:
             if transport.file:
-                path = archive.download(component, transport, None, stage / "archives", mirror=mirror)
-                found = archive.import_tree(probe, path, transport.root, label=name)
+                path = wheel.download(component, transport, None, stage / "wheels")
+                found = wheel.import_tree(probe, path, transport.root, label=name)
                 if found != tree:
                     raise errors.IntegrityError(
                         f"{name}: {transport.file} holds tree {found}, the commit {tree}; drop this transport"
                     )
-                archives.append((transport.file, archive.file_sha256(path)))
+                archives.append((transport.file, wheel.file_sha256(path)))
         root_tree = root_tree if component.path else None
         pin = Pin(component.version, commit, tree, root_tree, tuple(archives), patch.digests(patches))
         means = Means(stage, reporter, (probe.root,), offline=True)
@@ -231,7 +231,7 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
 
 def _find_commit(component: Component, url: str) -> str:
     """Return the commit of a version: of its tag, or the version itself where it is a commit."""
-    if safety.COMMIT.fullmatch(component.version):
+    if git.COMMIT.fullmatch(component.version):
         return component.version
     if not component.tag:
         raise errors.UsageError(f"{component.name}: has no 'tag' in sources.yaml, so its version must be a full commit")

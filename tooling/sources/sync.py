@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tooling.core import console, errors, proc
 from tooling.core.console import Subparsers, command
-from tooling.sources import assemble, lock, manifest, patch, safety
+from tooling.sources import assemble, git, lock, manifest, patch
 from tooling.sources.assemble import Means, Recipe
 from tooling.sources.lock import Pin
 from tooling.sources.manifest import Component, Transport
@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "for jaxlib; dev: to work here")  # fmt: skip
     add("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     add("--offline", action="store_true", help="use only what is on this disk")
-    add("--mirror", metavar="URL", help="fetch NAME.git and archives from URL/ instead of their upstreams")
+    add("--mirror", metavar="URL", help="fetch NAME.git from URL/ instead of its upstream")
     text = "for this run take a component from a folder (as a link) or from a commit of another repository"
     add("--override", action="append", default=[], metavar="NAME=PATH|URL@SHA", help=text)
     add("--dry-run", action="store_true", help="say what would change, change nothing")
@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> None:
     """Bring components in; print the outcomes."""
     if not 1 <= args.jobs <= _MAX_JOBS:
         raise errors.UsageError(f"--jobs {args.jobs}: must be from 1 to {_MAX_JOBS}")
-    if args.mirror and (fault := safety.url_fault(args.mirror)):
-        raise errors.UsageError(f"--mirror '{safety.shown(args.mirror)}': {fault}")
+    if args.mirror and (fault := git.url_fault(args.mirror)):
+        raise errors.UsageError(f"--mirror '{git.shown(args.mirror)}': {fault}")
     if args.offline and args.mirror:
         raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
     plain = {key: getattr(args, key) for key in ("jobs", "offline", "dry_run", "stash", "force", "mirror")}
@@ -128,12 +128,12 @@ def _override(text: str) -> tuple[str, Override]:
         if not folder.is_dir():
             raise errors.UsageError(f"--override {name}: {folder} is not a folder")
         return name, folder
-    if not at or not safety.COMMIT.fullmatch(commit):
+    if not at or not git.COMMIT.fullmatch(commit):
         raise errors.UsageError(
-            f"--override {name}: '{safety.shown(value)}' needs a full commit after the url: URL@40-hex-digits"
+            f"--override {name}: '{git.shown(value)}' needs a full commit after the url: URL@40-hex-digits"
         )
-    if fault := safety.url_fault(url):
-        raise errors.UsageError(f"--override {name}: '{safety.shown(url)}' {fault}")
+    if fault := git.url_fault(url):
+        raise errors.UsageError(f"--override {name}: '{git.shown(url)}' {fault}")
     return name, (url, commit)
 
 
