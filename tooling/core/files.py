@@ -1,9 +1,13 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and locks."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +37,16 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: str = "") -> Iterator[None]:
+    """Hold the lock of a file, which the system drops when its holder dies; say ``waiting`` where another has it."""
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting:
+                print(waiting, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -15,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from tooling import cli  # noqa: E402
-from tooling.core import errors, proc  # noqa: E402
+from tooling.core import errors, files, proc  # noqa: E402
 from tooling.sources import manifest  # noqa: E402
 
 VENV = ROOT / ".venv"
@@ -34,8 +32,7 @@ def make_and_go_on(options: Sequence[str]) -> int:
         args = cli.parse(["bootstrap", *options])  # before anything is made
         if args.dry_run:
             return forecast(args.groups or manifest.GROUPS)
-        with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with files.locked(ROOT / "third_party" / ".venv.lock"):
             if read_stamp() != wanted:
                 make(wanted)
     return os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *options])  # noqa: S606
@@ -58,11 +55,8 @@ def forecast(wanted: Sequence[str]) -> int:
 
 
 def read_stamp() -> object:
-    """Return the note of the last finished run, or None; an environment whose Python is gone counts as none."""
-    try:
-        return json.loads(STAMP.read_text(encoding="utf-8")) if PYTHON.exists() else None
-    except (OSError, ValueError):
-        return None
+    """Return the note of the last finished run, or nothing; an environment whose Python is gone counts as none."""
+    return files.read_object(STAMP) if PYTHON.exists() else None
 
 
 def make(stamp: object) -> None:
@@ -73,9 +67,7 @@ def make(stamp: object) -> None:
     print("installing requirements/tooling.txt", file=sys.stderr, flush=True)
     install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     quietly([*install, "--require-hashes", "-r", str(REQUIREMENTS)], "pip install -r requirements/tooling.txt")
-    temporary = STAMP.with_suffix(".new")
-    temporary.write_text(json.dumps(stamp), encoding="utf-8")
-    temporary.replace(STAMP)
+    files.write_json(STAMP, stamp)
 
 
 def usable() -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import contextlib
-import fcntl
 import hashlib
 import http.client
 import ipaddress
@@ -14,7 +12,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -127,7 +125,7 @@ class Cache:
             )
         (self.folder / "content").mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        with self._one_at_a_time():
+        with files.locked(self.folder / "start.lock"):
             had, state = self.settings, self.state
             if had and state == "running" and replace(had, container="") == wanted:
                 return False
@@ -147,7 +145,7 @@ class Cache:
         """Stop it; return False if none runs. Its entries and its password stay."""
         if self.settings is None:
             return False
-        with self._one_at_a_time():
+        with files.locked(self.folder / "start.lock"):
             for file in ("bazelrc", "reading.bazelrc"):
                 (self.folder / file).unlink(missing_ok=True)
             return self._remove()
@@ -184,12 +182,6 @@ class Cache:
         """Remove the container, running or not; say whether there was one."""
         done = _docker("rm", "--force", self.name)
         return done.returncode == 0 and done.text != "" and "No such container" not in done.stderr.decode()
-
-    @contextlib.contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        with (self.folder / "start.lock").open("a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
 
 def default(environment: Mapping[str, str] = os.environ) -> Cache:

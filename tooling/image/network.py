@@ -23,7 +23,6 @@ _PLACES = ("index-url", "extra-index-url", "find-links")
 _KEYS = (*_PLACES, "trusted-host", "proxy", "timeout", "retries", "keyring-provider")
 _CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-_LONGEST_VARIABLE = 120_000
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,6 @@ def access(means: Means, environ: Mapping[str, str]) -> Access:
         kept = [(key, settings[key].strip().replace("\n", "\n  ")) for key in sorted(settings) if key in _KEYS]
         if kept:
             text = "".join(["[global]\n", *(f"{key} = {value}\n" for key, value in kept)])
-            if len(text) > _LONGEST_VARIABLE:
-                raise errors.UsageError(
-                    "your pip configuration is too long to hand over; give a short one with --pip-config"
-                )
             options += ["--secret", f"id=pip.conf,env={PIP_VARIABLE}"]
             variables[PIP_VARIABLE] = text
     named = [settings.get("cert", ""), *(environ.get(name, "") for name in _CA_VARIABLES)]

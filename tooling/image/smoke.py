@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 import secrets
@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tooling.core import console, errors, files, proc
 from tooling.image.buildx import LABEL
@@ -49,12 +48,10 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     machine; with ``none`` only the content is looked at. ``SmokeError`` says what the image lacks or holds, or the last
     line of the job that failed in it.
     """
-    try:
-        before = Check(**_noted(root)[built.content])
-    except (KeyError, TypeError):
-        before = None
-    if before and before.job == job:
-        return before
+    passed_before = files.read_object(root / _CHECKED)
+    with contextlib.suppress(KeyError, TypeError):
+        if (before := Check(**passed_before[built.content])).job == job:
+            return before
     started = time.monotonic()
     _check_contents(root, engine, built)
     verdict = "its content is as promised; no job ran"
@@ -63,7 +60,7 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
     try:
         (root / _CHECKED).parent.mkdir(parents=True, exist_ok=True)
-        recent = dict(list(_noted(root).items())[-_KEPT:])
+        recent = dict(list(passed_before.items())[-_KEPT:])
         files.write_json(root / _CHECKED, recent | {built.content: asdict(passed)})
     except OSError as error:
         console.note(f"{_CHECKED}: cannot note that the image passed ({error}); the next run checks it again")
@@ -73,14 +70,6 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
 def planned(engine: Engine, image: str, job: str) -> list[list[str]]:
     """Return the commands of a check's job."""
     return [] if job == "none" else [_argv(engine, image, job, "multimesh-check")]
-
-
-def _noted(root: Path) -> dict[str, Any]:
-    """Return the checks that images passed before, by their digests; none where the note cannot be read."""
-    try:
-        return dict(json.loads((root / _CHECKED).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def _check_contents(root: Path, engine: Engine, built: Built) -> None:
