@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.version is None:
         raise errors.UsageError(f"bump {args.name}: to which version? Give it after the name")
-    with here.exclusive(), console.Reporter() as reporter:
-        pin = pins.bump(here, args.name, args.version, args.mirror, reporter)
+    with here.exclusive():
+        pin = pins.bump(here, args.name, args.version, args.mirror, console.Reporter())
     print(f"{args.name}: {args.version} is {pin.commit}; run `python -m tooling sync` to bring it in")
     for missing in pin.missing:
         print(f"{args.name}: sources.lock has no {missing}")
@@ -116,8 +116,8 @@ def run_propose(args: argparse.Namespace) -> None:
 
 def upgrade(mirror: str | None) -> list[Move]:
     """Move every pin of this clone that can move."""
-    here, moves = Workspace(), list[Move]()
-    with console.Reporter() as reporter, here.exclusive():
+    here, moves, reporter = Workspace(), list[Move](), console.Reporter()
+    with here.exclusive():
         for component in manifest.load(here.manifest).components:
             if component.tag:
                 moves.append(_move(here, component, partial(newest, component, mirror), mirror, reporter))

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -62,7 +62,8 @@ def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) ->
     wanted = {group: _digest(root, group) for group in groups if group != "image"}
     if wanted.items() <= files.read_object(root / READY).items():
         return
-    with Workspace(root).exclusive(), console.Reporter(quiet=quiet) as reporter:
+    reporter = console.Reporter(quiet=quiet)
+    with Workspace(root).exclusive():
         have = files.read_object(root / READY)
         if Path(sys.prefix).resolve() != (root / ".venv").resolve():
             raise errors.ToolError(
@@ -88,19 +89,10 @@ def _digest(root: Path, group: str) -> str:
 
 
 def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
-    total = len(locked_versions(root / label))
-    seen = 0
-
-    def count(line: str) -> None:
-        nonlocal seen
-        if line.startswith(("Collecting ", "Requirement already satisfied: ")):
-            seen += 1
-            reporter.advance(label, seen, total)
-
-    reporter.phase(label, f"installing {total} packages")
+    reporter.phase(label, f"installing {len(locked_versions(root / label))} packages")
     options = ["--no-index"] if offline else []  # pip then looks only at what is installed
     try:
-        _pip("--require-hashes", *options, "-r", str(root / label), label=label, on_line=count)
+        _pip("--require-hashes", *options, "-r", str(root / label), label=label)
     except errors.ToolingError as error:
         if offline:
             raise errors.NetworkError(f"{label}: is not installed; run without --offline") from error
@@ -119,10 +111,10 @@ def _install_editable(root: Path, reporter: console.Reporter) -> None:
     reporter.done(label, "installed")
 
 
-def _pip(*args: str, label: str, on_line: Callable[[str], None] | None = None) -> None:
+def _pip(*args: str, label: str) -> None:
     options = ("--no-input", "--progress-bar=off", "--disable-pip-version-check")
     command = [sys.executable, "-m", "pip", "install", *options, *args]
-    result = proc.run(command, check=False, on_line=on_line, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    result = proc.run(command, check=False, env=os.environ | {"PYTHONSAFEPATH": "1"})
     if result.returncode:
         known = proc.of_pip(result.stderr.decode("utf-8", "replace"), label)
         raise known or errors.ToolError(f"{label}: pip failed ({result.complaint})")

@@ -154,7 +154,7 @@ def _fetch(repo: git.Repo, component: Component, pin: Pin, means: Means) -> None
     for attempt in range(1, _ATTEMPTS + 1):
         means.reporter.phase(name, f"fetching {pin.commit[:12]}" + (f", attempt {attempt}" if attempt > 1 else ""))
         try:
-            git.fetch(repo, url, pin.commit, label=name, on_progress=means.reporter.advancing(name))
+            git.fetch(repo, url, pin.commit, label=name)
             break
         except errors.NetworkError:
             if attempt == _ATTEMPTS:

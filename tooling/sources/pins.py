@@ -35,7 +35,8 @@ def run_lock(args: argparse.Namespace) -> None:
     """Rewrite the patch entries of ``sources.lock``; the pins of upstreams stay."""
     here = Workspace()
     wanted, held = manifest.load(here.manifest), lock.load(here.lock)
-    with here.exclusive(), console.Reporter() as reporter:
+    reporter = console.Reporter()
+    with here.exclusive():
         for component in [wanted[name] for name in args.names] or wanted.components:
             if not component.link:
                 pin = lock.pin_of(component, held)
@@ -207,7 +208,7 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
         reporter.phase(name, f"asking {url}")
         commit = _find_commit(component, url)
         probe = git.init(stage / f"{name}.probe")
-        git.fetch(probe, url, commit, label=name, on_progress=reporter.advancing(name))
+        git.fetch(probe, url, commit, label=name)
         root_tree, tree = probe.object(f"{commit}^{{tree}}"), probe.object(f"{commit}:{component.path}")
         if tree is None:
             raise errors.MissingCommitError(f"{name}: {component.version} has no folder {component.path}")
