@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import locks
 from tooling.core import errors
-from tooling.environment import packages
 from tooling.image import build, buildx, digests, network
 from tooling.image.engine import Engine
 from tooling.image.reference import make
@@ -113,7 +113,7 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
     assert got["org.opencontainers.image.base.digest"] == DIGEST
     assert got["io.github.multimesh-jax.lock"] == buildx.lock_digest(root)
     assert got["io.github.multimesh-jax.maxtext"] == "0.2.5"
-    jax = packages.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
+    jax = locks.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
     assert got["io.github.multimesh-jax.jax"] == jax
     # What is installed, not what the base image is named after.
     assert got["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.90"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tooling.ci import bump, relock
-from tooling.core import errors, proc
+from tooling.core import errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.image import buildx, reference, release, tags
 from tooling.image.registry import Registry
@@ -122,8 +121,7 @@ def build_wheels(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for project, (name, module) in WHEELS.items():
             first, second = (_build(root / project, Path(scratch, project, each), date) for each in ("one", "two"))
-            digest = hashlib.sha256(first.read_bytes()).hexdigest()
-            if digest != hashlib.sha256(second.read_bytes()).hexdigest():
+            if (digest := files.sha256(first)) != files.sha256(second):
                 raise errors.IntegrityError(
                     f"{first.name}: two builds of one commit differ; find out why before publishing"
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from tooling.sources.workspace import ROOT, Workspace
 REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *manifest.CUDA, "data", "dev")}
 PATH_FILE, READY = "multimesh-third-party.pth", ".venv/.multimesh-ready"
 PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
-_REQUIREMENT = re.compile(r"^[A-Za-z0-9].*?(?=\s*\\?$)", re.MULTILINE)
 
 
 def register(subparsers: Subparsers) -> None:
@@ -89,7 +87,7 @@ def _digest(root: Path, group: str) -> str:
 
 
 def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
-    reporter.phase(label, f"installing {len(locked_versions(root / label))} packages")
+    reporter.phase(label, "installing")
     options = ["--no-index"] if offline else []  # pip then looks only at what is installed
     try:
         _pip("--require-hashes", *options, "-r", str(root / label), label=label)
@@ -118,16 +116,3 @@ def _pip(*args: str, label: str) -> None:
     if result.returncode:
         known = proc.of_pip(result.stderr.decode("utf-8", "replace"), label)
         raise known or errors.ToolError(f"{label}: pip failed ({result.complaint})")
-
-
-def locked_versions(path: Path, python: str | None = None) -> dict[str, str]:
-    """Return the locked version of each package for a Python, such as ``3.13.2``; by default, for that which runs."""
-    from packaging.markers import default_environment
-    from packaging.requirements import Requirement
-
-    environment = {name: str(value) for name, value in default_environment().items()}
-    if python is not None:
-        environment |= {"python_full_version": python, "python_version": ".".join(python.split(".")[:2])}
-    asked = [Requirement(match[0]) for match in _REQUIREMENT.finditer(path.read_text(encoding="utf-8"))]
-    wanted = [each for each in asked if each.marker is None or each.marker.evaluate(environment)]
-    return {each.name: next(iter(each.specifier)).version for each in wanted}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
@@ -27,7 +26,7 @@ GO_ON = "import sys; sys.path[0] = sys.argv.pop(1); import tooling.cli; sys.exit
 
 def make_and_go_on(options: Sequence[str]) -> int:
     """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
-    wanted = {"requirements": hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), "root": str(ROOT), "python": BASE}
+    wanted = {"requirements": files.sha256(REQUIREMENTS), "root": str(ROOT), "python": BASE}
     if read_stamp() != wanted:
         args = cli.parse(["bootstrap", *options])  # before anything is made
         if args.dry_run:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tooling.core import files
 from tooling.environment import find_python
 from tooling.image.digests import ImageLock, ImagePin
 from tooling.image.engine import Engine
@@ -92,10 +93,6 @@ def labels(
     }
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def jax(root: Path) -> str:
     """Return the JAX that an image gets from its packages."""
     return find_python.jax_for(str(root / "requirements" / "run.txt"), PYTHON)
@@ -126,7 +123,7 @@ def arguments(
         "PYTHON_SHA256": python.sha256 or "",
     }
     if spec.python_archive is not None:
-        chosen |= {"PYTHON_URL": "", "PYTHON_SHA256": _sha256(spec.python_archive)}
+        chosen |= {"PYTHON_URL": "", "PYTHON_SHA256": files.sha256(spec.python_archive)}
     if spec.jaxlib == "source":
         chosen |= {
             "CUDA_VERSION": spec.cuda_version,

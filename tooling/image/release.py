@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import importlib.util
 import json
 import os
@@ -225,7 +224,6 @@ def record(
 ) -> dict[str, Any]:
     """Return the content of ``release.json`` before any tag moves."""
     reference = built.spec.reference
-    sums = {name: hashlib.sha256((root / name).read_bytes()) for name in buildx.LOCKS if (root / name).is_file()}
     return {
         "format": 3,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -241,7 +239,7 @@ def record(
             "tags": [],
         },
         "check": {"job": check.job, "verdict": check.verdict},
-        "locks": {name: f"sha256:{each.hexdigest()}" for name, each in sums.items()},
+        "locks": {name: f"sha256:{files.sha256(root / name)}" for name in buildx.LOCKS if (root / name).is_file()},
         "labels": dict(built.labels),
         "seconds": {
             "build": round(built.seconds, 1),

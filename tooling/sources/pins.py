@@ -221,7 +221,7 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
                     raise errors.IntegrityError(
                         f"{name}: {transport.file} holds tree {found}, the commit {tree}; drop this transport"
                     )
-                archives.append((transport.file, wheel.file_sha256(path)))
+                archives.append((transport.file, files.sha256(path)))
         root_tree = root_tree if component.path else None
         pin = Pin(component.version, commit, tree, root_tree, tuple(archives), patch.digests(patches))
         means = Means(stage, reporter, (probe.root,), offline=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
@@ -47,12 +46,6 @@ def download(component: Component, transport: Transport, sha256: str | None, fol
             f"{label}: the package index has no {path.name}; check its version or pip's index settings"
         )
     raise errors.ToolError(f"{label}: pip download failed ({result.complaint})")
-
-
-def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def import_tree(repo: git.Repo, path: Path, root: str, *, label: str) -> str:
