@@ -112,22 +112,17 @@ def test_wrong_record_is_not_written(tmp_path: Path, wrong: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("host", "path", "found"),
-    [
-        ("ghcr.io", "owner/image", ("owner", "one")),
-        ("docker.io", "library/x", ("hub", "three")),
-        ("quay.io", "x/y", None),
-    ],
+    ("host", "found"), [("ghcr.io", ("owner", "one")), ("docker.io", ("hub", "three")), ("quay.io", None)]
 )
 def test_logins_are_found_as_docker_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, path: str, found: tuple[str, str] | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, found: tuple[str, str] | None
 ) -> None:
     def entry(user: str, secret: str) -> dict[str, str]:
         return {"auth": base64.b64encode(f"{user}:{secret}".encode()).decode()}
 
-    auths = {"ghcr.io/owner": entry("owner", "one"), "https://index.docker.io/v1/": entry("hub", "three")}
+    auths = {"ghcr.io": entry("owner", "one"), "https://index.docker.io/v1/": entry("hub", "three")}
     (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    login = registry.find_login(host, path)
+    login = registry.find_login(host)
     assert (login and (login.username, login.password)) == found
     assert login is None or login.password not in f"{login} {login!r}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from tooling.core import console, errors
 from tooling.core.console import Subparsers, command
-from tooling.image import build, engine, network, release, smoke
+from tooling.image import build, engine, network, release, smoke, tags
 from tooling.image.engine import Engine
 from tooling.image.request import Built, Request, add_options, from_options
 from tooling.sources.workspace import ROOT
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> None:
     if not request.actions.dry_run and importlib.util.find_spec("requests") is None:
         raise errors.ToolError("there is no .venv with the tools to build and push; run ./bootstrap.sh --group image")
     smoke.check_means(request.actions.validate)
-    if request.actions.upload:
-        release.check_options(request)
+    if request.actions.upload and request.actions.promote:  # impossible tags are refused without an engine
+        tags.tags(request.spec.reference, latest=request.actions.latest, version=request.actions.release)
     if request.actions.dry_run:
         dry_run(request)
         return

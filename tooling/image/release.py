@@ -60,12 +60,11 @@ def run_promote(args: argparse.Namespace) -> None:
     if args.release:
         labels = tags.labels_of(where, wanted.at(digest))
         check_release(args.release, labels, load_locks(ROOT), unpinned(labels))
+    kept: dict[str, Any] = {}
     if document:
         document["version"] = args.release
-        earlier, told = moves(document), telling(file, document)
-        moved = tags.promote(where, wanted, digest, names, earlier=earlier, told=told)
-    else:
-        moved = tags.promote(where, wanted, digest, names)
+        kept = {"earlier": moves(document), "told": telling(file, document)}
+    moved = tags.promote(where, wanted, digest, names, **kept)
     if args.json:
         print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
     else:
@@ -130,18 +129,6 @@ def unpinned(labels: Mapping[str, str]) -> tuple[str, ...]:
     return () if known else (labels.get(f"{OCI}.base.name", "base"),)
 
 
-def release_file(root: Path, request: Request) -> Path:
-    """Return where ``release.json`` goes."""
-    return request.actions.release_file or root / RECORD
-
-
-def check_options(request: Request) -> None:
-    """Raise errors that need no engine: of impossible tags."""
-    actions = request.actions
-    if actions.promote:
-        tags.tags(request.spec.reference, latest=actions.latest, version=actions.release)
-
-
 def check_sources(root: Path, request: Request, labels: Mapping[str, str], bases: Sequence[str]) -> None:
     """Raise errors that would stop a push after the build: files and changes that no commit holds, pins of a release.
 
@@ -170,7 +157,7 @@ def check_before(root: Path, engine: Engine, request: Request) -> None:
     else:
         labels = build.describe(engine, request.spec, str(request.spec.reference)).labels
         check_sources(root, request, labels, unpinned(labels))
-    place = release_file(root, request).parent
+    place = (request.actions.release_file or root / RECORD).parent
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
         raise errors.DiskError(f"{place}: cannot be written, and release.json belongs there; make it writable")
@@ -181,7 +168,8 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
 
     Until the last step every public tag is where it was.
     """
-    reference, actions, place = request.spec.reference, request.actions, release_file(root, request)
+    reference, actions = request.spec.reference, request.actions
+    place = actions.release_file or root / RECORD
     name = tags.candidate(reference, built.labels, built.image_id)
     engine.run("tag", built.image_id, str(name))
     pushed = tags.push(engine, built.image_id, name)
