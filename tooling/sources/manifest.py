@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tooling.core import errors
 
@@ -16,16 +16,12 @@ ALL_GROUPS = (*GROUPS, "image", *CUDA, "data")  # data, too, is 2 GB; image is w
 
 
 @dataclass(frozen=True)
-class Transport:
-    """One way to get a component's bytes: ``git``, or the wheel ``file`` of a ``package``.
+class Wheel:
+    """The wheel ``file`` of a ``package``, which has the component's ``path`` in its folder ``root``."""
 
-    ``root`` is the folder of the wheel that becomes the component's ``path``.
-    """
-
-    kind: Literal["git", "pypi"] = "git"
-    package: str = ""
-    file: str = ""
-    root: str = ""
+    package: str
+    file: str
+    root: str
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Component:
     """One folder of ``third_party/``: a subtree of an upstream, or a link to a folder of this repository.
 
     ``path`` is where the component lies both in the upstream's tree and under ``third_party/<name>``; empty for a
-    whole upstream. ``link`` is set for links only.
+    whole upstream. ``link`` is set for links only. Git is asked where there is no ``wheel``, or nobody offers it.
     """
 
     name: str
@@ -42,7 +38,7 @@ class Component:
     version: str = ""
     tag: str = ""
     path: str = ""
-    transports: tuple[Transport, ...] = ()
+    wheel: Wheel | None = None
     link: str = ""
 
     @property
@@ -50,9 +46,9 @@ class Component:
         """Whether the tree's history starts at the upstream's own commit.
 
         A wheel does not hold the upstream's commit, nor does a subtree have one: such components start at a commit
-        of ours, the same for every transport.
+        of ours, the same by git.
         """
-        return not self.path and all(transport.kind == "git" for transport in self.transports)
+        return not self.path and self.wheel is None
 
     def address(self, mirror: str | None) -> str:
         """Return where it is fetched from: its upstream, or a mirror that keeps it under its last name."""
@@ -88,14 +84,8 @@ def _component(name: str, entry: dict[str, Any]) -> Component:
     version = entry.get("version", "")
     fields = {key: entry.get(key, "") for key in ("url", "path", "link", "version")}
     tag = entry.get("tag", "").replace("{version}", version)
-    ways = tuple(_transport(way, version) for way in entry.get("transports", ()))
-    return Component(name, tuple(entry["groups"]), tag=tag, transports=ways, **fields)
-
-
-def _transport(entry: str | dict[str, Any], version: str) -> Transport:
-    if isinstance(entry, str):
-        return Transport()
-    return Transport("pypi", **{key: text.replace("{version}", version) for key, text in entry["pypi"].items()})
+    wheel = {key: text.replace("{version}", version) for key, text in entry.get("wheel", {}).items()}
+    return Component(name, tuple(entry["groups"]), tag=tag, wheel=Wheel(**wheel) if wheel else None, **fields)
 
 
 def read(path: Path, schema: str) -> dict[str, Any]:

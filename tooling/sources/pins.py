@@ -212,18 +212,15 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
         root_tree, tree = probe.object(f"{commit}^{{tree}}"), probe.object(f"{commit}:{component.path}")
         if tree is None:
             raise errors.MissingCommitError(f"{name}: {component.version} has no folder {component.path}")
-        archives = []
-        for transport in component.transports:
-            if transport.file:
-                path = wheel.download(component, transport, None, stage / "wheels")
-                found = wheel.import_tree(probe, path, transport.root, label=name)
-                if found != tree:
-                    raise errors.IntegrityError(
-                        f"{name}: {transport.file} holds tree {found}, the commit {tree}; drop this transport"
-                    )
-                archives.append((transport.file, files.sha256(path)))
+        archives: lock.Digests = ()
+        if component.wheel:
+            path = wheel.download(component, component.wheel, None, stage / "wheels")
+            found = wheel.import_tree(probe, path, component.wheel.root, label=name)
+            if found != tree:
+                raise errors.IntegrityError(f"{name}: {path.name} holds tree {found}, the commit {tree}; leave it out")
+            archives = ((path.name, files.sha256(path)),)
         root_tree = root_tree if component.path else None
-        pin = Pin(component.version, commit, tree, root_tree, tuple(archives), patch.digests(patches))
+        pin = Pin(component.version, commit, tree, root_tree, archives, patch.digests(patches))
         means = Means(stage, reporter, (probe.root,), offline=True)
         built = assemble.build(Recipe(component, pin, patches), means, verify=False)
     reporter.done(name, f"{len(patches)} patches apply to {component.version}")

@@ -15,7 +15,7 @@ from tooling.core.console import Subparsers, command
 from tooling.sources import assemble, git, lock, manifest, patch
 from tooling.sources.assemble import Means, Recipe
 from tooling.sources.lock import Pin
-from tooling.sources.manifest import Component, Transport
+from tooling.sources.manifest import Component
 from tooling.sources.workspace import Observed, Workspace, observe, read_record
 
 _MAX_JOBS = 64
@@ -168,7 +168,7 @@ def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], overri
         return Wish(name, target=str(override))
     if override is not None:
         url, commit = override
-        fork = Component(name, component.groups, url, commit, path=component.path, transports=(Transport("git"),))
+        fork = Component(name, component.groups, url, commit, path=component.path)
         patches = patch.load_series(here.root, name)
         return Wish(name, Recipe(fork, Pin(commit, commit, None), patches, f"{url}@{commit}"))
     if not component.link:
@@ -260,7 +260,7 @@ def _forecast(wish: Wish, action: str) -> Outcome:
     if wish.recipe is None:
         return Outcome(wish.name, action, f"link to {wish.target}")
     component, pin = wish.recipe.component, wish.recipe.pin
-    ways = " or ".join(transport.kind for transport in component.transports)
+    ways = "wheel or git" if component.wheel else "git"
     detail = f"{component.version} by {ways}, {len(wish.recipe.patches)} patches"
     return Outcome(wish.name, action, detail, pin.patched_commit, pin.patched_tree)
 

@@ -1,4 +1,4 @@
-"""A wheel as a transport: by name, version and hash; read into git objects, never unpacked."""
+"""A component's wheel, by name, version and hash: read into git objects, never unpacked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tooling.core import errors, proc
 from tooling.sources import git
-from tooling.sources.manifest import Component, Transport
+from tooling.sources.manifest import Component, Wheel
 
 # Names that some file system reads as `.git`: other case, NTFS short names, trailing dots or blanks, HFS+ ignorables.
 _GIT_ALIAS = re.compile(r"(\.git|git~\d+)[ .]*(:.*)?", re.IGNORECASE)
@@ -21,10 +21,10 @@ _IGNORABLE = re.compile("[\u200c-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-def download(component: Component, transport: Transport, sha256: str | None, folder: Path) -> Path:
+def download(component: Component, wheel: Wheel, sha256: str | None, folder: Path) -> Path:
     """Bring a wheel into ``folder``, held by pip against its hash; None for one that is yet to be pinned."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, label, wanted = folder / transport.file, component.name, f"{transport.package}=={component.version}"
+    path, label, wanted = folder / wheel.file, component.name, f"{wheel.package}=={component.version}"
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
     # The package may ask for a newer Python than ours. With its patches it runs here.

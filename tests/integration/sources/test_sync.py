@@ -128,28 +128,24 @@ def beta(make_upstream: Callable[[str], Upstream]) -> Upstream:
     return upstream
 
 
-TRANSPORTS = {
-    "git": "git",
-    "pypi": {"pypi": {"package": "beta", "file": "beta-{version}-py3-none-any.whl", "root": "beta"}},
-}
-
-
-def add_beta(clone: Clone, beta: Upstream, server: Any, *ways: str) -> None:
-    """Pin ``beta`` with some of its transports."""
+def add_beta(clone: Clone, beta: Upstream, server: Any, **more: Any) -> None:
+    """Pin ``beta``, which has a wheel too."""
     wheel = wheel_of(beta, beta.bare.parent)
     clone.add(
         "beta", f"{server.url}/beta.git", beta.head, beta.tree("HEAD", "src"), root_tree=beta.tree(), path="src",
-        transports=[TRANSPORTS[way] for way in ways],
-        archives={wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()},
+        archives={wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()}, **more,
     )  # fmt: skip
 
 
-def test_every_transport_gives_the_same_commit(clone: Clone, beta: Upstream, server: Any, tmp_path: Path) -> None:
+WHEEL = {"package": "beta", "file": "beta-{version}-py3-none-any.whl", "root": "beta"}
+
+
+def test_wheel_and_git_give_the_same_commit(clone: Clone, beta: Upstream, server: Any, tmp_path: Path) -> None:
     heads = {}
     env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(beta.bare.parent)}
-    for way in TRANSPORTS:
+    for way, more in (("git", {}), ("wheel", {"wheel": WHEEL})):
         one = make_clone(tmp_path / way)
-        add_beta(one, beta, server, way)
+        add_beta(one, beta, server, **more)
         one.patch("beta", only=patch_text("src/pkg/a.py", "A = 1", "A = 2"))
         one.ok("lock", "beta", env=env)
         report = json.loads(one.ok("sync", "--json", env=env))
@@ -162,8 +158,8 @@ def test_every_transport_gives_the_same_commit(clone: Clone, beta: Upstream, ser
     assert len(set(heads.values())) == 1, heads
 
 
-def test_next_transport_is_tried_when_one_is_out_of_reach(clone: Clone, beta: Upstream, server: Any) -> None:
-    add_beta(clone, beta, server, "pypi", "git")
+def test_git_is_asked_where_nobody_offers_the_wheel(clone: Clone, beta: Upstream, server: Any) -> None:
+    add_beta(clone, beta, server, wheel=WHEEL)
     (beta.bare.parent / "beta-1.0-py3-none-any.whl").unlink()
     env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(beta.bare.parent)}
     clone.ok("lock", "beta", env=env)

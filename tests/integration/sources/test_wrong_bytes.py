@@ -91,10 +91,10 @@ def add_wheel(clone: Clone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 info = zipfile.ZipInfo(name)
                 info.external_attr = mode << 16
                 archive.writestr(info, text)
-        transports = [{"pypi": {"package": "packed", "file": path.name, "root": "pkg"}}]
+        wheel = {"package": "packed", "file": path.name, "root": "pkg"}
         digests = {path.name: sha256 or hashlib.sha256(path.read_bytes()).hexdigest()}
         url = "https://nowhere.invalid/packed.git"
-        clone.add("packed", url, "1" * 40, tree, path="src", transports=transports, archives=digests)
+        clone.add("packed", url, "1" * 40, tree, path="src", wheel=wheel, archives=digests)
         clone.pins["packed"]["patched_commit"] = "3" * 40
         clone.write()
         return path
@@ -162,7 +162,9 @@ def test_wheel_that_the_index_offers_with_another_hash(clone: Clone, add_wheel: 
 
     assert f"({'4' * 64}); do not use it" in clone.refused(INTEGRITY, "sync")
     path.unlink()
-    assert "the package index has no" in clone.refused(MISSING, "sync")
+    said = clone.refused(NETWORK, "sync")
+    assert "the package index has no" in said
+    assert "; and packed: cannot fetch https://nowhere.invalid/packed.git" in said
 
 
 def test_no_network(clone: Clone, alpha: Upstream) -> None:
