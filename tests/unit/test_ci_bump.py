@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tooling.ci import bump, relock
+from tooling.ci.relock import Move
 from tooling.core import errors
 from tooling.image import digests
-from tooling.sources.lock import Move
 
 
 def built(*moves: Move) -> list[tuple[str, str]]:

@@ -14,8 +14,8 @@ import pytest
 
 from tests import locks
 from tooling.ci import relock
+from tooling.ci.relock import Move
 from tooling.core import errors
-from tooling.sources.lock import Move
 
 JAX = ("jax", "jax-cuda12-pjrt", "jax-cuda12-plugin")
 EARLIER, NEWEST = 'python_version < "3.12"', 'python_version >= "3.12"'

@@ -17,7 +17,7 @@ from tooling.image import build, buildx, digests, network
 from tooling.image.engine import Engine
 from tooling.image.reference import make
 from tooling.image.request import ImageSpec, Means
-from tooling.sources import lock as sources
+from tooling.sources import manifest
 
 DOCKER = Engine(("docker",), "28.0.0")
 MEANS = Means(None, None, "default", True, True, None, False)
@@ -131,7 +131,7 @@ def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_pa
     (tmp_path / "sources.lock").write_text((root / "sources.lock").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(errors.PinError, match="--group run"):
         build._component(tmp_path, "maxtext", "run")
-    pinned = sources.value(root / "sources.lock", "maxtext", "patched_commit")
+    pinned = manifest.locked(root / "sources.lock", "maxtext", "patched_commit")
     assert build._component(tmp_path, "maxtext", "run", only_plan=True) == pinned, "what a dry run shows"
     tree = tmp_path / "third_party" / "maxtext"
     (tree / "src" / "maxtext").mkdir(parents=True)

@@ -16,7 +16,7 @@ from tooling.image.digests import FilePin, ImageLock
 from tooling.image.request import Built, ImageSpec
 from tooling.image.smoke import Check
 from tooling.image.tags import Moved, Pushed
-from tooling.sources.lock import Pin
+from tooling.sources.manifest import Pin
 
 OCI = "org.opencontainers.image"
 GOOD = {

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from tooling.ci import relock
+from tooling.ci.relock import Move
 from tooling.core import console, errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.image import digests, engine, reference, tags
-from tooling.sources import git, lock, manifest, pins
-from tooling.sources.lock import Move
+from tooling.sources import git, manifest, pins
 from tooling.sources.manifest import Component
 from tooling.sources.workspace import ROOT, Workspace
 
@@ -229,7 +229,7 @@ def _move(
 
 def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pattern[str]) -> str:
     """Return the name that a pattern finds in a file of the pinned jax."""
-    jax, pin = manifest.load(here.manifest)["jax"], lock.load(here.lock)["jax"]
+    jax, pin = manifest.load(here.manifest)["jax"], manifest.load_lock(here.lock)["jax"]
     with tempfile.TemporaryDirectory() as folder:
         repo = git.init(Path(folder, "jax"))
         git.fetch(repo, jax.address(mirror), str(pin.commit), label="jax")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from tooling.core import errors, proc
 from tooling.core.console import Subparsers, command
-from tooling.sources.lock import Move
 from tooling.sources.workspace import ROOT
 
 # Those that others are constrained by come first.
@@ -20,6 +20,23 @@ SOURCES_ONLY = ("docopt", "promise")
 EARLIER, NEWEST = "JAX for Python < 3.12", "JAX for Python >= 3.12"
 _LINES = ((EARLIER, 'python_version < "3.12"', OLDEST), (NEWEST, 'python_version >= "3.12"', "3.12"))
 _JAX = re.compile(r"^(jax|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])==(\S+) ; (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Move:
+    """The old and the new value of one pin; ``fault`` says why it stayed."""
+
+    name: str
+    old: str
+    new: str
+    fault: str = ""
+
+    @property
+    def line(self) -> str:
+        """A row of the report's table."""
+        old, new = (value.removeprefix("sha256:")[:12] for value in (self.old, self.new))
+        outcome = " ".join(self.fault.split()).replace("|", "/") or "moved"
+        return f"| {self.name} | {old} | {new} | {outcome} |"
 
 
 def add_step(parts: Subparsers) -> None:

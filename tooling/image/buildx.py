@@ -14,7 +14,7 @@ from tooling.image.digests import ImageLock, ImagePin
 from tooling.image.engine import Engine
 from tooling.image.network import Access
 from tooling.image.request import ImageSpec, Means
-from tooling.sources import lock as sources
+from tooling.sources import manifest
 
 DOCKERFILE = "docker/Dockerfile"
 LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
@@ -86,7 +86,7 @@ def labels(
         f"{LABEL}.accelerator": {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[spec.accelerator],
         f"{LABEL}.jaxlib": f"{spec.jaxlib} {spec.build_type}" if spec.jaxlib == "source" else "wheel",
         f"{LABEL}.jax": jax(root),
-        f"{LABEL}.maxtext": sources.value(root / "sources.lock", "maxtext", "version") or "unknown",
+        f"{LABEL}.maxtext": manifest.locked(root / "sources.lock", "maxtext", "version") or "unknown",
         f"{LABEL}.maxtext.revision": maxtext,
         f"{LABEL}.python": python or "unpinned",
         f"{LABEL}.lock": lock_digest(root),

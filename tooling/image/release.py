@@ -20,8 +20,8 @@ from tooling.image.digests import ImageLock
 from tooling.image.engine import Engine
 from tooling.image.request import Built, Request
 from tooling.image.smoke import Check
-from tooling.sources import lock as sources_lock
-from tooling.sources.lock import Pin
+from tooling.sources import manifest
+from tooling.sources.manifest import Pin
 from tooling.sources.workspace import ROOT
 
 RECORD = Path("build/image/release.json")
@@ -73,7 +73,7 @@ def run_promote(args: argparse.Namespace) -> None:
 
 def load_locks(root: Path) -> Locks:
     """Read and check ``sources.lock`` and ``images.lock``."""
-    return sources_lock.load(root / "sources.lock"), digests.load(root)
+    return manifest.load_lock(root / "sources.lock"), digests.load(root)
 
 
 def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool) -> list[str]:

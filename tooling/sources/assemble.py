@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tooling.core import console, errors
 from tooling.sources import git, patch, wheel
-from tooling.sources.lock import Pin
-from tooling.sources.manifest import Component, Wheel
+from tooling.sources.manifest import Component, Pin, Wheel
 from tooling.sources.patch import Patch
 from tooling.sources.workspace import Record, Workspace, observe
 

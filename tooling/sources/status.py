@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 
 from tooling.core import console
 from tooling.core.console import Subparsers, command
-from tooling.sources import lock, manifest, patch
-from tooling.sources.lock import Pin
-from tooling.sources.manifest import Component
+from tooling.sources import manifest, patch
+from tooling.sources.manifest import Component, Pin
 from tooling.sources.workspace import Observed, Workspace, observe
 
 
@@ -47,7 +46,7 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a table, or JSON, of all components; exit 0 if all trees that are here are as locked."""
     here = Workspace()
-    components, pins = manifest.load(here.manifest).components, lock.load(here.lock)
+    components, pins = manifest.load(here.manifest).components, manifest.load_lock(here.lock)
     with ThreadPoolExecutor(max(1, len(components))) as pool:
         lines = list(pool.map(lambda each: _line(here, each, pins.get(each.name)), components))
     clean = all(line.state in ("clean", "missing") for line in lines)

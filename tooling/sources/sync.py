@@ -12,10 +12,9 @@ from pathlib import Path
 
 from tooling.core import console, errors, proc
 from tooling.core.console import Subparsers, command
-from tooling.sources import assemble, git, lock, manifest, patch
+from tooling.sources import assemble, git, manifest, patch
 from tooling.sources.assemble import Means, Recipe
-from tooling.sources.lock import Pin
-from tooling.sources.manifest import Component
+from tooling.sources.manifest import Component, Pin
 from tooling.sources.workspace import Observed, Workspace, observe, read_record
 
 _MAX_JOBS = 64
@@ -138,7 +137,7 @@ def _override(text: str) -> tuple[str, Override]:
 
 def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[Outcome]:
     """Bring every component of the wanted groups into place; failures are outcomes, so that the others still arrive."""
-    wanted, pins = manifest.load(here.manifest), lock.load(here.lock)
+    wanted, pins = manifest.load(here.manifest), manifest.load_lock(here.lock)
     for name in options.overrides:
         if wanted[name] not in wanted.of(options.groups):
             raise errors.UsageError(f"--override {name}: not in the groups {', '.join(options.groups)}; add its group")
@@ -181,7 +180,7 @@ def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], overri
 
 def locked_recipe(here: Workspace, component: Component, pins: Mapping[str, Pin]) -> Recipe:
     """Return the recipe of a component, if the lock and its patches agree."""
-    name, pin = component.name, lock.pin_of(component, pins)
+    name, pin = component.name, manifest.pin_of(component, pins)
     patches = patch.load_series(here.root, name)
     found = patch.digests(patches)
     if found != pin.patches:

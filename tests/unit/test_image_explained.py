@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tooling.core import errors, proc
-from tooling.image import progress
+from tooling.image import build
 
 
 def result(said: str) -> proc.Result:
@@ -29,7 +29,7 @@ def test_cache_hits_are_counted_over_the_steps_of_the_dockerfile() -> None:
 #6 [runtime 1/1] COPY b
 #6 DONE 0.1s
 """
-    assert progress.counted(result(said)) == (1, 2)
+    assert build.counted(result(said)) == (1, 2)
 
 
 def broken(*lines: str) -> str:
@@ -63,7 +63,7 @@ def broken(*lines: str) -> str:
     ],
 )
 def test_a_failed_step_is_explained(line: str, kind: type[errors.ToolingError], words: str) -> None:
-    error = progress.explain(result(broken("before", line)), "base:1")
+    error = build.explain(result(broken("before", line)), "base:1")
     assert type(error) is kind
     assert words in str(error)
     assert str(error).startswith("step `[locked 1/1] RUN /opt/pip.sh -r /run.txt`")
@@ -75,7 +75,7 @@ def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
         "More details here: https://curl.example/docs/sslcerts.html",
         "how to fix it, please visit the web page mentioned above.",
     )
-    error = progress.explain(result(broken(*curl)), "base:1")
+    error = build.explain(result(broken(*curl)), "base:1")
     assert isinstance(error, errors.NetworkError)
     assert "unable to get local issuer certificate" in str(error)
     assert "--ca-bundle" in str(error)
@@ -88,7 +88,7 @@ def test_of_pips_complaints_the_exception_is_told() -> None:
         "error: metadata-generation-failed",
         "hint:",
     )
-    assert str(progress.explain(result(broken(*pip)), "b")).endswith("failed: OSError: no such file: x.py")
+    assert str(build.explain(result(broken(*pip)), "b")).endswith("failed: OSError: no such file: x.py")
 
 
 def test_of_apts_complaints_the_cause_is_told() -> None:
@@ -96,7 +96,7 @@ def test_of_apts_complaints_the_cause_is_told() -> None:
         "E: Failed to fetch http://a.example/x.deb  Certificate verification failed",
         "E: Unable to fetch some archives",
     )
-    error = progress.explain(result(broken("Get:1", *apt)), "base:1")
+    error = build.explain(result(broken("Get:1", *apt)), "base:1")
     assert isinstance(error, errors.NetworkError)
     assert "(E: Failed to fetch http://a.example/x.deb" in str(error)
 
@@ -107,7 +107,7 @@ def test_of_apts_complaints_the_cause_is_told() -> None:
 def test_a_base_that_cannot_be_pulled_is_named(step: str) -> None:
     reason = "failed to do request: connection refused"
     said = f"#3 {step}\n#3 ERROR: {reason}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
-    error = progress.explain(result(said), "docker.io/x/y")
+    error = build.explain(result(said), "docker.io/x/y")
     assert isinstance(error, errors.NetworkError)
     assert str(error).startswith(f"docker.io/x/y: the base image cannot be fetched ({reason}); log in")
     assert "--base-image" in str(error)
@@ -122,5 +122,5 @@ def test_a_base_that_cannot_be_pulled_is_named(step: str) -> None:
     ],
 )
 def test_what_fails_before_any_step_is_told(said: str, told: str) -> None:
-    error = progress.explain(result(said), "base:1")
+    error = build.explain(result(said), "base:1")
     assert (type(error), str(error)) == (errors.BuildError, f"the build failed: {told}")
