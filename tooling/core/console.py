@@ -33,8 +33,7 @@ def command(
 class Reporter:
     """Says what becomes of each of several named pieces of work; safe to call from their threads."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+    def __init__(self) -> None:
         self._guard = threading.Lock()
         self._started: dict[str, float] = {}
 
@@ -42,17 +41,13 @@ class Reporter:
         """Begin a phase of a piece of work, e.g. ``phase("jax", "fetching")``."""
         with self._guard:
             self._started.setdefault(name, time.monotonic())
-            self._show(name, text)
+            note(f"{name}: {text}")
 
     def done(self, name: str, text: str) -> None:
         """End a piece of work."""
         with self._guard:
             now = time.monotonic()
-            self._show(name, f"{text} ({now - self._started.get(name, now):.1f} s)")
-
-    def _show(self, name: str, text: str) -> None:
-        if not self._quiet:
-            note(f"{name}: {text}")
+            note(f"{name}: {text} ({now - self._started.get(name, now):.1f} s)")
 
 
 def note(text: str) -> None:

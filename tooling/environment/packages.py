@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> None:
     except errors.ToolingError as error:
         failed = error
     if not args.dry_run:
-        install(ROOT, sync.chosen(args), offline=args.offline, quiet=args.json)
+        install(ROOT, sync.chosen(args), offline=args.offline)
     if failed is not None:
         raise failed
 
 
-def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) -> None:
+def install(root: Path, groups: Sequence[str], *, offline: bool) -> None:
     """Install the packages of these groups, unless the note of the last run says that they are there.
 
     The note has, of each group, a digest of what decides its packages. Building an image needs none of them.
@@ -60,7 +60,7 @@ def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) ->
     wanted = {group: _digest(root, group) for group in groups if group != "image"}
     if wanted.items() <= files.read_object(root / READY).items():
         return
-    reporter = console.Reporter(quiet=quiet)
+    reporter = console.Reporter()
     with Workspace(root).exclusive():
         have = files.read_object(root / READY)
         if Path(sys.prefix).resolve() != (root / ".venv").resolve():
@@ -90,7 +90,7 @@ def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offli
     reporter.phase(label, "installing")
     options = ["--no-index"] if offline else []  # pip then looks only at what is installed
     try:
-        _pip("--require-hashes", *options, "-r", str(root / label), label=label)
+        pip(sys.executable, "--require-hashes", *options, "-r", str(root / label), label=label)
     except errors.ToolingError as error:
         if offline:
             raise errors.NetworkError(f"{label}: is not installed; run without --offline") from error
@@ -102,17 +102,18 @@ def _install_editable(root: Path, reporter: console.Reporter) -> None:
     label = "this repository"
     reporter.phase(label, "installing editable")
     projects = [word for project in PROJECTS for word in ("-e", str(root / project))]
-    _pip("--no-deps", "--no-build-isolation", "--no-index", *projects, label=label)
+    pip(sys.executable, "--no-deps", "--no-build-isolation", "--no-index", *projects, label=label)
     # MaxText is not installed, only found: its own requirements ask for more than running it needs.
     path_file = Path(sysconfig.get_path("purelib")) / PATH_FILE
     path_file.write_text(f"{root / 'third_party' / 'maxtext' / 'src'}\n", encoding="utf-8")
     reporter.done(label, "installed")
 
 
-def _pip(*args: str, label: str) -> None:
+def pip(python: str, *args: str, label: str) -> None:
+    """Install packages with the pip of a Python; raise what its complaint means."""
     options = ("--no-input", "--progress-bar=off", "--disable-pip-version-check")
-    command = [sys.executable, "-m", "pip", "install", *options, *args]
+    command = [python, "-m", "pip", "install", *options, *args]
     result = proc.run(command, check=False, env=os.environ | {"PYTHONSAFEPATH": "1"})
     if result.returncode:
         known = proc.of_pip(result.stderr.decode("utf-8", "replace"), label)
-        raise known or errors.ToolError(f"{label}: pip failed ({result.complaint})")
+        raise known or errors.ToolError(f"{label}: pip failed ({result.complaint}); check pip's index")

@@ -120,8 +120,8 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
         console.note(f"{network.PIP_VARIABLE} in the environment holds your pip's package indexes")
     commands, image = [list(todo.argv)] * actions.build, "IMAGE" if actions.build else str(spec.reference)
     if not actions.skip_save:
-        if spec.target != "devcontainer":
-            commands += smoke.planned(where, image, actions.validate)
+        if spec.target != "devcontainer" and actions.validate != "none":
+            commands.append(smoke.argv(where, image, actions.validate, "multimesh-check"))
         commands += [[*where.cli, "tag", image, each] for each in _names(request)]
     if actions.upload:
         if actions.build:

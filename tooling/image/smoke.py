@@ -67,11 +67,6 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     return passed
 
 
-def planned(engine: Engine, image: str, job: str) -> list[list[str]]:
-    """Return the commands of a check's job."""
-    return [] if job == "none" else [_argv(engine, image, job, "multimesh-check")]
-
-
 def _check_contents(root: Path, engine: Engine, built: Built) -> None:
     """Compare the content of an image with the promise of its target."""
     user = str(((engine.inspect(built.image_id) or {}).get("Config") or {}).get("User") or "root")
@@ -79,14 +74,14 @@ def _check_contents(root: Path, engine: Engine, built: Built) -> None:
         raise errors.SmokeError(f"{built.image_id}: runs as root; the last USER of its stage must be another")
     options = ["--rm", "--interactive", "--network", "none", "--user", "0", "--entrypoint", "/bin/sh"]
     accelerator = built.labels.get(f"{LABEL}.accelerator", "cpu").split()[0]
-    argv = [*engine.cli, "run", *options, built.image_id, "-s", built.spec.target, accelerator]
-    result = proc.run(argv, stdin=(root / "docker/scripts/contents.sh").read_bytes(), check=False)
+    words = [*engine.cli, "run", *options, built.image_id, "-s", built.spec.target, accelerator]
+    result = proc.run(words, stdin=(root / "docker/scripts/contents.sh").read_bytes(), check=False)
     if result.returncode:
         faults = [line.removeprefix("fault: ") for line in result.text.splitlines() if line.startswith("fault: ")]
         raise errors.SmokeError(f"{built.image_id}: holds {'; '.join(faults) or result.complaint}")
 
 
-def _argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
+def argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
     """Return the command that runs a validation job in a container, as a user would."""
     means = ["--gpus", "all"] if job == "medium" else ["--network", "none"]
     options = ["--rm", "--init", "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
@@ -104,7 +99,7 @@ def _run(engine: Engine, image: str, job: str) -> str:
             print(f"       |  {line.rstrip()}", file=sys.stderr, flush=True)
 
     try:
-        result = proc.run(_argv(engine, image, job, name), check=False, on_line=show)
+        result = proc.run(argv(engine, image, job, name), check=False, on_line=show)
     except BaseException:
         # Ending docker's client does not end the container.
         subprocess.run([*engine.cli, "rm", "--force", name], capture_output=True, check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import stat
@@ -56,9 +55,6 @@ def import_tree(repo: git.Repo, path: Path, root: str, *, label: str) -> str:
         raise errors.IntegrityError(f"{label}: {path.name} cannot be read as a wheel ({error})") from error
     if not entries:
         raise errors.IntegrityError(f"{label}: {path.name} has no folder {root}; correct 'root' in sources.yaml")
-    for (before, *_), (name, *_) in itertools.pairwise(entries):
-        if before == name:
-            raise errors.IntegrityError(f"{label}: {path.name} holds {name} twice")
     head = b"commit refs/multimesh/import\ncommitter MultiMesh <patches@multimesh.invalid> 0 +0000\ndata 0\n"
     body = b"".join(
         b"M %s inline %s\ndata %d\n%s\n" % (mode.encode(), name.encode(), len(data), data)
