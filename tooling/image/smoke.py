@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -90,7 +89,7 @@ def argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
 
 def _run(engine: Engine, image: str, job: str) -> str:
     """Run a validation job in a container, showing its lines; return the last of them."""
-    name = f"multimesh-check-{os.getpid()}-{secrets.token_hex(4)}"
+    name = f"multimesh-check-{os.getpid()}-{os.urandom(4).hex()}"
     lines = list[str]()
 
     def show(line: str) -> None:
