@@ -50,9 +50,13 @@ def run(args: argparse.Namespace) -> None:
     where = engine.detect(request.actions.remote)
     if request.actions.upload:
         release.check_before(ROOT, where, request)
-    built = make(where, request)
-    if built is None:
-        return
+    spec, built = request.spec, None
+    if request.actions.build:
+        built = build.run(ROOT, where, spec, request.means, save=not request.actions.skip_save)
+        if built is None:
+            return
+    else:
+        built = build.describe(where, spec, str(spec.reference))
     check = smoke.check(ROOT, where, built, request.actions.validate)
     names = _names(request)
     for each in names:
@@ -62,13 +66,6 @@ def run(args: argparse.Namespace) -> None:
         where, built = bring(where, built, names)
     pushed = release.publish(ROOT, where, built, check, request) if request.actions.upload else None
     report(where, built, check, names, pushed, as_json=request.actions.json)
-
-
-def make(where: Engine, request: Request) -> Built | None:
-    """Return the image that is asked for: built now, or the one that the engine has."""
-    if request.actions.build:
-        return build.run(ROOT, where, request.spec, request.means, save=not request.actions.skip_save)
-    return build.describe(where, request.spec, str(request.spec.reference))
 
 
 def _names(request: Request) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tooling.core import console, errors, files
+from tooling.core import errors, files
 from tooling.core.console import Subparsers, command
 from tooling.image import build, buildx, digests, engine, reference, tags
 from tooling.image.buildx import LABEL, OCI
@@ -137,9 +136,7 @@ def check_sources(root: Path, request: Request, labels: Mapping[str, str], bases
     spec, actions = request.spec, request.actions
     if actions.build and not actions.allow_dirty:
         build.check_context(root, jaxlib_from_source=spec.jaxlib == "source")
-    if actions.release is not None and importlib.util.find_spec("jsonschema") is None:
-        console.note("--release: its conditions are looked at in .venv only; ./bootstrap.sh --group image makes it")
-    elif actions.release is not None:
+    if actions.release is not None:
         check_release(actions.release, labels, load_locks(root), bases)
     elif not actions.allow_dirty and (dirty := _dirty(labels)):
         raise errors.DirtyTreeError(f"{dirty[0]}; or push it all the same with --allow-dirty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from tooling.core import errors, files
 GROUPS = ("run", "source", "dev")
 CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
 ALL_GROUPS = (*GROUPS, "image", *CUDA, "data")  # data, too, is 2 GB; image is what building an image needs
+SCHEMA = Path(__file__).with_name("manifest.schema.json")
+_OBJECTS = ("commit", "root_tree", "tree", "patched_commit", "patched_tree")
+_HASH = re.compile(r"[0-9a-f]{40}")
 _ABOUT = [
     "The exact bytes of third_party/; written by `python -m tooling lock` and `bump`.",
     "null: no source was read that says.",
@@ -110,27 +114,12 @@ class Pin:
     @property
     def missing(self) -> tuple[str, ...]:
         """Return the names of the pins that are null."""
-        fields = ("commit", "tree", "patched_commit", "patched_tree")
-        names = tuple(field for field in fields if getattr(self, field) is None)
+        names = tuple(field for field in _OBJECTS if field != "root_tree" and getattr(self, field) is None)
         return names + tuple(f"sha256 of {file}" for file, digest in self.archives if digest is None)
 
 
 def load(path: Path) -> Manifest:
-    """Read and check ``sources.yaml``."""
-    raw = read(path, "manifest.schema.json")
-    return Manifest(tuple(_component(name, entry) for name, entry in raw["components"].items()))
-
-
-def _component(name: str, entry: dict[str, Any]) -> Component:
-    version = entry.get("version", "")
-    fields = {key: entry.get(key, "") for key in ("url", "path", "link", "version")}
-    tag = entry.get("tag", "").replace("{version}", version)
-    wheel = {key: text.replace("{version}", version) for key, text in entry.get("wheel", {}).items()}
-    return Component(name, tuple(entry["groups"]), tag=tag, wheel=Wheel(**wheel) if wheel else None, **fields)
-
-
-def read(path: Path, schema: str) -> dict[str, Any]:
-    """Return a YAML document, if it follows a JSON schema that lies beside this module.
+    """Read and check ``sources.yaml``.
 
     Whoever edits it edits the Python beside it as well: mistakes are named, and nothing is mistrusted but bytes.
     """
@@ -141,21 +130,37 @@ def read(path: Path, schema: str) -> dict[str, Any]:
         document = yaml.safe_load(path.read_bytes().decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise errors.ManifestError(f"{path.name}: cannot be read ({' '.join(str(error).split())})") from error
-    rules = json.loads(Path(__file__).with_name(schema).read_text(encoding="utf-8"))
+    rules = json.loads(SCHEMA.read_text(encoding="utf-8"))
     fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(rules).iter_errors(document))
     if fault is not None:
         where = ".".join(str(part) for part in fault.absolute_path) or "the document"
         raise errors.ManifestError(f"{path.name}: {where}: {' '.join(fault.message.split())[:300]}")
-    return dict(document)
+    return Manifest(tuple(_component(name, entry) for name, entry in document["components"].items()))
+
+
+def _component(name: str, entry: dict[str, Any]) -> Component:
+    version = entry.get("version", "")
+    fields = {key: entry.get(key, "") for key in ("url", "path", "link", "version")}
+    tag = entry.get("tag", "").replace("{version}", version)
+    wheel = {key: text.replace("{version}", version) for key, text in entry.get("wheel", {}).items()}
+    return Component(name, tuple(entry["groups"]), tag=tag, wheel=Wheel(**wheel) if wheel else None, **fields)
 
 
 def load_lock(path: Path) -> dict[str, Pin]:
     """Read and check ``sources.lock``."""
-    raw = read(path, "lock.schema.json")
-    return {
-        name: Pin(**{**entry, **{key: tuple(entry[key].items()) for key in ("archives", "patches")}})
-        for name, entry in raw["components"].items()
-    }
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["components"]
+        pins = {
+            name: Pin(**{**entry, **{key: tuple(entry[key].items()) for key in ("archives", "patches")}})
+            for name, entry in entries.items()
+        }
+        found = {f"{name}.{field}": getattr(pin, field) for name, pin in pins.items() for field in _OBJECTS}
+        odd = [where for where, held in found.items() if held is not None and not _HASH.fullmatch(held)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise errors.ManifestError(f"{path.name}: is malformed ({error}); restore it with git") from error
+    if odd:
+        raise errors.ManifestError(f"{path.name}: components.{odd[0]} is no hash of git; restore it with git")
+    return pins
 
 
 def locked(path: Path, name: str, field: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,17 @@ def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
 )
 def test_lock_takes_whole_hashes_only(root: Path, tmp_path: Path, field: str, value: str) -> None:
     path = tmp_path / "sources.lock"
-    entry = {"version": '"1"', "commit": "null", "tree": "null", "archives": "{}", "patches": "{}"}
-    entry |= {"patched_commit": "null", "patched_tree": "null", field: f'"{value}"'}
-    lines = "".join(f"    {key}: {text}\n" for key, text in entry.items())
-    path.write_text(f"format: 1\ncomponents:\n  alpha:\n{lines}")
+    entry = {"version": "1", "commit": None, "tree": None, "archives": {}, "patches": {}}
+    path.write_text(json.dumps({"components": {"alpha": entry | {field: value}}}))
 
-    with pytest.raises(errors.ManifestError, match=f"components.alpha.{field}"):
+    with pytest.raises(errors.ManifestError, match=f"components.alpha.{field} is no hash of git"):
         manifest.load_lock(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"components": {"alpha": {"commit": null}}}', '{"components": {"a": 1}}']
+)
+def test_a_malformed_lock_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sources.lock").write_text(text)
+    with pytest.raises(errors.ManifestError, match=r"sources\.lock: is malformed .*; restore it with git"):
+        manifest.load_lock(tmp_path / "sources.lock")
