@@ -166,7 +166,7 @@ def _telling(lines: Sequence[str]) -> str:
     """Return the line that says most: a program's own error, else the last one; of a long one, both ends."""
     own = [line for line in lines if _TOLD.match(line)]
     # apt and pip first say the fault, then its consequence.
-    best = own[-3:][:1] or [line for line in lines if line][-1:]
+    best = own[-3:][:1] or [line for line in lines if line and not line.startswith("WARNING")][-1:]
     return proc.shortened(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else ""
 
 
