@@ -1,7 +1,4 @@
-"""What a terminal gets: commands and their help, tables, and work while it goes on.
-
-Progress is bars on a terminal, one line a phase elsewhere; always on stderr.
-"""
+"""What a terminal gets: commands and their help, tables, and a line on stderr where work begins and ends."""
 
 from __future__ import annotations
 
@@ -10,11 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
+from typing import Any
 
 Subparsers = argparse._SubParsersAction
 
@@ -38,62 +31,23 @@ def command(
 
 
 class Reporter:
-    """Shows how far each of several named pieces of work is; safe to call from their threads."""
+    """Says what becomes of each of several named pieces of work; safe to call from their threads."""
 
-    def __init__(self, *, bars: bool | None = None, quiet: bool = False) -> None:
-        self._quiet = quiet
-        self._bars = (sys.stderr.isatty() if bars is None else bars) and not quiet
+    def __init__(self) -> None:
         self._guard = threading.Lock()
         self._started: dict[str, float] = {}
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
 
     def phase(self, name: str, text: str) -> None:
         """Begin a phase of a piece of work, e.g. ``phase("jax", "fetching")``."""
         with self._guard:
             self._started.setdefault(name, time.monotonic())
-            self._show(name, text)
-
-    def advance(self, name: str, done: float, total: float | None) -> None:
-        """Say how much of the present phase is done; shown on a terminal only."""
-        with self._guard:
-            if self._progress is not None and name in self._tasks:
-                self._progress.update(self._tasks[name], completed=done, total=total)
-
-    def advancing(self, name: str) -> Callable[[float, float | None], None]:
-        """Return a function that says how much of a piece of work is done."""
-        return lambda done, total: self.advance(name, done, total)
+            note(f"{name}: {text}")
 
     def done(self, name: str, text: str) -> None:
         """End a piece of work."""
         with self._guard:
             now = time.monotonic()
-            self._show(name, f"{text} ({now - self._started.get(name, now):.1f} s)", total=1)
-
-    def _show(self, name: str, text: str, total: float | None = None) -> None:
-        """Show a line; ``total`` is set where nothing is left to do."""
-        if self._quiet:
-            return
-        if not self._bars:
-            print(f"{name}: {text}", file=sys.stderr, flush=True)
-            return
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True))
-            self._progress.start()
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=None)
-        self._progress.update(self._tasks[name], description=f"{name}: {text}", completed=total, total=total)
+            note(f"{name}: {text} ({now - self._started.get(name, now):.1f} s)")
 
 
 def note(text: str) -> None:
