@@ -21,7 +21,7 @@ _MODULES = {
     "sources.sync": ("sync",),
     "sources.status": ("status",),
     "sources.pins": ("lock", "refresh"),
-    "image.bump": ("bump",),
+    "ci.bump": ("bump",),
     "image.bazel_cache": ("cache",),
     "image.pipeline": ("image",),
     "image.release": ("promote",),

@@ -159,7 +159,7 @@ def prepare_ours(folder: Path, repositories: Sequence[Repository], url: str) -> 
     (folder / "third_party").mkdir()
     manifest, lock = {}, {}
     for each in repositories:
-        entry = {"url": f"{url}/{each.name}.git", "version": "1", "groups": ["run"], "transports": ["git"]}
+        entry = {"url": f"{url}/{each.name}.git", "version": "1", "groups": ["run"]}
         manifest[each.name] = entry
         pins = {"commit": each.commit, "tree": each.tree, "patched_commit": each.commit, "patched_tree": each.tree}
         lock[each.name] = {"version": "1", "archives": {}, "patches": {}, **pins}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import locks
 from tooling.ci import relock
+from tooling.ci.relock import Move
 from tooling.core import errors
-from tooling.environment import packages
-from tooling.sources.lock import Move
 
 JAX = ("jax", "jax-cuda12-pjrt", "jax-cuda12-plugin")
 EARLIER, NEWEST = 'python_version < "3.12"', 'python_version >= "3.12"'
@@ -91,11 +91,11 @@ def test_a_lock_holds_what_each_python_is_offered(here: Path, index: Index) -> N
     """Whichever Python runs this: an index that is asked for it alone shows 3.11 no later JAX."""
     relock.lock(here, "run")
     run = here / "requirements" / "run.txt"
-    assert packages.locked_versions(run, "3.11.7") == {"flax": "1.0", "jax": "0.10.2"}
+    assert locks.locked_versions(run, "3.11.7") == {"flax": "1.0", "jax": "0.10.2"}
     for python in ("3.12.0", "3.13.0", "3.14.2"):
-        assert packages.locked_versions(run, python) == {"flax": "1.1", "jax": "0.12.0"}
+        assert locks.locked_versions(run, python) == {"flax": "1.1", "jax": "0.12.0"}
     assert run.read_text().count("--hash=sha256:") == 4
-    assert packages.locked_versions(run) == packages.locked_versions(run, sys.version.split()[0])
+    assert locks.locked_versions(run) == locks.locked_versions(run, sys.version.split()[0])
 
 
 @pytest.mark.longer  # uv resolves several times
@@ -110,16 +110,14 @@ def test_each_line_of_pythons_gets_its_newest_jax(here: Path, index: Index) -> N
     for name in ("run.in", "cuda12.in"):
         assert after[name] == before[name].replace("0.12.0", "0.13.0"), "the other line stays"
     folder = here / "requirements"
-    assert packages.locked_versions(folder / "cuda12.txt", "3.13.0") == dict.fromkeys(JAX[1:], "0.13.0")
-    assert packages.locked_versions(folder / "cuda12.txt", "3.11.7") == dict.fromkeys(JAX[1:], "0.10.2")
-    assert packages.locked_versions(folder / "docs.txt", "3.13.0")["jax"] == "0.13.0", (
-        "who is constrained by it follows"
-    )
+    assert locks.locked_versions(folder / "cuda12.txt", "3.13.0") == dict.fromkeys(JAX[1:], "0.13.0")
+    assert locks.locked_versions(folder / "cuda12.txt", "3.11.7") == dict.fromkeys(JAX[1:], "0.10.2")
+    assert locks.locked_versions(folder / "docs.txt", "3.13.0")["jax"] == "0.13.0", "who is constrained by it follows"
 
     for name in JAX:
         index.release(name, "0.10.3", ">=3.11")
     assert relock.move(here) == [Move(relock.EARLIER, "0.10.2", "0.10.3"), Move(relock.NEWEST, "0.13.0", "0.13.0")]
-    assert packages.locked_versions(folder / "run.txt", "3.11.7")["jax"] == "0.10.3"
+    assert locks.locked_versions(folder / "run.txt", "3.11.7")["jax"] == "0.10.3"
 
 
 @pytest.mark.full  # uv resolves several times
@@ -144,9 +142,9 @@ def test_what_is_locked_stays_unless_the_newest_is_asked_for(here: Path, index: 
     index.release("flax", "1.2", ">=3.12")
     run = here / "requirements" / "run.txt"
     relock.lock(here, "run")
-    assert packages.locked_versions(run, "3.13.0")["flax"] == "1.1"
+    assert locks.locked_versions(run, "3.13.0")["flax"] == "1.1"
     relock.lock(here, "run", "--upgrade")
-    assert (packages.locked_versions(run, "3.13.0")["flax"], packages.locked_versions(run, "3.11.7")["flax"]) == (
+    assert (locks.locked_versions(run, "3.13.0")["flax"], locks.locked_versions(run, "3.11.7")["flax"]) == (
         "1.2",
         "1.0",
     )
@@ -164,8 +162,8 @@ def test_our_locks_hold_the_jax_of_both_lines(root: Path, tmp_path: Path) -> Non
     assert sorted(asked.values()) == sorted((EARLIER, NEWEST))
     for python, marker in (("3.11.7", EARLIER), ("3.12.1", NEWEST), ("3.13.0", NEWEST), ("3.14.0", NEWEST)):
         (jax,) = (version for version, each in asked.items() if each == marker)
-        run = packages.locked_versions(root / "requirements" / "run.txt", python)
+        run = locks.locked_versions(root / "requirements" / "run.txt", python)
         assert (run["jax"], run["jaxlib"]) == (jax, jax)
         for cuda in ("cuda12", "cuda13"):
-            plugins = packages.locked_versions(root / "requirements" / f"{cuda}.txt", python)
+            plugins = locks.locked_versions(root / "requirements" / f"{cuda}.txt", python)
             assert (plugins[f"jax-{cuda}-pjrt"], plugins[f"jax-{cuda}-plugin"]) == (jax, jax)

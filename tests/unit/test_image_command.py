@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import locks
 from tooling.core import errors
-from tooling.environment import packages
 from tooling.image import build, buildx, digests, network
 from tooling.image.engine import Engine
 from tooling.image.reference import make
 from tooling.image.request import ImageSpec, Means
-from tooling.sources import lock as sources
+from tooling.sources import manifest
 
 DOCKER = Engine(("docker",), "28.0.0")
 MEANS = Means(None, None, "default", True, True, None, False)
@@ -113,7 +113,7 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
     assert got["org.opencontainers.image.base.digest"] == DIGEST
     assert got["io.github.multimesh-jax.lock"] == buildx.lock_digest(root)
     assert got["io.github.multimesh-jax.maxtext"] == "0.2.5"
-    jax = packages.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
+    jax = locks.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
     assert got["io.github.multimesh-jax.jax"] == jax
     # What is installed, not what the base image is named after.
     assert got["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.90"
@@ -131,7 +131,7 @@ def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_pa
     (tmp_path / "sources.lock").write_text((root / "sources.lock").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(errors.PinError, match="--group run"):
         build._component(tmp_path, "maxtext", "run")
-    pinned = sources.value(root / "sources.lock", "maxtext", "patched_commit")
+    pinned = manifest.locked(root / "sources.lock", "maxtext", "patched_commit")
     assert build._component(tmp_path, "maxtext", "run", only_plan=True) == pinned, "what a dry run shows"
     tree = tmp_path / "third_party" / "maxtext"
     (tree / "src" / "maxtext").mkdir(parents=True)

@@ -16,7 +16,7 @@ from tooling.image.digests import FilePin, ImageLock
 from tooling.image.request import Built, ImageSpec
 from tooling.image.smoke import Check
 from tooling.image.tags import Moved, Pushed
-from tooling.sources.lock import Pin
+from tooling.sources.manifest import Pin
 
 OCI = "org.opencontainers.image"
 GOOD = {
@@ -73,7 +73,7 @@ def document(tmp_path: Path) -> dict[str, Any]:
     name = reference.make("r.example/team", "image", "main")
     spec = ImageSpec(name, "runtime", "cpu", "wheel", "12.8.1", None, "Release", None, None, None)
     built = Built(spec, DIGEST, 10, GOOD, DIGEST, (), 61.27, 3, 4)
-    pushed = Pushed(DIGEST, "application/x", 12, 1, 2.0)
+    pushed = Pushed(DIGEST, "application/x", 12, 2.0)
     (tmp_path / "sources.lock").write_text("lock")
     return release.record(tmp_path, built, Check("small", 9.5, "ok"), pushed, "sha-abababababab", "v0.3.0")
 
@@ -112,22 +112,17 @@ def test_wrong_record_is_not_written(tmp_path: Path, wrong: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("host", "path", "found"),
-    [
-        ("ghcr.io", "owner/image", ("owner", "one")),
-        ("docker.io", "library/x", ("hub", "three")),
-        ("quay.io", "x/y", None),
-    ],
+    ("host", "found"), [("ghcr.io", ("owner", "one")), ("docker.io", ("hub", "three")), ("quay.io", None)]
 )
 def test_logins_are_found_as_docker_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, path: str, found: tuple[str, str] | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, found: tuple[str, str] | None
 ) -> None:
     def entry(user: str, secret: str) -> dict[str, str]:
         return {"auth": base64.b64encode(f"{user}:{secret}".encode()).decode()}
 
-    auths = {"ghcr.io/owner": entry("owner", "one"), "https://index.docker.io/v1/": entry("hub", "three")}
+    auths = {"ghcr.io": entry("owner", "one"), "https://index.docker.io/v1/": entry("hub", "three")}
     (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    login = registry.find_login(host, path)
+    login = registry.find_login(host)
     assert (login and (login.username, login.password)) == found
     assert login is None or login.password not in f"{login} {login!r}"

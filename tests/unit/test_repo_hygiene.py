@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests import imports
-from tooling.ci import tag
+from tooling.ci import steps
 
 MAX_LINES = 500
 DOORS = ("bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py")
@@ -177,7 +177,7 @@ def test_one_distribution_never_imports_the_other(root: Path) -> None:
 
 def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_path: Path) -> None:
     held = {}
-    for wheel, _ in tag.build_wheels(root, tmp_path):
+    for wheel, _ in steps.build_wheels(root, tmp_path):
         with zipfile.ZipFile(wheel) as archive:
             held[wheel.name.partition("-")[0]] = archive.namelist()
     assert held.keys() == {"multimesh_jax", "multimesh_maxtext"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from tooling.core import errors, proc
-from tooling.sources.lock import Move
+from tooling.core.console import Subparsers, command
+from tooling.sources.workspace import ROOT
 
 # Those that others are constrained by come first.
 GROUPS = ("run", "dev", "tooling", "bench", "docs", "inventory", "jupyter", "data", "torch", "cuda12", "cuda13")
@@ -17,6 +20,40 @@ SOURCES_ONLY = ("docopt", "promise")
 EARLIER, NEWEST = "JAX for Python < 3.12", "JAX for Python >= 3.12"
 _LINES = ((EARLIER, 'python_version < "3.12"', OLDEST), (NEWEST, 'python_version >= "3.12"', "3.12"))
 _JAX = re.compile(r"^(jax|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])==(\S+) ; (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Move:
+    """The old and the new value of one pin; ``fault`` says why it stayed."""
+
+    name: str
+    old: str
+    new: str
+    fault: str = ""
+
+    @property
+    def line(self) -> str:
+        """A row of the report's table."""
+        old, new = (value.removeprefix("sha256:")[:12] for value in (self.old, self.new))
+        outcome = " ".join(self.fault.split()).replace("|", "/") or "moved"
+        return f"| {self.name} | {old} | {new} | {outcome} |"
+
+
+def add_step(parts: Subparsers) -> None:
+    """Add the step ``lock``."""
+    text = "write requirements/GROUP.txt from GROUP.in, for every Python that we support; what is locked stays"
+    part = command(parts, "lock", run_lock, text)
+    part.add_argument("group", nargs="*", help=f"default: {' '.join(GROUPS)}")
+    part.add_argument("--upgrade", action="store_true", help="take the newest release of each package instead")
+
+
+def run_lock(args: argparse.Namespace) -> None:
+    """Print nothing: git shows what changed."""
+    if strange := sorted(set(args.group) - set(GROUPS)):
+        raise errors.UsageError(f"{strange[0]}: is no group; choose from {' '.join(GROUPS)}")
+    for group in GROUPS:
+        if not args.group or group in args.group:
+            lock(ROOT, group, *(["--upgrade"] if args.upgrade else []))
 
 
 def lock(root: Path, name: str, *options: str) -> None:

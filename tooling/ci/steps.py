@@ -1,39 +1,44 @@
-"""``ci``: the steps of the GitHub workflows, each of which can be run here too."""
+"""``ci``: the steps of the GitHub workflows, which run here too; most check a tag before it is published."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-from dataclasses import asdict
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator, Mapping
+from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
-from tooling.ci import relock, tag, upgrade
-from tooling.core import console, errors, files
+from tooling.ci import bump, relock
+from tooling.core import errors, files, proc
 from tooling.core.console import Subparsers, command
-from tooling.image import reference, release, tags
+from tooling.image import buildx, reference, release, tags
 from tooling.image.registry import Registry
-from tooling.image.request import add_options, from_options
-from tooling.sources.lock import Move
-from tooling.sources.workspace import ROOT, Workspace
+from tooling.image.request import ImageSpec, add_options, from_options
+from tooling.sources.workspace import ROOT
 
-REGISTRY, IMAGE = "ghcr.io", "multimesh-jax"
-_OWNER = re.compile(r"[A-Za-z0-9]([-_]*[A-Za-z0-9])*")  # an enterprise gives names with _
+_TAG = re.compile(r"v\d+\.\d+\.\d+")
+_DUNDER = re.compile(r"^__version__ = \"([^\"]+)\"$", re.MULTILINE)
+PROJECTS = ("pyproject.toml", "multimesh/pyproject.toml", "maxtext/pyproject.toml")
+WHEELS = {"multimesh": ("multimesh-jax", "multimesh.jax"), "maxtext": ("multimesh-maxtext", "multimesh_maxtext.cli")}
+"""The folder of each published distribution, its name, and a module of it that imports most others."""
+PACKAGE = "multimesh/src/multimesh/__init__.py"
 
 
 def register(subparsers: Subparsers) -> None:
     """Add the command and its parts."""
-    text, environ = "the steps of the GitHub workflows", os.environ
-    parser = command(subparsers, "ci", run_image_name, text, ["python -m tooling ci wheel dist"])
+    text = "the steps of the GitHub workflows"
+    parser = command(subparsers, "ci", run_preflight, text, ["python -m tooling ci wheel dist"])
     parts = parser.add_subparsers(dest="part", metavar="STEP", required=True)
 
-    part = command(parts, "image-name", run_image_name, "print the image of a repository owner, as registries want it")
-    part.add_argument("--owner", default=environ.get("GITHUB_REPOSITORY_OWNER", ""), help="default: that of this run")
-    registry = environ.get("MULTIMESH_REGISTRY") or REGISTRY
-    part.add_argument("--registry", default=registry, help="default: %(default)s")
     text = "fail where a push or a promotion would, before anything is built: tag, rights, a version that is taken"
     part = command(parts, "preflight", run_preflight, text)
-    part.add_argument("image", help="as image-name prints it")
+    part.add_argument("image", help="its repository, e.g. ghcr.io/OWNER/multimesh-jax")
     part.add_argument("--tag", required=True)
     part.add_argument("--latest", action="store_true")
     part.add_argument("--release", metavar="VERSION")
@@ -48,35 +53,8 @@ def register(subparsers: Subparsers) -> None:
     part.add_argument("tag")
     part.add_argument("file", type=Path, help="the release.json of its image")
     part.add_argument("--gpu", action="store_true", help="its image was checked on a GPU")
-    part = command(parts, "digest", run_digest, "print the digest in a release.json as an output of a workflow step")
-    part.add_argument("file", type=Path)
-    text = "write requirements/GROUP.txt from GROUP.in, for every Python that we support; what is locked stays"
-    part = command(parts, "lock", run_lock, text)
-    part.add_argument("group", nargs="*", help=f"default: {' '.join(relock.GROUPS)}")
-    part.add_argument("--upgrade", action="store_true", help="take the newest release of each package instead")
-    asked, mirror = "ask URL/NAME.git (default: MULTIMESH_MIRROR)", environ.get("MULTIMESH_MIRROR") or None
-    text = "move every pin to the newest release, and write down which moved; nothing of what moved is run"
-    part = command(parts, "upgrade", run_upgrade, text)
-    part.add_argument("folder", type=Path, help="where the list of moves goes")
-    part.add_argument("--mirror", metavar="URL", default=mirror, help=asked)
-    text = "move the same pins again, train on them, build images on moved bases; write the verdict"
-    part = command(parts, "validate", run_validate, text)
-    part.add_argument("folder", type=Path, help="what `upgrade` wrote; the verdict goes there too")
-    part.add_argument("--network", choices=("default", "host"), help="of the build of an image on a new base image")
-    part.add_argument("--mirror", metavar="URL", default=mirror, help=asked)
-    text = "move the same pins again, and write the text of their pull request to pull.md"
-    part = command(parts, "propose", run_propose, text)
-    part.add_argument("folder", type=Path, help="what `upgrade` and `validate` wrote")
-    part.add_argument("--mirror", metavar="URL", default=mirror, help=asked)
-
-
-def run_image_name(args: argparse.Namespace) -> None:
-    """Print ``registry/owner/multimesh-jax`` in lower case."""
-    if not _OWNER.fullmatch(args.owner):
-        raise errors.UsageError(
-            f"owner '{args.owner}': is no GitHub account; give --owner or set GITHUB_REPOSITORY_OWNER"
-        )
-    print(f"{args.registry}/{args.owner}/{IMAGE}".lower())
+    relock.add_step(parts)
+    bump.add_steps(parts, os.environ.get("MULTIMESH_MIRROR") or None)
 
 
 def run_preflight(args: argparse.Namespace) -> None:
@@ -91,74 +69,116 @@ def run_preflight(args: argparse.Namespace) -> None:
 
 def run_versions(args: argparse.Namespace) -> None:
     """Print the version of the tag."""
-    version = tag.check_versions(ROOT, args.tag)
+    version = check_versions(ROOT, args.tag)
     parser = argparse.ArgumentParser("docker/build.py", allow_abbrev=False)
     add_options(parser)
-    tag.check_pins(ROOT, from_options(parser.parse_args(args.options)).spec)
+    check_pins(ROOT, from_options(parser.parse_args(args.options)).spec)
     print(version)
 
 
 def run_wheel(args: argparse.Namespace) -> None:
     """Print sha256 and name of each, as sha256sum does."""
-    for path, digest in tag.build_wheels(ROOT, args.folder.resolve()):
+    for path, digest in build_wheels(ROOT, args.folder.resolve()):
         print(f"{digest}  {path.name}")
 
 
 def run_notes(args: argparse.Namespace) -> None:
     """Print Markdown."""
-    print(tag.notes(ROOT, args.tag, release.read(args.file), gpu=args.gpu), end="")
+    print(notes(ROOT, args.tag, release.read(args.file), gpu=args.gpu), end="")
 
 
-def run_digest(args: argparse.Namespace) -> None:
-    """Print ``digest=sha256:...``."""
-    print(f"digest={release.read(args.file)['image']['digest']}")
+def versions(root: Path) -> dict[str, str]:
+    """Return the version that each file of a clone names."""
+    texts = {name: (root / name).read_text(encoding="utf-8") for name in PROJECTS}
+    found = {name: str(tomllib.loads(text)["project"]["version"]) for name, text in texts.items()}
+    match = _DUNDER.search((root / PACKAGE).read_text(encoding="utf-8"))
+    return found | {PACKAGE: match[1] if match else "none"}
 
 
-def run_lock(args: argparse.Namespace) -> None:
-    """Print nothing: git shows what changed."""
-    if strange := sorted(set(args.group) - set(relock.GROUPS)):
-        raise errors.UsageError(f"{strange[0]}: is no group; choose from {' '.join(relock.GROUPS)}")
-    for group in relock.GROUPS:
-        if not args.group or group in args.group:
-            relock.lock(ROOT, group, *(["--upgrade"] if args.upgrade else []))
+def check_versions(root: Path, tag: str) -> str:
+    """Return the version of a tag of ours, when every file of the clone names it; else raise ``UsageError``."""
+    if not _TAG.fullmatch(tag):
+        raise errors.UsageError(f"tag '{tag}': is not of the form v1.2.3")
+    wrong = [f"{name} says {version}" for name, version in versions(root).items() if version != tag[1:]]
+    if wrong:
+        raise errors.UsageError(f"tag {tag}: {', '.join(wrong)}; change them, or tag the version that they name")
+    return tag[1:]
 
 
-def run_upgrade(args: argparse.Namespace) -> None:
-    """Print the table of the moves."""
-    moves = _upgraded(args.mirror)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    files.write_json(args.folder / upgrade.MOVES, [asdict(move) for move in moves])
-    print("\n".join(move.line for move in moves) or "every pin is the newest release")
+def check_pins(root: Path, spec: ImageSpec) -> None:
+    """Refuse a tag early, by the rule that its image would meet once it is built: a line for each pin that is null."""
+    locks = release.load_locks(root)
+    base = buildx.bases(spec, locks[1])
+    if said := release.null_pins(locks, base.unpinned, jaxlib_from_source=spec.jaxlib == "source"):
+        raise errors.SeveralErrors([f"no release: {line}" for line in said], errors.PinError.exit_code)
 
 
-def run_validate(args: argparse.Namespace) -> None:
-    """Exit 0 also where the validation failed: the pull request says so."""
-    moves, verdict = _again(args), {}
-    if any(not move.fault for move in moves):
-        commands = upgrade.checks(moves, args.network)
-        verdict = dict(zip(("passed", "said"), upgrade.validate(ROOT, commands), strict=True))
-    files.write_json(args.folder / upgrade.VERDICT, verdict)
-    print(verdict.get("said") or "nothing moved")
+def build_wheels(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Build each wheel twice, and yield it with its sha256 if both builds are one and its check passes."""
+    date = proc.run(["git", "-C", root, "log", "-1", "--format=%ct"]).text
+    version = versions(root)["multimesh/pyproject.toml"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for project, (name, module) in WHEELS.items():
+            first, second = (_build(root / project, Path(scratch, project, each), date) for each in ("one", "two"))
+            if (digest := files.sha256(first)) != files.sha256(second):
+                raise errors.IntegrityError(
+                    f"{first.name}: two builds of one commit differ; find out why before publishing"
+                )
+            _check_wheel(first, name, version, module, root / project / "src", Path(scratch, "unpacked"))
+            yield first.replace(folder / first.name), digest
 
 
-def run_propose(args: argparse.Namespace) -> None:
-    """Print the title of the pull request, or nothing where there is nothing to propose."""
-    verdict = files.read_object(args.folder / upgrade.VERDICT)
-    moves = _again(args)
-    if any(not move.fault for move in moves):
-        files.write(args.folder / upgrade.TEXT, upgrade.report(moves, verdict))
-        print(upgrade.TITLE)
+def _build(project: Path, folder: Path, date: str) -> Path:
+    argv = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    proc.run(argv, cwd=project, env=os.environ | {"SOURCE_DATE_EPOCH": date})
+    return next(folder.glob("*.whl"))
 
 
-def _upgraded(mirror: str | None) -> list[Move]:
-    here = Workspace()
-    with console.Reporter() as reporter, here.exclusive():
-        return upgrade.upgrade(here, mirror, reporter)
+def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path, unpacked: Path) -> None:
+    """See that it holds the files of the package that git tracks, names its version, and imports away from the clone.
+
+    It is unpacked beside those that were checked before, which it may need.
+    """
+    described = f"{name.replace('-', '_')}-{version}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        held = {entry for entry in archive.namelist() if not entry.startswith(f"{described}/")}
+        archive.extractall(unpacked)
+    wanted = set(filter(None, proc.run(["git", "-C", source, "ls-files", "-z"]).text.split("\0")))
+    if odd := sorted(held ^ wanted):
+        holds = "holds" if odd[0] in held else "does not hold"
+        raise errors.IntegrityError(f"{wheel.name}: {holds} {odd[0]}; a wheel holds the package and nothing else")
+    metadata = Parser().parsestr((unpacked / described / "METADATA").read_text())
+    for field, value in (("Name", name), ("Version", version), ("License-Expression", "Apache-2.0")):
+        if metadata[field] != value:
+            raise errors.IntegrityError(f"{wheel.name}: {field} is {metadata[field]}, not {value}")
+    package = module.partition(".")[0]
+    code = f"import {module}; print({package}.__file__)"
+    env = os.environ | {"PYTHONPATH": str(unpacked)}
+    said = proc.run([sys.executable, "-P", "-c", code], cwd=unpacked, env=env).text
+    if said != str(unpacked / package / "__init__.py"):
+        raise errors.IntegrityError(f"{wheel.name}: what it imports is {said}")
 
 
-def _again(args: argparse.Namespace) -> list[Move]:
-    """Move the pins that ``upgrade`` moved, from their own sources: nothing but names and versions is taken over."""
-    wanted, moves = upgrade.load(args.folder), _upgraded(args.mirror)
-    if [(each.name, each.new) for each in moves] != [(each.name, each.new) for each in wanted]:
-        raise errors.IntegrityError(f"{args.folder}: other pins move now than when it was written; start over")
-    return moves
+def notes(root: Path, tag: str, image: Mapping[str, Any], *, gpu: bool) -> str:
+    """Return release notes: how to pull, run and install it, and the subjects of the commits since the tag before.
+
+    ``image`` is the ``release.json`` of the image that runs; ``UsageError`` where that is of another version.
+    """
+    if image["version"] != tag or f"v{image['labels'].get(f'{buildx.OCI}.version')}" != tag:
+        raise errors.UsageError(f"release.json is of version {image['version']}, not of {tag}; take that of its image")
+    git = ["git", "-C", str(root)]
+    before = proc.run([*git, "describe", "--tags", "--abbrev=0", "--match", "v*", f"{tag}^"], check=False)
+    span = f"{before.text}..{tag}" if before.returncode == 0 else tag
+    log = proc.run([*git, "log", "--no-merges", "--format=- %s (%h)", span]).text
+    since = f"Since {before.text}:" if before.returncode == 0 else "The first release:"
+    name, on_gpus = f"{image['image']['repository']}:{tag}", image["labels"][f"{buildx.LABEL}.accelerator"] != "cpu"
+    how, job = ("--gpus all ", "validate-gpu.sh") if on_gpus else ("", "validate-cpu.sh")
+    server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    wheel = f"{server}/{repository}/releases/download/{tag}/multimesh_jax-{tag[1:]}-py3-none-any.whl"
+    install = f"pip install {wheel}\n" if server and repository else ""
+    checked = "trained on GPUs" if gpu else "trained on the CPU; no GPU checked it"
+    return (
+        f"```console\n{image['image']['pull']}\ndocker run --rm {how}{name} /opt/maxtext/{job}\n{install}```\n\n"
+        f"Before its release the image {checked}.\n\n{since}\n\n{log or '- no commits'}\n"
+    )

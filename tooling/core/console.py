@@ -1,11 +1,9 @@
-"""What a terminal gets: commands and their help, tables, and work while it goes on.
-
-Progress is bars on a terminal, one line a phase elsewhere; always on stderr.
-"""
+"""What a terminal gets: commands and their help, tables, and how far work is: bars, elsewhere a line a phase."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import threading
 import time
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
 
 Subparsers = argparse._SubParsersAction
 
@@ -40,20 +37,25 @@ def command(
 class Reporter:
     """Shows how far each of several named pieces of work is; safe to call from their threads."""
 
-    def __init__(self, *, bars: bool | None = None, quiet: bool = False) -> None:
-        self._quiet = quiet
-        self._bars = (sys.stderr.isatty() if bars is None else bars) and not quiet
+    def __init__(self) -> None:
         self._guard = threading.Lock()
         self._started: dict[str, float] = {}
-        self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._bars: Progress | None = None
 
     def __enter__(self) -> Reporter:
+        if sys.stderr.isatty() and importlib.util.find_spec("rich"):  # which the first packages bring
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            self._bars = Progress(*columns, console=Console(stderr=True))
+            self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._bars:
+            self._bars.stop()
 
     def phase(self, name: str, text: str) -> None:
         """Begin a phase of a piece of work, e.g. ``phase("jax", "fetching")``."""
@@ -64,12 +66,8 @@ class Reporter:
     def advance(self, name: str, done: float, total: float | None) -> None:
         """Say how much of the present phase is done; shown on a terminal only."""
         with self._guard:
-            if self._progress is not None and name in self._tasks:
-                self._progress.update(self._tasks[name], completed=done, total=total)
-
-    def advancing(self, name: str) -> Callable[[float, float | None], None]:
-        """Return a function that says how much of a piece of work is done."""
-        return lambda done, total: self.advance(name, done, total)
+            if self._bars and name in self._tasks:
+                self._bars.update(self._tasks[name], completed=done, total=total)
 
     def done(self, name: str, text: str) -> None:
         """End a piece of work."""
@@ -79,21 +77,12 @@ class Reporter:
 
     def _show(self, name: str, text: str, total: float | None = None) -> None:
         """Show a line; ``total`` is set where nothing is left to do."""
-        if self._quiet:
-            return
         if not self._bars:
-            print(f"{name}: {text}", file=sys.stderr, flush=True)
+            note(f"{name}: {text}")
             return
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True))
-            self._progress.start()
         if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=None)
-        self._progress.update(self._tasks[name], description=f"{name}: {text}", completed=total, total=total)
+            self._tasks[name] = self._bars.add_task(name)
+        self._bars.update(self._tasks[name], description=f"{name}: {text}", completed=total, total=total)
 
 
 def note(text: str) -> None:

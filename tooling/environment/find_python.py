@@ -309,22 +309,12 @@ def jax_of(version: Tuple[int, ...]) -> str:
 def jax_for(requirements: str, version: Tuple[int, ...]) -> str:
     """Return the jax that a lock has for a version of Python, or nothing."""
     with open(requirements, encoding="utf-8") as file:
-        locked = re.findall(r"^jax==([^\s;]+)(?:\s*;\s*([^\\\n]*))?", file.read(), re.MULTILINE)
-    fitting = [jax for jax, marker in locked if all(holds(part, version) for part in marker.split(" and "))]
-    return fitting[0] if fitting else ""
-
-
-def holds(condition: str, version: Tuple[int, ...]) -> bool:
-    """Say whether a condition of a requirement about Python's version is met; any other is taken to be."""
-    read = re.match(r"\s*python(?:_full)?_version\s*(<=|>=|<|>|==|!=)\s*['\"]([\d.]+?)(?:\.\*)?['\"]", condition)
-    if not read:
-        return True
-    wanted = tuple(map(int, read.group(2).split(".")))
-    have = version[: len(wanted)]
-    return {
-        "<": have < wanted, "<=": have <= wanted, ">": have > wanted, ">=": have >= wanted,
-        "==": have == wanted, "!=": have != wanted,
-    }[read.group(1)]  # fmt: skip
+        line = r"^jax==([^\s;]+)(?: ; python_full_version (<|>=) '(\d+)\.(\d+)')?"
+        locked = re.findall(line, file.read(), re.MULTILINE)
+    for jax, sign, *bound in locked:
+        if not sign or (version[:2] >= tuple(map(int, bound))) == (sign == ">="):
+            return str(jax)
+    return ""
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
 import re
 import sys
@@ -20,7 +21,6 @@ from tooling.sources.workspace import ROOT, Workspace
 REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *manifest.CUDA, "data", "dev")}
 PATH_FILE, READY = "multimesh-third-party.pth", ".venv/.multimesh-ready"
 PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
-_REQUIREMENT = re.compile(r"^[A-Za-z0-9].*?(?=\s*\\?$)", re.MULTILINE)
 
 
 def register(subparsers: Subparsers) -> None:
@@ -46,12 +46,12 @@ def run(args: argparse.Namespace) -> None:
     except errors.ToolingError as error:
         failed = error
     if not args.dry_run:
-        install(ROOT, sync.chosen(args), offline=args.offline, quiet=args.json)
+        install(ROOT, sync.chosen(args), offline=args.offline)
     if failed is not None:
         raise failed
 
 
-def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) -> None:
+def install(root: Path, groups: Sequence[str], *, offline: bool) -> None:
     """Install the packages of these groups, unless the note of the last run says that they are there.
 
     The note has, of each group, a digest of what decides its packages. Building an image needs none of them.
@@ -62,7 +62,7 @@ def install(root: Path, groups: Sequence[str], *, offline: bool, quiet: bool) ->
     wanted = {group: _digest(root, group) for group in groups if group != "image"}
     if wanted.items() <= files.read_object(root / READY).items():
         return
-    with Workspace(root).exclusive(), console.Reporter(quiet=quiet) as reporter:
+    with Workspace(root).exclusive(), console.Reporter() as reporter:
         have = files.read_object(root / READY)
         if Path(sys.prefix).resolve() != (root / ".venv").resolve():
             raise errors.ToolError(
@@ -88,19 +88,17 @@ def _digest(root: Path, group: str) -> str:
 
 
 def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
-    total = len(locked_versions(root / label))
-    seen = 0
+    total = len(re.findall(r"^\w", (root / label).read_text(encoding="utf-8"), re.MULTILINE))
+    numbers = itertools.count(1)
 
     def count(line: str) -> None:
-        nonlocal seen
         if line.startswith(("Collecting ", "Requirement already satisfied: ")):
-            seen += 1
-            reporter.advance(label, seen, total)
+            reporter.advance(label, next(numbers), total)
 
     reporter.phase(label, f"installing {total} packages")
     options = ["--no-index"] if offline else []  # pip then looks only at what is installed
     try:
-        _pip("--require-hashes", *options, "-r", str(root / label), label=label, on_line=count)
+        pip(sys.executable, "--require-hashes", *options, "-r", str(root / label), label=label, on_line=count)
     except errors.ToolingError as error:
         if offline:
             raise errors.NetworkError(f"{label}: is not installed; run without --offline") from error
@@ -112,30 +110,18 @@ def _install_editable(root: Path, reporter: console.Reporter) -> None:
     label = "this repository"
     reporter.phase(label, "installing editable")
     projects = [word for project in PROJECTS for word in ("-e", str(root / project))]
-    _pip("--no-deps", "--no-build-isolation", "--no-index", *projects, label=label)
+    pip(sys.executable, "--no-deps", "--no-build-isolation", "--no-index", *projects, label=label)
     # MaxText is not installed, only found: its own requirements ask for more than running it needs.
     path_file = Path(sysconfig.get_path("purelib")) / PATH_FILE
     path_file.write_text(f"{root / 'third_party' / 'maxtext' / 'src'}\n", encoding="utf-8")
     reporter.done(label, "installed")
 
 
-def _pip(*args: str, label: str, on_line: Callable[[str], None] | None = None) -> None:
+def pip(python: str, *args: str, label: str, on_line: Callable[[str], None] | None = None) -> None:
+    """Install packages with the pip of a Python; raise what its complaint means."""
     options = ("--no-input", "--progress-bar=off", "--disable-pip-version-check")
-    command = [sys.executable, "-m", "pip", "install", *options, *args]
+    command = [python, "-m", "pip", "install", *options, *args]
     result = proc.run(command, check=False, on_line=on_line, env=os.environ | {"PYTHONSAFEPATH": "1"})
     if result.returncode:
         known = proc.of_pip(result.stderr.decode("utf-8", "replace"), label)
-        raise known or errors.ToolError(f"{label}: pip failed ({result.complaint})")
-
-
-def locked_versions(path: Path, python: str | None = None) -> dict[str, str]:
-    """Return the locked version of each package for a Python, such as ``3.13.2``; by default, for that which runs."""
-    from packaging.markers import default_environment
-    from packaging.requirements import Requirement
-
-    environment = {name: str(value) for name, value in default_environment().items()}
-    if python is not None:
-        environment |= {"python_full_version": python, "python_version": ".".join(python.split(".")[:2])}
-    asked = [Requirement(match[0]) for match in _REQUIREMENT.finditer(path.read_text(encoding="utf-8"))]
-    wanted = [each for each in asked if each.marker is None or each.marker.evaluate(environment)]
-    return {each.name: next(iter(each.specifier)).version for each in wanted}
+        raise known or errors.ToolError(f"{label}: pip failed ({result.complaint}); check pip's index")

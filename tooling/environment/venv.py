@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from tooling import cli  # noqa: E402
-from tooling.core import errors, proc  # noqa: E402
+from tooling.core import console, files, proc  # noqa: E402
+from tooling.environment import packages  # noqa: E402
 from tooling.sources import manifest  # noqa: E402
 
 VENV = ROOT / ".venv"
@@ -29,28 +26,21 @@ GO_ON = "import sys; sys.path[0] = sys.argv.pop(1); import tooling.cli; sys.exit
 
 def make_and_go_on(options: Sequence[str]) -> int:
     """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
-    wanted = {"requirements": hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), "root": str(ROOT), "python": BASE}
+    wanted = {"requirements": files.sha256(REQUIREMENTS), "root": str(ROOT), "python": BASE}
     if read_stamp() != wanted:
         args = cli.parse(["bootstrap", *options])  # before anything is made
         if args.dry_run:
             return forecast(args.groups or manifest.GROUPS)
-        with (ROOT / "third_party" / ".venv.lock").open("a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with files.locked(ROOT / "third_party" / ".venv.lock"):
             if read_stamp() != wanted:
                 make(wanted)
     return os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *options])  # noqa: S606
 
 
 def forecast(wanted: Sequence[str]) -> int:
-    """Say what would be made, with nothing but Python: no other program and no package reads the locks."""
+    """Say what would be made, with nothing but Python: no package reads the locks."""
     print(f"would make {VENV} and install {REQUIREMENTS.relative_to(ROOT)}")
-    entries = re.split(r"(?m)^  (?=\S+:$)", (ROOT / "sources.yaml").read_text(encoding="utf-8"))[1:]
-    for entry in entries:
-        of = re.search(r"(?m)^    groups: \[(.*)\]", entry)
-        version = re.search(r"(?m)^    version: (\S+)", entry)
-        if of and set(of[1].replace(" ", "").split(",")) & set(wanted):
-            name = entry.partition(":")[0]
-            print(f"would bring third_party/{name}: " + (version[1].strip('"')[:12] if version else "a link"))
+    print(f"would bring into third_party/ what sources.yaml has for {', '.join(wanted)}")
     for path in (ROOT / "requirements" / f"{group}.txt" for group in wanted):
         if path.exists():
             print(f"would install {path.relative_to(ROOT)}")
@@ -58,24 +48,19 @@ def forecast(wanted: Sequence[str]) -> int:
 
 
 def read_stamp() -> object:
-    """Return the note of the last finished run, or None; an environment whose Python is gone counts as none."""
-    try:
-        return json.loads(STAMP.read_text(encoding="utf-8")) if PYTHON.exists() else None
-    except (OSError, ValueError):
-        return None
+    """Return the note of the last finished run, or nothing; an environment whose Python is gone counts as none."""
+    return files.read_object(STAMP) if PYTHON.exists() else None
 
 
 def make(stamp: object) -> None:
     """Create or repair the environment and install the packages of ``tooling`` itself."""
     if not usable():
-        print("making .venv", file=sys.stderr, flush=True)
-        quietly([BASE, "-m", "venv", "--clear", str(VENV)], "python -m venv")
-    print("installing requirements/tooling.txt", file=sys.stderr, flush=True)
-    install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    quietly([*install, "--require-hashes", "-r", str(REQUIREMENTS)], "pip install -r requirements/tooling.txt")
-    temporary = STAMP.with_suffix(".new")
-    temporary.write_text(json.dumps(stamp), encoding="utf-8")
-    temporary.replace(STAMP)
+        console.note("making .venv")
+        proc.run([BASE, "-m", "venv", "--clear", VENV])
+    label = str(REQUIREMENTS.relative_to(ROOT))
+    console.note(f"installing {label}")
+    packages.pip(str(PYTHON), "--require-hashes", "-r", str(REQUIREMENTS), label=label)
+    files.write_json(STAMP, stamp)
 
 
 def usable() -> bool:
@@ -85,17 +70,6 @@ def usable() -> bool:
     if not PYTHON.exists() or subprocess.run([PYTHON, "-c", question, BASE], capture_output=True).returncode:
         return False
     return activate.exists() and str(VENV) in activate.read_text(encoding="utf-8")
-
-
-def quietly(command: list[str], label: str) -> None:
-    """Run a command; show its output only if it fails."""
-    done = proc.run(command, check=False)
-    if done.returncode:
-        said = [line.strip() for line in (done.text + done.stderr.decode("utf-8", "replace")).splitlines()]
-        lines = [line for line in said if "ERROR" in line] or [done.complaint]
-        raise errors.ToolError(
-            f"{label} failed: {lines[-1][:400]}; check the network and disk, then run the same command again"
-        )
 
 
 if __name__ == "__main__":

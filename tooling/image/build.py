@@ -1,4 +1,4 @@
-"""Runs a build and notes its result. Finds files of this tree that a build would read and git does not track."""
+"""Runs a build, notes its result and explains why it failed. Finds files that it would read and git does not track."""
 
 from __future__ import annotations
 
@@ -17,15 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from tooling.core import console, errors, proc
-from tooling.image import buildx, digests, network, progress
+from tooling.image import buildx, digests, network
 from tooling.image.engine import Engine
-from tooling.image.progress import Steps
 from tooling.image.request import Built, ImageSpec, Means
-from tooling.sources import lock as sources
+from tooling.sources import manifest
 
 IGNORE = f"{buildx.DOCKERFILE}.dockerignore"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
+# BuildKit's plain display: steps of the Dockerfile, and those that came from its cache.
+_STEP = re.compile(r"^#(\d+) \[(?:linux/\S+ )?[\w.-]+ +\d+/\d+\] (?!FROM )", re.MULTILINE)
+_CACHED = re.compile(r"^#(\d+) CACHED$", re.MULTILINE)
+# Its summary of the step that broke a build, not of those that were stopped for that, with its last lines.
+_FAILED = re.compile(r"^------\n > (.*):\n((?:.*\n)*?)------$", re.MULTILINE)
+_REASON = re.compile(r"^ERROR: (?:failed to (?:build|solve): )*(.*)", re.MULTILINE)
+# Where a builder looks for a base: a step of its own, or the first of a stage.
+_BASE = re.compile(r"\[internal\] load metadata|\[.* \d+/\d+\] FROM ")
+_TOLD = re.compile(r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()")
 # Labels say what buildx would ask git.
 _SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
 
@@ -61,7 +69,7 @@ def plan(
     from_source = spec.jaxlib == "source"
     # At once, for a build of jaxlib takes minutes until it looks.
     built_from = [_component(root, name, "source", only_plan) for name in ("jax", "xla") if from_source]
-    held, locked = sources.value(root / "sources.lock", "jax", "version"), buildx.jax(root)
+    held, locked = manifest.locked(root / "sources.lock", "jax", "version"), buildx.jax(root)
     if from_source and held != locked:
         raise errors.PinError(
             f"third_party/jax is {held}, the packages of an image go with jax {locked}; take --jaxlib wheel, "
@@ -100,18 +108,66 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool
             console.note(f"{reference}: not pinned by digest; a release refuses that")
         for left in todo.access.left_out:
             console.note(f"{left}: pip finds packages there on this machine, but a build cannot see it")
-        steps = Steps()
         env = os.environ | todo.access.variables | _SETTINGS
-        done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=steps.show)
+        done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=console.note)
         if done.returncode:
-            raise progress.explain(steps, done.returncode, todo.base.build.reference)
+            raise explain(done, todo.base.build.reference)
         if not save:
             return None
         told = json.loads(result.read_text(encoding="utf-8"))
     # By the configuration or, in a containerd store, by the manifest.
     names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
-    cached, count = steps.counted
+    cached, count = counted(done)
     return replace(describe(engine, spec, *names), seconds=time.monotonic() - started, cached=cached, steps=count)
+
+
+def counted(result: proc.Result) -> tuple[int, int]:
+    """Return how many steps of the Dockerfile came from the cache, and of how many."""
+    said = result.stderr.decode("utf-8", "replace")
+    own = set(_STEP.findall(said))
+    return len(own.intersection(_CACHED.findall(said))), len(own)
+
+
+def explain(result: proc.Result, base: str) -> errors.ToolingError:
+    """Return the error for a build that failed: the step, the reason, and the remedy."""
+    said = result.stderr.decode("utf-8", "replace")
+    step, output = found.groups() if (found := _FAILED.search(said)) else ("", "")
+    lines = [re.sub(r"^\d+\.\d+ ", "", line).strip() for line in output.splitlines()]
+    fault = (_REASON.findall(said) or [result.complaint])[-1]
+    title = " ".join(word for word in step.split() if not word.startswith(("--mount=", "--from=", "--chown=")))
+    where = f"step `{title if len(title) <= 100 else title[:97] + '...'}`" if step else "the build"
+    text, last = "\n".join([*lines, fault]), _telling(lines) or proc.shortened(fault)
+    if proc.disk_full(text):
+        return errors.DiskError(
+            f"{where}: the engine's disk is full; free some space (`docker system df`) and run again"
+        )
+    if proc.OTHER_FILES.search(text):
+        return errors.IntegrityError(
+            f"{where}: the package index offers other files than the locked ones; do not use them"
+        )
+    if "exec format error" in text.lower():
+        return errors.EngineError(
+            f"{where}: the engine's machine cannot run programs of this platform; register QEMU there "
+            "(Debian and Ubuntu: qemu-user-static, binfmt-support), or leave out --platform"
+        )
+    if _BASE.match(step):
+        return errors.NetworkError(
+            f"{base}: the base image cannot be fetched ({proc.shortened(fault)}); log in to its registry or give "
+            "another --base-image"
+        )
+    if proc.network_failed(text):
+        return errors.NetworkError(
+            f"{where}: cannot reach what it needs ({last}); check --pip-config, --ca-bundle and --network"
+        )
+    return errors.BuildError(f"{where} failed: {last}")
+
+
+def _telling(lines: Sequence[str]) -> str:
+    """Return the line that says most: a program's own error, else the last one; of a long one, both ends."""
+    own = [line for line in lines if _TOLD.match(line)]
+    # apt and pip first say the fault, then its consequence.
+    best = own[-3:][:1] or [line for line in lines if line and not line.startswith("WARNING")][-1:]
+    return proc.shortened(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else ""
 
 
 def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
@@ -242,7 +298,7 @@ def _component(root: Path, name: str, group: str, only_plan: bool = False) -> st
     """Return the commit of a patched component, marked where it differs, or raise an error with the remedy."""
     place = root / "third_party" / name
     inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
-    pinned = sources.value(root / "sources.lock", name, "patched_commit")
+    pinned = manifest.locked(root / "sources.lock", name, "patched_commit")
     if pinned is None:
         raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m tooling lock {name}`")
     if not inside.exists():

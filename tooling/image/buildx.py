@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tooling.core import files
 from tooling.environment import find_python
 from tooling.image.digests import ImageLock, ImagePin
 from tooling.image.engine import Engine
 from tooling.image.network import Access
 from tooling.image.request import ImageSpec, Means
-from tooling.sources import lock as sources
+from tooling.sources import manifest
 
 DOCKERFILE = "docker/Dockerfile"
 LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
@@ -85,15 +86,11 @@ def labels(
         f"{LABEL}.accelerator": {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[spec.accelerator],
         f"{LABEL}.jaxlib": f"{spec.jaxlib} {spec.build_type}" if spec.jaxlib == "source" else "wheel",
         f"{LABEL}.jax": jax(root),
-        f"{LABEL}.maxtext": sources.value(root / "sources.lock", "maxtext", "version") or "unknown",
+        f"{LABEL}.maxtext": manifest.locked(root / "sources.lock", "maxtext", "version") or "unknown",
         f"{LABEL}.maxtext.revision": maxtext,
         f"{LABEL}.python": python or "unpinned",
         f"{LABEL}.lock": lock_digest(root),
     }
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def jax(root: Path) -> str:
@@ -126,7 +123,7 @@ def arguments(
         "PYTHON_SHA256": python.sha256 or "",
     }
     if spec.python_archive is not None:
-        chosen |= {"PYTHON_URL": "", "PYTHON_SHA256": _sha256(spec.python_archive)}
+        chosen |= {"PYTHON_URL": "", "PYTHON_SHA256": files.sha256(spec.python_archive)}
     if spec.jaxlib == "source":
         chosen |= {
             "CUDA_VERSION": spec.cuda_version,

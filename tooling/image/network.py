@@ -14,7 +14,7 @@ from tooling.core import console, errors
 from tooling.image.request import ImageSpec, Means, fits_an_option
 
 if TYPE_CHECKING:
-    from tooling.image.bazel_cache import Cache
+    from tooling.image.bazel_cache import Server
 
 PIP_VARIABLE = "MULTIMESH_PIP_CONF"
 SYSTEM = (Path("/etc/xdg/pip/pip.conf"), Path("/etc/pip.conf"))
@@ -23,7 +23,6 @@ _PLACES = ("index-url", "extra-index-url", "find-links")
 _KEYS = (*_PLACES, "trusted-host", "proxy", "timeout", "retries", "keyring-provider")
 _CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-_LONGEST_VARIABLE = 120_000
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,6 @@ def access(means: Means, environ: Mapping[str, str]) -> Access:
         kept = [(key, settings[key].strip().replace("\n", "\n  ")) for key in sorted(settings) if key in _KEYS]
         if kept:
             text = "".join(["[global]\n", *(f"{key} = {value}\n" for key, value in kept)])
-            if len(text) > _LONGEST_VARIABLE:
-                raise errors.UsageError(
-                    "your pip configuration is too long to hand over; give a short one with --pip-config"
-                )
             options += ["--secret", f"id=pip.conf,env={PIP_VARIABLE}"]
             variables[PIP_VARIABLE] = text
     named = [settings.get("cert", ""), *(environ.get(name, "") for name in _CA_VARIABLES)]
@@ -95,7 +90,7 @@ def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
-def find_cache(spec: ImageSpec, means: Means) -> Cache | None:
+def find_cache(spec: ImageSpec, means: Means) -> Server | None:
     """Return the remote Bazel cache that a build is to use; None where it needs none or none answers."""
     if spec.jaxlib != "source" or not means.use_bazel_cache:
         return None
@@ -109,7 +104,7 @@ def find_cache(spec: ImageSpec, means: Means) -> Cache | None:
     return found
 
 
-def through_cache(cache: Cache | None, means: Means, folder: Path | None) -> tuple[Means, tuple[str, ...]]:
+def through_cache(cache: Server | None, means: Means, folder: Path | None) -> tuple[Means, tuple[str, ...]]:
     """Return means that reach a cache, and the build option that hands Bazel's settings over.
 
     A cache on this machine's loopback is seen from the host network only. The settings, perhaps with a password, are

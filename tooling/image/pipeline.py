@@ -16,7 +16,7 @@ from typing import Any
 
 from tooling.core import console, errors
 from tooling.core.console import Subparsers, command
-from tooling.image import build, engine, network, release, smoke
+from tooling.image import build, engine, network, release, smoke, tags
 from tooling.image.engine import Engine
 from tooling.image.request import Built, Request, add_options, from_options
 from tooling.sources.workspace import ROOT
@@ -42,17 +42,21 @@ def run(args: argparse.Namespace) -> None:
     if not request.actions.dry_run and importlib.util.find_spec("requests") is None:
         raise errors.ToolError("there is no .venv with the tools to build and push; run ./bootstrap.sh --group image")
     smoke.check_means(request.actions.validate)
-    if request.actions.upload:
-        release.check_options(request)
+    if request.actions.upload and request.actions.promote:  # impossible tags are refused without an engine
+        tags.tags(request.spec.reference, latest=request.actions.latest, version=request.actions.release)
     if request.actions.dry_run:
         dry_run(request)
         return
     where = engine.detect(request.actions.remote)
     if request.actions.upload:
         release.check_before(ROOT, where, request)
-    built = make(where, request)
-    if built is None:
-        return
+    spec, built = request.spec, None
+    if request.actions.build:
+        built = build.run(ROOT, where, spec, request.means, save=not request.actions.skip_save)
+        if built is None:
+            return
+    else:
+        built = build.describe(where, spec, str(spec.reference))
     check = smoke.check(ROOT, where, built, request.actions.validate)
     names = _names(request)
     for each in names:
@@ -62,13 +66,6 @@ def run(args: argparse.Namespace) -> None:
         where, built = bring(where, built, names)
     pushed = release.publish(ROOT, where, built, check, request) if request.actions.upload else None
     report(where, built, check, names, pushed, as_json=request.actions.json)
-
-
-def make(where: Engine, request: Request) -> Built | None:
-    """Return the image that is asked for: built now, or the one that the engine has."""
-    if request.actions.build:
-        return build.run(ROOT, where, request.spec, request.means, save=not request.actions.skip_save)
-    return build.describe(where, request.spec, str(request.spec.reference))
 
 
 def _names(request: Request) -> list[str]:
@@ -120,8 +117,8 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
         console.note(f"{network.PIP_VARIABLE} in the environment holds your pip's package indexes")
     commands, image = [list(todo.argv)] * actions.build, "IMAGE" if actions.build else str(spec.reference)
     if not actions.skip_save:
-        if spec.target != "devcontainer":
-            commands += smoke.planned(where, image, actions.validate)
+        if spec.target != "devcontainer" and actions.validate != "none":
+            commands.append(smoke.argv(where, image, actions.validate, "multimesh-check"))
         commands += [[*where.cli, "tag", image, each] for each in _names(request)]
     if actions.upload:
         if actions.build:

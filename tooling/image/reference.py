@@ -70,34 +70,28 @@ def pulled(image: str, tag: str) -> tuple[Reference, str]:
 
 def check_repository(text: str) -> str:
     """Return a repository in lower case, or raise an error that says why it is none."""
-    if "@" in text:
+    if "@" in text:  # it is not shown: a password may be in it
         raise errors.UsageError(
             "a repository has no user, password or digest in it; run `docker login`, and leave out @"
         )
-    if "://" in text:
-        raise errors.UsageError(f"repository {text!r}: a repository has no scheme; leave out {text.split('//')[0]}//")
     host, path = _split(text)
-    if host and not _HOST.fullmatch(host):
-        raise errors.UsageError(f"repository {text!r}: {host!r} is no host name; e.g. ghcr.io or localhost:5000")
-    for part in path.lower().split("/"):
-        if not _PART.fullmatch(part):
-            raise errors.UsageError(
-                f"repository {text!r}: {part!r} is no part of a repository; "
-                "letters and digits, with single . _ or - between them"
-            )
-    if len(text) > _LONGEST:
-        raise errors.UsageError(f"repository {text[:40]!r}... has {len(text)} characters; at most {_LONGEST}")
+    parts = path.lower().split("/")
+    if (host and not _HOST.fullmatch(host)) or not all(map(_PART.fullmatch, parts)) or len(text) > _LONGEST:
+        raise errors.UsageError(
+            f"repository {text[:80]!r}: expected [HOST[:PORT]/]OWNER/NAME, of letters and digits with single . _ or - "
+            f"between them, in at most {_LONGEST} characters; no https://, no tag"
+        )
     return text.lower()
 
 
 def check_image(text: str) -> str:
     """Return the name of an image with or without a tag or a digest, or raise an error that says why it is none."""
     name, at, digest = text.partition("@")
+    if at and not _DIGEST.fullmatch(digest):
+        raise errors.UsageError("an image is REPO:TAG or REPO@sha256:..., without a user or a password")
     head, colon, tag = name.rpartition(":")
     if not colon or "/" in tag:
         head, tag = name, "latest"
-    if at and not _DIGEST.fullmatch(digest):
-        raise errors.UsageError("an image is REPO:TAG or REPO@sha256:..., without a user or a password")
     check_repository(head)
     check_tag(tag)
     return text

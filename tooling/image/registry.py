@@ -31,7 +31,7 @@ _AGAIN = Retry(
 )  # fmt: skip
 
 
-def find_login(host: str, path: str) -> HTTPBasicAuth | None:
+def find_login(host: str) -> HTTPBasicAuth | None:
     """Return the login that ``docker login`` left for a registry, in a file or with a helper.
 
     What a helper says is not repeated: it may be the password.
@@ -40,19 +40,15 @@ def find_login(host: str, path: str) -> HTTPBasicAuth | None:
 
     from docker import auth
 
-    helper, parts = "HELPER", path.split("/")
+    helper = "HELPER"
     try:
         config = auth.load_config(None)
         helper = config.get_credential_store(host) or helper
-        # A login may be for an owner or a repository alone.
-        own = (config.auths.get("/".join((host, *parts[:n]))) for n in range(len(parts), 0, -1))
         with warnings.catch_warnings(action="ignore"):
-            found = next(filter(None, own), None) or config.resolve_authconfig(host)
-        if found and (token := found.get("IdentityToken")):
+            found = {key.lower(): value for key, value in (config.resolve_authconfig(host) or {}).items()}
+        if token := found.get("identitytoken"):
             return HTTPBasicAuth(_IDENTITY, token)
-        if found:
-            named = {key.lower(): value for key, value in found.items()}
-            return HTTPBasicAuth(named["username"], named["password"].rstrip("\0"))
+        return HTTPBasicAuth(found["username"], found["password"].rstrip("\0")) if found else None
     except DockerException:
         raise errors.RegistryError(
             f"{host}: docker-credential-{helper} is not here or failed, and Docker's config.json names it; "
@@ -60,7 +56,6 @@ def find_login(host: str, path: str) -> HTTPBasicAuth | None:
         ) from None
     except (ValueError, KeyError):
         raise errors.RegistryError(f"{host}: the login in Docker's config.json cannot be read; log in again") from None
-    return None
 
 
 class Registry:
@@ -72,7 +67,7 @@ class Registry:
             # As every engine reads it: a name without a host is Docker Hub's.
             host, path = "docker.io", path if "/" in path else f"library/{path}"
         self.place = f"{host}/{path}"
-        self._host, self._path, self._login = host, path, find_login(host, path)
+        self._host, self._path, self._login = host, path, find_login(host)
         self._server = _HUB if host == "docker.io" else host
         self._session = requests.Session()
         for scheme in ("https://", "http://"):

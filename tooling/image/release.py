@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tooling.core import console, errors, files
+from tooling.core import errors, files
 from tooling.core.console import Subparsers, command
 from tooling.image import build, buildx, digests, engine, reference, tags
 from tooling.image.buildx import LABEL, OCI
@@ -21,8 +19,8 @@ from tooling.image.digests import ImageLock
 from tooling.image.engine import Engine
 from tooling.image.request import Built, Request
 from tooling.image.smoke import Check
-from tooling.sources import lock as sources_lock
-from tooling.sources.lock import Pin
+from tooling.sources import manifest
+from tooling.sources.manifest import Pin
 from tooling.sources.workspace import ROOT
 
 RECORD = Path("build/image/release.json")
@@ -61,12 +59,11 @@ def run_promote(args: argparse.Namespace) -> None:
     if args.release:
         labels = tags.labels_of(where, wanted.at(digest))
         check_release(args.release, labels, load_locks(ROOT), unpinned(labels))
+    kept: dict[str, Any] = {}
     if document:
         document["version"] = args.release
-        earlier, told = moves(document), telling(file, document)
-        moved = tags.promote(where, wanted, digest, names, earlier=earlier, told=told)
-    else:
-        moved = tags.promote(where, wanted, digest, names)
+        kept = {"earlier": moves(document), "told": telling(file, document)}
+    moved = tags.promote(where, wanted, digest, names, **kept)
     if args.json:
         print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
     else:
@@ -75,7 +72,7 @@ def run_promote(args: argparse.Namespace) -> None:
 
 def load_locks(root: Path) -> Locks:
     """Read and check ``sources.lock`` and ``images.lock``."""
-    return sources_lock.load(root / "sources.lock"), digests.load(root)
+    return manifest.load_lock(root / "sources.lock"), digests.load(root)
 
 
 def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool) -> list[str]:
@@ -131,18 +128,6 @@ def unpinned(labels: Mapping[str, str]) -> tuple[str, ...]:
     return () if known else (labels.get(f"{OCI}.base.name", "base"),)
 
 
-def release_file(root: Path, request: Request) -> Path:
-    """Return where ``release.json`` goes."""
-    return request.actions.release_file or root / RECORD
-
-
-def check_options(request: Request) -> None:
-    """Raise errors that need no engine: of impossible tags."""
-    actions = request.actions
-    if actions.promote:
-        tags.tags(request.spec.reference, latest=actions.latest, version=actions.release)
-
-
 def check_sources(root: Path, request: Request, labels: Mapping[str, str], bases: Sequence[str]) -> None:
     """Raise errors that would stop a push after the build: files and changes that no commit holds, pins of a release.
 
@@ -151,9 +136,7 @@ def check_sources(root: Path, request: Request, labels: Mapping[str, str], bases
     spec, actions = request.spec, request.actions
     if actions.build and not actions.allow_dirty:
         build.check_context(root, jaxlib_from_source=spec.jaxlib == "source")
-    if actions.release is not None and importlib.util.find_spec("jsonschema") is None:
-        console.note("--release: its conditions are looked at in .venv only; ./bootstrap.sh --group image makes it")
-    elif actions.release is not None:
+    if actions.release is not None:
         check_release(actions.release, labels, load_locks(root), bases)
     elif not actions.allow_dirty and (dirty := _dirty(labels)):
         raise errors.DirtyTreeError(f"{dirty[0]}; or push it all the same with --allow-dirty")
@@ -171,7 +154,7 @@ def check_before(root: Path, engine: Engine, request: Request) -> None:
     else:
         labels = build.describe(engine, request.spec, str(request.spec.reference)).labels
         check_sources(root, request, labels, unpinned(labels))
-    place = release_file(root, request).parent
+    place = (request.actions.release_file or root / RECORD).parent
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
         raise errors.DiskError(f"{place}: cannot be written, and release.json belongs there; make it writable")
@@ -182,7 +165,8 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
 
     Until the last step every public tag is where it was.
     """
-    reference, actions, place = request.spec.reference, request.actions, release_file(root, request)
+    reference, actions = request.spec.reference, request.actions
+    place = actions.release_file or root / RECORD
     name = tags.candidate(reference, built.labels, built.image_id)
     engine.run("tag", built.image_id, str(name))
     pushed = tags.push(engine, built.image_id, name)
@@ -225,7 +209,6 @@ def record(
 ) -> dict[str, Any]:
     """Return the content of ``release.json`` before any tag moves."""
     reference = built.spec.reference
-    sums = {name: hashlib.sha256((root / name).read_bytes()) for name in buildx.LOCKS if (root / name).is_file()}
     return {
         "format": 3,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -241,7 +224,7 @@ def record(
             "tags": [],
         },
         "check": {"job": check.job, "verdict": check.verdict},
-        "locks": {name: f"sha256:{each.hexdigest()}" for name, each in sums.items()},
+        "locks": {name: f"sha256:{files.sha256(root / name)}" for name in buildx.LOCKS if (root / name).is_file()},
         "labels": dict(built.labels),
         "seconds": {
             "build": round(built.seconds, 1),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tooling.core import console, errors, files, proc
 from tooling.image.buildx import LABEL
@@ -49,12 +47,10 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     machine; with ``none`` only the content is looked at. ``SmokeError`` says what the image lacks or holds, or the last
     line of the job that failed in it.
     """
-    try:
-        before = Check(**_noted(root)[built.content])
-    except (KeyError, TypeError):
-        before = None
-    if before and before.job == job:
-        return before
+    passed_before = files.read_object(root / _CHECKED)
+    with contextlib.suppress(KeyError, TypeError):
+        if (before := Check(**passed_before[built.content])).job == job:
+            return before
     started = time.monotonic()
     _check_contents(root, engine, built)
     verdict = "its content is as promised; no job ran"
@@ -63,24 +59,11 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
     try:
         (root / _CHECKED).parent.mkdir(parents=True, exist_ok=True)
-        recent = dict(list(_noted(root).items())[-_KEPT:])
+        recent = dict(list(passed_before.items())[-_KEPT:])
         files.write_json(root / _CHECKED, recent | {built.content: asdict(passed)})
     except OSError as error:
         console.note(f"{_CHECKED}: cannot note that the image passed ({error}); the next run checks it again")
     return passed
-
-
-def planned(engine: Engine, image: str, job: str) -> list[list[str]]:
-    """Return the commands of a check's job."""
-    return [] if job == "none" else [_argv(engine, image, job, "multimesh-check")]
-
-
-def _noted(root: Path) -> dict[str, Any]:
-    """Return the checks that images passed before, by their digests; none where the note cannot be read."""
-    try:
-        return dict(json.loads((root / _CHECKED).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def _check_contents(root: Path, engine: Engine, built: Built) -> None:
@@ -90,14 +73,14 @@ def _check_contents(root: Path, engine: Engine, built: Built) -> None:
         raise errors.SmokeError(f"{built.image_id}: runs as root; the last USER of its stage must be another")
     options = ["--rm", "--interactive", "--network", "none", "--user", "0", "--entrypoint", "/bin/sh"]
     accelerator = built.labels.get(f"{LABEL}.accelerator", "cpu").split()[0]
-    argv = [*engine.cli, "run", *options, built.image_id, "-s", built.spec.target, accelerator]
-    result = proc.run(argv, stdin=(root / "docker/scripts/contents.sh").read_bytes(), check=False)
+    words = [*engine.cli, "run", *options, built.image_id, "-s", built.spec.target, accelerator]
+    result = proc.run(words, stdin=(root / "docker/scripts/contents.sh").read_bytes(), check=False)
     if result.returncode:
         faults = [line.removeprefix("fault: ") for line in result.text.splitlines() if line.startswith("fault: ")]
         raise errors.SmokeError(f"{built.image_id}: holds {'; '.join(faults) or result.complaint}")
 
 
-def _argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
+def argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
     """Return the command that runs a validation job in a container, as a user would."""
     means = ["--gpus", "all"] if job == "medium" else ["--network", "none"]
     options = ["--rm", "--init", "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
@@ -106,7 +89,7 @@ def _argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
 
 def _run(engine: Engine, image: str, job: str) -> str:
     """Run a validation job in a container, showing its lines; return the last of them."""
-    name = f"multimesh-check-{os.getpid()}-{secrets.token_hex(4)}"
+    name = f"multimesh-check-{os.getpid()}-{os.urandom(4).hex()}"
     lines = list[str]()
 
     def show(line: str) -> None:
@@ -115,7 +98,7 @@ def _run(engine: Engine, image: str, job: str) -> str:
             print(f"       |  {line.rstrip()}", file=sys.stderr, flush=True)
 
     try:
-        result = proc.run(_argv(engine, image, job, name), check=False, on_line=show)
+        result = proc.run(argv(engine, image, job, name), check=False, on_line=show)
     except BaseException:
         # Ending docker's client does not end the container.
         subprocess.run([*engine.cli, "rm", "--force", name], capture_output=True, check=False)

@@ -51,7 +51,6 @@ class Pushed:
     digest: str
     media_type: str
     bytes: int
-    attempts: int
     seconds: float
 
 
@@ -83,11 +82,9 @@ def push(engine: Engine, image_id: str, name: Reference, sleep: Callable[[float]
     ``RegistryError``: the registry refuses (at once), or cannot be reached (after the last attempt).
     ``IntegrityError``: it holds another image than the one that was checked.
     """
-    started, attempts = time.monotonic(), 0
+    started = time.monotonic()
 
     def send() -> None:
-        nonlocal attempts
-        attempts += 1
         result = proc.run([*engine.cli, "push", str(name)], check=False, on_line=console.note)
         if result.returncode:
             raise fault(result.stderr.decode("utf-8", "replace") or result.text, str(name))
@@ -104,7 +101,7 @@ def push(engine: Engine, image_id: str, name: Reference, sleep: Callable[[float]
         )
     size = sum(int(each["size"]) for i in images for each in (i.document["config"], *i.document["layers"]))
     media_type = str(manifest.document.get("mediaType", "application/vnd.oci.image.manifest.v1+json"))
-    return Pushed(manifest.digest, media_type, size, attempts, time.monotonic() - started)
+    return Pushed(manifest.digest, media_type, size, time.monotonic() - started)
 
 
 def retrying(action: Callable[[], T], label: str, sleep: Callable[[float], None] = time.sleep) -> T:

@@ -1,7 +1,8 @@
-"""Builds one component in a stage folder: its upstream tree by any transport, its patches, its checked-out files."""
+"""Builds one component in a stage folder: its upstream tree, its patches, its checked-out files."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -9,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tooling.core import console, errors
-from tooling.sources import archive, git, patch
-from tooling.sources.lock import Pin
-from tooling.sources.manifest import Component, Transport
+from tooling.sources import git, patch, wheel
+from tooling.sources.manifest import Component, Pin, Wheel
 from tooling.sources.patch import Patch
 from tooling.sources.workspace import Record, Workspace, observe
 
@@ -118,34 +118,34 @@ def _on_disk(repo: git.Repo, component: Component, pin: Pin) -> bool:
 
 
 def _obtained(repo: git.Repo, component: Component, pin: Pin, means: Means) -> str:
-    """Get the component's objects by the first transport that has them, verified; return the name of the source."""
+    """Get the component's objects, verified, from its wheel or by git; return the name of the source."""
     if means.offline:
         raise errors.NetworkError(f"{component.name}: its source is not on this disk; run once without --offline")
-    failures: list[errors.ToolingError] = []
-    for transport in component.transports:
+    failed = None
+    if component.wheel:
         try:
-            if transport.kind == "git":
-                _fetch(repo, component, pin, means)
-            else:
-                _download(repo, component, pin, transport, means)
-            return transport.kind
+            _download(repo, component, pin, component.wheel, means)
+            return "wheel"
         except (errors.NetworkError, errors.MissingCommitError, errors.PinError) as error:
-            failures.append(error)
-    raise type(failures[-1])("; and ".join(map(str, failures)))
+            failed = error
+    try:
+        _fetch(repo, component, pin, means)
+    except (errors.NetworkError, errors.MissingCommitError, errors.PinError) as error:
+        raise type(error)(f"{failed}; and {error}" if failed else str(error)) from error
+    return "git"
 
 
-def _download(repo: git.Repo, component: Component, pin: Pin, transport: Transport, means: Means) -> None:
-    name, sha256 = component.name, dict(pin.archives).get(transport.file)
+def _download(repo: git.Repo, component: Component, pin: Pin, asked: Wheel, means: Means) -> None:
+    name, sha256 = component.name, dict(pin.archives).get(asked.file)
     if sha256 is None:
-        raise errors.PinError(f"{name}: sources.lock has no sha256 of {transport.file}; copy it from its publisher")
+        raise errors.PinError(f"{name}: sources.lock has no sha256 of {asked.file}; copy it from its publisher")
     if pin.tree is None:
-        raise errors.PinError(f"{name}: sources.lock has no tree for {transport.file} to be held against")
-    means.reporter.phase(name, f"downloading {transport.file}")
-    folder, on_progress = means.stage / f"{name}.download", means.reporter.advancing(name)
-    path = archive.download(component, transport, sha256, folder, mirror=means.mirror, on_progress=on_progress)
+        raise errors.PinError(f"{name}: sources.lock has no tree for {asked.file} to be held against")
+    means.reporter.phase(name, f"downloading {asked.file}")
+    path = wheel.download(component, asked, sha256, means.stage / f"{name}.download")
     means.reporter.phase(name, "importing")
-    found = archive.import_tree(repo, path, transport.root, label=name)
-    _expect(f"{name}: tree of {transport.file}", pin.tree, found)
+    found = wheel.import_tree(repo, path, asked.root, label=name)
+    _expect(f"{name}: tree of {asked.file}", pin.tree, found)
 
 
 def _fetch(repo: git.Repo, component: Component, pin: Pin, means: Means) -> None:
@@ -155,7 +155,8 @@ def _fetch(repo: git.Repo, component: Component, pin: Pin, means: Means) -> None
     for attempt in range(1, _ATTEMPTS + 1):
         means.reporter.phase(name, f"fetching {pin.commit[:12]}" + (f", attempt {attempt}" if attempt > 1 else ""))
         try:
-            git.fetch(repo, url, pin.commit, label=name, on_progress=means.reporter.advancing(name))
+            told = functools.partial(means.reporter.advance, name)
+            git.fetch(repo, url, pin.commit, label=name, on_progress=told)
             break
         except errors.NetworkError:
             if attempt == _ATTEMPTS:

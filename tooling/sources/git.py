@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from tooling.core import errors, proc
 
 SCHEMES = ("https", "http", "ssh", "git", "file")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _SETTINGS = {
     "advice.detachedHead": "false",
     "checkout.workers": "0",
@@ -47,7 +49,6 @@ IDENTITY = {
 }
 _MALFORMED = ("fsck error", "object corrupt", "index-pack failed", "invalid index-pack", "inflate", "bad object")
 _MISSING = ("not our ref", "couldn't find remote ref", "unadvertised object", "no such remote ref")
-Progress = Callable[[float, float | None], None]
 
 
 def environment(directory: str) -> dict[str, str]:
@@ -118,8 +119,10 @@ def init(root: Path) -> Repo:
     return repo
 
 
-def fetch(repo: Repo, url: str, revision: str, *, label: str, on_progress: Progress | None = None) -> None:
-    """Fetch one commit, without its history, from a url that ``safety.url_fault`` let pass.
+def fetch(
+    repo: Repo, url: str, revision: str, *, label: str, on_progress: Callable[[float, float | None], None]
+) -> None:
+    """Fetch one commit, without its history, from a url that ``url_fault`` let pass.
 
     Raises ``MissingCommitError`` where the server answers without it, ``NetworkError`` where there is no answer,
     ``IntegrityError`` where it sends malformed objects.
@@ -127,7 +130,7 @@ def fetch(repo: Repo, url: str, revision: str, *, label: str, on_progress: Progr
     from git.util import CallableRemoteProgress, RemoteProgress
 
     def tell(code: int, done: str | float, total: str | float | None = None, message: str = "") -> None:
-        if on_progress and code & RemoteProgress.OP_MASK == RemoteProgress.RECEIVING:
+        if code & RemoteProgress.OP_MASK == RemoteProgress.RECEIVING:
             on_progress(float(done), float(total) if total else None)
 
     args = ("fetch", "--depth=1", "--no-tags", "--no-write-fetch-head", "--no-recurse-submodules", "--progress")
@@ -145,6 +148,20 @@ def ask(url: str, ref: str, *, label: str) -> dict[str, str]:
         raise _failure(result, url, ref, label)
     pairs = (line.split("\t") for line in result.text.splitlines())
     return {name: commit for commit, name in pairs}
+
+
+def url_fault(url: str) -> str | None:
+    """Say why an address of the command line may not be fetched from, or return None."""
+    if not re.match(rf"({'|'.join(SCHEMES)})://[^-]", url):
+        return f"must begin with one of {', '.join(scheme + '://' for scheme in SCHEMES)}"
+    if re.match(r"\w+://[^/@]*:[^/@]*@", url):
+        return "contains a password; keep credentials out of command lines"
+    return None
+
+
+def shown(url: str) -> str:
+    """Return a url as an error may show it, without any part that could be a password."""
+    return re.sub(r"//[^/]*@", "//***@", url)
 
 
 def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors.ToolingError:

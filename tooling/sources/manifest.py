@@ -1,33 +1,37 @@
-"""``sources.yaml``: which components ``third_party/`` holds, and how each may be fetched."""
+"""``sources.yaml``: which components ``third_party/`` holds; ``sources.lock``: their exact bytes, patches included."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tooling.core import errors
+from tooling.core import errors, files
 
 GROUPS = ("run", "source", "dev")
 CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
 ALL_GROUPS = (*GROUPS, "image", *CUDA, "data")  # data, too, is 2 GB; image is what building an image needs
+SCHEMA = Path(__file__).with_name("manifest.schema.json")
+_OBJECTS = ("commit", "root_tree", "tree", "patched_commit", "patched_tree")
+_HASH = re.compile(r"[0-9a-f]{40}")
+_ABOUT = [
+    "The exact bytes of third_party/; written by `python -m tooling lock` and `bump`.",
+    "null: no source was read that says.",
+]
+Digests = tuple[tuple[str, str | None], ...]
+"""File names with their sha256."""
 
 
 @dataclass(frozen=True)
-class Transport:
-    """One way to get a component's bytes.
+class Wheel:
+    """The wheel ``file`` of a ``package``, which has the component's ``path`` in its folder ``root``."""
 
-    ``kind`` says which fields count: none for ``git``; ``package``, ``file`` and ``root`` for ``pypi``; ``url``,
-    ``file`` and ``root`` for ``archive``. ``root`` is the folder of the archive that becomes the component's ``path``.
-    """
-
-    kind: Literal["git", "pypi", "archive"]
-    package: str = ""
-    file: str = ""
-    url: str = ""
-    root: str = ""
+    package: str
+    file: str
+    root: str
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Component:
     """One folder of ``third_party/``: a subtree of an upstream, or a link to a folder of this repository.
 
     ``path`` is where the component lies both in the upstream's tree and under ``third_party/<name>``; empty for a
-    whole upstream. ``link`` is set for links only.
+    whole upstream. ``link`` is set for links only. Git is asked where there is no ``wheel``, or nobody offers it.
     """
 
     name: str
@@ -44,17 +48,17 @@ class Component:
     version: str = ""
     tag: str = ""
     path: str = ""
-    transports: tuple[Transport, ...] = ()
+    wheel: Wheel | None = None
     link: str = ""
 
     @property
     def keeps_upstream_commit(self) -> bool:
         """Whether the tree's history starts at the upstream's own commit.
 
-        An archive does not hold the upstream's commit, nor does a subtree have one: such components start at a commit
-        of ours, the same for every transport.
+        A wheel does not hold the upstream's commit, nor does a subtree have one: such components start at a commit
+        of ours, the same by git.
         """
-        return not self.path and all(transport.kind == "git" for transport in self.transports)
+        return not self.path and self.wheel is None
 
     def address(self, mirror: str | None) -> str:
         """Return where it is fetched from: its upstream, or a mirror that keeps it under its last name."""
@@ -80,30 +84,42 @@ class Manifest:
         return tuple(component for component in self.components if wanted & set(component.groups))
 
 
+@dataclass(frozen=True)
+class Pin:
+    """The pinned bytes of one component; None where no source was read that says.
+
+    Attributes
+    ----------
+    commit, root_tree
+        The upstream's commit, and the hash of its whole tree where the component is only a part of it.
+    tree
+        Git's hash of the component's tree before patches.
+    archives
+        Those that hold the same tree.
+    patches
+        In order.
+    patched_commit, patched_tree
+        What the patches must give.
+    """
+
+    version: str
+    commit: str | None
+    tree: str | None
+    root_tree: str | None = None
+    archives: Digests = ()
+    patches: Digests = ()
+    patched_commit: str | None = None
+    patched_tree: str | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of the pins that are null."""
+        names = tuple(field for field in _OBJECTS if field != "root_tree" and getattr(self, field) is None)
+        return names + tuple(f"sha256 of {file}" for file, digest in self.archives if digest is None)
+
+
 def load(path: Path) -> Manifest:
-    """Read and check ``sources.yaml``."""
-    raw = read(path, "manifest.schema.json")
-    return Manifest(tuple(_component(name, entry) for name, entry in raw["components"].items()))
-
-
-def _component(name: str, entry: dict[str, Any]) -> Component:
-    version = entry.get("version", "")
-    fields = {key: entry.get(key, "") for key in ("url", "path", "link", "version")}
-    tag = entry.get("tag", "").replace("{version}", version)
-    ways = tuple(_transport(way, version) for way in entry.get("transports", ()))
-    return Component(name, tuple(entry["groups"]), tag=tag, transports=ways, **fields)
-
-
-def _transport(entry: str | dict[str, Any], version: str) -> Transport:
-    if isinstance(entry, str):
-        return Transport("git")
-    ((kind, raw),) = entry.items()
-    fields = {key: value.replace("{version}", version) for key, value in raw.items()}
-    return Transport(kind, **({"file": fields.get("url", "").rpartition("/")[2]} | fields))  # type: ignore[arg-type]
-
-
-def read(path: Path, schema: str) -> dict[str, Any]:
-    """Return a YAML document, if it follows a JSON schema that lies beside this module.
+    """Read and check ``sources.yaml``.
 
     Whoever edits it edits the Python beside it as well: mistakes are named, and nothing is mistrusted but bytes.
     """
@@ -114,9 +130,63 @@ def read(path: Path, schema: str) -> dict[str, Any]:
         document = yaml.safe_load(path.read_bytes().decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise errors.ManifestError(f"{path.name}: cannot be read ({' '.join(str(error).split())})") from error
-    rules = json.loads(Path(__file__).with_name(schema).read_text(encoding="utf-8"))
+    rules = json.loads(SCHEMA.read_text(encoding="utf-8"))
     fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(rules).iter_errors(document))
     if fault is not None:
         where = ".".join(str(part) for part in fault.absolute_path) or "the document"
         raise errors.ManifestError(f"{path.name}: {where}: {' '.join(fault.message.split())[:300]}")
-    return dict(document)
+    return Manifest(tuple(_component(name, entry) for name, entry in document["components"].items()))
+
+
+def _component(name: str, entry: dict[str, Any]) -> Component:
+    version = entry.get("version", "")
+    fields = {key: entry.get(key, "") for key in ("url", "path", "link", "version")}
+    tag = entry.get("tag", "").replace("{version}", version)
+    wheel = {key: text.replace("{version}", version) for key, text in entry.get("wheel", {}).items()}
+    return Component(name, tuple(entry["groups"]), tag=tag, wheel=Wheel(**wheel) if wheel else None, **fields)
+
+
+def load_lock(path: Path) -> dict[str, Pin]:
+    """Read and check ``sources.lock``."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["components"]
+        pins = {
+            name: Pin(**{**entry, **{key: tuple(entry[key].items()) for key in ("archives", "patches")}})
+            for name, entry in entries.items()
+        }
+        found = {f"{name}.{field}": getattr(pin, field) for name, pin in pins.items() for field in _OBJECTS}
+        odd = [where for where, held in found.items() if held is not None and not _HASH.fullmatch(held)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise errors.ManifestError(f"{path.name}: is malformed ({error}); restore it with git") from error
+    if odd:
+        raise errors.ManifestError(f"{path.name}: components.{odd[0]} is no hash of git; restore it with git")
+    return pins
+
+
+def locked(path: Path, name: str, field: str) -> str | None:
+    """Return one field of one component, None where it is null or absent; nothing else is checked, to start fast."""
+    held = files.read_object(path).get("components", {}).get(name, {}).get(field)
+    return None if held is None else str(held)
+
+
+def pin_of(component: Component, pins: Mapping[str, Pin]) -> Pin:
+    """Return the pin of a component, or raise if the lock does not know it at this version."""
+    pin = pins.get(component.name)
+    if pin is None or pin.version != component.version:
+        held = "nothing" if pin is None else pin.version
+        raise errors.PinError(
+            f"{component.name}: sources.yaml wants {component.version}, sources.lock pins {held}; "
+            f"run `python -m tooling bump {component.name} {component.version}`"
+        )
+    return pin
+
+
+def save_lock(path: Path, wanted: Manifest, pins: Mapping[str, Pin]) -> None:
+    """Write ``sources.lock`` whole or not at all, components in the order of the manifest."""
+    entries = {}
+    for component in wanted.components:
+        if component.name in pins:
+            entry = asdict(pins[component.name])
+            entry |= {key: dict(entry[key]) for key in ("archives", "patches")}
+            entries[component.name] = {key: held for key, held in entry.items() if held or key != "root_tree"}
+    files.write_json(path, {"format": 1, "about": _ABOUT, "components": entries})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -11,10 +12,9 @@ from pathlib import Path
 
 from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
-from tooling.sources import archive, assemble, git, lock, manifest, patch, safety
+from tooling.sources import assemble, git, manifest, patch, wheel
 from tooling.sources.assemble import Means, Recipe
-from tooling.sources.lock import Pin
-from tooling.sources.manifest import Component
+from tooling.sources.manifest import Component, Pin
 from tooling.sources.patch import Patch
 from tooling.sources.workspace import Record, Workspace, observe
 
@@ -34,13 +34,13 @@ def register(subparsers: Subparsers) -> None:
 def run_lock(args: argparse.Namespace) -> None:
     """Rewrite the patch entries of ``sources.lock``; the pins of upstreams stay."""
     here = Workspace()
-    wanted, held = manifest.load(here.manifest), lock.load(here.lock)
+    wanted, held = manifest.load(here.manifest), manifest.load_lock(here.lock)
     with here.exclusive(), console.Reporter() as reporter:
         for component in [wanted[name] for name in args.names] or wanted.components:
             if not component.link:
-                pin = lock.pin_of(component, held)
+                pin = manifest.pin_of(component, held)
                 held[component.name] = relock(here, component, pin, reporter, always=bool(args.names))
-                lock.save(here.lock, wanted, held)
+                manifest.save_lock(here.lock, wanted, held)
 
 
 def run_refresh(args: argparse.Namespace) -> None:
@@ -49,11 +49,11 @@ def run_refresh(args: argparse.Namespace) -> None:
     wanted = manifest.load(here.manifest)
     with here.exclusive():
         for name in args.names:
-            component, held = wanted[name], lock.load(here.lock)
+            component, held = wanted[name], manifest.load_lock(here.lock)
             if component.link:
                 raise errors.UsageError(f"{name}: is a link to {component.link}; there is nothing to refresh")
-            pin, series = refresh(here, component, lock.pin_of(component, held))
-            lock.save(here.lock, wanted, held | {name: pin})
+            pin, series = refresh(here, component, manifest.pin_of(component, held))
+            manifest.save_lock(here.lock, wanted, held | {name: pin})
             print(f"{name}: {len(series)} patches, {(pin.patched_commit or '-')[:12]}")
             print("".join(f"  {each.file}\n" for each in series), end="")
 
@@ -178,7 +178,7 @@ def bump(here: Workspace, name: str, version: str, mirror: str | None, reporter:
         wanted = manifest.load(temporary)
         pin = _resolve(here, wanted[name], mirror, reporter)
         # The lock goes first: a kill between the two leaves a manifest that the next bump corrects.
-        lock.save(here.lock, wanted, lock.load(here.lock) | {name: pin})
+        manifest.save_lock(here.lock, wanted, manifest.load_lock(here.lock) | {name: pin})
         os.replace(temporary, here.manifest)
     finally:
         temporary.unlink(missing_ok=True)
@@ -207,22 +207,19 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
         reporter.phase(name, f"asking {url}")
         commit = _find_commit(component, url)
         probe = git.init(stage / f"{name}.probe")
-        git.fetch(probe, url, commit, label=name, on_progress=reporter.advancing(name))
+        git.fetch(probe, url, commit, label=name, on_progress=functools.partial(reporter.advance, name))
         root_tree, tree = probe.object(f"{commit}^{{tree}}"), probe.object(f"{commit}:{component.path}")
         if tree is None:
             raise errors.MissingCommitError(f"{name}: {component.version} has no folder {component.path}")
-        archives = []
-        for transport in component.transports:
-            if transport.file:
-                path = archive.download(component, transport, None, stage / "archives", mirror=mirror)
-                found = archive.import_tree(probe, path, transport.root, label=name)
-                if found != tree:
-                    raise errors.IntegrityError(
-                        f"{name}: {transport.file} holds tree {found}, the commit {tree}; drop this transport"
-                    )
-                archives.append((transport.file, archive.file_sha256(path)))
+        archives: manifest.Digests = ()
+        if component.wheel:
+            path = wheel.download(component, component.wheel, None, stage / "wheels")
+            found = wheel.import_tree(probe, path, component.wheel.root, label=name)
+            if found != tree:
+                raise errors.IntegrityError(f"{name}: {path.name} holds tree {found}, the commit {tree}; leave it out")
+            archives = ((path.name, files.sha256(path)),)
         root_tree = root_tree if component.path else None
-        pin = Pin(component.version, commit, tree, root_tree, tuple(archives), patch.digests(patches))
+        pin = Pin(component.version, commit, tree, root_tree, archives, patch.digests(patches))
         means = Means(stage, reporter, (probe.root,), offline=True)
         built = assemble.build(Recipe(component, pin, patches), means, verify=False)
     reporter.done(name, f"{len(patches)} patches apply to {component.version}")
@@ -231,7 +228,7 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
 
 def _find_commit(component: Component, url: str) -> str:
     """Return the commit of a version: of its tag, or the version itself where it is a commit."""
-    if safety.COMMIT.fullmatch(component.version):
+    if git.COMMIT.fullmatch(component.version):
         return component.version
     if not component.tag:
         raise errors.UsageError(f"{component.name}: has no 'tag' in sources.yaml, so its version must be a full commit")

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from tooling.core import console, errors, proc
 from tooling.core.console import Subparsers, command
-from tooling.sources import assemble, lock, manifest, patch, safety
+from tooling.sources import assemble, git, manifest, patch
 from tooling.sources.assemble import Means, Recipe
-from tooling.sources.lock import Pin
-from tooling.sources.manifest import Component, Transport
+from tooling.sources.manifest import Component, Pin
 from tooling.sources.workspace import Observed, Workspace, observe, read_record
 
 _MAX_JOBS = 64
@@ -79,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "for jaxlib; dev: to work here")  # fmt: skip
     add("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     add("--offline", action="store_true", help="use only what is on this disk")
-    add("--mirror", metavar="URL", help="fetch NAME.git and archives from URL/ instead of their upstreams")
+    add("--mirror", metavar="URL", help="fetch NAME.git from URL/ instead of its upstream")
     text = "for this run take a component from a folder (as a link) or from a commit of another repository"
     add("--override", action="append", default=[], metavar="NAME=PATH|URL@SHA", help=text)
     add("--dry-run", action="store_true", help="say what would change, change nothing")
@@ -99,13 +98,13 @@ def run(args: argparse.Namespace) -> None:
     """Bring components in; print the outcomes."""
     if not 1 <= args.jobs <= _MAX_JOBS:
         raise errors.UsageError(f"--jobs {args.jobs}: must be from 1 to {_MAX_JOBS}")
-    if args.mirror and (fault := safety.url_fault(args.mirror)):
-        raise errors.UsageError(f"--mirror '{safety.shown(args.mirror)}': {fault}")
+    if args.mirror and (fault := git.url_fault(args.mirror)):
+        raise errors.UsageError(f"--mirror '{git.shown(args.mirror)}': {fault}")
     if args.offline and args.mirror:
         raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
     plain = {key: getattr(args, key) for key in ("jobs", "offline", "dry_run", "stash", "force", "mirror")}
     options = Options(chosen(args), overrides=dict(_override(text) for text in args.override), **plain)
-    with console.Reporter(quiet=args.json) as reporter:
+    with console.Reporter() as reporter:
         outcomes = sync(Workspace(), options, reporter)
     if args.json:
         print(json.dumps({"components": [asdict(each) for each in outcomes]}, indent=1))
@@ -128,18 +127,18 @@ def _override(text: str) -> tuple[str, Override]:
         if not folder.is_dir():
             raise errors.UsageError(f"--override {name}: {folder} is not a folder")
         return name, folder
-    if not at or not safety.COMMIT.fullmatch(commit):
+    if not at or not git.COMMIT.fullmatch(commit):
         raise errors.UsageError(
-            f"--override {name}: '{safety.shown(value)}' needs a full commit after the url: URL@40-hex-digits"
+            f"--override {name}: '{git.shown(value)}' needs a full commit after the url: URL@40-hex-digits"
         )
-    if fault := safety.url_fault(url):
-        raise errors.UsageError(f"--override {name}: '{safety.shown(url)}' {fault}")
+    if fault := git.url_fault(url):
+        raise errors.UsageError(f"--override {name}: '{git.shown(url)}' {fault}")
     return name, (url, commit)
 
 
 def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[Outcome]:
     """Bring every component of the wanted groups into place; failures are outcomes, so that the others still arrive."""
-    wanted, pins = manifest.load(here.manifest), lock.load(here.lock)
+    wanted, pins = manifest.load(here.manifest), manifest.load_lock(here.lock)
     for name in options.overrides:
         if wanted[name] not in wanted.of(options.groups):
             raise errors.UsageError(f"--override {name}: not in the groups {', '.join(options.groups)}; add its group")
@@ -169,7 +168,7 @@ def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], overri
         return Wish(name, target=str(override))
     if override is not None:
         url, commit = override
-        fork = Component(name, component.groups, url, commit, path=component.path, transports=(Transport("git"),))
+        fork = Component(name, component.groups, url, commit, path=component.path)
         patches = patch.load_series(here.root, name)
         return Wish(name, Recipe(fork, Pin(commit, commit, None), patches, f"{url}@{commit}"))
     if not component.link:
@@ -182,7 +181,7 @@ def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], overri
 
 def locked_recipe(here: Workspace, component: Component, pins: Mapping[str, Pin]) -> Recipe:
     """Return the recipe of a component, if the lock and its patches agree."""
-    name, pin = component.name, lock.pin_of(component, pins)
+    name, pin = component.name, manifest.pin_of(component, pins)
     patches = patch.load_series(here.root, name)
     found = patch.digests(patches)
     if found != pin.patches:
@@ -261,7 +260,7 @@ def _forecast(wish: Wish, action: str) -> Outcome:
     if wish.recipe is None:
         return Outcome(wish.name, action, f"link to {wish.target}")
     component, pin = wish.recipe.component, wish.recipe.pin
-    ways = " or ".join(transport.kind for transport in component.transports)
+    ways = "wheel or git" if component.wheel else "git"
     detail = f"{component.version} by {ways}, {len(wish.recipe.patches)} patches"
     return Outcome(wish.name, action, detail, pin.patched_commit, pin.patched_tree)
 

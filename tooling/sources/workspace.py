@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from tooling.core import console, files
+from tooling.core import files
 from tooling.sources import git
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,14 +113,9 @@ class Workspace:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Let one run at a time change ``third_party/``; the system drops the lock when its holder dies."""
+        """Let one run at a time change ``third_party/``."""
         self.third_party.mkdir(exist_ok=True)
-        with (self.third_party / ".lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                console.note("waiting for another run that changes third_party/")
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with files.locked(self.third_party / ".lock", "waiting for another run that changes third_party/"):
             yield
 
     @contextlib.contextmanager

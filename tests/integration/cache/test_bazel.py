@@ -86,14 +86,14 @@ def test_start_cache_serves_a_real_bazel_and_nobody_without_its_password(
     finally:
         stopped = start_cache("stop")
     assert stopped.returncode == 0, stopped.stderr
-    bazel_cache.Cache(f"127.0.0.1:{port}", "of-nobody").write_rc(tmp_path / "rc", write=True)
+    bazel_cache.Server(f"127.0.0.1:{port}", "of-nobody").write_rc(tmp_path / "rc", write=True)
     alone = bazel.build(tmp_path / "rc")
     assert (alone.code, alone.ran, alone.found) == (0, ACTIONS, 0), alone.said
 
 
 @pytest.mark.stand_in("a server that keeps what is PUT, for bazel-remote")
 def test_a_server_serves_every_build_and_its_end_breaks_none(remote: Remote, bazel: Bazel, tmp_path: Path) -> None:
-    cache = bazel_cache.Cache(remote.address, None)
+    cache = bazel_cache.Server(remote.address, None)
     cache.write_rc(rc := tmp_path / "rc", write=True)
     assert rc.stat().st_mode & 0o077 == 0
     first, second = bazel.build(rc), bazel.build(rc)
@@ -107,7 +107,7 @@ def test_a_server_serves_every_build_and_its_end_breaks_none(remote: Remote, baz
 
 @pytest.mark.stand_in("a server that keeps what is PUT, for bazel-remote")
 def test_read_only_build_writes_nothing(remote: Remote, bazel: Bazel, tmp_path: Path) -> None:
-    cache = bazel_cache.Cache(remote.address, None)
+    cache = bazel_cache.Server(remote.address, None)
     cache.write_rc(tmp_path / "readonly", write=False)
     build = bazel.build(tmp_path / "readonly")
     assert (build.code, build.ran) == (0, ACTIONS)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import registry as registries
-from tooling.image import bump, digests
+from tooling.ci import bump
+from tooling.image import digests
 
 NOWHERE = "127.0.0.1:1"
 
@@ -33,13 +34,13 @@ def repository(root: Path, tmp_path: Path, registry: str) -> Path:
 @pytest.mark.stand_in("a registry on this machine")
 def test_a_newer_base_image(repository: Path, registry: str, trixie: str) -> None:
     first = {name: registries.push(trixie, f"{registry}/{name}:1") for name in ("cuda-devel", "ubuntu")}
-    answers = {answer.name: answer for answer in bump.bump(repository)}
+    answers = {answer.name: answer for answer in bump.images(repository)}
     assert {name: move.new for name, move in answers.items() if not move.fault} == first
     assert answers.keys() - first == {"cuda-base", "bazel-remote", "bazel linux/amd64", "bazel linux/arm64"}
     assert NOWHERE in str(answers["cuda-base"].fault)
 
     second = registries.push(registries.labelled(trixie, {"built": "later"}), f"{registry}/cuda-devel:1")
-    answers = {answer.name: answer for answer in bump.bump(repository)}
+    answers = {answer.name: answer for answer in bump.images(repository)}
     assert answers["ubuntu"].new == answers["ubuntu"].old == first["ubuntu"]
     assert (answers["cuda-devel"].old, answers["cuda-devel"].new) == (first["cuda-devel"], second)
     held = digests.load(repository)

@@ -98,8 +98,8 @@ class Clone:
         """Add a component that is pinned without patches."""
         archives = entry.pop("archives", {})
         root_tree = entry.pop("root_tree", None)
-        self.components[name] = {"url": url, "version": "1.0", "groups": ["run"], "transports": ["git"]} | entry
-        whole = "path" not in entry and self.components[name]["transports"] == ["git"]
+        self.components[name] = {"url": url, "version": "1.0", "groups": ["run"]} | entry
+        whole = "path" not in entry and "wheel" not in entry
         self.pins[name] = {
             "version": self.components[name]["version"],
             "commit": commit,

@@ -106,9 +106,9 @@ def test_bump_moves_everything(clone: Clone, alpha: Upstream) -> None:
     clone.ok("sync")
     url = clone.components["alpha"]["url"]
     (clone.root / "sources.yaml").write_text(
-        "format: 1\ncomponents:\n  # keep this comment\n  alpha:\n    groups: [run]\n    transports: [git]\n"
+        "format: 1\ncomponents:\n  # keep this comment\n  alpha:\n    groups: [run]\n"
         f'    url: {url}\n    version: "1.0"  # and this\n    tag: v{{version}}\n'
-        f"  omega:\n    groups: [source]\n    transports: [git]\n    url: {url}\n    version: '7'\n"
+        f"  omega:\n    groups: [source]\n    url: {url}\n    version: '7'\n"
     )
 
     before = (clone.root / "sources.yaml").read_text()

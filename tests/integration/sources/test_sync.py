@@ -9,7 +9,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,24 +94,18 @@ def test_moved_pin_replaces_a_clean_tree(clone: Clone, alpha: Upstream) -> None:
     assert clone.state("alpha") == "clean"
 
 
-def archive_of(upstream: Upstream, folder: Path, kind: str, root: str) -> Path:
-    """Pack the folder ``src`` of an upstream as publishers do, under ``root``; the file modes stay."""
-    path = folder / f"beta-1.0.{kind}"
-    tree = upstream.work / "src"
-    files = sorted(file for file in tree.rglob("*") if file.is_file())
-    if kind == "tar.gz":
-        with tarfile.open(path, "w:gz") as archive:
-            archive.add(tree, root)
-    else:
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in files:
-                archive.write(file, f"{root}/{file.relative_to(tree)}")
-            archive.writestr("beta-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: beta\nVersion: 1.0\n")
-            archive.writestr(
-                "beta-1.0.dist-info/WHEEL",
-                "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-            )
-            archive.writestr("beta-1.0.dist-info/RECORD", "")
+def wheel_of(upstream: Upstream, folder: Path) -> Path:
+    """Pack the folder ``src`` of an upstream as publishers do; the file modes stay."""
+    path, tree = folder / "beta-1.0-py3-none-any.whl", upstream.work / "src"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(file for file in tree.rglob("*") if file.is_file()):
+            archive.write(file, f"beta/{file.relative_to(tree)}")
+        archive.writestr("beta-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: beta\nVersion: 1.0\n")
+        archive.writestr(
+            "beta-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("beta-1.0.dist-info/RECORD", "")
     return path
 
 
@@ -135,37 +128,28 @@ def beta(make_upstream: Callable[[str], Upstream]) -> Upstream:
     return upstream
 
 
-TRANSPORTS = {
-    "git": "git",
-    "pypi": {"pypi": {"package": "beta", "file": "beta-{version}-py3-none-any.whl", "root": "beta"}},
-    "zip": {"archive": {"url": "SERVER/beta-{version}.zip", "root": "beta"}},
-    "tar": {"archive": {"url": "SERVER/beta-{version}.tar.gz", "root": "beta-1.0/deep"}},
-}
-
-
-def add_beta(clone: Clone, beta: Upstream, server: Any, *ways: str) -> None:
-    """Pin ``beta`` with some of its transports."""
-    served = beta.bare.parent
-    wheel = archive_of(beta, served, "zip", "beta").rename(served / "beta-1.0-py3-none-any.whl")
-    files = [archive_of(beta, served, "zip", "beta"), archive_of(beta, served, "tar.gz", "beta-1.0/deep"), wheel]
-    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    transports = json.loads(json.dumps([TRANSPORTS[way] for way in ways]).replace("SERVER", server.url))
+def add_beta(clone: Clone, beta: Upstream, server: Any, **more: Any) -> None:
+    """Pin ``beta``, which has a wheel too."""
+    wheel = wheel_of(beta, beta.bare.parent)
     clone.add(
         "beta", f"{server.url}/beta.git", beta.head, beta.tree("HEAD", "src"), root_tree=beta.tree(), path="src",
-        transports=transports, archives=digests,
+        archives={wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()}, **more,
     )  # fmt: skip
 
 
-def test_every_transport_gives_the_same_commit(clone: Clone, beta: Upstream, server: Any, tmp_path: Path) -> None:
+WHEEL = {"package": "beta", "file": "beta-{version}-py3-none-any.whl", "root": "beta"}
+
+
+def test_wheel_and_git_give_the_same_commit(clone: Clone, beta: Upstream, server: Any, tmp_path: Path) -> None:
     heads = {}
     env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(beta.bare.parent)}
-    for way in TRANSPORTS:
+    for way, more in (("git", {}), ("wheel", {"wheel": WHEEL})):
         one = make_clone(tmp_path / way)
-        add_beta(one, beta, server, way)
+        add_beta(one, beta, server, **more)
         one.patch("beta", only=patch_text("src/pkg/a.py", "A = 1", "A = 2"))
         one.ok("lock", "beta", env=env)
         report = json.loads(one.ok("sync", "--json", env=env))
-        assert report["components"][0]["source"] == ("archive" if way in ("zip", "tar") else way)
+        assert report["components"][0]["source"] == way
         assert os.access(one.place("beta") / "src" / "tool.sh", os.X_OK)
         assert (one.place("beta") / "src" / "dos.txt").read_bytes() == b"line\r\n"
         assert [path.name for path in one.place("beta").iterdir() if path.name != ".git"] == ["src"]
@@ -174,12 +158,13 @@ def test_every_transport_gives_the_same_commit(clone: Clone, beta: Upstream, ser
     assert len(set(heads.values())) == 1, heads
 
 
-def test_next_transport_is_tried_when_one_is_out_of_reach(clone: Clone, beta: Upstream, server: Any) -> None:
-    add_beta(clone, beta, server, "zip", "git")
-    (beta.bare.parent / "beta-1.0.zip").unlink()
-    clone.ok("lock", "beta")
+def test_git_is_asked_where_nobody_offers_the_wheel(clone: Clone, beta: Upstream, server: Any) -> None:
+    add_beta(clone, beta, server, wheel=WHEEL)
+    (beta.bare.parent / "beta-1.0-py3-none-any.whl").unlink()
+    env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(beta.bare.parent)}
+    clone.ok("lock", "beta", env=env)
 
-    report = json.loads(clone.ok("sync", "--json"))
+    report = json.loads(clone.ok("sync", "--json", env=env))
 
     assert report["components"][0]["source"] == "git"
 

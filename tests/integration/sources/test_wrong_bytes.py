@@ -1,18 +1,20 @@
-"""Servers and archives that do not give the pinned bytes, and networks that give none."""
+"""Servers and wheels that do not give the pinned bytes, and networks that give none."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import socket
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tooling.core import errors
+from tooling.sources import git as sources_git
+from tooling.sources import wheel
 
 from .conftest import Clone, Upstream, git
 
@@ -73,39 +75,41 @@ def test_lock_of_another_version(clone: Clone, alpha: Upstream) -> None:
     assert clone.state("alpha") == "unlocked"
 
 
-def add_archive(clone: Clone, server: Any, path: Path, **pin: Any) -> None:
-    """Pin a component that comes from one archive on the server."""
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    transports = [{"archive": {"url": f"{server.url}/{path.name}", "root": "pkg"}}]
-    digests = {path.name: pin.pop("sha256", digest)}
-    tree = pin.pop("tree", "2" * 40)
-    clone.add("packed", f"{server.url}/packed.git", "1" * 40, tree, path="src", transports=transports, archives=digests)
-    clone.pins["packed"]["patched_commit"] = "3" * 40
-    clone.write()
+@pytest.fixture
+def add_wheel(clone: Clone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Pin a component that comes from one wheel: its names, contents and modes are given, and so are other pins."""
+    path = tmp_path / "index" / "packed-1.0-py3-none-any.whl"
+    path.parent.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    described = "Metadata-Version: 2.1\nName: packed\nVersion: 1.0\nWheel-Version: 1.0\n"
+
+    def add(*entries: tuple[str, str, int], tree: str = "2" * 40, sha256: str = "") -> Path:
+        with zipfile.ZipFile(path, "w") as archive:
+            own = [(f"packed-1.0.dist-info/{name}", described, 0o100644) for name in ("METADATA", "WHEEL", "RECORD")]
+            for name, text, mode in (*entries, *own):
+                info = zipfile.ZipInfo(name)
+                info.external_attr = mode << 16
+                archive.writestr(info, text)
+        wheel = {"package": "packed", "file": path.name, "root": "pkg"}
+        digests = {path.name: sha256 or hashlib.sha256(path.read_bytes()).hexdigest()}
+        url = "https://nowhere.invalid/packed.git"
+        clone.add("packed", url, "1" * 40, tree, path="src", wheel=wheel, archives=digests)
+        clone.pins["packed"]["patched_commit"] = "3" * 40
+        clone.write()
+        return path
+
+    return add
 
 
-def zip_of(folder: Path, *entries: tuple[str, str, int]) -> Path:
-    """A zip file with these names, contents and modes."""
-    path = folder / "served" / "packed.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text, mode in entries:
-            info = zipfile.ZipInfo(name)
-            info.external_attr = mode << 16
-            archive.writestr(info, text)
-    return path
+PLAIN = ("pkg/a", "x", 0o100644)
 
 
-def test_archive_with_another_hash(clone: Clone, server: Any, tmp_path: Path) -> None:
-    add_archive(clone, server, zip_of(tmp_path, ("pkg/a", "x", 0o100644)), sha256="4" * 64)
+def test_wheel_with_another_tree(clone: Clone, add_wheel: Callable[..., Path]) -> None:
+    add_wheel(PLAIN)
 
-    assert f"sources.lock pins {'4' * 64}" in clone.refused(INTEGRITY, "sync")
+    assert "packed: tree of packed-1.0-py3-none-any.whl is" in clone.refused(INTEGRITY, "sync")
     assert clone.leftovers == []
-
-
-def test_archive_with_another_tree(clone: Clone, server: Any, tmp_path: Path) -> None:
-    add_archive(clone, server, zip_of(tmp_path, ("pkg/a", "x", 0o100644)))
-
-    assert "packed: tree of packed.zip is" in clone.refused(INTEGRITY, "sync")
 
 
 @pytest.mark.parametrize(
@@ -120,10 +124,10 @@ def test_archive_with_another_tree(clone: Clone, server: Any, tmp_path: Path) ->
     ],
     ids=["escape", "escape-inside", "absolute", "git", "newline", "backslash"],
 )
-def test_archive_with_an_unsafe_path(
-    clone: Clone, server: Any, tmp_path: Path, entry: tuple[str, str, int], says: str
+def test_wheel_with_an_unsafe_path(
+    clone: Clone, add_wheel: Callable[..., Path], tmp_path: Path, entry: tuple[str, str, int], says: str
 ) -> None:
-    add_archive(clone, server, zip_of(tmp_path, ("pkg/a", "x", 0o100644), entry))
+    add_wheel(PLAIN, entry)
 
     assert says in clone.refused(INTEGRITY, "sync")
     assert not (tmp_path / "escaped").exists()
@@ -138,70 +142,29 @@ def tree_with_link(tmp_path: Path, target: str) -> str:
     return git(repo, "mktree", stdin=f"120000 blob {blob}\tlink\n".encode())
 
 
-def test_archive_with_a_link_out_of_the_tree(clone: Clone, server: Any, tmp_path: Path) -> None:
+def test_wheel_with_a_link_out_of_the_tree(clone: Clone, add_wheel: Callable[..., Path], tmp_path: Path) -> None:
     target = "../../../etc/passwd"
-    tree = tree_with_link(tmp_path, target)
-    add_archive(clone, server, zip_of(tmp_path, ("pkg/link", target, 0o120777)), tree=tree)
+    add_wheel(("pkg/link", target, 0o120777), tree=tree_with_link(tmp_path, target))
 
     assert "points out of its tree" in clone.refused(INTEGRITY, "sync")
 
 
-def test_archive_with_a_device(clone: Clone, server: Any, tmp_path: Path) -> None:
-    path = tmp_path / "served" / "packed.tar"
-    with tarfile.open(path, "w") as archive:
-        info = tarfile.TarInfo("pkg/null")
-        info.type = tarfile.CHRTYPE
-        archive.addfile(info)
-    add_archive(clone, server, path)
+def test_wheel_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "packed.whl"
+    path.write_bytes(b"not a wheel")
 
-    assert "neither a file nor a link" in clone.refused(INTEGRITY, "sync")
+    with pytest.raises(errors.IntegrityError, match="cannot be read as a wheel"):
+        wheel.import_tree(sources_git.init(tmp_path / "repository"), path, "pkg", label="packed")
 
 
-def test_archive_that_is_none(clone: Clone, server: Any, tmp_path: Path) -> None:
-    path = tmp_path / "served" / "packed.zip"
-    path.write_bytes(b"not an archive")
-    add_archive(clone, server, path)
+def test_wheel_that_the_index_offers_with_another_hash(clone: Clone, add_wheel: Callable[..., Path]) -> None:
+    path = add_wheel(PLAIN, sha256="4" * 64)
 
-    assert "cannot be read as an archive" in clone.refused(INTEGRITY, "sync")
-
-
-def test_archive_that_is_not_there(clone: Clone, server: Any, tmp_path: Path) -> None:
-    path = zip_of(tmp_path, ("pkg/a", "x", 0o100644))
-    add_archive(clone, server, path)
+    assert f"({'4' * 64}); do not use it" in clone.refused(INTEGRITY, "sync")
     path.unlink()
-
-    assert "does not exist" in clone.refused(MISSING, "sync")
-
-
-def test_wheel_that_the_index_offers_with_another_hash(clone: Clone, tmp_path: Path) -> None:
-    wheel = tmp_path / "index" / "packed-1.0-py3-none-any.whl"
-    wheel.parent.mkdir()
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        for name in (
-            "pkg/a",
-            "packed-1.0.dist-info/METADATA",
-            "packed-1.0.dist-info/WHEEL",
-            "packed-1.0.dist-info/RECORD",
-        ):
-            archive.writestr(name, "Metadata-Version: 2.1\nName: packed\nVersion: 1.0\nWheel-Version: 1.0\n")
-    wheel.write_bytes(content.getvalue())
-    transports = [{"pypi": {"package": "packed", "file": wheel.name, "root": "pkg"}}]
-    clone.add(
-        "packed",
-        "https://nowhere.invalid/p.git",
-        "1" * 40,
-        "2" * 40,
-        transports=transports,
-        archives={wheel.name: "4" * 64},
-    )
-    clone.pins["packed"]["patched_commit"] = "3" * 40
-    clone.write()
-    env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheel.parent)}
-
-    assert f"({'4' * 64}); do not use it" in clone.refused(INTEGRITY, "sync", env=env)
-    wheel.unlink()
-    assert "the package index has no" in clone.refused(MISSING, "sync", env=env)
+    said = clone.refused(NETWORK, "sync")
+    assert "the package index has no" in said
+    assert "; and packed: cannot fetch https://nowhere.invalid/packed.git" in said
 
 
 def test_no_network(clone: Clone, alpha: Upstream) -> None:

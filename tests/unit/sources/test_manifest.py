@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tooling.core import errors
-from tooling.sources import lock, manifest
+from tooling.sources import manifest
 
 BAD = sorted((Path(__file__).parent / "bad_manifests").glob("*.yaml"))
 
@@ -38,36 +39,38 @@ def test_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_manifest_of_this_repository(root: Path) -> None:
-    wanted, pins = manifest.load(root / "sources.yaml"), lock.load(root / "sources.lock")
+    wanted, pins = manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
 
     assert [each.name for each in wanted.of(["run"])] == ["maxtext", "multimesh"]
     assert [each.name for each in wanted.of(["source"])] == ["jax", "xla"]
     # No source that was read says the commit of MaxText's tag (its wheel says the tree), nor the tree of xla.
     assert [name for name, pin in pins.items() if pin.missing] == ["maxtext", "xla"]
     for name, pin in pins.items():
-        assert lock.pin_of(wanted[name], pins) == pin
+        assert manifest.pin_of(wanted[name], pins) == pin
 
 
 def test_lock_of_this_repository_is_as_it_would_be_written(root: Path, tmp_path: Path) -> None:
-    lock.save(tmp_path / "lock", manifest.load(root / "sources.yaml"), lock.load(root / "sources.lock"))
+    manifest.save_lock(
+        tmp_path / "lock", manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
+    )
     assert (tmp_path / "lock").read_text() == (root / "sources.lock").read_text()
 
 
 def test_one_value_is_read_without_the_rest(root: Path, tmp_path: Path) -> None:
     path = root / "sources.lock"
-    for name, pin in lock.load(path).items():
+    for name, pin in manifest.load_lock(path).items():
         for field in ("version", "commit", "tree", "patched_commit", "patched_tree"):
-            assert lock.value(path, name, field) == getattr(pin, field)
-    assert lock.value(path, "max", "version") is None
+            assert manifest.locked(path, name, field) == getattr(pin, field)
+    assert manifest.locked(path, "max", "version") is None
     (tmp_path / "sources.lock").write_text('{"components": {"alpha": {"tree": null}}}')
-    assert lock.value(tmp_path / "sources.lock", "alpha", "tree") is None
+    assert manifest.locked(tmp_path / "sources.lock", "alpha", "tree") is None
 
 
 def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
     from tooling.sources import sync
     from tooling.sources.workspace import Workspace
 
-    wanted, pins = manifest.load(root / "sources.yaml"), lock.load(root / "sources.lock")
+    wanted, pins = manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
     for component in wanted.components:
         if not component.link:
             recipe = sync.locked_recipe(Workspace(root), component, pins)
@@ -80,10 +83,17 @@ def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
 )
 def test_lock_takes_whole_hashes_only(root: Path, tmp_path: Path, field: str, value: str) -> None:
     path = tmp_path / "sources.lock"
-    entry = {"version": '"1"', "commit": "null", "tree": "null", "archives": "{}", "patches": "{}"}
-    entry |= {"patched_commit": "null", "patched_tree": "null", field: f'"{value}"'}
-    lines = "".join(f"    {key}: {text}\n" for key, text in entry.items())
-    path.write_text(f"format: 1\ncomponents:\n  alpha:\n{lines}")
+    entry = {"version": "1", "commit": None, "tree": None, "archives": {}, "patches": {}}
+    path.write_text(json.dumps({"components": {"alpha": entry | {field: value}}}))
 
-    with pytest.raises(errors.ManifestError, match=f"components.alpha.{field}"):
-        lock.load(path)
+    with pytest.raises(errors.ManifestError, match=f"components.alpha.{field} is no hash of git"):
+        manifest.load_lock(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"components": {"alpha": {"commit": null}}}', '{"components": {"a": 1}}']
+)
+def test_a_malformed_lock_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sources.lock").write_text(text)
+    with pytest.raises(errors.ManifestError, match=r"sources\.lock: is malformed .*; restore it with git"):
+        manifest.load_lock(tmp_path / "sources.lock")

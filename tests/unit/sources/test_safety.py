@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tooling.sources import git, safety
+from tooling.sources import git, wheel
 
 parts = st.sampled_from(["..", ".", "", "a", "b", ".git", ".GIT", "git~1", "c:d", "\u200c.git"])
 paths = st.lists(parts, min_size=1, max_size=6).map("/".join)
@@ -16,7 +16,7 @@ paths = st.lists(parts, min_size=1, max_size=6).map("/".join)
 
 @given(paths)
 def test_accepted_path_stays_inside_and_out_of_git(path: str) -> None:
-    if safety.path_fault(path) is None:
+    if wheel.path_fault(path) is None:
         assert posixpath.normpath(path) == path
         assert not path.startswith(("/", ".."))
         assert "git" not in path.lower()
@@ -25,14 +25,14 @@ def test_accepted_path_stays_inside_and_out_of_git(path: str) -> None:
 @given(st.lists(st.sampled_from(["a", "b"]), max_size=3), paths)
 def test_accepted_link_points_inside(folders: list[str], target: str) -> None:
     path = "/".join([*folders, "link"])
-    if safety.link_fault(path, target) is None:
+    if wheel.link_fault(path, target) is None:
         end = posixpath.normpath(posixpath.join("/root", *folders, target))
         assert (end + "/").startswith("/root/")
 
 
 @pytest.mark.parametrize("path", ["src", "src/maxtext", "a.git/b", ".github/workflows", ".gitignore", "a b", "ünicode"])
 def test_ordinary_paths_pass(path: str) -> None:
-    assert safety.path_fault(path) is None
+    assert wheel.path_fault(path) is None
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_ordinary_paths_pass(path: str) -> None:
     ],
 )
 def test_ordinary_urls_pass(url: str) -> None:
-    assert safety.url_fault(url) is None
+    assert git.url_fault(url) is None
 
 
 @given(st.text(alphabet="-uox:/@.=e ext[]\n\\", max_size=20))
 def test_accepted_url_is_no_option_and_no_helper(url: str) -> None:
-    if safety.url_fault(url) is None:
+    if git.url_fault(url) is None:
         assert url.startswith(tuple(f"{scheme}://" for scheme in git.SCHEMES))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tooling.ci import relock, steps, upgrade
+from tooling.ci import bump, relock
+from tooling.ci.relock import Move
 from tooling.core import errors
 from tooling.image import digests
-from tooling.sources.lock import Move
 
 
 def built(*moves: Move) -> list[tuple[str, str]]:
-    return [(argv[2], argv[4]) for argv in upgrade.checks(moves, None) if argv[0] == "docker/build.py"]
+    return [(argv[2], argv[4]) for argv in bump.checks(moves, None) if argv[0] == "docker/build.py"]
 
 
 def test_an_image_is_built_where_what_it_holds_moved() -> None:
@@ -28,38 +28,39 @@ def test_an_image_is_built_where_what_it_holds_moved() -> None:
     assert built(Move("jax", "1", "2"), Move(relock.NEWEST, "1", "2")) == [("cuda12", "runtime")], "with its plugin"
     assert built(Move(relock.NEWEST, "1", "2", "no such release")) == []
     oldest = [".ci/run", "oldest-jax"]
-    assert oldest in upgrade.checks([Move(relock.EARLIER, "1", "2")], None), "its images have another"
-    assert oldest not in upgrade.checks([Move(relock.NEWEST, "1", "2"), Move(relock.EARLIER, "1", "2", "no")], None)
-    assert upgrade.checks([Move("ubuntu", "a", "b")], "host")[-1][-2:] == ["--network", "host"]
+    assert oldest in bump.checks([Move(relock.EARLIER, "1", "2")], None), "its images have another"
+    assert oldest not in bump.checks([Move(relock.NEWEST, "1", "2"), Move(relock.EARLIER, "1", "2", "no")], None)
+    assert bump.checks([Move("ubuntu", "a", "b")], "host")[-1][-2:] == ["--network", "host"]
 
 
 def test_a_fault_stays_in_its_row() -> None:
     move = Move("ubuntu", "sha256:" + "ab" * 32, "sha256:" + "ab" * 32, "no answer |\nat all")
     assert move.line == "| ubuntu | abababababab | abababababab | no answer / at all |"
-    assert "nothing was validated" in upgrade.report([move], {})
-    assert "The validation **failed** on the new pins:\n\n```text\n$ x\n```" in upgrade.report(
+    assert "nothing was validated" in bump.report([move], {})
+    assert "The validation **failed** on the new pins:\n\n```text\n$ x\n```" in bump.report(
         [move], {"passed": False, "said": "$ x\n"}
     )
 
 
-def test_what_another_job_says_is_data(tmp_path: Path) -> None:
+def test_what_another_job_says_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wrote it ran code of others; the job that reads it has a token, and moves the same pins itself."""
-    path = tmp_path / upgrade.MOVES
+    path = tmp_path / bump.MOVES
     path.write_text(json.dumps([{"name": "jax", "old": "1", "new": 2}]))
-    assert upgrade.load(tmp_path) == [Move("jax", "1", "2")]
+    monkeypatch.setattr(bump, "upgrade", lambda mirror: [Move("jax", "1", "2")])
+    assert bump.again(tmp_path, None) == [Move("jax", "1", "2")]
     for wrong in ("[1]", "{", '[{"name": "jax", "extra": 1}]', '[{"name": "jax"}]'):
         path.write_text(wrong)
         with pytest.raises(errors.UsageError, match="cannot be read"):
-            upgrade.load(tmp_path)
+            bump.again(tmp_path, None)
 
 
 def test_other_moves_than_those_that_were_tried_are_not_proposed(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / upgrade.MOVES).write_text(json.dumps([{"name": "jax", "old": "1", "new": "2"}]))
+    (tmp_path / bump.MOVES).write_text(json.dumps([{"name": "jax", "old": "1", "new": "2"}]))
     for now, fine in (([Move("jax", "1", "2")], True), ([Move("jax", "1", "3")], False), ([], False)):
-        monkeypatch.setattr(steps, "_upgraded", lambda mirror, now=now: now)
+        monkeypatch.setattr(bump, "upgrade", lambda mirror, now=now: now)
         with contextlib.nullcontext() if fine else pytest.raises(errors.IntegrityError, match="other pins move now"):
-            steps.run_propose(argparse.Namespace(folder=tmp_path, mirror=None))
-    assert "| jax | 1 | 2 | moved |" in (tmp_path / upgrade.TEXT).read_text()
+            bump.run_propose(argparse.Namespace(folder=tmp_path, mirror=None))
+    assert "| jax | 1 | 2 | moved |" in (tmp_path / bump.TEXT).read_text()
 
 
 def test_bazel_is_moved_without_a_checksum_that_nobody_read(root: Path, tmp_path: Path) -> None:
