@@ -188,6 +188,15 @@ def test_triangular(layout, n, dtype):
     check_triangular(layout, n, dtype)
 
 
+def test_axes_in_another_order_than_the_meshs():
+    """A wide matrix that is cut both ways has them, too: its transpose is decomposed."""
+    check_eigh("turned", "random", 24, "float32")
+    check_svd("turned", "random", 24, 24, "float32")
+    check_svd("both", "random", 8, 24, "float32")
+    check_qr("turned", "random", 64, 8, "float32")
+    check_lu("turned", "random", 24, "float32")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("layout", LAYOUTS)

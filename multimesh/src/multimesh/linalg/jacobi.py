@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from multimesh.core.specs import permute
 from multimesh.linalg import rings
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import adjoint, matmul
@@ -64,8 +65,8 @@ def _sent_on(x: Array, layout: Layout) -> Array:
     if p == 1:
         return x
     top, bottom = jnp.split(x, 2, -1)
-    from_left = lax.ppermute(jnp.where(me == 0, bottom, top), layout.axes, [(k, k + 1) for k in range(p - 1)])
-    from_right = lax.ppermute(bottom, layout.axes, [(k, k - 1) for k in range(1, p)])
+    from_left = permute(jnp.where(me == 0, bottom, top), layout.axes, [(k, k + 1) for k in range(p - 1)])
+    from_right = permute(bottom, layout.axes, [(k, k - 1) for k in range(1, p)])
     return jnp.concatenate([jnp.where(me == 0, top, from_left), jnp.where(me == p - 1, top, from_right)], -1)
 
 
