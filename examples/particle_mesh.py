@@ -1,4 +1,4 @@
-"""A particle-mesh step on eight devices, and the gradient of what comes out by what went in.
+"""A particle-mesh step on eight devices, and the gradient of its result with respect to its input.
 
     python examples/particle_mesh.py [SIZE] [--picture FILE.png]     # or: mpirun -n 2 python ...; srun -n 4 python ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from sphinx.errors import ExtensionError
 
 MADE = re.compile(r"^<!-- made: ([a-z-]+) ?(.*?) -->$", re.MULTILINE)
 NUMBER = re.compile(r"(?<![^\s(])(\d[\d.]*(?:e?-\d[\d.]*)+)")  # 2e-07, 2.4-2.9: a hyphen may end a line
+BREAK = re.compile(r"(?<=[/_.,={(])(?=\w{3})")  # where a long word of code may
 SHORT = 10  # characters: 3 minutes, 0.6 GB
 LONG = 28  # characters; a wider column of code leaves no room for three others in 1300 pixels
 
@@ -145,6 +147,10 @@ def mark_words(app: Sphinx, tree: nodes.document) -> None:
     for code in tree.findall(nodes.literal):
         if max(map(len, code.astext().split()), default=0) > LONG:
             code["classes"].append("long")
+            first, *others = map(nodes.Text, BREAK.split(code.astext()))
+            pairs = ((nodes.raw("", "<wbr>", format="html"), each) for each in others)
+            code.children = []
+            code.extend([first, *itertools.chain.from_iterable(pairs)])
     for entry in tree.findall(nodes.entry):
         if len(entry.astext()) <= SHORT:
             entry["classes"].append("short")

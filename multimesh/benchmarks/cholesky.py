@@ -2,8 +2,9 @@
 
     OPENBLAS_NUM_THREADS=1 python multimesh/benchmarks/cholesky.py [N]
 
-Without ``OPENBLAS_NUM_THREADS`` the same with BLAS's own threads. ``--scalapack`` adds ScaLAPACK's ``psposv`` on two
-ranks (Debian: gcc openmpi-bin libopenmpi-dev libscalapack-openmpi-dev libopenblas0-pthread).
+Without ``OPENBLAS_NUM_THREADS`` the same with BLAS's own threads. ``--scalapack`` compares `solve` on one device and on
+two with ScaLAPACK's ``psposv`` on as many ranks, in turns (Debian: gcc openmpi-bin libopenmpi-dev
+libscalapack-openmpi-dev libopenblas0-pthread). Ranks that wait for each other spin, and that is CPU time, too.
 """
 
 from __future__ import annotations
@@ -31,18 +32,34 @@ from jax.sharding import PartitionSpec as P
 import multimesh as mm
 
 SOURCE = Path(__file__).parent.parent / "tests" / "foreign" / "psposv.c"
+BLOCKS = 64, 128, 256  # of ScaLAPACK
 
 
-def psposv(a: np.ndarray, b: np.ndarray, runs: int) -> float:
-    """CPU milliseconds of two ranks in a solve by ScaLAPACK, the median."""
+def scalapack(a: np.ndarray, b: np.ndarray, ranks: int, runs: int) -> None:
+    """Print CPU and time of devices and of as many ranks, in turns: medians, and medians of the rounds' ratios."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("x",))
+    shards, copies = jax.device_put(a, NamedSharding(mesh, P("x"))), jax.device_put(b, NamedSharding(mesh, P()))
+    times = np.empty((runs, 1 + len(BLOCKS), 2))
     with tempfile.TemporaryDirectory() as folder:
         program, given = f"{folder}/psposv", Path(folder, "in")
         given.write_bytes(a.tobytes() + b.tobytes())
         subprocess.run(["mpicc", "-O2", "-o", program, SOURCE, "-lscalapack-openmpi"], check=True)
-        run = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", program]
-        run += [str(len(a)), "128", str(runs), given, f"{folder}/out"]
-        out = subprocess.run(run, check=True, capture_output=True, text=True)
-    return float(np.median([float(line.split()[1]) for line in out.stdout.splitlines()]))
+        run = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), program, str(len(a))]
+        for each in times:
+            for _ in range(2):  # the second is counted, here as there
+                start = np.array([time.process_time(), time.perf_counter()])
+                x = jax.block_until_ready(mm.linalg.solve(shards, copies))
+                each[0] = 1000 * (np.array([time.process_time(), time.perf_counter()]) - start)
+            for place, block in enumerate(BLOCKS):
+                argv = [*run, str(block), "2", given, f"{folder}/out"]
+                out = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+                each[1 + place] = [float(number) for number in out.splitlines()[1].split()]
+        np.testing.assert_allclose(x[:, 0], np.fromfile(f"{folder}/out", np.float32), rtol=1e-3, atol=1e-4)
+    print(f"{ranks} devices, {ranks} ranks: CPU ms and ms, and ours to theirs (load {os.getloadavg()[0]:.1f})")
+    for place, name in enumerate(("solve", *(f"psposv, blocks of {block}" for block in BLOCKS))):
+        cpu, real = np.median(times[:, place], axis=0)
+        ratio = np.median(times[:, 0] / times[:, place], axis=0)
+        print(f"{name:34} {cpu:6.0f} {real:6.0f} {ratio[0]:5.2f} {ratio[1]:5.2f}")
 
 
 def main() -> None:
@@ -92,8 +109,8 @@ def main() -> None:
     )
     turns.show(table, "one device")
     if args.scalapack:
-        theirs = psposv(np.asarray(whole), np.asarray(b), args.runs)
-        print(f"ScaLAPACK psposv, 2 ranks: {theirs:.0f} ms of CPU (a separate run)")
+        for ranks in (1, 2):
+            scalapack(np.asarray(whole), np.asarray(b), ranks, args.runs)
 
 
 if __name__ == "__main__":

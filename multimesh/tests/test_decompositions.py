@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import spawning
+from multimesh.linalg import qdwh
 from test_linalg import LAYOUTS, definite, normal, sharded
 
 import multimesh as mm
@@ -157,6 +158,15 @@ def test_polar_and_svd(layout, kind, n, dtype):
     check_svd(layout, kind, n, n, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_polar_where_noise_is_smaller_than_the_weights_assume(dtype, monkeypatch):
+    """One singular matrix in a hundred had a factor U that was not orthonormal."""
+    noise = qdwh._noise
+    monkeypatch.setattr(qdwh, "_noise", lambda x, axes: 1e-4 * noise(x, axes))
+    check_polar("rows", "singular", 32, 16, dtype)
+    check_polar("columns", "zero", 28, 28, dtype)
+
+
 @FEW_TELLING
 @pytest.mark.parametrize(("layout", "kind", "n", "dtype"), FEW)
 def test_qr(layout, kind, n, dtype):
@@ -176,6 +186,15 @@ def test_lu(layout, kind, n, dtype):
 @pytest.mark.parametrize(("layout", "n", "dtype"), [("rows", 24, "complex64"), ("both", 20, "float64")])
 def test_triangular(layout, n, dtype):
     check_triangular(layout, n, dtype)
+
+
+def test_axes_in_another_order_than_the_meshs():
+    """A wide matrix that is cut both ways has them, too: its transpose is decomposed."""
+    check_eigh("turned", "random", 24, "float32")
+    check_svd("turned", "random", 24, 24, "float32")
+    check_svd("both", "random", 8, 24, "float32")
+    check_qr("turned", "random", 64, 8, "float32")
+    check_lu("turned", "random", 24, "float32")
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ def mesh_of(*shape):
 
 
 SLABS, PENCILS = (mesh_of(4), P("x")), (mesh_of(4, 2), P("x", "y"))
-LAYOUTS = {"slabs": SLABS, "pencils": PENCILS}
+LAYOUTS = {"slabs": SLABS, "pencils": PENCILS, "turned": (mesh_of(2, 2), P(("y", "x")))}
 
 
 def random(*shape, seed=0):

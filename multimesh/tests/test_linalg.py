@@ -21,6 +21,7 @@ LAYOUTS = {  # devices, spec
     "both": ((4, 2), P("x", "y")),
     "pairs": ((2, 4), P(None, ("x", "y"))),
     "copies": ((4, 2), P("y")),
+    "turned": ((2, 4), P(("y", "x"))),
 }
 
 

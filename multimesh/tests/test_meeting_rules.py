@@ -169,9 +169,11 @@ def test_devices_in_use_are_refused():
          | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, ("Open MPI", ("10.0.0.1:61442", 3, 1, [1]))),
         ({"OMPI_VERSION": "5.0.11", "JAX_COORDINATOR_ADDRESS": "n:3", "OMPI_COMM_WORLD_SIZE": "3"}
          | {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, ("Open MPI", ("n:3", 3, 2, [1]))),
+        ({"JAX_COORDINATOR_ADDRESS": "n:3", "PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALRANKID": "1"}
+         , ("MPICH", ("n:3", 3, 2, [1]))),
         ({"JAX_COORDINATOR_ADDRESS": "n:3", "JAX_LOCAL_DEVICE_IDS": "0,2"}, ("arguments", ("n:3", None, None, [0, 2]))),
     ],
-    ids=["Slurm", "Open MPI", "Open MPI 5", "environment"],
+    ids=["Slurm", "Open MPI", "Open MPI 5", "MPICH", "environment"],
 )  # fmt: skip
 def test_launchers_are_found(monkeypatch, environ, told):
     for name, value in environ.items():

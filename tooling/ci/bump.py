@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.version is None:
         raise errors.UsageError(f"bump {args.name}: to which version? Give it after the name")
-    with here.exclusive():
-        pin = pins.bump(here, args.name, args.version, args.mirror, console.Reporter())
+    with here.exclusive(), console.Reporter() as reporter:
+        pin = pins.bump(here, args.name, args.version, args.mirror, reporter)
     print(f"{args.name}: {args.version} is {pin.commit}; run `python -m tooling sync` to bring it in")
     for missing in pin.missing:
         print(f"{args.name}: sources.lock has no {missing}")
@@ -116,8 +116,8 @@ def run_propose(args: argparse.Namespace) -> None:
 
 def upgrade(mirror: str | None) -> list[Move]:
     """Move every pin of this clone that can move."""
-    here, moves, reporter = Workspace(), list[Move](), console.Reporter()
-    with here.exclusive():
+    here, moves = Workspace(), list[Move]()
+    with here.exclusive(), console.Reporter() as reporter:
         for component in manifest.load(here.manifest).components:
             if component.tag:
                 moves.append(_move(here, component, partial(newest, component, mirror), mirror, reporter))
@@ -232,7 +232,7 @@ def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pa
     jax, pin = manifest.load(here.manifest)["jax"], manifest.load_lock(here.lock)["jax"]
     with tempfile.TemporaryDirectory() as folder:
         repo = git.init(Path(folder, "jax"))
-        git.fetch(repo, jax.address(mirror), str(pin.commit), label="jax")
+        git.fetch(repo, jax.address(mirror), str(pin.commit), label="jax", on_progress=lambda done, total: None)
         text = repo("show", f"{pin.commit}:{path}", check=False)
     match = pattern.search(text.text)
     if match is None:

@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> None:
         raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
     plain = {key: getattr(args, key) for key in ("jobs", "offline", "dry_run", "stash", "force", "mirror")}
     options = Options(chosen(args), overrides=dict(_override(text) for text in args.override), **plain)
-    outcomes = sync(Workspace(), options, console.Reporter())
+    with console.Reporter() as reporter:
+        outcomes = sync(Workspace(), options, reporter)
     if args.json:
         print(json.dumps({"components": [asdict(each) for each in outcomes]}, indent=1))
     else:

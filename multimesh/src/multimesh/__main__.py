@@ -51,9 +51,9 @@ _FORECAST = """\
   python -m multimesh forecast
   python -m multimesh forecast --schedule zb-h1 --stages 4 --microbatches 8 --costs F=1,B=1,W=0.8 --html out.html
 
-Simulate pipeline schedules on ideal submeshes, and compare how long each submesh is idle with what is published: p
+Simulate pipeline schedules on ideal submeshes, and compare how long each submesh is idle with the published formulas: p
 submeshes, v stages on each, m microbatches; tF, tB, tW are the times of forward, backward and weight gradients of one
-microbatch on a whole submesh, of which each of its stages takes an equal share. Needs neither devices nor JAX."""
+microbatch on a whole submesh. Each of its stages takes an equal share. Needs neither devices nor JAX."""
 
 _SUGGEST = """\
   python -m multimesh suggest --layers 80 --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --vocab 128256 --nodes 8

@@ -110,7 +110,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     UsageError
         If there is no complete checkpoint, or its names, shapes or dtypes differ; names the first difference.
     DamagedError
-        In every process, if what one reads is not what was saved; names the file and the shard.
+        In every process, if one of them reads other bytes than were saved; names the file and the shard.
     """
     with _compat.without_mesh():
         return checkpoints.restore(Path(path).absolute(), like)

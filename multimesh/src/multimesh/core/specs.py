@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -51,6 +52,19 @@ def decided(spec: P, rank: int) -> Iterator[tuple[int, Axes]]:
 def size(mesh: AnyMesh, axes: Axes) -> int:
     """The number of devices along these axes; those that the mesh lacks count as one device."""
     return math.prod(mesh.shape.get(axis, 1) for axis in axes)
+
+
+def permute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """`lax.ppermute` that numbers devices as `lax.axis_index` does for ``axes``, in whichever order they are.
+
+    `lax.ppermute` takes them in the mesh's order only. Before jax 0.12 it numbers by that order, whatever it is given.
+    """
+    if len(axes) > 1:
+        ordered = tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes)
+        numbers = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(axis) for axis in ordered])
+        numbers = numbers.transpose([ordered.index(axis) for axis in axes]).reshape(-1)
+        axes, pairs = ordered, [(int(numbers[source]), int(numbers[target])) for source, target in pairs]
+    return lax.ppermute(x, axes, pairs)
 
 
 def sharding_of(x: Any) -> NamedSharding | None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from multimesh.core.specs import axes_of
+from multimesh.core.specs import axes_of, permute
 from multimesh.errors import UsageError
 
 
@@ -36,7 +36,7 @@ def _shifted(x: Array, axes: tuple[str, ...], by: int, periodic: bool) -> Array:
     pairs = [(k, (k + by) % p) for k in range(p) if periodic or 0 <= k + by < p]
     if p == 1:
         return x if periodic else jnp.zeros_like(x)
-    return lax.ppermute(x, axes, pairs)
+    return permute(x, axes, pairs)
 
 
 def halo_exchange(x: Array, widths: int | Sequence[int], axes: Sequence[Any], periodic: bool = True) -> Array:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Panels(NamedTuple):
     """My rows of the factor L, with columns in order of elimination. What is above its diagonal means nothing."""
 
-    l: Array  # (padded, devices, count, height), or (padded, 1, count, width) in order: superpanel s is l[:, :, s]
+    l: Array  # (count, padded, width): l[s] has the columns of superpanel s, in one piece of memory
     logdet: Array
     status: Array  # 0, or the number (from 1) of the first superpanel that is not positive definite
 
@@ -56,7 +56,7 @@ def _divided(l: Array, c: Array) -> Array:
 
 
 def _taken(l: Array, row: Array | int, rows: int, s: Array | int) -> Array:
-    return lax.dynamic_slice(l, (row, 0, s, 0), (rows, l.shape[1], 1, l.shape[3])).reshape(rows, -1)
+    return lax.dynamic_slice(l, (s, row, 0), (1, rows, l.shape[2]))[0]
 
 
 def block(l: Array, i: Array | int, j: Array | int, layout: Layout) -> Array:
@@ -66,12 +66,12 @@ def block(l: Array, i: Array | int, j: Array | int, layout: Layout) -> Array:
 
 def columns(l: Array, s: Array | int) -> Array:
     """My rows of the columns of superpanel ``s``: (padded, W)."""
-    return _taken(l, 0, l.shape[0], s)
+    return _taken(l, 0, l.shape[1], s)
 
 
 def with_columns(l: Array, s: Array | int, c: Array) -> Array:
     """``l`` with ``c`` in place of the columns of superpanel ``s``."""
-    return lax.dynamic_update_slice(l, c.reshape(l.shape[0], l.shape[1], 1, l.shape[3]), (0, 0, s, 0))
+    return lax.dynamic_update_slice_in_dim(l, c[None], s, 0)
 
 
 def taken(l: Array, i: Array, layout: Layout, s: Array) -> Array:
@@ -106,9 +106,9 @@ def factorize(a: Array, layout: Layout, wrong: Array | bool = False, *, in_order
     start = lax.axis_index(layout.axes) * height
     a = layout.pad_matrix(layout.to_rows(a))
     if in_order:
-        a = layout.to_cyclic(a.reshape(layout.padded, -1)).reshape(layout.padded, 1, count, -1)
+        a = layout.to_cyclic(a.reshape(layout.padded, -1)).reshape(layout.padded, count, -1).swapaxes(0, 1)
     else:
-        a = a.reshape(layout.padded, layout.devices, count, height)
+        a = layout.superpanels(a)
 
     def superpanel(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         l, logs = carry
@@ -125,7 +125,7 @@ def factorize(a: Array, layout: Layout, wrong: Array | bool = False, *, in_order
         mine = lax.dynamic_slice_in_dim(c, s * height, height)
         diagonal = _cholesky(lax.all_gather(mine, layout.axes, tiled=True), layout)
         diagonal = jnp.where(wrong, jnp.nan, diagonal)
-        c = changed(layout, s, lambda _, some: _divided(diagonal, some), c)
+        c = changed(layout, s + 1, lambda _, some: _divided(diagonal, some), c)
         # My rows of the diagonal block are taken as they are. A solve for them would multiply errors by its condition.
         mine = lax.dynamic_slice_in_dim(diagonal, start, height)
         c = lax.dynamic_update_slice_in_dim(c, mine, s * height, 0)
@@ -209,6 +209,6 @@ def inverse(panels: Panels, layout: Layout) -> Array:
 
 def lower_factor(panels: Panels, layout: Layout) -> Array:
     """My shard of L, from panels that were made ``in_order``; what is above its diagonal means nothing."""
-    rows = layout.from_cyclic(panels.l.reshape(layout.padded, -1))[: layout.held]
+    rows = layout.from_cyclic(panels.l.swapaxes(0, 1).reshape(layout.padded, -1))[: layout.held]
     columns_first = rows.T.reshape(layout.devices, layout.padded, -1)
     return layout.from_rows(layout.unpad(columns_first).T)

@@ -27,7 +27,7 @@ MOST_SWAPPED = 4  # superpanels whose rows are exchanged together: fewer message
 class Factors(NamedTuple):
     """My rows of L and U in one array, with columns in order of elimination, and which rows of the matrix they are."""
 
-    lu: Array  # (padded, devices, count, height), as those of `cholesky`
+    lu: Array  # (count, padded, width), as that of `cholesky`
     rows: Array  # (count * width,): the padded rows of the matrix in order of elimination; the same on all devices
 
 
@@ -36,8 +36,12 @@ def _first_pivots(x: Array, most: int) -> Array:
     return lax.linalg.lu(x)[2][:most]
 
 
-def _winners(panel: Array, layout: Layout) -> Array:
-    """The global numbers (device * padded + row) of the pivots among the active rows, which are not zero: (W,)."""
+def _winners(panel: Array, layout: Layout) -> tuple[Array, Array]:
+    """The global numbers (device * padded + row) of the pivots among the active rows, which are not zero: (W,).
+
+    And L and U of these rows, (W, W). In a block of only these rows equal pivots may come in another order, so theirs
+    is the order of the numbers.
+    """
     width, padded = layout.width, layout.padded
     mine = _first_pivots(panel, min(width, padded))
     rows, numbers = panel[mine], mine + lax.axis_index(layout.axes) * padded
@@ -49,7 +53,9 @@ def _winners(panel: Array, layout: Layout) -> Array:
         best = _first_pivots(rows, width)
         return rows[best], numbers[best]
 
-    return trees.reduce((rows, numbers), combine, layout.axes)[1]
+    rows, numbers = trees.reduce((rows, numbers), combine, layout.axes)
+    lu, _, order = lax.linalg.lu(rows)
+    return numbers[order], lu
 
 
 def _here(numbers: Array, layout: Layout) -> Array:
@@ -58,17 +64,11 @@ def _here(numbers: Array, layout: Layout) -> Array:
     return jnp.where(device == lax.axis_index(layout.axes), row, layout.padded)
 
 
-def _taken(x: Array, rows: Array, layout: Layout) -> Array:
-    """The rows with these numbers on this device, gathered from all."""
-    mine = x.at[rows].get(mode="fill", fill_value=0)
-    return lax.psum(mine, layout.axes)
-
-
 def factorize(a: Array, layout: Layout) -> Factors:
     """Factor my shard of ``A``. If ``A`` is singular, the factors have zeros on the diagonal of U, or NaN."""
     padded, height, width, count = layout.padded, layout.height, layout.width, layout.count
     p, me = layout.devices, lax.axis_index(layout.axes)
-    lu = layout.pad_matrix(layout.to_rows(a, hermitian=False)).reshape(padded, p, count, height)
+    lu = layout.superpanels(layout.pad_matrix(layout.to_rows(a, hermitian=False)))
     of_devices = jnp.arange(p)[:, None] * padded
     many = max(n for n in range(1, MOST_SWAPPED + 1) if count % n == 0)
 
@@ -76,7 +76,7 @@ def factorize(a: Array, layout: Layout) -> Factors:
         lu, rows = carry  # rows: of each place, device * padded + row, the row of A that is there
         active = jnp.arange(padded) >= s * height
         panel = jnp.where(active[:, None], columns(lu, s), 0)
-        pivots = _winners(panel, layout)
+        pivots, diagonal = _winners(panel, layout)
         slots = (of_devices + s * height + jnp.arange(height)).reshape(-1)
         # A slot gets its pivot. Its row goes to where a pivot came from, unless it is a pivot itself.
         leaves = ~(slots[:, None] == pivots).any(1)
@@ -86,31 +86,34 @@ def factorize(a: Array, layout: Layout) -> Factors:
             .at[jnp.argsort(~leaves, stable=True)]
             .set(jnp.where(jnp.sort(~free, stable=True), p * padded, pivots[jnp.argsort(~free, stable=True)]))
         )
-        to = _here(places, layout)
-        from_pivots, from_slots = _here(pivots, layout), _here(slots, layout)
+        to, chosen = _here(places, layout), _here(pivots, layout)
         rows = rows.at[places].set(rows[slots], mode="drop").at[slots].set(rows[pivots])
 
         def swapped(k: Array, lu: Array) -> Array:  # in some superpanels of columns
-            x = lax.dynamic_slice_in_dim(lu, k * many, many, 2)
-            moved = _taken(x, jnp.concatenate([from_pivots, from_slots]), layout)
-            mine = lax.dynamic_slice_in_dim(moved, me * height, height)
-            x = lax.dynamic_update_slice_in_dim(x.at[to].set(moved[width:], mode="drop"), mine, s * height, 0)
-            return lax.dynamic_update_slice_in_dim(lu, x, k * many, 2)
+            x = lax.dynamic_slice_in_dim(lu, k * many, many)
+            to_me = x.at[:, chosen].get(mode="fill", fill_value=0)
+            to_me = lax.psum_scatter(to_me, layout.axes, scatter_dimension=1, tiled=True)
+            leaving = lax.dynamic_slice_in_dim(x, s * height, height, 1)
+            x = x.at[:, to].set(lax.all_gather(leaving, layout.axes, axis=1, tiled=True), mode="drop")
+            x = lax.dynamic_update_slice_in_dim(x, to_me, s * height, 1)
+            return lax.dynamic_update_slice_in_dim(lu, x, k * many, 0)
 
         def put(lu: Array, j: Array, x: Array, of_slots: Array) -> Array:
             mine = lax.dynamic_slice_in_dim(of_slots, me * height, height)
             return with_columns(lu, j, lax.dynamic_update_slice_in_dim(x, mine, s * height, 0))
 
         lu = lax.fori_loop(0, count // many, swapped, lu)
-        x, diagonal = columns(lu, s), _without_pivots(block(lu, s, s, layout))
-        below = changed(layout, s, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
+        x = columns(lu, s)
+        below = changed(layout, s + 1, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
         behind = (jnp.arange(padded) >= (s + 1) * height)[:, None]
         lu = put(lu, s, jnp.where(behind, below, x), diagonal)
         left = jnp.where(behind, below, 0)
 
         def later(j: Array, lu: Array) -> Array:
-            chosen = block(lu, s, j, layout)
-            u = lax.linalg.triangular_solve(diagonal, chosen, left_side=True, lower=True, unit_diagonal=True)
+            mine = lax.dynamic_slice(lu, (j, s * height, 0), (1, height, width))[0]
+            u = lax.all_to_all(mine, layout.axes, 1, 0, tiled=True)  # each device solves for a share of the columns
+            u = lax.linalg.triangular_solve(diagonal, u, left_side=True, lower=True, unit_diagonal=True)
+            u = lax.all_gather(u, layout.axes, axis=1, tiled=True)
 
             def eliminated(i: Array, some: Array) -> Array:
                 return some - matmul(lax.dynamic_slice_in_dim(left, i, layout.rows_at_a_time), u)
@@ -121,18 +124,6 @@ def factorize(a: Array, layout: Layout) -> Factors:
 
     lu, rows = lax.fori_loop(0, count, superpanel, (lu, jnp.arange(p * padded)))
     return Factors(lu, rows.reshape(p, count, height).swapaxes(0, 1).reshape(-1))
-
-
-def _without_pivots(x: Array) -> Array:
-    """L and U of a block whose pivots come first already. Pivoting finds them there, but for equal ones."""
-
-    def step(k: Array, x: Array) -> Array:
-        row = jnp.arange(len(x))
-        column = jnp.where(row > k, x[:, k] / x[k, k], 0)
-        x = x - column[:, None] * jnp.where(row > k, x[k], 0)
-        return x.at[:, k].set(jnp.where(row > k, column, x[:, k]))
-
-    return lax.fori_loop(0, len(x), step, x)
 
 
 def solve(factors: Factors, b: Array, layout: Layout, transposed: bool) -> Array:

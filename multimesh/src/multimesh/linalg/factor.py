@@ -48,7 +48,7 @@ def on_shards(f: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: A
 
 
 def _panel_specs(layout: Layout) -> Panels:
-    return Panels(P(entry(layout.axes)), P(), P())
+    return Panels(P(None, entry(layout.axes)), P(), P())
 
 
 def placed(a: Array, layout: Layout) -> Array:

@@ -61,7 +61,7 @@ def _linear_solve(a: Array, b: Array, layout: Layout, trans: int, solve: Any) ->
 
 
 def _factors_spec(layout: Layout) -> Factors:
-    return Factors(P(entry(layout.axes)), P())
+    return Factors(P(None, entry(layout.axes)), P())
 
 
 @functools.partial(jax.jit, static_argnames="layout")

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from multimesh.core.specs import permute
 from multimesh.linalg import rings
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import adjoint, matmul
@@ -64,8 +65,8 @@ def _sent_on(x: Array, layout: Layout) -> Array:
     if p == 1:
         return x
     top, bottom = jnp.split(x, 2, -1)
-    from_left = lax.ppermute(jnp.where(me == 0, bottom, top), layout.axes, [(k, k + 1) for k in range(p - 1)])
-    from_right = lax.ppermute(bottom, layout.axes, [(k, k - 1) for k in range(1, p)])
+    from_left = permute(jnp.where(me == 0, bottom, top), layout.axes, [(k, k + 1) for k in range(p - 1)])
+    from_right = permute(bottom, layout.axes, [(k, k - 1) for k in range(1, p)])
     return jnp.concatenate([jnp.where(me == 0, top, from_left), jnp.where(me == p - 1, top, from_right)], -1)
 
 
@@ -116,21 +117,25 @@ def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
         a, v = lax.fori_loop(0, 2 * p - 1, play, (state.a, state.v))
         return _judged(state._replace(a=a, v=v), layout)
 
-    tolerance = 2 * math.sqrt(layout.order) * float(jnp.finfo(real).eps)
+    eps = float(jnp.finfo(real).eps)
+    tolerance = 2 * math.sqrt(layout.order) * eps
+    rounding = max(tolerance, layout.order / 2 * eps)  # at most this is left of many rotations
 
-    def goes_on(state: _State) -> Array:
-        shrinks = (state.left > 0.01 * state.scale) | (state.left < 0.8 * state.before)
-        return ((state.left > tolerance * state.scale) & shrinks | ~state.sorted) & (state.sweeps < MOST)
+    def converged(a: Array, v: Array, tolerance: float) -> _State:
+        def goes_on(state: _State) -> Array:
+            shrinks = (state.left > 0.01 * state.scale) | (state.left < 0.8 * state.before)
+            return ((state.left > tolerance * state.scale) & shrinks | ~state.sorted) & (state.sweeps < MOST)
 
-    def converged(a: Array, v: Array) -> _State:
         big = jnp.asarray(jnp.inf, real)
         start = _State(a.reshape(p, size, size), v, big, big, big, jnp.zeros((), bool), jnp.zeros((), jnp.int32))
         return lax.while_loop(goes_on, sweep, start)
 
-    vh = rings.orthogonal(adjoint(converged(adjoint(x), v).v), layout.axes)
+    vh = adjoint(converged(adjoint(x), v, rounding).v)
+    vh = rings.orthogonal(vh, rings.gram(vh, layout.axes), layout.axes)
     again = rings.times_adjoint(rings.times(vh, x, layout.axes), vh, layout.axes)
-    state = converged(adjoint(again), adjoint(vh))
-    v = adjoint(rings.orthogonal(adjoint(state.v), layout.axes))
+    state = converged(adjoint(again), adjoint(vh), tolerance)
+    vh = adjoint(state.v)
+    v = adjoint(rings.orthogonal(vh, rings.gram(vh, layout.axes), layout.axes))
     failed = ~(state.left <= 100 * tolerance * state.scale) | ~state.sorted
     w = jnp.sort(lax.all_gather(_diagonal(state.a, layout), layout.axes, tiled=True)) * norm
     rows = lax.all_to_all(v.reshape(p, size, size), layout.axes, 0, 2, tiled=True).reshape(size, p * size)

@@ -137,6 +137,11 @@ class Layout:
         mine = (jnp.arange(self.devices) == me)[:, None] & (row[:, None, None] == row) & missing[:, None, None]
         return jnp.where(mine, jnp.ones((), a.dtype), jnp.where(missing[:, None, None], 0, a))
 
+    def superpanels(self, a: Array) -> Array:
+        """Columns in natural order, (padded, devices, padded) -> in order of elimination, (count, padded, width)."""
+        a = a.reshape(self.padded, self.devices, self.count, self.height)
+        return a.transpose(2, 0, 1, 3).reshape(self.count, self.padded, self.width)
+
     def to_panels(self, b: Array) -> Array:
         """Rows in natural order, (order, r) -> in order of elimination, (count, width, r)."""
         b = self.pad(b).reshape(self.devices, self.count, self.height, -1)

@@ -3,7 +3,8 @@
 Each iteration maps the singular values of X to x (a + b x^2) / (1 + c x^2), with weights that bring all of them to 1
 as fast as possible. While c is large, [sqrt(c) X; 1] = Q R comes from two Cholesky factorizations, the second of Q^H Q
 (CholeskyQR2); at the end from one. Zero singular values would stay zero. So noise of the size of rounding is added
-first, as it is in any computation, and U always has orthonormal columns.
+first, as it is in any computation, and U always has orthonormal columns. Noise may happen to have a singular value
+that is smaller than the weights assume, so the last iteration is repeated until the columns are orthonormal.
 
 Y. Nakatsukasa, Z. Bai and F. Gygi, "Optimizing Halley's iteration for computing the matrix polar decomposition", SIAM
 Journal on Matrix Analysis and Applications 31 (2010).
@@ -12,6 +13,7 @@ Journal on Matrix Analysis and Applications 31 (2010).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,14 @@ from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import adjoint
 
 PANELS = 8  # superpanels of the factorizations
+MOST = 60  # iterations by one factorization; 2 are usual, and each triples what is too small
+
+
+class _State(NamedTuple):
+    x: Array  # my rows
+    gram: Array  # my rows of X^H X
+    done: Array  # iterations by one factorization
+    orthonormal: Array
 
 
 def _weights(eps: float, order: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,9 +87,7 @@ def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, A
     x = jnp.pad(x, ((0, 0), (0, padded - order)))
     layout = _layout(mesh, axes, padded)
     one = _identity(padded // p, axes, a.dtype)
-
-    def gram(x: Array, c: Array) -> Array:
-        return one + c * rings.adjoint_times(x, x, axes)
+    real = jnp.finfo(a.dtype).dtype
 
     def divided(x: Array, z: Array) -> Array:  # x @ inv(R), for a Z = R^H R; R is triangular in order of elimination
         l = factorize(z, layout).l
@@ -87,20 +95,31 @@ def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, A
 
     def by_two(x: Array, weights: Array) -> Array:
         a, b, c = weights
-        q = divided(jnp.concatenate([jnp.sqrt(c) * x, one]), gram(x, c))
-        q = divided(q, rings.adjoint_times(q, q, axes))
+        q = divided(jnp.concatenate([jnp.sqrt(c) * x, one]), one + c * rings.gram(x, axes))
+        q = divided(q, rings.gram(q, axes))
         product = rings.times_adjoint(q[: len(x)], q[len(x) :], axes)
         return b / c * x + (a - b / c) / jnp.sqrt(c) * product
 
-    def by_one(x: Array, weights: Array) -> Array:
-        a, b, c = weights
-        panels = factorize(gram(x, c), layout)
-        return b / c * x + (a - b / c) * adjoint(solve_columns(panels, adjoint(x), layout))
+    many, few = (jnp.asarray(weights, real) for weights in _weights(eps, padded))
+    needed = (lax.axis_index(axes) * len(one) + jnp.arange(len(one)) < order)[:, None]
 
-    real = jnp.finfo(a.dtype).dtype
-    for f, weights in zip((by_two, by_one), _weights(eps, padded), strict=True):
-        table = jnp.asarray(weights, real)
-        x = lax.fori_loop(0, len(weights), lambda i, x, f=f, table=table: f(x, table[i]), x)
-    u = rings.orthogonal(x, axes)[:, :order]
+    def orthonormal(g: Array) -> Array:  # so far that `rings.orthogonal` does the rest
+        return lax.psum(jnp.sum(jnp.abs(g - jnp.where(needed, one, 0)) ** 2), axes) <= eps
+
+    def by_one(state: _State) -> _State:
+        a, b, c = few[jnp.minimum(state.done, len(few) - 1)]
+        panels = factorize(one + c * state.gram, layout)
+        x = b / c * state.x + (a - b / c) * adjoint(solve_columns(panels, adjoint(state.x), layout))
+        g = rings.gram(x, axes)
+        return _State(x, g, state.done + 1, orthonormal(g))
+
+    x = lax.fori_loop(0, len(many), lambda i, x: by_two(x, many[i]), x)
+    g = rings.gram(x, axes)
+    state = lax.while_loop(
+        lambda state: (state.done < len(few)) | ~state.orthonormal & (state.done < MOST),
+        by_one,
+        _State(x, g, jnp.zeros((), jnp.int32), orthonormal(g)),
+    )
+    u = rings.orthogonal(state.x, state.gram, axes)[:, :order]
     h = rings.adjoint_times(jnp.pad(u, ((0, 0), (0, padded - order))), jnp.pad(a, ((0, 0), (0, padded - order))), axes)
     return u, (h + rings.adjoint_of(h, axes)) / 2

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from multimesh.core.specs import Axes
+from multimesh.core.specs import Axes, permute
 
 matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # no TF32 on GPUs
 
@@ -36,7 +36,7 @@ def around(x: Array, f: Callable[[Array, Array, Array], Array], start: Array, ax
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         x, result = carry
         result = f((me - i) % p, x, result)
-        return lax.ppermute(x, axes, [(k, (k + 1) % p) for k in range(p)]), result
+        return permute(x, axes, [(k, (k + 1) % p) for k in range(p)]), result
 
     return lax.fori_loop(0, p, step, (x, start))[1]
 
@@ -67,7 +67,7 @@ def adjoint_times(x: Array, y: Array, axes: Axes) -> Array:
     size = x.shape[1] // p
 
     def step(i: Array, z: Array) -> Array:
-        z = lax.ppermute(z, axes, [(k, (k + 1) % p) for k in range(p)])
+        z = permute(z, axes, [(k, (k + 1) % p) for k in range(p)])
         mine = lax.dynamic_slice_in_dim(x, (me + p - 1 - i) % p * size, size, 1)
         return z + matmul(adjoint(mine), y)
 
@@ -80,6 +80,11 @@ def adjoint_of(x: Array, axes: Axes) -> Array:
     return lax.all_to_all(adjoint(x).reshape(p, -1, x.shape[0]), axes, 0, 2, tiled=True)[0]
 
 
-def orthogonal(x: Array, axes: Axes) -> Array:
-    """My rows of X (3 - X^H X) / 2, a Newton-Schulz step to the nearest matrix with orthonormal columns."""
-    return 1.5 * x - 0.5 * times(x, adjoint_times(x, x, axes), axes)
+def gram(x: Array, axes: Axes) -> Array:
+    """My rows of ``X^H @ X``; the devices divide the columns of ``X``."""
+    return adjoint_times(x, x, axes)
+
+
+def orthogonal(x: Array, gram: Array, axes: Axes) -> Array:
+    """X (3 - X^H X) / 2, a Newton-Schulz step to the nearest matrix with orthonormal columns."""
+    return 1.5 * x - 0.5 * times(x, gram, axes)

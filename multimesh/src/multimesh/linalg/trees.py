@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from multimesh.core.specs import Axes
+from multimesh.core.specs import Axes, permute
 
 
 def _prime_factors(number: int) -> Iterator[int]:
@@ -37,7 +37,7 @@ def reduce(x: Any, combine: Callable[[Any, Array], Any], axes: Axes) -> Any:
         received = []
         for shift in range(group):  # from the device that is `shift` places behind, in a ring of the group
             to = [(d, d - d // stride % group * stride + (d // stride + shift) % group * stride) for d in range(p)]
-            received.append(jax.tree.map(lambda x, to=to: lax.ppermute(x, axes, to), x))
+            received.append(jax.tree.map(lambda x, to=to: permute(x, axes, to), x))
         order = (place - jnp.arange(group)) % group
         stacked = jax.tree.map(lambda *each, order=order: jnp.stack(each)[order], *received)
         x = combine(stacked, place)

@@ -55,7 +55,7 @@ def held(model: Transformer, how: Configuration, software: Stack) -> tuple[Footp
 def of_rows(
     model: Transformer, how: Configuration, software: Stack, in_flight: Mapping[int, int]
 ) -> tuple[Footprint, ...]:
-    """Bytes of a device of some submeshes, of which each holds so many activations of stages."""
+    """Bytes of a device of some submeshes, each with so many activations of stages in flight."""
     sizes = stage_layers.layers(model, how)
     route = schedules.get(how.schedule).placement(how.pp) if how.pp > 1 else (0,)
     own: dict[int, list[int]] = {row: [] for row in range(how.pp)}

@@ -44,8 +44,8 @@ class Suggestions:
     limit
         Bytes of a device that may be used.
     considered, simulated
-        Configurations that there are, and those that were simulated. Bounds show that all others are slower, or do not
-        fit.
+        How many configurations were considered, and how many of them simulated. Bounds show that the others are
+        slower, or do not fit.
     unit
         What `Option.tokens_per_second` counts.
     notes

@@ -25,6 +25,11 @@ TRANSPORT = "MULTIMESH_TRANSPORT"
 """Environment variable with the transport of arrays between processes, where no context says one."""
 
 _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
+_OF_MPI = {
+    _LAUNCHERS["ompi"]: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")),
+    "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # and other MPIs with Hydra, such as Intel's
+}
+"""Variables that say the number of processes, this one's, and its number on its host."""
 _client: WatcherClient | None = None
 _XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
 _LOCAL_FLAG = re.compile("address|cache|_dir|dump|log|mock|profile|timeout|visible|_to$")  # may differ by process
@@ -37,7 +42,7 @@ class Processes:
     Attributes
     ----------
     launcher
-        What started them: "Slurm", "Open MPI", "mpi4py", "Kubernetes", "arguments", or "nobody".
+        What started them: "Slurm", "Open MPI", "MPICH", "mpi4py", "Kubernetes", "arguments", or "nobody".
     rank
         Number of this process.
     hosts
@@ -81,11 +86,12 @@ def initialize(
 ) -> Processes:
     """Make this process one of several, in place of ``jax.distributed.initialize``.
 
-    Arguments that are not given are found as JAX finds them: from Slurm, Open MPI 4, Kubernetes, or mpi4py, which is
-    used by itself under Open MPI 5 and MPICH if it is installed. All processes meet and compare themselves before JAX
-    starts. From then on each has a watcher. When a process fails, is killed, stopped or out of reach, all others end
-    within seconds: with a line that names it, and its exit code if it has one, else 17. SIGTERM ends a process, unless
-    the environment has ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
+    Arguments that are not given are found as JAX finds them: from Slurm, Open MPI 4 or Kubernetes. Open MPI 5, MPICH
+    and Intel MPI say all but the coordinator's address, which ``JAX_COORDINATOR_ADDRESS`` has; without it mpi4py is
+    asked, if it is installed. All processes meet and compare themselves before JAX starts. From then on each has a
+    watcher. When a process fails, is killed, stopped or out of reach, all others end within seconds: with a line that
+    names it, and its exit code if it has one, else 17. SIGTERM ends a process, unless the environment has
+    ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
 
     Parameters
     ----------
@@ -233,15 +239,16 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
     if isinstance(devices, int):
         devices = [devices]
     given = (address or os.environ.get("JAX_COORDINATOR_ADDRESS"), *rest, devices)
-    if method is None and (told := _by_open_mpi(given)):
-        return _LAUNCHERS["ompi"] if None in given[:3] else "arguments", told
+    if method is None and (told := _by_mpi(given)):
+        return told if None in given[:3] else ("arguments", told[1])
     found, copies = _compat.launcher(method) if None in given and method != "deactivate" else None, 0
     if found is None and method is None and None in given[:3] and (copies := _copies()):
         found = _compat.launcher("mpi4py")
         if found is None:
             raise UsageError(
-                f"{copies} copies of this program were started, and nothing says where process 0 is: install mpi4py, "
-                "or give mm.distributed.initialize() coordinator_address, num_processes and process_id"
+                f"{copies} copies of this program were started, and nothing says where process 0 is: set "
+                "JAX_COORDINATOR_ADDRESS=HOST:PORT or install mpi4py, or give mm.distributed.initialize() "
+                "coordinator_address, num_processes and process_id"
             )
     if found is None:
         if method not in (None, "deactivate"):
@@ -264,15 +271,15 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
     return _LAUNCHERS.get(found.name, found.name) if None in given[:3] else "arguments", complete
 
 
-def _by_open_mpi(given: Sequence[Any]) -> Sequence[Any] | None:
-    """The same with what variables of Open MPI say, if the address is known; JAX would ask mpi4py under version 5."""
-    names = (f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK"))
-    values = [int(value) for value in map(os.environ.get, names) if value is not None]
-    if given[0] is None or len(values) != 3:
-        return None
-    count, rank, local = values
-    told = (None, count, rank, [local])
-    return tuple(own if each is None else each for each, own in zip(given, told, strict=True))
+def _by_mpi(given: Sequence[Any]) -> tuple[str, Sequence[Any]] | None:
+    """The launcher of MPI and what its variables add, if the address is known; JAX asks mpi4py under most of them."""
+    for launcher, names in _OF_MPI.items():
+        values = [int(value) for value in map(os.environ.get, names) if value is not None and value.isdigit()]
+        if given[0] is not None and len(values) == len(names):
+            count, rank, local = values
+            told = (None, count, rank, [local])
+            return launcher, tuple(own if each is None else each for each, own in zip(given, told, strict=True))
+    return None
 
 
 def _copies() -> int:

@@ -106,7 +106,7 @@ class OneFOneB(Interleaved):
 
 @dataclass(frozen=True)
 class EagerOneFOneB(OneFOneB):
-    """1F1B with twice the warm-up: a transfer has the time of a microbatch before its reader waits for it.
+    """1F1B with twice the warm-up: a transfer may take as long as a microbatch before its reader waits.
 
     Submesh ``r`` of ``p`` holds at most ``2 (p - r) - 1`` microbatches; under 1F1B it holds ``p - r``. If transfers
     take no time, it waits as long as 1F1B. With several stages on each submesh this is `Interleaved`, which has that
