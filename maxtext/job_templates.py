@@ -30,6 +30,7 @@ fi
 """
 
 SHIFTER_OR_MODULES = r"""
+unset SLURM_TRES_PER_TASK # sbatch of Slurm 23.11 sets it for --gpus-per-task; srun refuses the two together
 launch=(srun --kill-on-bad-exit=1 @launch@)
 inside=/opt/maxtext/@folder@/@chosen@
 if [[ -z ${IMAGE:-} ]]; then

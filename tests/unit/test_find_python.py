@@ -74,16 +74,15 @@ def test_the_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     old = fake(machine / "bin" / "python3.11", "3.11.4")
     for expected in order:
-        found = find_python.search()
-        assert found.taken is not None
-        assert found.taken.path == str(expected)
+        found = find_python.best(find_python.search())
+        assert found is not None
+        assert found.path == str(expected)
         fake(expected, "3.11.9") if expected.name == "python3" and expected == order[0] else expected.unlink()
-    found = find_python.search()
-    assert found.taken is None
-    assert found.old is not None
-    assert found.old.path == str(order[0]), "python3 comes before python3.11"
+    found = find_python.best(find_python.search())
+    assert found is not None
+    assert found.path == str(order[0]), "python3 comes before python3.11"
     order[0].unlink()
-    assert find_python.search().old == find_python.look(str(old), "python3.11 on PATH")
+    assert find_python.best(find_python.search()) == find_python.look(str(old), "python3.11 on PATH")
 
 
 def test_shims_that_fail_lead_to_the_versions_behind_them(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

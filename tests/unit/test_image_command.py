@@ -19,7 +19,7 @@ from tooling.image.reference import make
 from tooling.image.request import ImageSpec, Means
 from tooling.sources import manifest
 
-DOCKER = Engine(("docker",), "28.0.0")
+DOCKER = Engine(("docker",))
 MEANS = Means(None, None, "default", True, True, None, False)
 NO_ACCESS = network.Access((), {}, ())
 DIGEST = "sha256:" + "a" * 64

@@ -94,14 +94,14 @@ def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
 def test_the_digest_before_a_move_outlives_a_repetition(tmp_path: Path) -> None:
     """A later tag fails, and the same command runs again: the first tag then has our digest already."""
     said, place = document(tmp_path), tmp_path / "release.json"
-    assert release._moves(place, said) == []
+    assert release.earlier(place, said) == []
     first = Moved("main", "sha256:" + "34" * 32, DIGEST)
     release.telling(place, said)([first])
     again = document(tmp_path)
     assert again["image"]["tags"] == []
-    assert release._moves(place, again) == [first]
+    assert release.earlier(place, again) == [first]
     again["image"]["digest"] = "sha256:" + "56" * 32
-    assert release._moves(place, again) == [], "of another image"
+    assert release.earlier(place, again) == [], "of another image"
 
 
 @pytest.mark.parametrize("wrong", [{"format": 2}, {"extra": 1}, {"version": "newest"}, {"locks": {}}, {"created": 5}])

@@ -113,8 +113,7 @@ def run(
 
 def quoted(argv: Sequence[str]) -> str:
     """Return a command as one could type it, shortened where it is long."""
-    line = shlex.join(argv)
-    return line if len(line) <= 200 else line[:197] + "..."
+    return shortened(shlex.join(argv), 200)
 
 
 def stop_all() -> None:

@@ -60,14 +60,6 @@ class Python(NamedTuple):
         return f"Python {dotted(self.version)} ({self.origin}: {self.path}){jax_of(self.version)}"
 
 
-class Found(NamedTuple):
-    """The Pythons of this machine."""
-
-    taken: Optional[Python]  # the first from 3.12 on
-    old: Optional[Python]  # the first 3.11, where there is none from 3.12 on
-    refused: List[Python]
-
-
 def main() -> int:
     """Say which Python it is, and go on in it with ``tooling/environment/venv.py``."""
     try:
@@ -96,8 +88,8 @@ def choose(named: str, offline: bool) -> Tuple[Python, str]:
     if named:
         return obey(named, here)
     if not here.unfit:
-        better = search().taken if here.version < PREFERRED else None
-        if better is None:
+        better = best(search()) if here.version < PREFERRED else None
+        if better is None or better.version < PREFERRED:
             return here, ""
         brings = f"Python {dotted(better.version)}{jax_of(better.version)}"
         return here, f"PYTHON={better.path} ./bootstrap.sh makes .venv anew with {brings}"
@@ -109,8 +101,7 @@ def obey(named: str, here: Python) -> Tuple[Python, str]:
     """Take the Python that ``$PYTHON`` names; an environment of the same version stays."""
     asked = look(shutil.which(named) or named, "PYTHON")
     if asked.fault:
-        found = search()
-        other = found.taken or found.old
+        other = best(search())
         raise Failure("PYTHON={}: {}; or name {}".format(named, asked.fault, other.path if other else "another"))
     if here.unfit or here.version[:2] != asked.version[:2]:
         return asked, anew(here)
@@ -127,22 +118,22 @@ def anew(here: Python) -> str:
 def take(offline: bool) -> Tuple[Python, str]:
     """Return the Python for a first ``.venv``."""
     found = search()
-    if found.taken:
-        return found.taken, ""
-    reasons = [f"{each.path} {each.fault}" for each in found.refused]
+    chosen = best(found)
+    if chosen and chosen.version >= PREFERRED:
+        return chosen, ""
+    reasons = [f"{each.path} {each.fault}" for each in found if each.version and each.fault]
     try:
         if offline:
             raise Failure("--offline fetches none")
-        return fetch(found.old), ""
+        return fetch(chosen), ""
     except Failure as failure:
         why = "; ".join([*reasons, str(failure)])
-        if found.old:
-            return found.old, f"found none from {dotted(PREFERRED)} on: {why}"
-        supported, remedy = (
-            f"{dotted(OLDEST)} to {dotted(NEWEST)}",
-            "install one, or name it with PYTHON=/path/to/python3",
-        )
-        raise Failure(f"no Python {supported} can be used: {why}; {remedy}") from failure
+        if chosen:
+            return chosen, f"found none from {dotted(PREFERRED)} on: {why}"
+        raise Failure(
+            f"no Python {dotted(OLDEST)} to {dotted(NEWEST)} can be used: {why}; install one, or name it with "
+            "PYTHON=/path/to/python3"
+        ) from failure
 
 
 def fetch(old: Optional[Python]) -> Python:
@@ -205,16 +196,21 @@ def bring(command: List[str], what: str) -> None:
         raise Failure(f"{what} could not be fetched ({reason})")
 
 
-def search() -> Found:
-    """Look at the Pythons of this machine, in order, up to the first from 3.12 on."""
+def search() -> List[Python]:
+    """Look at the Pythons of this machine, in order, up to the first from 3.12 on that can be taken."""
     seen: Dict[str, Python] = {}
     for program, origin in candidates():
         if os.path.realpath(program) not in seen:
             each = seen[os.path.realpath(program)] = look(program, origin)
             if not each.fault and each.version >= PREFERRED:
-                return Found(each, None, [])
-    old = [each for each in seen.values() if not each.fault]
-    return Found(None, old[0] if old else None, [each for each in seen.values() if each.version and each.fault])
+                break
+    return list(seen.values())
+
+
+def best(found: List[Python]) -> Optional[Python]:
+    """Return the Python to take: the first from 3.12 on, which a search ends with, else the first 3.11."""
+    fit = [each for each in found if not each.fault]
+    return next((each for each in fit if each.version >= PREFERRED), fit[0] if fit else None)
 
 
 def candidates() -> Iterator[Tuple[str, str]]:

@@ -216,16 +216,11 @@ def register(subparsers: Subparsers) -> None:
     add = command(subparsers, "cache", run, text, doors, prog="docker/start-cache.sh").add_argument
     text = "start: does nothing if it runs (default); stop: entries stay"
     add("action", nargs="?", default="start", choices=("start", "stop", "status"), help=text)
-    add("--host", type=address, default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--host", type=ipaddress.ip_address, default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=port, default=9090, help="of HTTP (default: %(default)s)")
     add("--grpc-port", type=port, default=9092, metavar="PORT", help="(default: %(default)s)")
     add("--max-size", type=gib, default="50G", metavar="SIZE", help="bound, e.g. 50G or 1T (default: %(default)s)")
     add("--folder", type=Path, help="where entries lie (default: ~/.cache/multimesh-jax/bazel)")
-
-
-def address(text: str) -> str:
-    """Read an address of this machine, such as ``127.0.0.1``."""
-    return str(ipaddress.ip_address(text))
 
 
 def port(text: str) -> int:
@@ -247,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
     cache, done = Cache(args.folder.absolute()) if args.folder else default(), ""
     if args.action == "start":
         pin = digests.load(Path(__file__).resolve().parents[2]).images["bazel-remote"]
-        wanted = Settings(args.host, args.port, args.grpc_port, args.max_size)
+        wanted = Settings(str(args.host), args.port, args.grpc_port, args.max_size)
         done = "started; " if cache.start(wanted, pin) else "runs already; "
     elif args.action == "stop":
         done = "stopped; " if cache.stop() else "was not running; "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tooling.core import errors, proc
+from tooling.core import errors, files, proc
 
 _PATIENCE_S = 5.0
 _WITHOUT = (
@@ -27,7 +27,6 @@ class Engine:
     """
 
     cli: tuple[str, ...]  # how every call begins, e.g. ("docker", "--context", "big")
-    version: str
     plugin: str | None = None
 
     @property
@@ -58,8 +57,19 @@ def detect(context: str | None = None) -> Engine:
     if docker is None:
         raise errors.EngineError(f"docker is not installed; install docker.io and docker-buildx. {_WITHOUT}")
     cli = (docker, *(("--context", context) if context else ()))
-    server = _ask(cli).get("Server") or {}
-    if not server or any("podman" in str(part.get("Name", "")).lower() for part in server.get("Components") or []):
+    where = f"context {context}" if context else os.environ.get("DOCKER_HOST", "its socket")
+    try:
+        result = proc.run([*cli, "version", "--format", "{{json .Server}}"], check=False, timeout_s=_PATIENCE_S)
+    except TimeoutError:
+        raise errors.EngineError(f"no engine answers at {where} within {_PATIENCE_S:.0f} s. {_WITHOUT}") from None
+    if result.returncode:
+        socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+        if os.path.exists(socket) and not os.access(socket, os.W_OK):
+            raise errors.EngineError(
+                "this user may not talk to the engine; add it to the group docker, log in again, and run again"
+            )
+        raise errors.EngineError(f"no engine answers at {where} ({result.complaint}); start one. {_WITHOUT}")
+    if result.text == "null" or "podman" in result.text.lower():
         raise errors.EngineError("Podman answers in place of Docker, and it has no buildx; install docker.io")
     plugin = find_buildx()
     if plugin is None:
@@ -67,37 +77,13 @@ def detect(context: str | None = None) -> Engine:
             "docker has no buildx plugin; install it (Debian and Ubuntu: docker-buildx, Docker's own packages: "
             "docker-buildx-plugin)"
         )
-    return Engine(cli, str(server.get("Version", "0")), None if context else plugin)
+    return Engine(cli, None if context else plugin)
 
 
 def find_buildx() -> str | None:
     """Return buildx, where docker looks for it. (Asking it for its version takes as long as a small build.)"""
     config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
-    try:
-        extra = json.loads((config / "config.json").read_text(encoding="utf-8")).get("cliPluginsExtraDirs", [])
-    except (OSError, ValueError):
-        extra = []
+    extra = files.read_object(config / "config.json").get("cliPluginsExtraDirs", [])
     system = [f"/usr/{base}/docker/cli-plugins" for base in ("local/lib", "local/libexec", "lib", "libexec")]
-    files = [Path(folder) / "docker-buildx" for folder in (config / "cli-plugins", *extra, *system)]
-    return next((str(file) for file in files if os.access(file, os.X_OK)), None)
-
-
-def _ask(cli: tuple[str, ...]) -> dict[str, Any]:
-    """Ask the engine for its version."""
-    where = f"context {cli[-1]}" if cli[1:] else os.environ.get("DOCKER_HOST", "its socket")
-    try:
-        result = proc.run([*cli, "version", "--format", "{{json .}}"], check=False, timeout_s=_PATIENCE_S)
-    except TimeoutError:
-        raise errors.EngineError(f"no engine answers at {where} within {_PATIENCE_S:.0f} s. {_WITHOUT}") from None
-    try:
-        answer = dict(json.loads(result.text))
-    except ValueError:
-        answer = {}
-    if result.returncode and not answer.get("Server"):
-        socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
-        if os.path.exists(socket) and not os.access(socket, os.W_OK):
-            raise errors.EngineError(
-                "this user may not talk to the engine; add it to the group docker, log in again, and run again"
-            )
-        raise errors.EngineError(f"no engine answers at {where} ({result.complaint}); start one. {_WITHOUT}")
-    return answer
+    places = [Path(folder) / "docker-buildx" for folder in (config / "cli-plugins", *extra, *system)]
+    return next((str(file) for file in places if os.access(file, os.X_OK)), None)

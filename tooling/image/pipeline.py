@@ -21,8 +21,6 @@ from tooling.image.engine import Engine
 from tooling.image.request import Built, Request, add_options, from_options
 from tooling.sources.workspace import ROOT
 
-_UNKNOWN = Engine(("docker",), "unknown")
-
 
 def register(subparsers: Subparsers) -> None:
     """Add the command."""
@@ -97,7 +95,7 @@ def dry_run(request: Request) -> None:
         where = engine.detect(request.actions.remote)
     except errors.EngineError as error:
         console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
-        where = _UNKNOWN
+        where = Engine(("docker",))
     commands = planned(where, request)
     if request.actions.json:
         print(json.dumps({"commands": commands}))

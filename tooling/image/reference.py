@@ -58,16 +58,6 @@ def make(repo: str | None, name: str | None, tag: str) -> Reference:
     return Reference(check_repository(repository), check_tag(tag))
 
 
-def pulled(image: str, tag: str) -> tuple[Reference, str]:
-    """Take ``REPO@DIGEST`` apart: the repository, under a tag, and the digest."""
-    repository, at, digest = image.partition("@")
-    if not at:
-        raise errors.UsageError(f"'{image}' names no digest; write REPO@sha256:...")
-    wanted = make(repository, None, tag)
-    wanted.at(digest)
-    return wanted, digest
-
-
 def check_repository(text: str) -> str:
     """Return a repository in lower case, or raise an error that says why it is none."""
     if "@" in text:  # it is not shown: a password may be in it

@@ -46,7 +46,9 @@ def register(subparsers: Subparsers) -> None:
 
 def run_promote(args: argparse.Namespace) -> None:
     """Move the tags; print their old digests."""
-    wanted, digest = reference.pulled(args.image, args.tag)
+    repository, _, digest = args.image.partition("@")
+    wanted = reference.make(repository, None, args.tag)
+    wanted.at(digest)
     file = args.release_file
     document = read(file) if file else None
     names = tags.tags(wanted, latest=args.latest, version=args.release)
@@ -62,7 +64,7 @@ def run_promote(args: argparse.Namespace) -> None:
     kept: dict[str, Any] = {}
     if document:
         document["version"] = args.release
-        kept = {"earlier": moves(document), "told": telling(file, document)}
+        kept = {"earlier": earlier(file, document), "told": telling(file, document)}
     moved = tags.promote(where, wanted, digest, names, **kept)
     if args.json:
         print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
@@ -171,11 +173,11 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
     engine.run("tag", built.image_id, str(name))
     pushed = tags.push(engine, built.image_id, name)
     document = record(root, built, check, pushed, name.tag, actions.release)
-    earlier = _moves(place, document)
+    before = earlier(place, document)
     write(place, document)
     if actions.promote:
         names = tags.tags(reference, latest=actions.latest, version=actions.release)
-        tags.promote(engine, reference, pushed.digest, names, earlier=earlier, told=telling(place, document))
+        tags.promote(engine, reference, pushed.digest, names, earlier=before, told=telling(place, document))
     return document
 
 
@@ -189,19 +191,14 @@ def telling(place: Path, document: dict[str, Any]) -> Callable[[Sequence[tags.Mo
     return told
 
 
-def moves(document: Mapping[str, Any]) -> list[tags.Moved]:
-    """Return the moves that a ``release.json`` has."""
-    return [tags.Moved(**each) for each in document["image"]["tags"]]
-
-
-def _moves(place: Path, document: Mapping[str, Any]) -> list[tags.Moved]:
+def earlier(place: Path, document: Mapping[str, Any]) -> list[tags.Moved]:
     """Return the moves of an earlier run for the same image, whose ``before`` must not be lost."""
     try:
         held = read(place)
     except errors.UsageError:
         return []
     same = all(held["image"][key] == document["image"][key] for key in ("repository", "digest"))
-    return moves(held) if same else []
+    return [tags.Moved(**each) for each in held["image"]["tags"]] if same else []
 
 
 def record(

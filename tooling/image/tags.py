@@ -106,18 +106,18 @@ def push(engine: Engine, image_id: str, name: Reference, sleep: Callable[[float]
 
 def retrying(action: Callable[[], T], label: str, sleep: Callable[[float], None] = time.sleep) -> T:
     """Return the result of an action; try again after each ``Transient``; ``RegistryError`` after the last."""
-    for attempt in range(1, _ATTEMPTS):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return action()
         except Transient as passing:
+            if attempt == _ATTEMPTS:
+                raise errors.RegistryError(f"{label}: {passing}, {_ATTEMPTS} times; try again later") from passing
             # Many clients that failed together do not come back together.
             wait = min(_LONGEST_WAIT_S, 2.0 ** (attempt - 1)) * random.uniform(2 / 3, 1)  # noqa: S311
             console.note(f"{label}: {passing}; attempt {attempt + 1} of {_ATTEMPTS} in {wait:.1f} s")
             sleep(wait)
-    try:
-        return action()
-    except Transient as last:
-        raise errors.RegistryError(f"{label}: {last}, {_ATTEMPTS} times; try again later") from last
 
 
 def fault(said: str, label: str) -> Exception:

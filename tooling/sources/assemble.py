@@ -114,7 +114,8 @@ def _on_disk(repo: git.Repo, component: Component, pin: Pin) -> bool:
         return False
     if component.keeps_upstream_commit:
         (repo.root / ".git" / "shallow").write_text(f"{wanted}\n", encoding="utf-8")
-    return repo.whole(f"{wanted}^{{tree}}")
+    reached = ("rev-list", "--objects", "--quiet", "--end-of-options", f"{wanted}^{{tree}}")
+    return repo(*reached, check=False).returncode == 0
 
 
 def _obtained(repo: git.Repo, component: Component, pin: Pin, means: Means) -> str:

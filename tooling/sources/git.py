@@ -105,10 +105,6 @@ class Repo:
         result = self("rev-parse", "--verify", "--quiet", "--end-of-options", name, check=False)
         return result.text if result.returncode == 0 else None
 
-    def whole(self, tree: str) -> bool:
-        """Say whether everything that a tree reaches is here."""
-        return self("rev-list", "--objects", "--quiet", "--end-of-options", tree, check=False).returncode == 0
-
 
 def init(root: Path) -> Repo:
     """Make an empty repository."""

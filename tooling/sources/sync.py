@@ -156,8 +156,6 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
                 proc.stop_all()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-        placed = [wish for wish, outcome in zip(wishes, outcomes, strict=True) if outcome.action != "failed"]
-        here.add_links({wish.name: wish.target for wish in placed if wish.recipe is None})
     return outcomes
 
 
@@ -207,8 +205,8 @@ def _right(wish: Wish, look: Observed) -> bool:
     return record.commit == recipe.pin.patched_commit
 
 
-def _refusal(here: Workspace, name: str, look: Observed) -> str | None:
-    """Say why the content of a place may not simply be replaced, or return None."""
+def _refusal(look: Observed) -> str | None:
+    """Say why the content of a place may not simply be replaced, or return None; a link holds no work."""
     if look.state == "dirty":
         more = f" and {len(look.changed) - 3} more" if len(look.changed) > 3 else ""
         return f"has changes that no commit holds ({', '.join(look.changed[:3])}{more})"
@@ -216,8 +214,6 @@ def _refusal(here: Workspace, name: str, look: Observed) -> str | None:
         return f"is at {(look.head or 'no commit')[:12]}, which nobody locked"
     if look.state == "unknown":
         return "was not made by this tooling"
-    if look.state == "link" and here.links().get(name) != look.target:
-        return f"is a link to {look.target} that this tooling did not make"
     return None
 
 
@@ -237,7 +233,7 @@ def _outcome(
         look = observe(here.place(wish.name))
         if _right(wish, look):
             return _kept(here, wish.name)
-        refusal = _refusal(here, wish.name, look)
+        refusal = _refusal(look)
         if refusal and not (options.stash or options.force):
             raise errors.DirtyTreeError(
                 f"third_party/{wish.name}: {refusal}; keep it with `python -m tooling refresh {wish.name}`, "

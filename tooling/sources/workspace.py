@@ -96,20 +96,10 @@ class Workspace:
         self.root, self.third_party = root, root / "third_party"
         self.manifest, self.lock = root / "sources.yaml", root / "sources.lock"
         self.stages, self.stashes = self.third_party / ".stage", self.third_party / ".stash"
-        self._links = self.third_party / ".links.json"
 
     def place(self, name: str) -> Path:
         """Where a component lies."""
         return self.third_party / name
-
-    def links(self) -> dict[str, str]:
-        """Return the symbolic links that this tooling made, by name."""
-        return files.read_object(self._links)
-
-    def add_links(self, made: dict[str, str]) -> None:
-        """Remember which symbolic links are ours."""
-        if (known := self.links()) | made != known:
-            files.write_json(self._links, known | made)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:

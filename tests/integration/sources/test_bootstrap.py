@@ -183,7 +183,7 @@ def test_python_that_cannot_make_environments(tmp_path: Path, tools: Path) -> No
         "u.find_spec = lambda name, package=None: None if name == 'ensurepip' else find(name, package)\n"
     )
     run = "place = sys.argv.index('-c') if '-c' in sys.argv else 0\nif place: exec(sys.argv[place + 1])\n"
-    go_on = f"else: import os; os.execv({sys.executable!r}, sys.argv)\n"
+    go_on = f"else: import os; os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
     (tools / "python3").write_text(f"#!{sys.executable}\n{hide}{run}{go_on}")
     (tools / "python3").chmod(0o755)
 
@@ -231,7 +231,7 @@ def test_pyenv_of_another_home(tmp_path: Path, tools: Path) -> None:
         (root / "shims" / name).write_text(f"#!/bin/sh\n{text}\n")
         (root / "shims" / name).chmod(0o755)
 
-    process = bootstrap(clone, "--group", "run", "--dry-run", PATH=f"{root}/shims:/usr/bin:/bin")
+    process = bootstrap(clone, "--group", "run", "--dry-run", PATH=f"{root}/shims:{tools}")
 
     assert process.returncode == 0, process.stderr
     assert process.stderr.startswith(f"Python {platform.python_version()} (pyenv: {BASE})")

@@ -26,7 +26,7 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--host", "localhost"], "argument --host: invalid address value: 'localhost'"),
+        (["--host", "localhost"], "argument --host: invalid ip_address value: 'localhost'"),
         (["--port", "0"], "argument --port: 0: must be from 1 to 65535"),
         (["--grpc-port", "70000"], "argument --grpc-port: 70000: must be from 1 to 65535"),
         (["--max-size", "5"], "argument --max-size: '5': write a whole number and G or T, e.g. 50G"),
@@ -41,8 +41,8 @@ def test_settings_that_are_refused(options: list[str], said: str, capsys: pytest
 
 def test_settings_that_are_taken() -> None:
     args = cli.parse(["cache", "--host", "0.0.0.0", "--port", "1"])
-    assert (args.host, args.port, args.grpc_port, args.max_size) == ("0.0.0.0", 1, 9092, 50)
-    assert Settings(args.host, args.port, args.grpc_port, args.max_size).address == "127.0.0.1:1"
+    assert (str(args.host), args.port, args.grpc_port, args.max_size) == ("0.0.0.0", 1, 9092, 50)
+    assert Settings(str(args.host), args.port, args.grpc_port, args.max_size).address == "127.0.0.1:1"
     assert Settings("::1", 2, 3, 50).address == "[::1]:2"
 
 
