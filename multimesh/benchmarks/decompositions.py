@@ -3,8 +3,9 @@
     OPENBLAS_NUM_THREADS=1 python multimesh/benchmarks/decompositions.py [ORDER...] [--devices P...] [--only NAME...]
 
 float32. For each: seconds of CPU to compile; what a device holds beside its arguments and results, in shards of the
-matrix; seconds of CPU of a call (median of 3) as a multiple of JAX's on one device; and errors in units of rounding, in
-parentheses those of SciPy (LAPACK): of the residual, relative to the norms, and of orthogonality.
+matrix; milliseconds of CPU of a call (median of 3, in turns) as a multiple of JAX's on one device and of SciPy's; and
+errors in units of rounding, in parentheses those of SciPy (LAPACK): of the residual, relative to the norms, and of
+orthogonality.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def errors(work: Work, a: np.ndarray, b: np.ndarray, found: Any) -> Errors:
     return work.errors(*(np.asarray(x, np.float64) for x in (a, b, *parts)))
 
 
-def row(name: str, work: Work, a: np.ndarray, b: np.ndarray, devices: int, theirs: Errors) -> str:
+def row(name: str, work: Work, a: np.ndarray, b: np.ndarray, devices: int, theirs: Errors, runs: int) -> str:
     """One line of the table."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",), axis_types=(AxisType.Explicit,))
     shards, copies = jax.device_put(a, NamedSharding(mesh, P("x"))), jax.device_put(b, NamedSharding(mesh, P()))
@@ -137,13 +138,18 @@ def row(name: str, work: Work, a: np.ndarray, b: np.ndarray, devices: int, their
     compilation = time.process_time() - start
     held = compiled.memory_analysis().temp_size_in_bytes / (a.nbytes / devices)
     single = jax.jit(work.jax)
-    table = turns.measure({"ours": lambda: compiled(shards, copies), "one": lambda: single(whole, beside)}, 3)
-    ours, its = (float(np.median(times)) for times in table.values())
+    contenders = {
+        "ours": lambda: compiled(shards, copies),
+        "one": lambda: single(whole, beside),
+        "SciPy": lambda: work.scipy(a, b),
+    }
+    ours, its, scipys = (float(np.median(times)) for times in turns.measure(contenders, runs).values())
     wrong = ", ".join(
         f"{mine:.2g} ({other:.2g})"
         for mine, other in zip(errors(work, a, b, compiled(shards, copies)), theirs, strict=True)
     )
-    cells = f"`{name}`", len(a), devices, f"{compilation:.1f}", f"{held:.2f}", f"{ours:.0f}", f"{ours / its:.2f}", wrong
+    ratios = f"{ours / its:.2f}", f"{ours / scipys:.2f}"
+    cells = f"`{name}`", len(a), devices, f"{compilation:.1f}", f"{held:.2f}", f"{ours:.0f}", *ratios, wrong
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -152,16 +158,17 @@ def main() -> None:
     parser.add_argument("orders", type=int, nargs="*", default=[1024, 2048])
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    print("| | N | devices | compile, s | shards held | CPU ms | x one device | errors, eps (SciPy) |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| | N | devices | compile, s | shards held | CPU ms | x one device | x SciPy | errors, eps (SciPy) |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in args.only:
         for order in args.orders:
             work = WORKS[name]
             a, b = given(work, order)
             theirs = errors(work, a, b, work.scipy(a, b))
             for devices in args.devices:
-                print(row(name, work, a, b, devices, theirs), flush=True)
+                print(row(name, work, a, b, devices, theirs, args.runs), flush=True)
     print(f"load average {os.getloadavg()[0]:.1f}")
 
 
