@@ -236,10 +236,11 @@ def test_every_leaf_of_a_donated_state_is_replaced_by_its_own(form):
             r"\[data=2 \| devices 2,3\]",
         ),
         (lambda x, split: jax.device_put(x, NamedSharding(split.mesh(0), P())), None),
+        (lambda x, split: jax.device_put(x, NamedSharding(split.mesh(0), P(None, None))), None),
         (lambda x, split: x, None),
         (lambda x, split: np.asarray(x), None),
     ],
-    ids=["another device", "another mesh", "where it is read", "uncommitted", "NumPy"],
+    ids=["another device", "another mesh", "where it is read", "there, by another spec", "uncommitted", "NumPy"],
 )
 def test_an_argument_that_every_call_moves_is_named_once(given, told, recwarn):
     split = Split(submeshes(2))

@@ -297,7 +297,7 @@ def _outputs(root: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help=(
             "call this function with the record of each step and evaluation, a dictionary, in the process that you "
-            "start (of several the first): for wandb, MLflow, .... What it raises is told, and training goes on"
+            "start (of several the first): for wandb, MLflow, .... Its errors are told, and training goes on"
         ),
     )
     group.add_argument(

@@ -101,7 +101,7 @@ class PartRunner(Runner):
             env[slot] = array
         for arg in dict.fromkeys(arg for arg, _, layout in self._inputs if sources[arg] not in (None, layout)):
             if self._moved.get(arg, 0) < 2:
-                self._note_move(arg, args[arg], [(sources[a] == at, at) for a, _, at in self._inputs if a == arg])
+                self._note_move(arg, args[arg])
         return env
 
     def _compared(self, sources: tuple[Any, ...]) -> bool:

@@ -163,16 +163,18 @@ class Runner:
             for (_, slot, _), array in zip(moved, placed, strict=True):
                 env[slot] = array
             for arg in dict.fromkeys(arg for arg, _, _ in moved if self._moved.get(arg, 0) < 2):
-                self._note_move(arg, args[arg], [(env[s] is args[arg], at) for a, s, at in self._inputs if a == arg])
+                self._note_move(arg, args[arg])
         return env
 
-    def _note_move(self, arg: int, x: Any, uses: Sequence[tuple[bool, Any]]) -> None:
+    def _note_move(self, arg: int, x: Any) -> None:
         """Warn once, at the second call, of an argument that somebody placed where no task reads it."""
-        if not is_placed(x) or any(here for here, _ in uses) or self._names[arg].startswith("argument "):
+        uses = [layout for number, _, layout in self._inputs if number == arg]
+        here = is_placed(x) and any(x.sharding.is_equivalent_to(layout, x.ndim) for layout in uses)
+        if not is_placed(x) or here or self._names[arg].startswith("argument "):
             return  # without a name it is one of `transforms`, which may lie anywhere
         self._moved[arg] = self._moved.get(arg, 0) + 1
         if self._moved[arg] == 2:
-            there = " and ".join(_where(layout) for _, layout in uses)
+            there = " and ".join(map(_where, uses))
             warnings.warn(
                 f"{_compat.caller_line()}: {self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
                 f"and is moved to {there} in every call; place it there once, with jax.device_put",
