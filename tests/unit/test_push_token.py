@@ -86,9 +86,9 @@ BASIC = "Basic " + base64.b64encode(b"me:my-password").decode()
 
 
 def test_password_goes_to_the_token_service_only(server: Server, tmp_path) -> None:
-    with client(server, tmp_path, auth=BASIC.removeprefix("Basic ")) as registry:
-        assert registry.tags() == ["v1"]
-        registry.check_push()
+    registry = client(server, tmp_path, auth=BASIC.removeprefix("Basic "))
+    assert registry.tags() == ["v1"]
+    registry.check_push()
     carried = {(path.split("/")[1], authorization) for _, path, authorization, _ in server.seen}
     assert carried == {("v2", None), ("token", BASIC), ("v2", "Bearer pull"), ("v2", "Bearer pull,push")}
     tokens = [query for _, path, _, query in server.seen if path == "/token"]
@@ -100,8 +100,7 @@ def test_password_goes_to_the_token_service_only(server: Server, tmp_path) -> No
 
 
 def test_identity_token_is_exchanged(server: Server, tmp_path) -> None:
-    with client(server, tmp_path, identitytoken="an-identity") as registry:
-        registry.tags()
+    client(server, tmp_path, identitytoken="an-identity").tags()
     method, _, authorization, form = next(each for each in server.seen if each[1] == "/token")
     assert (method, authorization) == ("POST", None)
     assert form["refresh_token"] == ["an-identity"]
@@ -109,15 +108,11 @@ def test_identity_token_is_exchanged(server: Server, tmp_path) -> None:
 
 
 def test_nobody_gets_a_token_without_a_password(server: Server, tmp_path) -> None:
-    with client(server, tmp_path) as registry:
-        registry.tags()
+    client(server, tmp_path).tags()
     assert [authorization for _, path, authorization, _ in server.seen if path == "/token"] == [None]
 
 
 def test_login_is_not_sent_in_the_open(server: Server, tmp_path) -> None:
     server.realm = "http://token.example/token"
-    with (
-        client(server, tmp_path, auth=BASIC.removeprefix("Basic ")) as registry,
-        pytest.raises(errors.RegistryError, match="in the open; it was not sent"),
-    ):
-        registry.tags()
+    with pytest.raises(errors.RegistryError, match="in the open; it was not sent"):
+        client(server, tmp_path, auth=BASIC.removeprefix("Basic ")).tags()

@@ -61,9 +61,9 @@ def run_preflight(args: argparse.Namespace) -> None:
     """Print the tags that the image would get."""
     wanted = reference.make(args.image, None, args.tag)
     names = tags.tags(wanted, latest=args.latest, version=args.release)
-    with Registry(wanted) as registry:
-        registry.check_push()
-        tags.check_taken(names, registry.tags())
+    registry = Registry(wanted)
+    registry.check_push()
+    tags.check_taken(names, registry.tags())
     print(" ".join(names))
 
 

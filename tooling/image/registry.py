@@ -78,12 +78,6 @@ class Registry:
         authority = Path("/etc/docker/certs.d") / self._server / "ca.crt"  # where Docker looks
         self._session.verify = str(authority) if authority.is_file() else True
 
-    def __enter__(self) -> Registry:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._session.close()
-
     def check_push(self) -> None:
         """Raise ``RegistryError`` unless this login may push here; leaves nothing behind."""
         answer = self._call("POST", "blobs/uploads/", fine=(202,))

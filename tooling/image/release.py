@@ -148,8 +148,7 @@ def check_before(root: Path, engine: Engine, request: Request) -> None:
     """Raise all errors that would stop a push after the build, those of ``check_sources`` and: no right to push."""
     from tooling.image.registry import Registry
 
-    with Registry(request.spec.reference) as registry:
-        registry.check_push()
+    Registry(request.spec.reference).check_push()
     if request.actions.build:
         plan = build.plan(root, engine, request.spec, request.means, None)
         check_sources(root, request, plan.labels, plan.base.unpinned)

@@ -251,8 +251,8 @@ def _still(names: Sequence[str], reference: Reference) -> Sequence[str]:
         return names
     from tooling.image.registry import Registry  # an HTTP client, which a dry run does without
 
-    with Registry(reference) as registry:
-        others = [each for each in map(_RELEASE.fullmatch, registry.tags()) if each and each[1] == release[1]]
+    held = map(_RELEASE.fullmatch, Registry(reference).tags())
+    others = [each for each in held if each and each[1] == release[1]]
     newer = [_numbers(each) for each in others if _numbers(each) > _numbers(release)]
     same = any(each[:2] == _numbers(release)[:2] for each in newer)
     taken = {"latest" if newer else "", release[0].rpartition(".")[0] if same else ""}

@@ -72,11 +72,10 @@ class Manifest:
     components: tuple[Component, ...]
 
     def __getitem__(self, name: str) -> Component:
-        for component in self.components:
-            if component.name == name:
-                return component
-        known = ", ".join(component.name for component in self.components)
-        raise errors.UsageError(f"{name}: no such component in sources.yaml; there are {known}")
+        known = {component.name: component for component in self.components}
+        if name not in known:
+            raise errors.UsageError(f"{name}: no such component in sources.yaml; there are {', '.join(known)}")
+        return known[name]
 
     def of(self, groups: Iterable[str]) -> tuple[Component, ...]:
         """Return the components of any of these groups."""

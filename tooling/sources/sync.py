@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tooling.core import console, errors, proc
+from tooling.core import console, errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.sources import assemble, git, manifest, patch
 from tooling.sources.assemble import Means, Recipe
@@ -156,6 +156,12 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
                 proc.stop_all()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+        made = {
+            wish.name: wish.target
+            for wish, outcome in zip(wishes, outcomes, strict=True)
+            if wish.recipe is None and outcome.action != "failed"
+        }
+        files.write_json(here.links, files.read_object(here.links) | made)
     return outcomes
 
 
@@ -205,8 +211,8 @@ def _right(wish: Wish, look: Observed) -> bool:
     return record.commit == recipe.pin.patched_commit
 
 
-def _refusal(look: Observed) -> str | None:
-    """Say why the content of a place may not simply be replaced, or return None; a link holds no work."""
+def _refusal(here: Workspace, name: str, look: Observed) -> str | None:
+    """Say why the content of a place may not simply be replaced, or return None."""
     if look.state == "dirty":
         more = f" and {len(look.changed) - 3} more" if len(look.changed) > 3 else ""
         return f"has changes that no commit holds ({', '.join(look.changed[:3])}{more})"
@@ -214,6 +220,8 @@ def _refusal(look: Observed) -> str | None:
         return f"is at {(look.head or 'no commit')[:12]}, which nobody locked"
     if look.state == "unknown":
         return "was not made by this tooling"
+    if look.state == "link" and files.read_object(here.links).get(name) != look.target:
+        return f"is a link to {look.target} that this tooling did not make"
     return None
 
 
@@ -233,7 +241,7 @@ def _outcome(
         look = observe(here.place(wish.name))
         if _right(wish, look):
             return _kept(here, wish.name)
-        refusal = _refusal(look)
+        refusal = _refusal(here, wish.name, look)
         if refusal and not (options.stash or options.force):
             raise errors.DirtyTreeError(
                 f"third_party/{wish.name}: {refusal}; keep it with `python -m tooling refresh {wish.name}`, "

@@ -89,13 +89,14 @@ class Workspace:
     """The folders and files of one clone that sources touch.
 
     Components lie in ``third_party``; ``stages`` has a folder for each run that builds some, on the same file system,
-    and ``stashes`` the trees that ``--stash`` put aside.
+    and ``stashes`` the trees that ``--stash`` put aside. ``links`` says which symbolic links are ours.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root, self.third_party = root, root / "third_party"
         self.manifest, self.lock = root / "sources.yaml", root / "sources.lock"
         self.stages, self.stashes = self.third_party / ".stage", self.third_party / ".stash"
+        self.links = self.third_party / ".links.json"
 
     def place(self, name: str) -> Path:
         """Where a component lies."""

@@ -83,19 +83,6 @@ def test_changed_patch_is_applied_from_what_is_on_disk(clone: Clone, alpha: Upst
     assert (clone.place("alpha") / "README").read_text() == "patched\n"
 
 
-def test_a_link_of_the_users_is_replaced_and_what_it_leads_to_stays(
-    clone: Clone, alpha: Upstream, tmp_path: Path
-) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "work").write_text("hours\n")
-    clone.place("alpha").symlink_to(tmp_path / "mine")
-
-    assert "replaced" in clone.ok("sync")
-
-    assert clone.state("alpha") == "clean"
-    assert (tmp_path / "mine" / "work").read_text() == "hours\n"
-
-
 def test_moved_pin_replaces_a_clean_tree(clone: Clone, alpha: Upstream) -> None:
     clone.ok("sync")
     clone.add("alpha", clone.components["alpha"]["url"], alpha.head, alpha.tree())
