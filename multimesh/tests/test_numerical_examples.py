@@ -107,8 +107,14 @@ def mpirun(processes, name="mpirun"):
     return [name, *more, "-n", processes]
 
 
+def started(launcher, processes):
+    if launcher == "spawn":
+        return [sys.executable, "-m", "multimesh", "spawn", "-n", processes]
+    return [*mpirun(processes), sys.executable]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(("launcher", "processes"), [("mpirun", 2), ("mpirun", 4), ("spawn", 2)])
 @pytest.mark.parametrize(
     ("example", "said"),
     [
@@ -120,8 +126,8 @@ def mpirun(processes, name="mpirun"):
         (("density_field.py", "32", os.devnull), "8 devices: 1.000000 of the mass painted, 0 of 32768 particles"),
     ],
 )
-def test_examples_under_mpirun(example, said, processes):
-    out = run(*mpirun(processes), sys.executable, EXAMPLES / example[0], *example[1:])
+def test_examples_in_several_processes(example, said, launcher, processes):
+    out = run(*started(launcher, processes), EXAMPLES / example[0], *example[1:])
     assert said.format(processes) in out
 
 

@@ -1,4 +1,4 @@
-"""The command line: a demonstration, forecasts, and suggestions for a cluster.
+"""The command line: a demonstration, forecasts, suggestions for a cluster, and several processes of a program.
 
 ``python -m multimesh`` imports JAX only where it is needed.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from multimesh import schedules
-from multimesh.commands import forecast, suggest
+from multimesh.commands import forecast, spawn, suggest
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
 from multimesh.hardware import devices
 from multimesh.hardware.devices import PRECISIONS
@@ -31,6 +31,7 @@ _ROOT = """\
   python -m multimesh demo                                     # train a small pipeline, and draw it
   python -m multimesh forecast --stages 4 --microbatches 8     # compare schedules, without devices
   python -m multimesh suggest --params 70e9 --nodes 8          # configurations for 64 GPUs, without devices
+  python -m multimesh spawn -n 4 train.py                      # a program as four processes of this machine
 
 MultiMesh for JAX: parts of one jitted function on different submeshes."""
 
@@ -63,6 +64,13 @@ Find the fastest ways to spread the training of a transformer over a cluster: ax
 recomputation, layers of the stages. What a flag fixes stays. Seconds are forecasts, with the band in which measured
 runs lay. Needs neither devices nor JAX. maxtext/run.py --suggest does the same for MaxText's models."""
 
+_SPAWN = """\
+  python -m multimesh spawn -n 4 train.py --steps 100
+  JAX_PLATFORMS=cpu python -m multimesh spawn -n 2 examples/fft3d.py 16
+
+Start a Python program several times on this machine, as the processes of one job. In each of them
+mm.distributed.initialize() finds the others; on GPUs each takes the one of its number. If one fails, all end."""
+
 _EXIT_CODES = """\
     0  the losses of every step agree to 1e-5
     1  any other error
@@ -80,6 +88,12 @@ _SUGGEST_EXIT_CODES = """\
     0  there are configurations that fit
     2  flags that do not fit together, or a budget that no number of these devices reaches
    16  no configuration fits into memory"""
+
+
+_SPAWN_EXIT_CODES = """\
+    0  all processes ended well
+    2  flags that do not fit together, or no such program
+    N  that of the first process that failed; 128 more than a signal that ended it"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -128,12 +142,22 @@ def parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_forecast(commands)
     _add_suggest(commands)
+    _add_spawn(commands)
     return root
 
 
 def _command(commands: Any, name: str, words: str, description: str, codes: str) -> argparse.ArgumentParser:
     epilog = f"exit codes:\n{codes}\n  130  interrupted"
     return commands.add_parser(name, help=words, usage="%(prog)s [flags]", description=description, epilog=epilog)
+
+
+def _add_spawn(commands: Any) -> None:
+    words = "start a program as several processes of one job on this machine"
+    several = _command(commands, "spawn", words, _SPAWN, _SPAWN_EXIT_CODES)
+    several.usage = "%(prog)s -n N PROGRAM [ARGUMENT ...]"
+    several.add_argument("-n", "--processes", type=_positive, required=True, metavar="N", help="how many of them")
+    several.add_argument("program", metavar="PROGRAM", help="the file of a Python program")
+    several.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its own arguments")
 
 
 def _add_demo(commands: Any) -> None:
@@ -367,6 +391,8 @@ def main(argv: Sequence[str]) -> int:
         if options.command is None:
             parser().print_help()
             return 0
+        if options.command == "spawn":
+            return spawn.spawn([options.program, *options.arguments], options.processes)
         found = {"demo": _demo, "forecast": _forecast, "suggest": suggest.run}[options.command](options)
         if options.json:
             print(json.dumps({**found, "exit_code": 0}))

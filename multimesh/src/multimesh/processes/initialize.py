@@ -25,7 +25,8 @@ TRANSPORT = "MULTIMESH_TRANSPORT"
 """Environment variable with the transport of arrays between processes, where no context says one."""
 
 _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
-_OF_MPI = {
+_TOLD = {
+    "spawn": ("MULTIMESH_PROCESSES", "MULTIMESH_PROCESS", "MULTIMESH_PROCESS"),  # of `multimesh.commands.spawn`
     _LAUNCHERS["ompi"]: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")),
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # and other MPIs with Hydra, such as Intel's
 }
@@ -42,7 +43,7 @@ class Processes:
     Attributes
     ----------
     launcher
-        What started them: "Slurm", "Open MPI", "MPICH", "mpi4py", "Kubernetes", "arguments", or "nobody".
+        What started them: "spawn", "Slurm", "Open MPI", "MPICH", "mpi4py", "Kubernetes", "arguments", or "nobody".
     rank
         Number of this process.
     hosts
@@ -239,7 +240,7 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
     if isinstance(devices, int):
         devices = [devices]
     given = (address or os.environ.get("JAX_COORDINATOR_ADDRESS"), *rest, devices)
-    if method is None and (told := _by_mpi(given)):
+    if method is None and (told := _by_variables(given)):
         return told if None in given[:3] else ("arguments", told[1])
     found, copies = _compat.launcher(method) if None in given and method != "deactivate" else None, 0
     if found is None and method is None and None in given[:3] and (copies := _copies()):
@@ -271,9 +272,9 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
     return _LAUNCHERS.get(found.name, found.name) if None in given[:3] else "arguments", complete
 
 
-def _by_mpi(given: Sequence[Any]) -> tuple[str, Sequence[Any]] | None:
-    """The launcher of MPI and what its variables add, if the address is known; JAX asks mpi4py under most of them."""
-    for launcher, names in _OF_MPI.items():
+def _by_variables(given: Sequence[Any]) -> tuple[str, Sequence[Any]] | None:
+    """The launcher and what its variables add, if the address is known; JAX asks mpi4py under most of them."""
+    for launcher, names in _TOLD.items():
         values = [int(value) for value in map(os.environ.get, names) if value is not None and value.isdigit()]
         if given[0] is not None and len(values) == len(names):
             count, rank, local = values

@@ -1,0 +1,68 @@
+"""`multimesh.commands.spawn`: a program as several processes of this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+SPAWN = (sys.executable, "-m", "multimesh", "spawn", "-n")
+
+
+def spawn(count, program, *words, **options):
+    return subprocess.run(
+        [*SPAWN, str(count), str(program), *words], capture_output=True, text=True, env=CLEAN, timeout=120, **options
+    )
+
+
+def written(folder, text):
+    (folder / "program.py").write_text(text)
+    return folder / "program.py"
+
+
+@pytest.mark.multiprocess
+def test_the_processes_find_each_other(tmp_path):
+    program = written(tmp_path, "import multimesh, sys\nprint(multimesh.distributed.initialize(), sys.argv[1:])\n")
+    done = spawn(2, program, "--steps", "3", check=True)
+    for rank in range(2):
+        assert f"process {rank} of 2 on " in done.stdout
+    assert done.stdout.count("found by spawn: one process per device ['--steps', '3']") == 2
+    assert "secret" not in done.stderr  # each job has one
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("0", 0)])
+def test_the_first_that_fails_ends_the_others_with_its_code(tmp_path, end, code):
+    text = (
+        f"import os, sys, time\n{end} if os.environ['MULTIMESH_PROCESS'] == '1' else time.sleep({600 if code else 0})"
+    )
+    assert spawn(3, written(tmp_path, text)).returncode == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_it_ends_its_processes(tmp_path, number):
+    text = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([*SPAWN, "2", written(tmp_path, text)], stdout=subprocess.PIPE, text=True, env=CLEAN) as job:
+        started = [int(job.stdout.readline()) for _ in range(2)]
+        job.send_signal(number)
+        assert job.wait() == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{process}") for process in started):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("2", "nothing.py"), "error: spawn: there is no file 'nothing.py'; give the Python program after the flags\n"),
+        (("0", "program.py"), "error: argument -n/--processes: must be a whole number of at least 1, got '0'; "),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(words, said):
+    done = subprocess.run([*SPAWN, *words], capture_output=True, text=True, env=CLEAN, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
