@@ -27,13 +27,13 @@ def compiled_case(model=MLP, schedule="1f1b"):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_interrupted_at_any_point_of_a_step(error):
-    """The step is broken off at 40 places, spread over all the calls that it makes."""
+    """The step is broken off at each of the calls that it makes, of Python's and C's functions."""
     f, params, batch = compiled_case()
     want = reference_gradient(MLP, 2, ROWS, SIZE)
     f(params, batch)
     total = calls(lambda: f(params, batch))
     broken = 0
-    for k in np.linspace(1, total - 2, 40).astype(int):
+    for k in range(1, total - 1):
 
         def stop(n, k=k):
             if n == k:
@@ -49,7 +49,7 @@ def test_interrupted_at_any_point_of_a_step(error):
             broken += 1
         assert not any(x.is_deleted() for x in jax.tree.leaves((params, batch)))
         assert_same(f(params, batch), want)
-    assert broken > 30
+    assert broken > 0.9 * total
 
 
 def test_interrupted_during_the_first_call():

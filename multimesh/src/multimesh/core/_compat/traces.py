@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -28,10 +28,24 @@ def auto(mesh: AnyMesh) -> AnyMesh:
     return Mesh(mesh.devices, mesh.axis_names) if isinstance(mesh, Mesh) else mesh.update(axis_types=kinds)
 
 
+def _without_trace(look: Callable[[Any], Any]) -> Any:
+    """``look(trace)`` of the current trace, which JAX takes away meanwhile. No interrupt keeps it from coming back."""
+    taken = core.take_current_trace()
+    try:
+        return look(taken.__enter__())
+    finally:
+        try:
+            taken.__exit__(None, None, None)
+        except AttributeError:  # the interrupt came before anything was taken
+            pass
+        except BaseException:
+            taken.__exit__(None, None, None)
+            raise
+
+
 def _concrete_mesh_is_empty() -> bool:
     try:
-        with core.take_current_trace():  # JAX refuses to say inside a trace
-            return jax.sharding.get_mesh().empty
+        return bool(_without_trace(lambda _: jax.sharding.get_mesh().empty))  # JAX refuses to say inside a trace
     except ValueError:  # jax < 0.12, inside a trace that names an axis: there are no devices
         return True
 
@@ -90,8 +104,7 @@ _PJIT = os.path.join(os.path.dirname(jax.__file__), "_src", "pjit.py")
 
 
 def _trace_in_force() -> Any:
-    with core.take_current_trace() as trace:
-        return trace
+    return _without_trace(lambda trace: trace)
 
 
 with jax.core.eval_context():
