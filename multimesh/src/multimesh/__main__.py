@@ -1,4 +1,4 @@
-"""The command line: a demonstration, forecasts, suggestions for a cluster, and several processes of a program.
+"""The command line: a demonstration, forecasts, suggestions, processes.
 
 ``python -m multimesh`` imports JAX only where it is needed.
 """
@@ -66,7 +66,7 @@ runs lay. Needs neither devices nor JAX. maxtext/run.py --suggest does the same 
 
 _SPAWN = """\
   python -m multimesh spawn -n 4 train.py --steps 100
-  JAX_PLATFORMS=cpu python -m multimesh spawn -n 2 examples/fft3d.py 16
+  python -m multimesh spawn -n 2 examples/fft3d.py 16
 
 Start a Python program several times on this machine, as the processes of one job. In each of them
 mm.distributed.initialize() finds the others; on GPUs each takes the one of its number. If one fails, all end."""
