@@ -25,7 +25,9 @@ def written(folder, text):
 
 @pytest.mark.multiprocess
 def test_the_processes_find_each_other(tmp_path):
-    program = written(tmp_path, "import multimesh, sys\nprint(multimesh.distributed.initialize(), sys.argv[1:])\n")
+    # One write each: two processes share the pipe.
+    text = "import multimesh, sys\nsys.stdout.write(f'{multimesh.distributed.initialize()} {sys.argv[1:]}\\n')\n"
+    program = written(tmp_path, text)
     done = spawn(2, program, "--steps", "3", check=True)
     for rank in range(2):
         assert f"process {rank} of 2 on " in done.stdout
