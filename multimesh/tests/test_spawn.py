@@ -35,6 +35,7 @@ def test_the_processes_find_each_other(tmp_path):
     assert "secret" not in done.stderr  # each job has one
 
 
+@pytest.mark.longer  # others get ten seconds to end by themselves
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("0", 0)])
 def test_the_first_that_fails_ends_the_others_with_its_code(tmp_path, end, code):
     text = (
