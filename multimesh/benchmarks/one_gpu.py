@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import report
 
 SCHEDULES = ("1f1b", "zb-h1", "prefetch-wavefront")
-PROCESS = "ONE_GPU_PROCESS"
 
 
 def main() -> None:
@@ -35,21 +32,16 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=4, help="steps of each program (default 4)")
     options.add_argument("--svg", metavar="FILE", help="draw a measured step of 1f1b")
     args = options.parse_args()
-    rank = os.environ.get(PROCESS)
-    if rank is None:
+    if "MULTIMESH_PROCESS" not in os.environ:
         start(args.processes, on_cpu=args.cpu)
-        return
-    rows = measure(args, int(rank))
-    if rank == "0":
+    rows = measure(args)
+    if os.environ["MULTIMESH_PROCESS"] == "0":
         report.show({"": rows}, args.json)
 
 
-def start(processes: int, *, on_cpu: bool) -> None:
-    """Run this script once for each stage, and wait for all."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "MULTIMESH_TRANSPORT": "pull"}
+def start(processes: int, *, on_cpu: bool) -> NoReturn:
+    """Run this script once for each stage, in place of this process."""
+    env = os.environ | {"MULTIMESH_TRANSPORT": "pull"}
     if on_cpu:
         env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     else:
@@ -57,20 +49,19 @@ def start(processes: int, *, on_cpu: bool) -> None:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
         env |= {"JAX_PLATFORMS": "cuda", "JAX_LOCAL_DEVICE_IDS": "0", "XLA_FLAGS": flags}
         env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    children = [subprocess.Popen([sys.executable, *sys.argv], env=env | {PROCESS: str(n)}) for n in range(processes)]
-    if max(child.wait() for child in children):
-        raise SystemExit(1)
+    spawn = [sys.executable, "-m", "multimesh", "spawn", "-n", str(processes)]
+    os.execve(sys.executable, [*spawn, *sys.argv], env)
 
 
-def measure(args: argparse.Namespace, rank: int) -> list[report.Row]:
+def measure(args: argparse.Namespace) -> list[report.Row]:
     """Be the process of one stage; train with each schedule and with one program."""
     import jax
 
     import multimesh as mm
 
-    mm.distributed.initialize(num_processes=args.processes, process_id=rank)
+    job = mm.distributed.initialize()
     with jax.default_matmul_precision("highest"):
-        return compared(args, rank)
+        return compared(args, job.rank)
 
 
 def compared(args: argparse.Namespace, rank: int) -> list[report.Row]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from multimesh import schedules
-from multimesh.commands import forecast, spawn, suggest
+from multimesh.commands import forecast, suggest
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
 from multimesh.hardware import devices
 from multimesh.hardware.devices import PRECISIONS
@@ -392,6 +392,8 @@ def main(argv: Sequence[str]) -> int:
             parser().print_help()
             return 0
         if options.command == "spawn":
+            from multimesh.commands import spawn
+
             return spawn.spawn([options.program, *options.arguments], options.processes)
         found = {"demo": _demo, "forecast": _forecast, "suggest": suggest.run}[options.command](options)
         if options.json:

@@ -55,18 +55,19 @@ def _divided(l: Array, c: Array) -> Array:
     return adjoint(_forward(l, adjoint(c)))
 
 
-def _taken(l: Array, row: Array | int, rows: int, s: Array | int) -> Array:
+def part(l: Array, row: Array | int, rows: int, s: Array | int) -> Array:
+    """So many of my rows, from ``row`` on, of the columns of superpanel ``s``."""
     return lax.dynamic_slice(l, (s, row, 0), (1, rows, l.shape[2]))[0]
 
 
 def block(l: Array, i: Array | int, j: Array | int, layout: Layout) -> Array:
     """Rows of superpanel ``i`` of the columns of superpanel ``j``, gathered: (W, W)."""
-    return lax.all_gather(_taken(l, i * layout.height, layout.height, j), layout.axes, tiled=True)
+    return lax.all_gather(part(l, i * layout.height, layout.height, j), layout.axes, tiled=True)
 
 
 def columns(l: Array, s: Array | int) -> Array:
     """My rows of the columns of superpanel ``s``: (padded, W)."""
-    return _taken(l, 0, l.shape[1], s)
+    return part(l, 0, l.shape[1], s)
 
 
 def with_columns(l: Array, s: Array | int, c: Array) -> Array:
@@ -76,7 +77,7 @@ def with_columns(l: Array, s: Array | int, c: Array) -> Array:
 
 def taken(l: Array, i: Array, layout: Layout, s: Array) -> Array:
     """Some rows, from ``i`` on, of the columns of superpanel ``s``."""
-    return _taken(l, i, layout.rows_at_a_time, s)
+    return part(l, i, layout.rows_at_a_time, s)
 
 
 def unfinished(layout: Layout, s: Array, f: Callable[[Array, T], T], c: T) -> T:

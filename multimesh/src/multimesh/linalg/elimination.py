@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from multimesh.linalg import trees
-from multimesh.linalg.cholesky import block, changed, columns, with_columns
+from multimesh.linalg.cholesky import block, changed, columns, part, with_columns
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import matmul
 
@@ -110,8 +110,9 @@ def factorize(a: Array, layout: Layout) -> Factors:
         left = jnp.where(behind, below, 0)
 
         def later(j: Array, lu: Array) -> Array:
-            mine = lax.dynamic_slice(lu, (j, s * height, 0), (1, height, width))[0]
-            u = lax.all_to_all(mine, layout.axes, 1, 0, tiled=True)  # each device solves for a share of the columns
+            u = lax.all_to_all(
+                part(lu, s * height, height, j), layout.axes, 1, 0, tiled=True
+            )  # each device solves for a share of the columns
             u = lax.linalg.triangular_solve(diagonal, u, left_side=True, lower=True, unit_diagonal=True)
             u = lax.all_gather(u, layout.axes, axis=1, tiled=True)
 

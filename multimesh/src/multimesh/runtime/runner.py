@@ -168,10 +168,11 @@ class Runner:
 
     def _note_move(self, arg: int, x: Any) -> None:
         """Warn once, at the second call, of an argument that somebody placed where no task reads it."""
-        uses = [layout for number, _, layout in self._inputs if number == arg]
-        here = is_placed(x) and any(x.sharding.is_equivalent_to(layout, x.ndim) for layout in uses)
-        if not is_placed(x) or here or self._names[arg].startswith("argument "):
+        if not is_placed(x) or self._names[arg].startswith("argument "):
             return  # without a name it is one of `transforms`, which may lie anywhere
+        uses = [layout for number, _, layout in self._inputs if number == arg]
+        if any(x.sharding.is_equivalent_to(layout, x.ndim) for layout in uses):
+            return
         self._moved[arg] = self._moved.get(arg, 0) + 1
         if self._moved[arg] == 2:
             there = " and ".join(map(_where, uses))
