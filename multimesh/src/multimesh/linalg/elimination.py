@@ -110,9 +110,8 @@ def factorize(a: Array, layout: Layout) -> Factors:
         left = jnp.where(behind, below, 0)
 
         def later(j: Array, lu: Array) -> Array:
-            u = lax.all_to_all(
-                part(lu, s * height, height, j), layout.axes, 1, 0, tiled=True
-            )  # each device solves for a share of the columns
+            # Each device solves for a share of the columns.
+            u = lax.all_to_all(part(lu, s * height, height, j), layout.axes, 1, 0, tiled=True)
             u = lax.linalg.triangular_solve(diagonal, u, left_side=True, lower=True, unit_diagonal=True)
             u = lax.all_gather(u, layout.axes, axis=1, tiled=True)
 
