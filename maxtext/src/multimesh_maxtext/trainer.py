@@ -42,7 +42,10 @@ _HOLD = 4.0  # seconds that a trainer gets to end because another process of its
 
 _TAIL = 20  # lines of a failed trainer's log
 
-LOST = re.compile(r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone) .*)$", re.MULTILINE)
+LOST = re.compile(
+    r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone|failed: LostProcessError:) .*)$",
+    re.MULTILINE,
+)
 """A line of a trainer's log on a process that was lost."""
 
 _STOPPED = re.compile(r"Training stopped: (.*)$", re.MULTILINE)

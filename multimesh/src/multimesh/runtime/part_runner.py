@@ -45,8 +45,8 @@ class PartRunner(Runner):
         for slot in kept:
             if not here(plan.layouts[slot].device_set):
                 self.blank[slot] = absent(plan.slots[slot], plan.layouts[slot])
-        if number is not None:
-            agree.barrier(f"plan {number} is compiled")
+        if self._exchange is not None:
+            self._exchange.start()
 
     @property
     def _shared(self) -> exchange.Exchange:
@@ -128,5 +128,6 @@ class PartRunner(Runner):
         if key not in self._known:
             first = len(self.compiled.plan.instructions)  # after the numbers of all actions
             self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True], [True])
+            self._shared.start()
         (result,) = self._known[key](x)
         return absent(x, layout) if result is None else result
