@@ -175,7 +175,9 @@ def on_device(device: jax.Device) -> NamedSharding:
 
 
 def _with(x: Any, layout: NamedSharding) -> Any:
-    """The same array on one device with another name of its layout."""
+    """The same array on one device with another name of its layout; copied if it lies in memory of the host."""
     if x.sharding == layout:
         return x
+    if x.sharding.memory_kind != layout.memory_kind:
+        return jax.device_put(x, layout)
     return jax.make_array_from_single_device_arrays(x.shape, layout, [x])
