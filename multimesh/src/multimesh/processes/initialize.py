@@ -26,7 +26,7 @@ TRANSPORT = "MULTIMESH_TRANSPORT"
 
 _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
 _TOLD = {
-    "spawn": ("MULTIMESH_PROCESSES", "MULTIMESH_PROCESS", "MULTIMESH_PROCESS"),  # of `multimesh.commands.spawn`
+    "spawn": ("MULTIMESH_PROCESSES", "MULTIMESH_PROCESS", "MULTIMESH_PROCESS"),  # of `multimesh.launch`
     _LAUNCHERS["ompi"]: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")),
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # and other MPIs with Hydra, such as Intel's
 }
