@@ -234,6 +234,20 @@ def test_processes_read_what_one_does_and_go_on_where_they_stopped(root: Path, t
 
 
 @pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_processes_read_a_tensorflow_dataset_as_one_does(root: Path, tmp_path: Path, here: Path):
+    data = (
+        *("--use-tfds-dataset", "--dataset-path", tmp_path),
+        *("--dataset-name", corpora.tensorflow_dataset(tmp_path, corpora.documents())),
+        *("--tokenizer-path", here / "pieces.model", "--pp", 2),
+    )
+    assert train(root, tmp_path / "one", "--cpus", 2, *data) in (0, 13)
+    assert train(root, tmp_path / "two", "--spawn", "--nodes", 2, "--cpus", 1, *data) in (0, 13)
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("moment", ["after a step", "while it saves"])
