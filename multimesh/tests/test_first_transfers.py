@@ -9,7 +9,7 @@ from multimesh.runtime.actions import Lane
 from test_distributed import FULL, JOIN, START, _named, address, job  # noqa: F401 - fixtures
 
 STEP = """
-import signal, socket
+import signal, socket, threading
 import jax.numpy as jnp
 from multimesh.processes import agree, post
 from multimesh.runtime import carriers, exchange, first_transfers
@@ -47,6 +47,13 @@ if rank == 0:
         put(key, deaf if key.startswith("multimesh/transfer/") else value)
     post.put = put
 """
+CUT = """
+def cut(server):
+    while True:
+        server.accept()[0].close()
+if rank == 0:
+    threading.Thread(target=cut, args=(server,), daemon=True).start()
+"""
 RUN = "print(step(*args), flush=True)\n"
 BACK = "step = mm.jit(jax.grad(loss))\n"
 NOTICES = {"MULTIMESH_TRANSFER_TIMEOUT": "3", "MULTIMESH_STOP_TIMEOUT": "60"}
@@ -54,6 +61,7 @@ FAULTS = {  # the transport, what one does before its first transfer, and by who
     "the sender is still": ("pull", STOP.replace("WHO", "0"), 0),
     "nobody answers": ("pull", DEAF.replace("CALLERS", "0"), 0),
     "a port is filtered": ("pull", DEAF.replace("CALLERS", "3"), 0),
+    "a connection is cut": ("pull", DEAF.replace("CALLERS", "0") + CUT, 0),
     "the other way": ("pull", BACK + STOP.replace("WHO", "1"), 1),
     "another transport": ("device_put", STOP.replace("WHO", "0"), 0),
 }
@@ -68,7 +76,7 @@ def script(text, tracing="False"):
     return join + STEP.replace("TRACING", tracing) + text
 
 
-@pytest.mark.telling("a port is filtered", "another transport")
+@pytest.mark.telling("a port is filtered", "another transport", "a connection is cut")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_first_transfer_that_never_comes_ends_the_job_with_a_line(job, fault):  # noqa: F811
@@ -76,9 +84,12 @@ def test_a_first_transfer_that_never_comes_ends_the_job_with_a_line(job, fault):
     transport, breaks, source = FAULTS[fault]
     ended = job(script(breaks + RUN), environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
     ways = rf"from process {source} of 2 \(\S+\) to process {1 - source} of 2 \(\S+\)"
-    told = rf"LostProcessError: the first transfer {ways} did not arrive within 3 s; {ADVICE[transport]}"
+    how, wait = "did not arrive within 3 s", ".*MULTIMESH_TRANSFER_TIMEOUT"
+    if CUT in breaks:
+        how, wait = "failed: .*onnection closed.*", "(?!.*TIMEOUT)"
+    told = rf"LostProcessError: the first transfer {ways} {how}; {ADVICE[transport]}"
     for e in ended:
-        assert re.search(f"{told}.*MULTIMESH_TRANSFER_TIMEOUT", e.said), ended
+        assert re.search(f"{told}{wait}", e.said), ended
     because = f"multimesh: {_named(source)} ends because {_named(1 - source)} failed: {told}"
     assert re.search(because, ended[source].said), ended
     assert ended[1 - source].code == 17, ended

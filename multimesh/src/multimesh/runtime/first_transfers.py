@@ -79,4 +79,4 @@ def _transfers(carrier: Carrier, ways: Sequence[Lane], key: Key, at: list[Lane],
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
