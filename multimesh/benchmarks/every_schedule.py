@@ -12,7 +12,6 @@ result of each layer.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 if __name__ == "__main__":
@@ -36,9 +35,9 @@ NAMES = tuple(name for name in schedules.names() if name != "fill-drain")
 SIZES = (2, 4, 8)
 
 
-def grid(submeshes: tuple[int, ...] = SIZES) -> Iterator[tuple[int, int]]:
+def grid(submeshes: tuple[int, ...] = SIZES) -> list[tuple[int, int]]:
     """Submeshes and microbatches of the cases."""
-    yield from ((p, turns * p) for p in submeshes for turns in (1, 2, 4))
+    return [(p, turns * p) for p in submeshes for turns in (1, 2, 4)]
 
 
 def measure(name: str, p: int, m: int) -> report.Row:
