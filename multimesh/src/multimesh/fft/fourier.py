@@ -162,6 +162,8 @@ def _compiled(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
     given, made = (layout.after, layout.before) if inverse else (layout.before, layout.after)
     in_spec, out_spec = (P(*map(entry, axes)) for axes in (given, made))
     f = functools.partial(shards.inverse if inverse else shards.forward, layout=layout)
+    if layout.devices == 1:
+        f = functools.partial(shards.alone, layout=layout, inverse=inverse)
     f = jax.shard_map(f, mesh=layout.mesh, in_specs=in_spec, out_specs=out_spec)
 
     def run(x: Array) -> Array:
