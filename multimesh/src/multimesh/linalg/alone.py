@@ -11,7 +11,6 @@ from jax import Array, lax
 
 from multimesh.linalg.cholesky import Panels
 from multimesh.linalg.elimination import Factors
-from multimesh.linalg.qdwh import noisy
 from multimesh.linalg.rings import adjoint, matmul
 
 
@@ -61,13 +60,13 @@ def eigh(a: Array) -> tuple[Array, Array]:
 
 
 def svd(a: Array) -> tuple[Array, Array, Array]:
-    """U, S and Vh."""
-    u, s, vh = jnp.linalg.svd(a, full_matrices=False)
+    """U, S and Vh. LAPACK would never end with an infinite entry, but does with NaN."""
+    u, s, vh = jnp.linalg.svd(jnp.where(jnp.isfinite(a).all(), a, jnp.nan), full_matrices=False)
     return u, s, vh
 
 
 def polar(a: Array) -> tuple[Array, Array]:
-    """U and H. JAX's QDWH needs noise, too: without it, no zero singular value becomes 1."""
-    u = lax.linalg.qdwh(noisy(a))[0]
-    h = matmul(adjoint(u), a)
-    return u, (h + adjoint(h)) / 2
+    """The method "svd" of `jax.scipy.linalg.polar`, in full precision. Its default, QDWH, needs full rank."""
+    u, s, vh = svd(a)
+    h = matmul(adjoint(vh) * s, vh)
+    return matmul(u, vh), (h + adjoint(h)) / 2

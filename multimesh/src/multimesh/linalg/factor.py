@@ -60,20 +60,21 @@ def factorize(a: Array, layout: Layout) -> Panels:
 
 
 def not_hermitian(a: Array, layout: Layout) -> Array:
-    """Whether the matrix of my shard is clearly not Hermitian, such as one triangle of a Hermitian matrix.
+    """Whether the matrix of my shard is clearly not Hermitian, such as one triangle of a Hermitian matrix, or not finite.
 
     For two arbitrary vectors v and w it asks whether v^H A w is (w^H A v)*.
     """
+    scale = norm(a, layout.axes)
 
     def mine(length: int, axes: Axes, seed: float) -> Array:
         numbers = jnp.arange(length) + (lax.axis_index(axes) * length if axes else 0)
         return jnp.cos(seed * (numbers + 1.0) ** 2).astype(a.dtype)
 
     def form(left: float, right: float) -> Array:
-        product = matmul(mine(a.shape[0], layout.rows, left), matmul(a, mine(a.shape[1], layout.cols, right)))
+        product = matmul(mine(a.shape[0], layout.rows, left), matmul(a, mine(a.shape[1], layout.cols, right) / scale))
         return lax.psum(product, layout.axes)
 
-    return jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) > jnp.sqrt(jnp.finfo(a.dtype).eps) * norm(a, layout.axes)
+    return ~(jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) <= jnp.sqrt(jnp.finfo(a.dtype).eps))
 
 
 def multiply(a: Array, x: Array, layout: Layout) -> Array:

@@ -67,6 +67,7 @@ def _factors_spec(layout: Layout) -> Factors:
 @functools.partial(jax.jit, static_argnames="layout")
 def _lu_factor(a: Array, *, layout: Layout) -> Factors:
     f = functools.partial(elimination.factorize, layout=layout)
+    a = jnp.where(jnp.isfinite(a).all(), a, jnp.nan)  # an infinite pivot would hide its row
     return layout.on_shards(f, layout.spec, _factors_spec(layout), alone.lu)(layout.placed(lax.stop_gradient(a)))
 
 
@@ -103,7 +104,7 @@ def lu_factor(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -
     Returns
     -------
     LUFactor
-        If ``a`` is singular, solutions with it are NaN or infinite, as in SciPy.
+        If ``a`` is singular, solutions with it are NaN or infinite, as in SciPy; and NaN if ``a`` is not finite.
 
     Raises
     ------

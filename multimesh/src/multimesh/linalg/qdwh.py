@@ -74,13 +74,6 @@ def _noise(x: Array, axes: Axes) -> Array:
     return lax.complex(each[0], each[1]) if jnp.iscomplexobj(x) else each[0]
 
 
-def noisy(a: Array, axes: Axes = (), present: Array | bool = True) -> Array:
-    """A divided by its norm, with noise of the size of rounding in the rows that are ``present``."""
-    eps = float(jnp.finfo(a.dtype).eps)
-    noise = jnp.where(present, _noise(a, axes), 0)
-    return a / rings.norm(a, axes) + eps / math.sqrt(a.shape[1]) * noise
-
-
 def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, Array]:
     """My rows of U and of H, from my rows of A, which has at least as many rows as columns.
 
@@ -90,7 +83,7 @@ def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, A
     p, (_, order) = size(mesh, axes), a.shape
     padded = -(-order // p) * p
     eps = float(jnp.finfo(a.dtype).eps)
-    x = noisy(a, axes, present)
+    x = a / rings.norm(a, axes) + eps / math.sqrt(order) * jnp.where(present, _noise(a, axes), 0)
     x = jnp.pad(x, ((0, 0), (0, padded - order)))
     layout = _layout(mesh, axes, padded)
     one = _identity(padded // p, axes, a.dtype)
@@ -111,7 +104,7 @@ def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, A
     needed = (lax.axis_index(axes) * len(one) + jnp.arange(len(one)) < order)[:, None]
 
     def orthonormal(g: Array) -> Array:  # so far that `rings.orthogonal` does the rest
-        return lax.psum(jnp.sum(jnp.abs(g - jnp.where(needed, one, 0)) ** 2), axes) <= eps
+        return ~(lax.psum(jnp.sum(jnp.abs(g - jnp.where(needed, one, 0)) ** 2), axes) > eps)  # NaN stays NaN
 
     def by_one(state: _State) -> _State:
         a, b, c = few[jnp.minimum(state.done, len(few) - 1)]
