@@ -49,6 +49,4 @@ def virtual_devices(count: int) -> None:
         ) from None
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("NPROC", str(max(64, _THREADS * count)))  # XLA reads it when it starts its devices
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # read when JAX loads SciPy's LAPACK, for the first factorization
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when JAX first needs SciPy's LAPACK

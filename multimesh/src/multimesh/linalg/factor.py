@@ -60,7 +60,7 @@ def factorize(a: Array, layout: Layout) -> Panels:
 
 
 def not_hermitian(a: Array, layout: Layout) -> Array:
-    """Whether the matrix of my shard is clearly not Hermitian, such as one triangle of a Hermitian matrix, or not finite.
+    """Whether the matrix of my shard is clearly not Hermitian, such as one triangle of such a matrix, or not finite.
 
     For two arbitrary vectors v and w it asks whether v^H A w is (w^H A v)*.
     """
