@@ -13,7 +13,7 @@ import pytest
 import multimesh
 import multimesh.jax
 import multimesh_maxtext
-from multimesh import planner, schedules
+from multimesh import launch, planner, schedules
 from tests import imports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +22,7 @@ SOURCES = sorted(FOLDER.glob("*.py"))
 PUBLIC = {
     "multimesh": multimesh.__all__,
     "multimesh.schedules": schedules.__all__,
+    "multimesh.launch": launch.__all__,
     "multimesh.planner": planner.__all__,
     "multimesh.jax": multimesh.jax.__all__,
 }

@@ -46,6 +46,7 @@ OURS = [
     "--silence-timeout",
     "--stop-timeout",
     "--compile-timeout",
+    "--transfer-timeout",
     "--stall-timeout",
     "--forecast",
     "--suggest",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -60,16 +59,37 @@ def start(logger: Logger, step: int, took: float = 0.0) -> tuple[dict[str, Any],
     return metrics, result
 
 
-def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_whenever_records_are_written(logger: Logger):
+class Clock:
+    """A clock that goes on when the test says so, and knows who looked at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._looked = threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        self._looked.release()
+        return self.now
+
+    def goes_on(self, seconds: float) -> None:
+        """Wait for the next look, then let time pass."""
+        self._looked.acquire()
+        self.now += seconds
+
+
+def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_whenever_records_are_written(
+    logger: Logger, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Clock()
+    monkeypatch.setattr(records, "time", clock)
     for step in range(3):
         metrics, result = start(logger, step, took=5.0 if step == 0 else 0.0)
-        time.sleep(0.1)
+        clock.goes_on(0.1)
         result.end()
-        time.sleep(0.05)  # as where starting a step waits for its end
+        clock.goes_on(0.05)  # as where starting a step waits for its end
         logger.buffer_and_write_metrics(metrics, step)
     logger.buffer_and_write_metrics({}, 3)
     assert [step for step, _ in logger.written] == [0, 1, 2]
-    assert [seconds for _, seconds in logger.written] == pytest.approx([5.1, 0.15, 0.15], abs=0.04)
+    assert [seconds for _, seconds in logger.written] == pytest.approx([5.1, 0.15, 0.15])
 
 
 def test_a_checkpoint_is_written_after_the_records_of_all_steps_and_none_is_written_twice(logger: Logger):

@@ -322,6 +322,10 @@ def not_in_it() -> None:
     assert [span.name for span in jitted.profile(x, repeats=1).measured.spans] == ["a"]
     assert len(y.addressable_shards) == (jax.process_index() == 0)
     assert_shards(y, x + 1)
+    if jax.process_index() == 0:  # alone: all devices and arguments are its own
+        here = jax.local_devices()
+        for place in (here[0], here[-1]):
+            assert_shards(jitted(jax.device_put(x, place)), x + 1)
 
 
 def disagreement() -> None:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, mlp_block, squared_error
 from multimesh.marking import contexts
-from multimesh.runtime import exchange
+from multimesh.runtime import carriers
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm
@@ -71,16 +71,16 @@ def test_unknown_options_and_other_types_raise_at_once():
 
 
 def test_the_environment_names_the_transport_where_no_context_does(monkeypatch):
-    monkeypatch.setattr(exchange, "CARRIERS", {"pull": lambda: "pulls", "device_put": lambda: "puts"})
-    monkeypatch.setattr(exchange, "_made", lambda name: exchange.CARRIERS[name]())
-    assert (exchange.carrier(None), exchange.carrier("device_put")) == ("pulls", "puts")
+    monkeypatch.setattr(carriers, "CARRIERS", {"pull": lambda: "pulls", "device_put": lambda: "puts"})
+    monkeypatch.setattr(carriers, "_made", lambda name: carriers.CARRIERS[name]())
+    assert (carriers.carrier(None), carriers.carrier("device_put")) == ("pulls", "puts")
     monkeypatch.setenv("MULTIMESH_TRANSPORT", "device_put")
-    assert (exchange.carrier(None), exchange.carrier("pull")) == ("puts", "pulls")
+    assert (carriers.carrier(None), carriers.carrier("pull")) == ("puts", "pulls")
     monkeypatch.setenv("MULTIMESH_TRANSPORT", "nccl")
     with pytest.raises(
         mm.UsageError, match="MULTIMESH_TRANSPORT: give one of pull, device_put or unset it, not 'nccl'"
     ):
-        exchange.carrier(None)
+        carriers.carrier(None)
 
 
 @pytest.mark.parametrize("name", PARTS)

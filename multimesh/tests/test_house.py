@@ -13,7 +13,7 @@ FLOORS = (
     ("commands", "jax"),
     ("original",),
     ("__init__",),
-    ("distributed", "frontend"),
+    ("distributed", "frontend", "launch"),
     ("observe",),
     ("runtime",),
     ("passes",),

@@ -1,4 +1,4 @@
-"""`multimesh.commands.spawn`: a program as several processes of this machine."""
+"""`python -m multimesh spawn`, and `multimesh.launch`, of which it and other launchers are made."""
 
 import os
 import signal
@@ -7,6 +7,9 @@ import sys
 import time
 
 import pytest
+
+import multimesh as mm
+from multimesh import launch
 
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
 SPAWN = (sys.executable, "-m", "multimesh", "spawn", "-n")
@@ -46,7 +49,7 @@ def test_the_first_that_fails_ends_the_others_with_its_code(tmp_path, end, code)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_its_processes(tmp_path, number):
-    text = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+    text = "import os, time\nos.write(1, f'{os.getpid()}\\n'.encode())\ntime.sleep(600)"  # one write each
     with subprocess.Popen([*SPAWN, "2", written(tmp_path, text)], stdout=subprocess.PIPE, text=True, env=CLEAN) as job:
         started = [int(job.stdout.readline()) for _ in range(2)]
         job.send_signal(number)
@@ -69,3 +72,44 @@ def test_what_is_wrong_is_said_in_a_line(words, said):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
+
+
+OWN = """
+import sys
+from multimesh import launch
+job = launch.job_variables()
+each = [job | launch.process_variables(rank, 2) for rank in range(2)]
+code = launch.run_together([[sys.executable, sys.argv[1]]] * 2, each)
+sys.exit(99 if "jax" in sys.modules else code)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_of_ones_own_needs_no_jax(tmp_path):
+    text = "import multimesh, sys\nsys.stdout.write(f'{multimesh.distributed.initialize()}\\n')\n"
+    argv = [sys.executable, "-c", OWN, written(tmp_path, text)]
+    done = subprocess.run(argv, capture_output=True, text=True, env=CLEAN, timeout=120, check=False)
+    assert done.returncode == 0, done
+    assert done.stdout.count("of 2 on ") == 2
+    assert "secret" not in done.stderr
+
+
+def test_a_job_keeps_the_secret_that_it_is_given(monkeypatch):
+    monkeypatch.setenv("MULTIMESH_JOB_SECRET", "one that the user gave")
+    assert launch.job_variables()["MULTIMESH_JOB_SECRET"] == "one that the user gave"
+    monkeypatch.delenv("MULTIMESH_JOB_SECRET")
+    first, second = (launch.job_variables()["MULTIMESH_JOB_SECRET"] for _ in range(2))
+    assert first != second
+
+
+def test_those_that_were_started_end_where_another_cannot_start(tmp_path):
+    waits = [sys.executable, written(tmp_path, "import time\ntime.sleep(600)")]
+    begin = time.monotonic()
+    with pytest.raises(mm.MultiMeshError, match="no-such-program cannot be started: No such file") as caught:
+        launch.run_together([waits, ["no-such-program"]], [{}, {}])
+    assert caught.value.exit_code == 4
+    assert time.monotonic() - begin < 30
+    with pytest.raises(mm.UsageError, match="each command has variables of its own; got 2 and 1"):
+        launch.run_together([waits] * 2, [{}])
+    with pytest.raises(mm.UsageError, match=r"rank counts from 0 to processes - 1; got rank=2 of 2"):
+        launch.process_variables(2, 2)

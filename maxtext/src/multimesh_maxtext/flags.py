@@ -25,6 +25,7 @@ TIMEOUTS = {
     "silence": "silence after which a machine is given up; a process that dies is noticed at once (default 30)",
     "stop": "time that a process may be stopped, by a debugger or in a paused container (default 30)",
     "compile": "time that processes wait for each other to compile or to write a checkpoint (default 3600)",
+    "transfer": "time in which the first transfer between two processes must arrive (default 300)",
     "stall": "end the job when a process holds up the others for so long (default: name it, and wait)",
 }
 """Times that processes wait for each other, with the help of their flags."""

@@ -30,6 +30,7 @@ class Options(argparse.Namespace):
     silence_timeout: float | None
     stop_timeout: float | None
     compile_timeout: float | None
+    transfer_timeout: float | None
     stall_timeout: float | None
     # parallelism
     dp: int

@@ -1,22 +1,17 @@
-"""Folders that one run at a time writes to, and processes that end with the one that started them."""
+"""Folders that one run at a time writes to."""
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import shutil
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from multimesh_maxtext.errors import FileError, LauncherError
-
-_PR_SET_PDEATHSIG = 1
 
 _POLL = 0.1  # seconds between looks at a lock
 
@@ -101,17 +96,3 @@ def remove_run(folder: Path, names: Iterable[str]) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def end_with_parent() -> Callable[[], None] | None:
-    """Return a function for a child process to call first. It lets the child be killed when this process dies."""
-    if sys.platform != "linux":
-        return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def bind() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before that
-            signal.raise_signal(signal.SIGKILL)
-
-    return bind

@@ -6,27 +6,18 @@ start in smaller numbers when as many cannot be had.
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from multimesh.launch import job_variables, run_together
 from multimesh_maxtext import restarts
 from multimesh_maxtext.errors import ProcessLostError
 from multimesh_maxtext.fallback import Grid, choose
 from multimesh_maxtext.launch import visible_gpu_memory
 from multimesh_maxtext.options import Options
-from multimesh_maxtext.reserve import end_with_parent
 from multimesh_maxtext.translate import Paths
-
-_POLL = 0.1  # seconds between looks at the processes
-_PATIENCE = 10.0  # seconds that the others get to end when one has failed, and that all get when told to end
-_VARIABLE = "MULTIMESH_JOB_SECRET"  # what proves that a process belongs to the job
 
 
 def spawn(argv: Sequence[str], options: Options, root: Path | None, grids: Sequence[Grid]) -> int:
@@ -71,40 +62,8 @@ def _run(words: Sequence[str], processes: int, root: Path | None, number: int | 
         How often it was started again; none for a job that is not.
     """
     door = [str(root / "maxtext/run.py")] if root else ["-P", "-m", "multimesh_maxtext"]
-    shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "MULTIMESH_MAXTEXT_SIZE": str(processes)}
-    shared[_VARIABLE] = os.environ.get(_VARIABLE) or secrets.token_hex(16)
+    shared = job_variables() | {"MULTIMESH_MAXTEXT_SIZE": str(processes)}
     shared |= {} if number is None else {restarts.VARIABLE: str(number)}
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(processes):
-            own = {
-                **os.environ,
-                **shared,
-                **{f"MULTIMESH_MAXTEXT_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")},
-            }
-            started.append(subprocess.Popen([sys.executable, *door, *words], env=own, preexec_fn=end_with_parent()))
-        while None in (codes := [process.poll() for process in started]) and not any(codes):
-            time.sleep(_POLL)
-        code = next(filter(None, codes), 0)
-        _wait(started)
-        return code if code >= 0 else ProcessLostError.exit_code  # killed, and its trainer with it
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.terminate()
-        _wait(started)
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-
-
-def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + _PATIENCE
-    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-        time.sleep(_POLL)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    each = [{f"MULTIMESH_MAXTEXT_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")} for rank in range(processes)]
+    code = run_together([[sys.executable, *door, *words]] * processes, [shared | own for own in each])
+    return code if code >= 0 else ProcessLostError.exit_code  # killed, and its trainer with it

@@ -19,6 +19,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from multimesh.launch import end_with_parent
 from multimesh_maxtext import memory
 from multimesh_maxtext.checkpoint import Beginning, explained
 from multimesh_maxtext.checks import Job
@@ -33,7 +34,7 @@ from multimesh_maxtext.errors import (
 from multimesh_maxtext.launch import SECONDS, Launch
 from multimesh_maxtext.metrics_hook import MetricsHook
 from multimesh_maxtext.report import Evaluation, Step, judge, progress
-from multimesh_maxtext.reserve import end_with_parent, mark_run
+from multimesh_maxtext.reserve import mark_run
 from multimesh_maxtext.translate import Paths
 
 _PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
@@ -42,7 +43,10 @@ _HOLD = 4.0  # seconds that a trainer gets to end because another process of its
 
 _TAIL = 20  # lines of a failed trainer's log
 
-LOST = re.compile(r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone) .*)$", re.MULTILINE)
+LOST = re.compile(
+    r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone|failed: LostProcessError:) .*)$",
+    re.MULTILINE,
+)
 """A line of a trainer's log on a process that was lost."""
 
 _STOPPED = re.compile(r"Training stopped: (.*)$", re.MULTILINE)

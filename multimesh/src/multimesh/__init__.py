@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from multimesh import distributed as distributed
     from multimesh import fft as fft
     from multimesh import grids as grids
+    from multimesh import launch as launch
     from multimesh import linalg as linalg
     from multimesh import planner as planner
     from multimesh import schedules as schedules
@@ -72,7 +73,7 @@ _HOMES = {
     "plan.plan": ("Plan",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
-_ROOMS = ("distributed", "fft", "grids", "linalg", "planner", "schedules")
+_ROOMS = ("distributed", "fft", "grids", "launch", "linalg", "planner", "schedules")
 
 __all__ = sorted(["MultiMeshError", "UsageError", *_ROOMS, *_MODULE_OF])
 

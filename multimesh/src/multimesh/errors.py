@@ -74,7 +74,7 @@ class DoesNotFitError(UsageError):
 
 
 class LostProcessError(MultiMeshError):
-    """Another process of the job was killed, stopped, or has not come. All others end with its exit code."""
+    """Another process was killed, stopped, did not come, or could send nothing. All others end with its exit code."""
 
     exit_code = 17
 

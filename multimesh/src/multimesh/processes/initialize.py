@@ -26,12 +26,13 @@ TRANSPORT = "MULTIMESH_TRANSPORT"
 
 _LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
 _TOLD = {
-    "spawn": ("MULTIMESH_PROCESSES", "MULTIMESH_PROCESS", "MULTIMESH_PROCESS"),  # of `multimesh.commands.spawn`
+    "spawn": ("MULTIMESH_PROCESSES", "MULTIMESH_PROCESS", "MULTIMESH_PROCESS"),  # of `multimesh.launch`
     _LAUNCHERS["ompi"]: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")),
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # and other MPIs with Hydra, such as Intel's
 }
 """Variables that say the number of processes, this one's, and its number on its host."""
 _client: WatcherClient | None = None
+_hosts: Sequence[str] = ()
 _XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
 _LOCAL_FLAG = re.compile("address|cache|_dir|dump|log|mock|profile|timeout|visible|_to$")  # may differ by process
 
@@ -78,6 +79,7 @@ def initialize(
     silence_timeout: float | None = None,
     stop_timeout: float | None = None,
     compile_timeout: float | None = None,
+    transfer_timeout: float | None = None,
     stall_timeout: float | None = None,
     heartbeat_timeout_seconds: int | None = None,
     shutdown_timeout_seconds: int = 10,
@@ -114,6 +116,9 @@ def initialize(
     compile_timeout
         Seconds that processes wait for each other to compile, to save, to gather: 3600, or
         ``MULTIMESH_COMPILE_TIMEOUT``. After a minute process 0 says for whom it waits.
+    transfer_timeout
+        Seconds in which the first transfer between two processes must have arrived: 300, or
+        ``MULTIMESH_TRANSFER_TIMEOUT``. They count when all processes have compiled. Then the job ends, with a line.
     stall_timeout
         Seconds after which a process ends the job if it holds up the others in training: by default, and with 0, never,
         or ``MULTIMESH_STALL_TIMEOUT``. After two minutes process 0 names it anyway, with its Python stack.
@@ -154,6 +159,7 @@ def initialize(
                     "silence": silence_timeout,
                     "stop": stop_timeout,
                     "compile": compile_timeout,
+                    "transfer": transfer_timeout,
                     "stall": stall_timeout,
                 }
             ),
@@ -193,7 +199,7 @@ def _initialize(
     same_command: bool,
     alone: bool,
 ) -> Processes:
-    global _client
+    global _client, _hosts
     if _client is not None or jax.distributed.is_initialized():
         raise UsageError("processes are initialized already; call mm.distributed.initialize() once, and only that")
     if _compat.backends_started():
@@ -209,7 +215,7 @@ def _initialize(
     own = {"rank": rank, "count": count, "host": socket.gethostname(), "pid": os.getpid(), "facts": _facts()}
     if not same_command:
         del own["facts"]["command line"]
-    _client, hosts = start(own, address, bind, waits)
+    _client, _hosts = start(own, address, bind, waits)
     notes.use(_client.notes)
     timeouts.use(waits)
     preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
@@ -226,7 +232,7 @@ def _initialize(
         shutdown_timeout_seconds=shutdown,
         coordinator_bind_address=bind,
     )
-    return Processes(launcher, rank, tuple(hosts))
+    return Processes(launcher, rank, tuple(_hosts))
 
 
 def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[str, Sequence[Any]]:
@@ -320,6 +326,11 @@ def _facts() -> dict[str, list[str]]:
         f"{name}={value}" for name, value in sorted(jax.config.values.items()) if not _LOCAL_FLAG.search(name)
     ]
     return facts
+
+
+def named(rank: int) -> str:
+    """Name a process, with its host where `initialize` has found it."""
+    return f"process {rank} of {jax.process_count()}" + (f" ({_hosts[rank]})" if _hosts else "")
 
 
 def begin_step() -> None:

@@ -24,6 +24,8 @@ class Timeouts:
         That a process may be stopped (SIGSTOP: a debugger, a container that is paused).
     compile
         That processes wait for each other elsewhere: until the others have compiled, saved, gathered.
+    transfer
+        In which the first transfer between two processes must have arrived, once both have come to it.
     stall
         After which a process that makes no progress ends the job; 0: never, it is told only.
     """
@@ -32,6 +34,7 @@ class Timeouts:
     silence: float = 30.0
     stop: float = 30.0
     compile: float = 3600.0
+    transfer: float = 300.0
     stall: float = 0.0
 
     @property
@@ -48,13 +51,16 @@ def variable(name: str) -> str:
 def chosen(given: Mapping[str, float | None]) -> Timeouts:
     """The timeouts that are given, else those in the environment, else the usual ones.
 
+    Leave out a name, or give None, for what is not given.
+
     Raises
     ------
     UsageError
         If one is no positive number; ``stall`` may be 0.
     """
     found: dict[str, float] = {}
-    for name, value in given.items():
+    for name in (field.name for field in dataclasses.fields(Timeouts)):
+        value = given.get(name)
         text = os.environ.get(variable(name)) if value is None else value
         if text is None or text == "":
             continue
@@ -68,11 +74,14 @@ def chosen(given: Mapping[str, float | None]) -> Timeouts:
     return Timeouts(**found)
 
 
-_now = Timeouts()
+_now: Timeouts | None = None
 
 
 def current() -> Timeouts:
-    """Those of this job."""
+    """Those of this job; where MultiMesh has not started it, those in the environment."""
+    global _now
+    if _now is None:
+        _now = chosen({})
     return _now
 
 

@@ -17,7 +17,7 @@ from multimesh.runtime import exchange
 from multimesh.runtime.actions import Action, owner, processes
 from multimesh.runtime.compile import CompiledPlan
 from multimesh.runtime.runner import Runner, is_placed
-from multimesh.runtime.transport import Call
+from multimesh.runtime.transport import Call, put
 
 
 class PartRunner(Runner):
@@ -45,8 +45,8 @@ class PartRunner(Runner):
         for slot in kept:
             if not here(plan.layouts[slot].device_set):
                 self.blank[slot] = absent(plan.slots[slot], plan.layouts[slot])
-        if number is not None:
-            agree.barrier(f"plan {number} is compiled")
+        if self._exchange is not None:
+            self._exchange.start()
 
     @property
     def _shared(self) -> exchange.Exchange:
@@ -126,7 +126,15 @@ class PartRunner(Runner):
             return place(x, layout)
         key = (number, source, layout)
         if key not in self._known:
-            first = len(self.compiled.plan.instructions)  # after the numbers of all actions
-            self._known[key] = self._shared.mover(first + number, [source], [layout], [x], [True], [True])
+            self._known[key] = self._mover_to(number, x, source, layout)
         (result,) = self._known[key](x)
         return absent(x, layout) if result is None else result
+
+    def _mover_to(self, number: int, x: Any, source: jax.sharding.Sharding, layout: NamedSharding) -> Call:
+        """What moves a value of the caller; within one process that takes no others, which may not call at all."""
+        if len({owner(device) for device in source.device_set | layout.device_set}) == 1:
+            return (lambda x: put([x], [layout])) if here(layout.device_set) else lambda _: (None,)
+        first = len(self.compiled.plan.instructions)  # after the numbers of all actions
+        move = self._shared.mover(first + number, [source], [layout], [x], [True], [True])
+        self._shared.start()
+        return move

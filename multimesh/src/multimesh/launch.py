@@ -1,0 +1,152 @@
+"""For launchers: processes of one job on this machine that end together. Nothing here imports JAX.
+
+``python -m multimesh spawn`` and MaxText's ``--spawn`` are made of this. A launcher of your own may be::
+
+    from multimesh import launch
+
+    job, count = launch.job_variables(), 4
+    each = [job | launch.process_variables(rank, count) for rank in range(count)]
+    sys.exit(launch.run_together([[sys.executable, "train.py"]] * count, each))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from multimesh.errors import MissingPartError, UsageError
+from multimesh.processes import secret
+
+__all__ = ["end_with_parent", "free_port", "job_variables", "process_variables", "run_together"]
+
+_POLL = 0.1  # seconds between looks at the processes
+_PATIENCE = 10.0  # seconds that the others get to end when one has failed, and that all get when told to end
+_PR_SET_PDEATHSIG = 1
+
+
+def job_variables() -> dict[str, str]:
+    """Environment variables that all processes of a new job on this machine share.
+
+    ``JAX_COORDINATOR_ADDRESS`` has a free port of this machine. ``MULTIMESH_JOB_SECRET`` has the job's secret: that in
+    the environment, else a new one.
+    """
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        secret.VARIABLE: os.environ.get(secret.VARIABLE) or secrets.token_hex(16),
+    }
+
+
+def process_variables(rank: int, processes: int) -> dict[str, str]:
+    """Environment variables that say which process of a job this is; ``mm.distributed.initialize()`` reads them.
+
+    On GPUs each process takes the one of its number.
+
+    Parameters
+    ----------
+    rank
+        Number of the process, from 0.
+    processes
+        How many processes the job has.
+
+    Raises
+    ------
+    UsageError
+        If ``rank`` is not a number from 0 to ``processes - 1``.
+    """
+    if not 0 <= rank < processes:
+        raise UsageError(f"rank counts from 0 to processes - 1; got rank={rank!r} of {processes!r}")
+    return {"MULTIMESH_PROCESSES": str(processes), "MULTIMESH_PROCESS": str(rank)}
+
+
+def run_together(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]]) -> int:
+    """Run commands at once, and wait for all. The first that fails ends all.
+
+    The others then get 10 seconds to end by themselves; who is left gets SIGTERM, and 10 seconds later SIGKILL. An
+    exception such as ``KeyboardInterrupt`` ends them in the same way. On Linux they are killed when this process dies,
+    and also when the thread that called ends.
+
+    Parameters
+    ----------
+    commands
+        Words of each command, the program first.
+    variables
+        Environment variables of each command, besides those of this process.
+
+    Returns
+    -------
+    int
+        0, or the exit code of the first command that failed; the negative number of the signal that ended it.
+
+    Raises
+    ------
+    UsageError
+        If there are not as many ``variables`` as ``commands``.
+    MissingPartError
+        If a program cannot be started. Those that were started are ended.
+    """
+    if len(commands) != len(variables):
+        raise UsageError(f"each command has variables of its own; got {len(commands)} and {len(variables)}")
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, own in zip(commands, variables, strict=True):
+            started.append(_started(command, own))
+        while None in (codes := [process.poll() for process in started]) and not any(codes):
+            time.sleep(_POLL)
+        code = next(filter(None, codes), 0)
+        _wait(started)
+        return code
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.terminate()
+        _wait(started)
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """What lets a child process be killed when this process dies: ``subprocess.Popen(preexec_fn=end_with_parent())``.
+
+    Returns
+    -------
+    A function that the child calls first; None where only Linux could do so. Linux also kills the child when the thread
+    that started it ends.
+    """
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def bind() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before that
+            signal.raise_signal(signal.SIGKILL)
+
+    return bind
+
+
+def free_port() -> int:
+    """Return a port of this machine on which nobody listens now. Another program may take it before you do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _started(command: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, env=os.environ | own, preexec_fn=end_with_parent())
+    except OSError as error:
+        raise MissingPartError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+        time.sleep(_POLL)

@@ -1,0 +1,183 @@
+"""The transports: what brings arrays from devices of one process to those of another, while kernels run.
+
+Every process makes the same calls in the same order, each as far as it takes part. The key of a call is the same in all
+of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from multimesh.core import _compat
+from multimesh.errors import UsageError
+from multimesh.marking import contexts
+from multimesh.processes import post
+from multimesh.processes.arrays import absent, here
+from multimesh.processes.initialize import TRANSPORT
+from multimesh.runtime.actions import Lane, Parcel, by_devices
+
+Key = tuple[int, int, int]  # plan, run, call
+Pieces = dict[Parcel, Any]
+Carry = Callable[[Key, Pieces], Pieces]
+
+
+class Carrier(Protocol):
+    """A transport: it brings pieces from devices of one process to those of another, while kernels run."""
+
+    everyone: bool  # a process that neither sends nor receives has to make the call too
+    late: bool  # it reads a piece after the call returned; such a piece must not be donated
+    tried: set[tuple[jax.Device, jax.Device]]  # ways, by source and target, that something has gone
+
+    def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+        """A function of a key and the pieces that this process sends; it returns the pieces that arrive here.
+
+        ``way`` has lanes between two processes each, ``types`` the type of a piece of each array.
+        """
+        ...
+
+    def advice(self, source: int) -> str:
+        """What to do where nothing comes from the process ``source``."""
+        ...
+
+
+class Pull:
+    """Receivers pull over TCP with ``jax.experimental.transfer``. Only the two parties take part, in any order."""
+
+    everyone, late = False, True
+
+    def __init__(self) -> None:
+        from jax.experimental import transfer
+
+        self.tried: set[tuple[jax.Device, jax.Device]] = set()
+        self._me, self._addresses = jax.process_index(), dict[int, str]()
+        address = _compat.own_address()
+        self._client = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(self._client, f"{address}:0", [f"{address}:0"] * 2)
+        self._offer = _compat.offerer(self._server)
+        post.put(f"multimesh/transfer/{self._me}", self._server.address().encode())
+
+    @functools.cache  # noqa: B019 - lives as long as the process
+    def _puller(self, process: int) -> Callable[[int, list[Any]], list[Any]]:
+        """Pulls arrays of another process, by a number and their types."""
+        address = self._addresses[process] = post.get(f"multimesh/transfer/{process}", "transfers", process).decode()
+        return _compat.puller(self._server.connect(address), self._client)
+
+    def advice(self, source: int) -> str:
+        """See `Carrier`."""
+        at = self._addresses.get(source, "a port of its own")
+        return (
+            f"transport='pull' reaches process {source} at {at}: let no firewall close ports between the hosts; "
+            "processes take their addresses in the network of the coordinator_address"
+        )
+
+    def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+        """See `Carrier`."""
+        sends = [lane for lane in way if lane.source == self._me]
+        pulls = [(lane, [_struct(parcel, types) for parcel in lane.parcels]) for lane in way if lane.target == self._me]
+
+        def carry(key: Key, pieces: Pieces) -> Pieces:
+            for lane in sends:
+                self._offer(_number(key, lane.target), [pieces[parcel] for parcel in lane.parcels])
+            got: Pieces = {}
+            for lane, wanted in pulls:
+                arrived = self._puller(lane.source)(_number(key, self._me), wanted)
+                got.update(zip(lane.parcels, arrived, strict=True))
+            return got
+
+        return carry
+
+
+def _struct(parcel: Parcel, types: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+    like = types[parcel.array]
+    place = like.sharding or SingleDeviceSharding(parcel.piece.target)
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
+
+
+def _number(key: Key, target: int) -> int:
+    """64 bits; no two pulls under way from one process have the same."""
+    plan, run, call = key
+    return (((plan % 2**12) << 20 | run % 2**20) << 20 | call % 2**20) << 12 | target % 2**12
+
+
+class Put:
+    """``jax.device_put`` between processes; NCCL on GPUs. Two parties take part in one order; on CPUs all processes."""
+
+    def __init__(self) -> None:
+        self.tried: set[tuple[jax.Device, jax.Device]] = set()
+        self.everyone = self.late = jax.devices()[0].platform == "cpu"
+        if self.everyone and not _compat.device_put_address():
+            raise UsageError(
+                "transport='device_put' on CPUs: set jax_cross_host_transfer_socket_address to an address of this "
+                "machine with a free port (not 0) before the first use of a device"
+            )
+
+    def advice(self, source: int) -> str:
+        """See `Carrier`."""
+        other = "MULTIMESH_TRANSPORT=pull in all processes sends arrays over TCP"
+        if self.everyone:
+            return f"instead of transport='device_put', {other}"
+        return (
+            "transport='device_put' uses NCCL, which needs a GPU of its own for each process: NCCL_DEBUG=INFO shows "
+            f"what it does, NCCL_SOCKET_IFNAME chooses its network; or {other}"
+        )
+
+    def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
+        """See `Carrier`."""
+        pairs = [pair for lane in way for pair in by_devices(lane) if self.everyone or here(pair[:2])]
+        nothing = {
+            parcel: absent(types[parcel.array], on_device(source))
+            for source, _, parcels in pairs
+            if not here([source])
+            for parcel in parcels
+        }
+
+        def carry(key: Key, pieces: Pieces) -> Pieces:
+            got: Pieces = {}
+            given = pieces | nothing
+            for source, target, parcels in pairs:
+                arrays = [_with(given[parcel], on_device(source)) for parcel in parcels]
+                moved = jax.device_put(arrays, [on_device(target)] * len(arrays))
+                if here([target]):
+                    got.update((parcel, x.addressable_data(0)) for parcel, x in zip(parcels, moved, strict=True))
+            return got
+
+        return carry
+
+
+CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (Pull, Put), strict=True))
+
+
+def carrier(name: str | None) -> Carrier:
+    """The transport of a name, that of the environment, or the platform's; each is made once."""
+    name = name or os.environ.get(TRANSPORT)
+    if name and name not in CARRIERS:
+        raise UsageError(f"{TRANSPORT}: give one of {', '.join(CARRIERS)} or unset it, not {name!r}")
+    with _making:
+        return _made(name or ("pull" if jax.devices()[0].platform == "cpu" else "device_put"))
+
+
+_making = threading.Lock()
+_made = functools.cache(lambda name: CARRIERS[name]())
+
+
+@functools.cache
+def on_device(device: jax.Device) -> NamedSharding:
+    """The layout of an array that lies on one device alone."""
+    return NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+
+
+def _with(x: Any, layout: NamedSharding) -> Any:
+    """The same array on one device with another name of its layout; copied if it lies in memory of the host."""
+    if x.sharding == layout:
+        return x
+    if x.sharding.memory_kind != layout.memory_kind:
+        return jax.device_put(x, layout)
+    return jax.make_array_from_single_device_arrays(x.shape, layout, [x])

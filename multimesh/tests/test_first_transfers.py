@@ -1,0 +1,155 @@
+"""`multimesh.runtime.first_transfers`: a job whose processes cannot send each other arrays ends with a line."""
+
+import re
+import signal
+
+import pytest
+from multimesh.runtime import first_transfers
+from multimesh.runtime.actions import Lane
+from test_distributed import FULL, JOIN, START, _named, address, job  # noqa: F401 - fixtures
+
+STEP = """
+import signal, socket, threading
+import jax.numpy as jnp
+from multimesh.processes import agree, post
+from multimesh.runtime import carriers, exchange, first_transfers
+
+front, back = (jax.sharding.Mesh(np.array([d]), "x") for d in jax.devices()[:2])
+def loss(w, x):
+    if TRACING: time.sleep(4)
+    x = mm.task(lambda w, x: jnp.tanh(x @ w), "first", mesh=front)(w, x)
+    return mm.task(lambda x: (x**2).sum(), "second", mesh=back)(x)
+step = mm.jit(loss)
+args = np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)
+"""
+OWN_PORT = """
+with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{port}")
+"""
+STOP = """
+if rank == WHO:
+    meet = agree.barrier
+    def then_stop(name, *given):
+        meet(name, *given)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    agree.barrier = then_stop
+"""
+DEAF = """
+if rank == 0:
+    server = socket.create_server(("127.0.0.1", 0), backlog=0)
+    waiting = [socket.socket() for _ in range(CALLERS)]  # a full queue: what comes then gets no answer at all
+    for caller in waiting:
+        caller.setblocking(False)
+        caller.connect_ex(server.getsockname())
+    def put(key, value, put=post.put):
+        deaf = f"127.0.0.1:{server.getsockname()[1]}".encode()
+        put(key, deaf if key.startswith("multimesh/transfer/") else value)
+    post.put = put
+"""
+CUT = """
+def cut(server):
+    while True:
+        server.accept()[0].close()
+if rank == 0:
+    threading.Thread(target=cut, args=(server,), daemon=True).start()
+"""
+RUN = "print(step(*args), flush=True)\n"
+BACK = "step = mm.jit(jax.grad(loss))\n"
+NOTICES = {"MULTIMESH_TRANSFER_TIMEOUT": "3", "MULTIMESH_STOP_TIMEOUT": "60"}
+FAULTS = {  # the transport, what one does before its first transfer, and by whom nothing is sent
+    "the sender is still": ("pull", STOP.replace("WHO", "0"), 0),
+    "nobody answers": ("pull", DEAF.replace("CALLERS", "0"), 0),
+    "a port is filtered": ("pull", DEAF.replace("CALLERS", "3"), 0),
+    "a connection is cut": ("pull", DEAF.replace("CALLERS", "0") + CUT, 0),
+    "the other way": ("pull", BACK + STOP.replace("WHO", "1"), 1),
+    "another transport": ("device_put", STOP.replace("WHO", "0"), 0),
+}
+ADVICE = {
+    "pull": r"transport='pull' reaches process \d at .*no firewall",
+    "device_put": ".*MULTIMESH_TRANSPORT=pull in",
+}
+
+
+def script(text, tracing="False"):
+    join = JOIN.replace(START, START + OWN_PORT.replace("with socket", "import socket\nwith socket"))
+    return join + STEP.replace("TRACING", tracing) + text
+
+
+@pytest.mark.telling("a port is filtered", "another transport", "a connection is cut")
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_first_transfer_that_never_comes_ends_the_job_with_a_line(job, fault):  # noqa: F811
+    """The job stood still for ever, as with NCCL where it refuses."""
+    transport, breaks, source = FAULTS[fault]
+    ended = job(script(breaks + RUN), environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
+    ways = rf"from process {source} of 2 \(\S+\) to process {1 - source} of 2 \(\S+\)"
+    how, wait = "did not arrive within 3 s", ".*MULTIMESH_TRANSFER_TIMEOUT"
+    if CUT in breaks:
+        how, wait = "failed: .*onnection closed.*", "(?!.*TIMEOUT)"
+    told = rf"LostProcessError: the first transfer {ways} {how}; {ADVICE[transport]}"
+    for e in ended:
+        assert re.search(f"{told}{wait}", e.said), ended
+    because = f"multimesh: {_named(source)} ends because {_named(1 - source)} failed: {told}"
+    assert re.search(because, ended[source].said), ended
+    assert ended[1 - source].code == 17, ended
+    assert ended[source].code == (-signal.SIGKILL if "SIGSTOP" in breaks else 17), ended  # its watcher ends it
+
+
+SLOW = """
+if rank == 0:
+    compiled = []
+    def mover(*given, made=exchange.Exchange.mover):
+        compiled.append(given)
+        time.sleep(4 if len(compiled) == 2 else 0)  # the first is of the plan, this one of an argument
+        return made(*given)
+    exchange.Exchange.mover = mover
+"""
+ELSEWHERE = """
+far = lambda x, device: jax.make_array_from_single_device_arrays(
+    x.shape, jax.sharding.SingleDeviceSharding(device),
+    [jax.device_put(x, device)] if device.process_index == rank else [], dtype=x.dtype)
+args = [far(x, jax.devices()[1]) for x in args]
+"""
+ONCE = """
+tried = carriers.carrier(None).tried
+assert len(tried) == WAYS, tried
+first_transfers._transfers = None  # from here on no way is new
+mm.jit(lambda *args: loss(*args) + 1)(*args)
+for _ in range(3):
+    step(*args)
+print("the end", flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("tracing", "before", "ways"),
+    [
+        ("rank", "", 1),
+        pytest.param("False", SLOW + ELSEWHERE, 2, marks=FULL),
+    ],
+)
+@pytest.mark.parametrize("transport", ["pull", pytest.param("device_put", marks=FULL)])
+def test_a_slow_job_is_not_ended_and_each_way_is_tried_once(job, transport, tracing, before, ways):  # noqa: F811
+    """One traces or compiles for longer than the limit of a first transfer."""
+    body = script(before + RUN + ONCE.replace("WAYS", str(ways)), tracing)
+    ended = job(body, environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
+    assert [e.code for e in ended] == [0, 0], ended
+    assert all("the end" in e.said for e in ended), ended
+
+
+def test_neighbors_connect_at_once():
+    """In a chain each process has two neighbors: it would wait for one who waits for another, and so on."""
+    for apart in (1, 2, 4):
+        ways = [Lane(*ends, ()) for n in range(16 - apart) for ends in ((n, n + apart), (n + apart, n))]
+        waves = 0
+        left = sorted(ways, key=first_transfers._turn)
+        while left:
+            busy, later = set(), []
+            for lane in left:  # a process makes its transfers in this order, one at a time
+                ready = busy.isdisjoint((lane.source, lane.target))
+                busy |= {lane.source, lane.target}
+                later += [] if ready else [lane]
+            left, waves = later, waves + 1
+        assert waves == 4
