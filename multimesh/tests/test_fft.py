@@ -121,6 +121,11 @@ def test_sizes_that_do_not_divide_are_padded(case):
     np.testing.assert_allclose(mm.fft.unpad(back, (7, 5, 6)), x, atol=1e-12)
 
 
+def test_sizes_may_be_numpys():
+    x = put(normal((4, 4, 4), "float64"), (4,), P(A))
+    np.testing.assert_array_equal(mm.fft.fftn(x, tuple(np.array([4, 5, 6]))), mm.fft.fftn(x, (4, 5, 6)))
+
+
 @pytest.mark.parametrize(("case", "real", "count"), [("slab", False, 1), ("pencil", True, 2), ("hosts", True, 1)])
 def test_one_all_to_all_per_sharded_dimension_and_no_gather(case, real, count):
     mesh, spec = mesh_of(CASES[case][1]), CASES[case][2]
@@ -223,6 +228,12 @@ def test_frequencies_match_a_result(kind):
         (lambda f, x: f.fftn(x, axes=(0, 0)), "must be different dimensions of an array that has 3"),
         (lambda f, x: f.fftn(x, (4, 4)), "axes, must be sharded"),
         (lambda f, x: f.fftn(x, (4, 0, 4)), "s=(4, 0, 4) must be sizes of at least 1"),
+        (lambda f, x: f.fftn(x, axes=(0.0, 1, 2)), "axes=(0.0, 1, 2) must be numbers of dimensions"),
+        (
+            lambda f, x: f.fftn(np.zeros((4, 0, 4)), mesh=x.sharding.mesh, spec=P(A)),
+            "a transformed dimension of the array of shape (4, 0, 4) is empty",
+        ),
+        (lambda f, x: f.irfftn(f.rfftn(x[..., :1])), "of shape (4, 4, 1) is empty; pass s="),
         (lambda f, x: f.fftn(x, norm="unit"), "norm is None, 'backward', 'ortho' or 'forward', got 'unit'"),
         (lambda f, x: f.fftn(x, chunks=0), "chunks is a number, at least 1; got 0"),
         (lambda f, x: f.fftn(x, spec=P("q")), "names the axis 'q'; the mesh has 'a'"),

@@ -27,6 +27,22 @@ def test_devices_are_made_before_jax_starts():
     assert done.stdout.startswith("virtual_devices(8): JAX has started already, with 4 devices (cpu); call it before")
 
 
+LAPACK = """
+import ctypes, re, jax.numpy as jnp, multimesh as mm
+mm.virtual_devices(2)
+jnp.linalg.eigh(jnp.eye(2))  # loads SciPy's LAPACK
+(path,) = {*re.findall(r"/.*libscipy_openblas-.*", open("/proc/self/maps").read())}
+print(ctypes.CDLL(path).scipy_openblas_get_num_threads())
+"""
+
+
+def test_lapack_has_one_thread():
+    """With more, `eigh` of order 256 on eight devices took a minute in place of half a second."""
+    env = {name: value for name, value in CLEAN.items() if name != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", LAPACK], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout == "1\n"
+
+
 def test_devices_that_are_there_may_stay():
     mm.virtual_devices(len(jax.devices()))
 

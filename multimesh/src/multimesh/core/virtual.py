@@ -16,8 +16,10 @@ def virtual_devices(count: int) -> None:
     """Make JAX see virtual CPU devices, in place of what this machine has.
 
     Call it before anything uses a device, and before `multimesh.distributed.initialize`; JAX may be imported already.
-    On real devices leave the call out. It sets ``jax_platforms``, ``jax_num_cpu_devices`` and, unless it is set
-    already, the variable ``NPROC``: a collective of devices without threads of their own would wait for ever.
+    On real devices leave the call out. It sets ``jax_platforms``, ``jax_num_cpu_devices`` and, unless they are set
+    already, two variables: ``NPROC``, since a collective of devices without threads of their own would wait for ever,
+    and ``OPENBLAS_NUM_THREADS=1``, since the devices would all wait for the same threads of BLAS. If SciPy's LAPACK has
+    been loaded already (``import scipy.linalg``), the latter must be set in the environment.
 
     Parameters
     ----------
@@ -47,3 +49,4 @@ def virtual_devices(count: int) -> None:
         ) from None
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("NPROC", str(max(64, _THREADS * count)))  # XLA reads it when it starts its devices
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when JAX first needs SciPy's LAPACK

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, ParamSpec
 
 import jax
@@ -153,7 +154,10 @@ def _transform(
     layout = Decomposition(mesh, dims, (0,) * len(dims), first, second, batch, "r" in what, transposed, norm, chunks)
     if inverse and transposed:
         shape = [shape[place] for place in layout.turned]  # X, Y, Z
-    layout = dataclasses.replace(layout, sizes=_sizes(what, shape, s, layout, inverse))
+    sizes = _sizes(what, shape, s, layout, inverse)
+    if 0 in (*shape, *sizes):
+        raise UsageError(f"{what}: a transformed dimension of the array of shape {x.shape} is empty; pass s=, or axes=")
+    layout = dataclasses.replace(layout, sizes=sizes)
     return _compiled(layout, inverse)(x)
 
 
@@ -162,6 +166,8 @@ def _compiled(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
     given, made = (layout.after, layout.before) if inverse else (layout.before, layout.after)
     in_spec, out_spec = (P(*map(entry, axes)) for axes in (given, made))
     f = functools.partial(shards.inverse if inverse else shards.forward, layout=layout)
+    if layout.devices == 1:
+        f = functools.partial(shards.alone, layout=layout, inverse=inverse)
     f = jax.shard_map(f, mesh=layout.mesh, in_specs=in_spec, out_specs=out_spec)
 
     def run(x: Array) -> Array:
@@ -179,6 +185,8 @@ def _dims(what: str, ndim: int, s: Any, axes: Any) -> tuple[int, ...]:
     """The transformed dimensions of an array, in order."""
     if axes is None:
         axes = range(-len(s), 0) if s is not None else range(ndim)
+    if not all(isinstance(a, Integral) for a in axes):
+        raise UsageError(f"{what}: axes={axes!r} must be numbers of dimensions")
     axes = tuple(axes)
     if any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) != len(axes):
         raise UsageError(f"{what}: axes={axes} must be different dimensions of an array that has {ndim}")
@@ -186,7 +194,7 @@ def _dims(what: str, ndim: int, s: Any, axes: Any) -> tuple[int, ...]:
         raise UsageError(f"{what}: transforms two or three dimensions, not {len(axes)}; pass axes=, such as (-2, -1)")
     if s is not None and len(s) != len(axes):
         raise UsageError(f"{what}: s={tuple(s)} has {len(s)} sizes for {len(axes)} axes")
-    if s is not None and any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in s):
+    if s is not None and any(isinstance(n, bool) or not isinstance(n, Integral) or n < 1 for n in s):
         raise UsageError(f"{what}: s={tuple(s)} must be sizes of at least 1")
     return tuple(a % ndim for a in axes)
 
@@ -226,7 +234,7 @@ def _inverse_axes(what: str, order: list[Axes], transposed: bool) -> tuple[Axes,
 def _sizes(what: str, shape: list[int], s: Any, layout: Decomposition, inverse: bool) -> tuple[int, ...]:
     """Sizes of X, Y and Z before the transform."""
     if not (inverse and layout.real):
-        return tuple(s or shape)
+        return tuple(shape if s is None else map(int, s))
     axes = layout.second if len(shape) == 3 else layout.first
     if s is None:
         if axes:
@@ -240,7 +248,7 @@ def _sizes(what: str, shape: list[int], s: Any, layout: Decomposition, inverse: 
         raise UsageError(
             f"{what}: s={tuple(s)} needs {half} entries along the last of axes, and the array has {shape[-1]}"
         )
-    return tuple(s)
+    return tuple(map(int, s))
 
 
 def fftfreq(n: int, d: float = 1.0, *, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None = None) -> Array:

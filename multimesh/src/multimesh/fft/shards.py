@@ -39,6 +39,11 @@ class Decomposition:
     chunks: int
 
     @property
+    def devices(self) -> int:
+        """The number of devices that share the transformed dimensions."""
+        return specs.size(self.mesh, self.first + self.second)
+
+    @property
     def turned(self) -> tuple[int, ...]:
         """The positions of X, Y and Z in the transposed layout."""
         return (-1, -2) if len(self.dims) == 2 else (-1, -2, -3) if self.second else (-1, -3, -2)
@@ -140,3 +145,11 @@ def inverse(x: Array, layout: Decomposition) -> Array:
         x = _exchange(jnp.moveaxis(x, -1, -3), layout.first, -3, -2, layout)
         x = both(x, layout.sizes[1:], axes=(-2, -1), norm=norm)
     return jnp.moveaxis(x, range(-len(layout.dims), 0), layout.dims)
+
+
+def alone(x: Array, layout: Decomposition, inverse: bool) -> Array:
+    """The transform where one device has all of the transformed dimensions: JAX's own, in the same layouts."""
+    if inverse and layout.transposed:
+        x = jnp.moveaxis(x, layout.turned, layout.dims)
+    x = getattr(jnp.fft, f"{'i' * inverse}{'r' * layout.real}fftn")(x, layout.sizes, layout.dims, layout.norm)
+    return jnp.moveaxis(x, layout.dims, layout.turned) if layout.transposed and not inverse else x

@@ -4,7 +4,8 @@ The functions have the names and results of ``jax.scipy.linalg`` and ``jax.numpy
 ``grad``, ``vmap``, ``jax.checkpoint`` and inside a task, with Auto and Explicit mesh axes, over any number of
 processes.
 A matrix is float32, float64, complex64 or complex128, and is sharded by rows, by columns or both, over one mesh axis or
-several. No device ever holds the whole matrix, but in derivatives that say so.
+several. No device ever holds the whole matrix, but in derivatives that say so. Where one device has all of it, they are
+JAX's own functions.
 
 Under ``jax.jit`` an array only carries its Explicit axes: pass ``mesh`` and ``spec`` there. On CPU devices set
 ``OPENBLAS_NUM_THREADS=1``.

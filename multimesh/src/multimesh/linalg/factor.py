@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, Axes, axes_of, entry, lay_out
 from multimesh.errors import UsageError
+from multimesh.linalg import alone
 from multimesh.linalg import cholesky as shards
 from multimesh.linalg.cholesky import Panels
 from multimesh.linalg.layout import Layout
@@ -41,19 +41,8 @@ class SlogdetResult(NamedTuple):
 # Functions of global arrays, inside jit.
 
 
-def on_shards(f: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """``f`` on the shards of each device."""
-    # Unchecked: JAX can't infer that what an `all_gather` returns is the same on all devices.
-    return jax.shard_map(f, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
 def _panel_specs(layout: Layout) -> Panels:
     return Panels(P(None, entry(layout.axes)), P(), P())
-
-
-def placed(a: Array, layout: Layout) -> Array:
-    """``a``, and its gradient, with the sharding of the layout."""
-    return lay_out(a, layout.mesh, layout.rows, layout.cols)
 
 
 def factorize(a: Array, layout: Layout) -> Panels:
@@ -64,24 +53,28 @@ def factorize(a: Array, layout: Layout) -> Panels:
         panels = shards.factorize(a, layout, wrong)
         return panels._replace(status=jnp.where(wrong, -1, panels.status))
 
-    return on_shards(run, layout, layout.spec, _panel_specs(layout))(placed(lax.stop_gradient(a), layout))
+    def one(a: Array) -> Panels:
+        return alone.cholesky(a, not_hermitian(a, layout))
+
+    return layout.on_shards(run, layout.spec, _panel_specs(layout), one)(layout.placed(lax.stop_gradient(a)))
 
 
 def not_hermitian(a: Array, layout: Layout) -> Array:
-    """Whether the matrix of my shard is clearly not Hermitian, such as one triangle of a Hermitian matrix.
+    """Whether the matrix of my shard is clearly not Hermitian, such as one triangle of such a matrix, or not finite.
 
     For two arbitrary vectors v and w it asks whether v^H A w is (w^H A v)*.
     """
+    scale = norm(a, layout.axes)
 
     def mine(length: int, axes: Axes, seed: float) -> Array:
         numbers = jnp.arange(length) + (lax.axis_index(axes) * length if axes else 0)
         return jnp.cos(seed * (numbers + 1.0) ** 2).astype(a.dtype)
 
     def form(left: float, right: float) -> Array:
-        product = matmul(mine(a.shape[0], layout.rows, left), matmul(a, mine(a.shape[1], layout.cols, right)))
+        product = matmul(mine(a.shape[0], layout.rows, left), matmul(a, mine(a.shape[1], layout.cols, right) / scale))
         return lax.psum(product, layout.axes)
 
-    return jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) > jnp.sqrt(jnp.finfo(a.dtype).eps) * norm(a, layout.axes)
+    return ~(jnp.abs(form(0.7, 1.3) - form(1.3, 0.7).conj()) <= jnp.sqrt(jnp.finfo(a.dtype).eps))
 
 
 def multiply(a: Array, x: Array, layout: Layout) -> Array:
@@ -93,7 +86,7 @@ def multiply(a: Array, x: Array, layout: Layout) -> Array:
     rows, cols = P(entry(layout.rows)), P(entry(layout.cols))
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, cols), out_specs=rows)
     x = lay_out(lay_out(x, layout.mesh), layout.mesh, layout.cols)  # XLA has no direct way from columns to rows
-    return lay_out(run(placed(a, layout), x), layout.mesh)
+    return lay_out(run(layout.placed(a), x), layout.mesh)
 
 
 def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
@@ -112,9 +105,7 @@ def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
         return y[:, : len(a)].reshape(-1, x.shape[1])
 
     columns = P(None, entry(layout.axes))
-    return jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, columns), out_specs=columns)(
-        placed(a, layout), x
-    )
+    return jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, columns), out_specs=columns)(layout.placed(a), x)
 
 
 def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool) -> Array:
@@ -126,7 +117,7 @@ def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool)
     axes = ((), layout.axes) if columns else ()
     spec = P(None, entry(layout.axes)) if columns else P()
     f = functools.partial(shards.solve_columns if columns else shards.solve, layout=layout)
-    run = on_shards(f, layout, (_panel_specs(layout), spec), spec)
+    run = layout.on_shards(f, (_panel_specs(layout), spec), spec, alone.cho_solve)
 
     product = _multiply_columns if columns else multiply
 
@@ -143,15 +134,15 @@ def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _inverse(a: Array, panels: Panels, layout: Layout) -> Array:
-    run = on_shards(functools.partial(shards.inverse, layout=layout), layout, (_panel_specs(layout),), layout.spec)
-    return run(panels)
+    f = functools.partial(shards.inverse, layout=layout)
+    return layout.on_shards(f, (_panel_specs(layout),), layout.spec, alone.inverse)(panels)
 
 
 @_inverse.defjvp
 def _inverse_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = _inverse(*primals, layout)
     change = multiply(inverse, multiply(tangents[0], inverse, layout), layout)
-    return inverse, -placed(change, layout)
+    return inverse, -layout.placed(change)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -163,7 +154,7 @@ def log_determinant(a: Array, panels: Panels, layout: Layout) -> Array:
 @log_determinant.defjvp
 def _log_determinant_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = _inverse(*primals, layout)
-    change = placed(tangents[0], layout)
+    change = layout.placed(tangents[0])
     return log_determinant(*primals, layout), jnp.real(jnp.sum(inverse.conj() * change))
 
 
@@ -175,8 +166,12 @@ def _lower_factor(a: Array, layout: Layout) -> Array:
         panels = shards.factorize(a, ordered, not_hermitian(a, layout), in_order=True)
         return shards.lower_factor(panels, ordered), panels.status
 
-    l, status = on_shards(run, layout, layout.spec, (layout.spec, P()))(placed(a, layout))
-    return placed(jnp.tril(jnp.where(status > 0, jnp.nan, l)), layout)
+    def one(a: Array) -> tuple[Array, Array]:
+        panels = alone.cholesky(a, not_hermitian(a, layout))
+        return panels.l[0], panels.status
+
+    l, status = layout.on_shards(run, layout.spec, (layout.spec, P()), one)(layout.placed(a))
+    return layout.placed(jnp.tril(jnp.where(status > 0, jnp.nan, l)))
 
 
 @_lower_factor.defjvp
@@ -186,10 +181,10 @@ def _lower_factor_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Arra
     l = _lower_factor(a, layout)
     columns = layout.order % layout.devices == 0
     root = lay_out(backsolve(a, factorize(a, layout), l, layout, columns), layout.mesh)
-    change = (placed(change, layout) + placed(adjoint(change), layout)) / 2
+    change = (layout.placed(change) + layout.placed(adjoint(change))) / 2
     inner = multiply(adjoint(root), multiply(change, root, layout), layout)
     inner = jnp.tril(inner) * (1 - jnp.eye(layout.order, dtype=a.dtype) / 2)
-    return l, placed(multiply(l, inner, layout), layout)
+    return l, layout.placed(multiply(l, inner, layout))
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "columns"))
@@ -210,7 +205,7 @@ def _slogdet(a: Array, panels: Panels | None, *, layout: Layout) -> SlogdetResul
 
 @functools.partial(jax.jit, static_argnames="layout")
 def _inv(a: Array, *, layout: Layout) -> Array:
-    return _inverse(placed(a, layout), factorize(a, layout), layout)
+    return _inverse(layout.placed(a), factorize(a, layout), layout)
 
 
 # Checks, made at the call.
@@ -253,7 +248,7 @@ def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> boo
     if spec is None and (known := specs.sharding_of(b)) is not None:
         spec = known.spec
     sharded = b.ndim == 2 and spec is not None and len(spec) == 2 and bool(axes_of(spec[1]))
-    return sharded and b.shape[1] > 0 and b.shape[1] % layout.devices == 0
+    return layout.devices > 1 and sharded and b.shape[1] > 0 and b.shape[1] % layout.devices == 0
 
 
 def kept(x: Array, b: Any, layout: Layout) -> Array:

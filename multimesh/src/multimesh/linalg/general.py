@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, entry, lay_out
 from multimesh.errors import UsageError
-from multimesh.linalg import elimination, triangular
+from multimesh.linalg import alone, elimination, triangular
 from multimesh.linalg.elimination import Factors
-from multimesh.linalg.factor import check_right_hand_side, kept, layout_of, multiply, on_shards, placed
+from multimesh.linalg.factor import check_right_hand_side, kept, layout_of, multiply
 from multimesh.linalg.layout import Layout
 
 TRANS = {0: 0, 1: 1, 2: 2, "N": 0, "T": 1, "C": 2}
@@ -46,7 +46,7 @@ def _linear_solve(a: Array, b: Array, layout: Layout, trans: int, solve: Any) ->
         return _linear_solve(a, b[:, None], layout, trans, solve)[:, 0]
     if not b.shape[1]:
         return b
-    matrix = placed(a, layout) if trans == 0 else a.T
+    matrix = layout.placed(a) if trans == 0 else a.T
     by = layout if trans == 0 else dataclasses.replace(layout, rows=layout.cols, cols=layout.rows)
 
     def run(b: Array, transposed: bool) -> Array:
@@ -67,14 +67,16 @@ def _factors_spec(layout: Layout) -> Factors:
 @functools.partial(jax.jit, static_argnames="layout")
 def _lu_factor(a: Array, *, layout: Layout) -> Factors:
     f = functools.partial(elimination.factorize, layout=layout)
-    return on_shards(f, layout, layout.spec, _factors_spec(layout))(placed(lax.stop_gradient(a), layout))
+    a = jnp.where(jnp.isfinite(a).all(), a, jnp.nan)  # an infinite pivot would hide its row
+    return layout.on_shards(f, layout.spec, _factors_spec(layout), alone.lu)(layout.placed(lax.stop_gradient(a)))
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "trans"))
 def _lu_solve(a: Array, factors: Factors, b: Array, *, layout: Layout, trans: int) -> Array:
     def solve(b: Array, transposed: bool) -> Array:
         f = functools.partial(elimination.solve, layout=layout, transposed=transposed)
-        return on_shards(f, layout, (_factors_spec(layout), P()), P())(factors, b)
+        one = functools.partial(alone.lu_solve, transposed=transposed)
+        return layout.on_shards(f, (_factors_spec(layout), P()), P(), one)(factors, b)
 
     return _linear_solve(a, b, layout, trans, solve)
 
@@ -83,7 +85,8 @@ def _lu_solve(a: Array, factors: Factors, b: Array, *, layout: Layout, trans: in
 def _solve_triangular(t: Array, b: Array, *, layout: Layout, lower: bool, trans: int) -> Array:
     def solve(b: Array, transposed: bool) -> Array:
         f = functools.partial(triangular.solve, layout=layout, lower=lower, transposed=transposed)
-        return on_shards(f, layout, (layout.spec, P()), P())(placed(lax.stop_gradient(t), layout), b)
+        one = functools.partial(alone.solve_triangular, lower=lower, transposed=transposed)
+        return layout.on_shards(f, (layout.spec, P()), P(), one)(layout.placed(lax.stop_gradient(t)), b)
 
     return _linear_solve(t, b, layout, trans, solve)
 
@@ -101,7 +104,7 @@ def lu_factor(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -
     Returns
     -------
     LUFactor
-        If ``a`` is singular, solutions with it are NaN or infinite, as in SciPy.
+        If ``a`` is singular, solutions with it are NaN or infinite, as in SciPy; and NaN if ``a`` is not finite.
 
     Raises
     ------

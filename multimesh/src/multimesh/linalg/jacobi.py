@@ -97,6 +97,7 @@ def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
     real = jnp.finfo(a.dtype).dtype
     norm = 2 * rings.norm(a, layout.axes)  # all eigenvalues are below one half now; rows of the identity come last
     x = layout.pad_matrix(a / norm).reshape(size, p * size)
+    x = (x + rings.adjoint_of(x, layout.axes)) / 2  # the rounding of a matrix from lower precision would never leave
     v = jnp.eye(p * size, dtype=x.dtype).reshape(p * size, p, size)
     v = lax.dynamic_index_in_dim(v, me, 1, keepdims=False)
     numbers = jnp.asarray(_numbers(p))
@@ -124,7 +125,8 @@ def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
     def converged(a: Array, v: Array, tolerance: float) -> _State:
         def goes_on(state: _State) -> Array:
             shrinks = (state.left > 0.01 * state.scale) | (state.left < 0.8 * state.before)
-            return ((state.left > tolerance * state.scale) & shrinks | ~state.sorted) & (state.sweeps < MOST)
+            goes_on = (state.left > tolerance * state.scale) & shrinks | ~state.sorted
+            return goes_on & (state.sweeps < MOST) & ~jnp.isnan(state.left)
 
         big = jnp.asarray(jnp.inf, real)
         start = _State(a.reshape(p, size, size), v, big, big, big, jnp.zeros((), bool), jnp.zeros((), jnp.int32))

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from multimesh.core.specs import AnyMesh, Axes, entry, size
+from multimesh.core.specs import AnyMesh, Axes, entry, lay_out, size
 
 FEWEST, USUAL, MOST = 8, 16, 32  # superpanels: fewer do more work in more memory, more make larger executables
 
@@ -35,15 +38,12 @@ def from_rows(a: Array, cols: Axes) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """An ``order`` x ``order`` matrix, its rows and columns sharded over mesh axes, cut into ``count`` superpanels."""
+class Sharded:
+    """A matrix with its rows and columns sharded over mesh axes."""
 
     mesh: AnyMesh
     rows: Axes
     cols: Axes
-    order: int
-    height: int
-    count: int
 
     @cached_property
     def axes(self) -> Axes:
@@ -54,6 +54,32 @@ class Layout:
     def devices(self) -> int:
         """The number of devices that share the work."""
         return size(self.mesh, self.axes)
+
+    @property
+    def spec(self) -> P:
+        """The spec of the matrix."""
+        return P(entry(self.rows), entry(self.cols))
+
+    def placed(self, a: Array) -> Array:
+        """``a``, and its gradient, with the sharding of the matrix."""
+        return lay_out(a, self.mesh, self.rows, self.cols)
+
+    def on_shards(
+        self, f: Callable[..., Any], in_specs: Any, out_specs: Any, alone: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """``f`` on the shards of each device. Where one device has all of the matrix, ``alone``, a function of JAX."""
+        run = alone if alone is not None and self.devices == 1 else f
+        # Unchecked: JAX can't infer that what an `all_gather` returns is the same on all devices.
+        return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout(Sharded):
+    """An ``order`` x ``order`` matrix, cut into ``count`` superpanels."""
+
+    order: int
+    height: int
+    count: int
 
     @property
     def width(self) -> int:
@@ -74,11 +100,6 @@ class Layout:
     def held(self) -> int:
         """Rows of a device, if the matrix is cut by rows only."""
         return math.ceil(self.order // self.groups / (self.devices // self.groups))
-
-    @property
-    def spec(self) -> P:
-        """The spec of the matrix."""
-        return P(entry(self.rows), entry(self.cols))
 
     def with_panels(self, tile: int | None = None) -> Layout:
         """Choose superpanels of about ``tile`` rows of each device: 8 to 32, by default 16, if the rows suffice.

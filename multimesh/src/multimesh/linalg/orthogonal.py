@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, entry, lay_out, size
 from multimesh.errors import UsageError
-from multimesh.linalg import tsqr
+from multimesh.linalg import alone, tsqr
 from multimesh.linalg.factor import check_right_hand_side
 from multimesh.linalg.rectangle import Tall, needs_rows, tall_of
 from multimesh.linalg.rings import adjoint, matmul
@@ -32,7 +32,7 @@ def _qr(a: Array, layout: Tall) -> QRResult:
         q, r = tsqr.qr(layout.to_rows(a), layout.axes)
         return layout.from_rows(q), r
 
-    return QRResult(*layout.on_shards(run, (layout.spec, P()))(layout.placed(a)))
+    return QRResult(*layout.on_shards(run, layout.spec, (layout.spec, P()), alone.qr)(layout.placed(a)))
 
 
 @_qr.defjvp
@@ -102,9 +102,7 @@ def _least_squares(a: Array, b: Array, layout: Tall) -> Array:
         product = lax.psum(matmul(adjoint(q), b), layout.rows) if layout.rows else matmul(adjoint(q), b)
         return lax.all_gather(product, layout.cols, tiled=True) if layout.cols else product
 
-    f = jax.shard_map(
-        project, mesh=layout.mesh, in_specs=(layout.spec, P(entry(layout.rows))), out_specs=P(), check_vma=False
-    )
+    f = layout.on_shards(project, (layout.spec, P(entry(layout.rows))), P(), lambda q, b: matmul(adjoint(q), b))
     return lax.linalg.triangular_solve(r, f(q, lay_out(b, layout.mesh, layout.rows)), left_side=True)
 
 

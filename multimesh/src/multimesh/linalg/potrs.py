@@ -47,7 +47,7 @@ def potrs(
         mesh lacks, a warning says so, and the sharding of ``a`` itself is used. ``in_specs`` is its older name.
     return_logdet, return_status
         Return also ``log(det(a))``, and a status: 0, or the number (from 1) of the first superpanel that is not
-        positive definite, or -1 if ``a`` is not Hermitian. ``x`` and the determinant are NaN then.
+        positive definite, or -1 if ``a`` is not Hermitian or not finite. ``x`` and the determinant are NaN then.
     pad
         If false, it is an error that ``T_A`` does not divide the rows of a device. Rows of the identity fill the last
         superpanel otherwise.

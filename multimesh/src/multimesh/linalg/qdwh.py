@@ -104,7 +104,7 @@ def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, A
     needed = (lax.axis_index(axes) * len(one) + jnp.arange(len(one)) < order)[:, None]
 
     def orthonormal(g: Array) -> Array:  # so far that `rings.orthogonal` does the rest
-        return lax.psum(jnp.sum(jnp.abs(g - jnp.where(needed, one, 0)) ** 2), axes) <= eps
+        return ~(lax.psum(jnp.sum(jnp.abs(g - jnp.where(needed, one, 0)) ** 2), axes) > eps)  # NaN stays NaN
 
     def by_one(state: _State) -> _State:
         a, b, c = few[jnp.minimum(state.done, len(few) - 1)]

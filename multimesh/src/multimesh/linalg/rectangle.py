@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
@@ -13,46 +12,20 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, Axes, entry, lay_out, size
 from multimesh.errors import UsageError
-from multimesh.linalg.layout import from_rows, to_rows
+from multimesh.linalg.layout import Sharded, from_rows, to_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Tall:
-    """A matrix of shape (m, n) with at least as many rows as columns, and the mesh axes of both."""
+class Tall(Sharded):
+    """A matrix of shape (m, n) with at least as many rows as columns."""
 
-    mesh: AnyMesh
-    rows: Axes
-    cols: Axes
     m: int
     n: int
-
-    @property
-    def axes(self) -> Axes:
-        """All axes along which the work is split."""
-        return self.rows + self.cols
-
-    @property
-    def devices(self) -> int:
-        """The number of devices that share the work."""
-        return size(self.mesh, self.axes)
-
-    @property
-    def spec(self) -> P:
-        """The spec of the matrix."""
-        return P(entry(self.rows), entry(self.cols))
 
     @property
     def square(self) -> Axes:
         """The axes that share the rows of an (n, n) result; none if they do not divide them."""
         return () if self.n % self.devices else self.axes
-
-    def placed(self, a: Array) -> Array:
-        """``a``, and its gradient, with the sharding of the matrix."""
-        return lay_out(a, self.mesh, self.rows, self.cols)
-
-    def on_shards(self, f: Any, out_specs: Any) -> Any:
-        """``f`` on the shards of each device."""
-        return jax.shard_map(f, mesh=self.mesh, in_specs=self.spec, out_specs=out_specs, check_vma=False)
 
     def to_rows(self, a: Array) -> Array:
         """My shard -> my rows, with rows of zeros at the end where the devices do not divide them."""

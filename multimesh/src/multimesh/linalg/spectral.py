@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, entry, lay_out
-from multimesh.linalg import jacobi, qdwh, rings
+from multimesh.linalg import alone, jacobi, qdwh, rings
 from multimesh.linalg.factor import layout_of, not_hermitian
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rectangle import Tall, needs_rows, tall_of
@@ -48,12 +48,15 @@ class PolarResult(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _eigh(a: Array, layout: Layout) -> EighResult:
+    def checked(a: Array) -> Array:
+        return jnp.where(not_hermitian(a, layout), jnp.nan, a)
+
     def run(a: Array) -> tuple[Array, Array]:
-        w, rows = jacobi.eigh(jnp.where(not_hermitian(a, layout), jnp.nan, a), layout)
+        w, rows = jacobi.eigh(checked(a), layout)
         return w, layout.from_rows(rows)
 
-    f = jax.shard_map(run, mesh=layout.mesh, in_specs=layout.spec, out_specs=(P(), layout.spec), check_vma=False)
-    return EighResult(*f(lay_out(a, layout.mesh, layout.rows, layout.cols)))
+    f = layout.on_shards(run, layout.spec, (P(), layout.spec), lambda a: alone.eigh(checked(a)))
+    return EighResult(*f(layout.placed(a)))
 
 
 @_eigh.defjvp
@@ -62,9 +65,7 @@ def _eigh_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[EighResult, 
     whole, change = lay_out(v, layout.mesh), lay_out(tangents[0], layout.mesh)
     inner = matmul(adjoint(whole), matmul((change + adjoint(change)) / 2, whole))
     turned = matmul(whole, inner / _gaps(w))
-    return EighResult(w, v), EighResult(
-        jnp.real(jnp.diagonal(inner)), lay_out(turned, layout.mesh, layout.rows, layout.cols)
-    )
+    return EighResult(w, v), EighResult(jnp.real(jnp.diagonal(inner)), layout.placed(turned))
 
 
 def _gaps(w: Array) -> Array:
@@ -117,7 +118,7 @@ def _polar(a: Array, layout: Tall) -> PolarResult:
         u, h = qdwh.polar(layout.to_rows(a), layout.present(), layout.mesh, layout.axes)
         return layout.from_rows(u), h
 
-    u, h = layout.on_shards(run, (layout.spec, P(entry(layout.axes))))(layout.placed(a))
+    u, h = layout.on_shards(run, layout.spec, (layout.spec, P(entry(layout.axes))), alone.polar)(layout.placed(a))
     return PolarResult(u, layout.cut(h))
 
 
@@ -184,7 +185,7 @@ def _svd(a: Array, layout: Tall) -> SVDResult:
         vh = rings.adjoint_of(jnp.pad(v, ((0, 0), (0, added))), axes)
         return layout.from_rows(u), jnp.maximum(jnp.flip(w[: layout.n]), 0), vh
 
-    u, s, vh = layout.on_shards(run, (layout.spec, P(), P(entry(axes))))(layout.placed(a))
+    u, s, vh = layout.on_shards(run, layout.spec, (layout.spec, P(), P(entry(axes))), alone.svd)(layout.placed(a))
     return SVDResult(u, s, layout.cut(vh))
 
 
