@@ -31,3 +31,17 @@ def test_of_two_errors_the_first_in_order_is_raised() -> None:
     for _ in range(3):
         with pytest.raises(errors.ToolError, match="exit status 3"):
             proc.together(late, early)
+
+
+def test_an_error_among_calls_within_a_call_leaves_the_programs_beside_it_alone() -> None:
+    """The program beside was ended, and its complaint (no engine answers) was told in place of the error."""
+
+    def within() -> None:
+        proc.together(partial(proc.run, ["sh", "-c", "sleep 0.1; exit 3"]), partial(proc.run, ["sleep", "60"]))
+
+    beside = partial(proc.run, ["sleep", "0.5"])
+    with pytest.raises(errors.ToolError, match=r"exit 3.*exit status 3"):
+        proc.together(beside, within)
+    hanging = partial(proc.run, ["sleep", "60"])
+    with pytest.raises(errors.ToolError, match="exit status 4"):
+        proc.together(partial(proc.run, ["sh", "-c", "sleep 0.2; exit 4"]), lambda: proc.together(hanging, hanging))

@@ -6,6 +6,7 @@ No other module reads the English of git, pip, apt and engines.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import re
 import shlex
@@ -34,9 +35,10 @@ NETWORK_FAILED = (
 DISK_FULL = r"(?i)no space left|disk quota"
 OTHER_FILES = r"(?i)do not match the hashes"
 _PATIENCE_S = 5.0  # for a program that was told to end
-_running: set[subprocess.Popen[bytes]] = set()
 _guard = threading.Lock()
 _stopped = threading.Event()
+_stops: contextvars.ContextVar[tuple[threading.Event, ...]] = contextvars.ContextVar("_stops", default=(_stopped,))
+_running: dict[subprocess.Popen[bytes], tuple[threading.Event, ...]] = {}  # each with what stops it
 
 
 class Result(NamedTuple):
@@ -82,7 +84,7 @@ def run(
     """
     command, pipe = tuple(str(word) for word in argv), subprocess.PIPE
     with _guard:
-        if _stopped.is_set():
+        if any(stop.is_set() for stop in _stops.get()):
             raise KeyboardInterrupt
         try:
             process = subprocess.Popen(command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
@@ -90,7 +92,7 @@ def run(
             if cwd is not None and not cwd.is_dir():
                 raise
             raise errors.ToolError(f"{command[0]}: not found; install it and run the same command again") from error
-        _running.add(process)
+        _running[process] = _stops.get()
     try:
         if on_line is None:
             stdout, stderr = process.communicate(stdin, timeout=timeout_s)
@@ -104,7 +106,7 @@ def run(
         raise
     finally:
         with _guard:
-            _running.discard(process)
+            _running.pop(process, None)
     result = Result(command, process.returncode, stdout, stderr)
     if check and result.returncode:
         raise errors.ToolError(f"{quoted(command)}: {result.complaint}")
@@ -118,26 +120,29 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     """
     done: dict[int, Any] = {}
     failed: dict[int, BaseException] = {}
+    stop = threading.Event()
+    stops = (*_stops.get(), stop)  # no error here ends programs of who called this beside others
 
     def call(number: int) -> None:
+        _stops.set(stops)
         try:
             done[number] = calls[number]()
         except BaseException as error:  # noqa: BLE001 raised below
             failed[number] = error
 
     threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for number, thread in enumerate(threads):
             thread.join()
             if number in failed:
                 raise failed[number]
     except BaseException:
-        stop_all()
+        _stop(stop)
         for thread in threads:
-            thread.join(_PATIENCE_S)
-        _stopped.clear()
+            if thread.ident:
+                thread.join(_PATIENCE_S)
         raise
     return [done[number] for number in range(len(calls))]
 
@@ -149,10 +154,15 @@ def quoted(argv: Sequence[str]) -> str:
 
 def stop_all() -> None:
     """Stop every program that runs now and let none start; for the way out after an interrupt."""
+    _stop(_stopped)
+
+
+def _stop(which: threading.Event) -> None:
     with _guard:
-        _stopped.set()
-        for process in _running:
-            _signal(process, signal.SIGTERM)
+        which.set()
+        for process, stops in _running.items():
+            if which in stops:
+                _signal(process, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
