@@ -228,6 +228,8 @@ def test_frequencies_match_a_result(kind):
         (lambda f, x: f.fftn(x, axes=(0, 0)), "must be different dimensions of an array that has 3"),
         (lambda f, x: f.fftn(x, (4, 4)), "axes, must be sharded"),
         (lambda f, x: f.fftn(x, (4, 0, 4)), "s=(4, 0, 4) must be sizes of at least 1"),
+        (lambda f, x: f.fftn(x, axes=1), "s and axes are sequences of numbers; got s=None, axes=1"),
+        (lambda f, x: f.fftn(x, 4), "s and axes are sequences of numbers; got s=4, axes=None"),
         (lambda f, x: f.fftn(x, axes=(0.0, 1, 2)), "axes=(0.0, 1, 2) must be numbers of dimensions"),
         (
             lambda f, x: f.fftn(np.zeros((4, 0, 4)), mesh=x.sharding.mesh, spec=P(A)),

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -183,6 +184,8 @@ def _compiled(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
 
 def _dims(what: str, ndim: int, s: Any, axes: Any) -> tuple[int, ...]:
     """The transformed dimensions of an array, in order."""
+    if any(given is not None and np.ndim(given) != 1 for given in (s, axes)):
+        raise UsageError(f"{what}: s and axes are sequences of numbers; got s={s!r}, axes={axes!r}")
     if axes is None:
         axes = range(-len(s), 0) if s is not None else range(ndim)
     if not all(isinstance(a, Integral) for a in axes):
