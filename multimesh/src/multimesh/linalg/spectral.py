@@ -196,10 +196,10 @@ def _svd_jvp(layout: Tall, primals: Any, tangents: Any) -> tuple[SVDResult, SVDR
     right = adjoint(lay_out(vh, layout.mesh))
     moved = matmul(change, right)
     inner = matmul(adjoint(left), moved)
-    gaps = _gaps(s) * (s + s[:, None])
+    gaps, sums = _gaps(s), s + s[:, None]  # apart: the derivative of their product, with its infinite diagonal, is NaN
     phases = jnp.diag((jnp.diagonal(inner) - jnp.diagonal(inner).conj()) / (2 * s))
-    du = matmul(left, (inner * s + adjoint(inner * s)) / gaps + phases)
-    dv = matmul(right, (s[:, None] * inner + adjoint(s[:, None] * inner)) / gaps)
+    du = matmul(left, (inner * s + adjoint(inner * s)) / gaps / sums + phases)
+    dv = matmul(right, (s[:, None] * inner + adjoint(s[:, None] * inner)) / gaps / sums)
     if layout.m > layout.n:
         du = du + (moved - matmul(left, inner)) / s
     ds = jnp.real(jnp.diagonal(inner))
