@@ -111,5 +111,16 @@ def test_those_that_were_started_end_where_another_cannot_start(tmp_path):
     assert time.monotonic() - begin < 30
     with pytest.raises(mm.UsageError, match="each command has variables of its own; got 2 and 1"):
         launch.run_together([waits] * 2, [{}])
+    with pytest.raises(mm.UsageError, match=r"a command has no words: give its program first; got \[\[\]\]"):
+        launch.run_together([[]], [{}])
     with pytest.raises(mm.UsageError, match=r"rank counts from 0 to processes - 1; got rank=2 of 2"):
         launch.process_variables(2, 2)
+
+
+def test_one_that_has_to_be_killed_is_gone_when_the_call_returns(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_PATIENCE", 0.5)
+    pid = tmp_path / "pid"
+    waits = f"trap '' TERM; echo $$ > {pid}.new; mv {pid}.new {pid}; while true; do sleep 0.1; done"
+    fails = f"until [ -e {pid} ]; do sleep 0.1; done; exit 3"
+    assert launch.run_together([["sh", "-c", text] for text in (waits, fails)], [{}, {}]) == 3
+    assert not os.path.exists(f"/proc/{pid.read_text().strip()}")

@@ -87,12 +87,14 @@ def run_together(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[
     Raises
     ------
     UsageError
-        If there are not as many ``variables`` as ``commands``.
+        If there are not as many ``variables`` as ``commands``, or a command has no words.
     MissingPartError
         If a program cannot be started. Those that were started are ended.
     """
     if len(commands) != len(variables):
         raise UsageError(f"each command has variables of its own; got {len(commands)} and {len(variables)}")
+    if not all(commands):
+        raise UsageError(f"a command has no words: give its program first; got {commands}")
     started: list[subprocess.Popen[bytes]] = []
     try:
         for command, own in zip(commands, variables, strict=True):
@@ -110,6 +112,7 @@ def run_together(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[
         for process in started:
             if process.poll() is None:
                 process.kill()
+        _wait(started)
 
 
 def end_with_parent() -> Callable[[], None] | None:
