@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 TOKEN = "a-token-that-must-not-be-seen"
+LIMITS = {"--body-file": 65_536, "--notes-file": 125_000}  # of characters, as GitHub has them
 
 
 def option(words: list[str], name: str) -> str:
@@ -29,6 +30,10 @@ def main(words: list[str]) -> int:
     )
     issues = [each for each in told["issues"] if each["state"] == "open"]
     head, body = words[:2], {"title": option(words, "--title"), "body": text(words, "--body-file")}
+    for name, most in LIMITS.items():
+        if len(text(words, name)) > most:
+            print(f"gh: body is too long (maximum is {most} characters)", file=sys.stderr)
+            return 1
     if head == ["issue", "list"]:
         print(*(each["number"] for each in issues))
     elif head == ["issue", "create"]:

@@ -40,6 +40,9 @@ PARTS = {
     "integration-sources": " passed",
     "integration-images": " passed",
 }
+SLOW = dict.fromkeys(("full-library", "full-maxtext", "full-integration"), " passed") | {
+    "links": "=== links to other sites: "
+}
 
 
 @pytest.mark.rehearsal
@@ -48,7 +51,7 @@ PARTS = {
 @pytest.mark.stand_in("servers and a runner on this machine")
 @pytest.mark.parametrize("part", PARTS)
 def test_ci_runs_the_parts_of_ci_run(machine: Machine, part: str) -> None:
-    machine.workflow("ci.yml", only=part)
+    machine.workflow("ci.yml", only=(part,))
     text = said(machine, "ci.yml:check")
     assert PARTS[part] in text
     seconds = sum(step.seconds for step in machine.steps)
@@ -77,11 +80,11 @@ def test_jaxlib_from_source_wants_a_runner_with_time(machine: Machine) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.stand_in("servers and a runner on this machine")
-@pytest.mark.parametrize("part", ["full-library", "full-maxtext", "full-integration"])
+@pytest.mark.parametrize("part", SLOW)
 def test_nightly_runs_what_is_slow(machine: Machine, part: str) -> None:
     machine.vars |= {"NIGHTLY": "true"}
-    machine.workflow("nightly.yml", only=part)
-    assert " passed" in said(machine, "nightly.yml:full")
+    machine.workflow("nightly.yml", only=(part,))
+    assert SLOW[part] in said(machine, "nightly.yml:full")
 
 
 @pytest.mark.rehearsal
@@ -99,8 +102,7 @@ def test_nightly_tests_heads_and_releases_and_keeps_no_issue_when_they_pass(
     if not (servers.folder / "jax.git").exists():
         upstream(servers.folder / "jax.git", files, "jax-v0.10.2")
     machine.vars |= {"NIGHTLY": "true"}
-    for job in ("test", "report"):  # the third has the parts above
-        machine.workflow("nightly.yml", only=job)
+    machine.workflow("nightly.yml", only=("test", "report"))  # the third has the parts above
     assert said(machine, "nightly.yml:test", ".ci/run").count(" passed") >= 4
     assert servers.told["issues"] == []
 
@@ -121,6 +123,7 @@ def test_one_issue_follows_what_breaks_at_night(servers: Servers, tmp_path: Path
     (logs := tmp_path / "logs").mkdir()
     run = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:xdist", "--rootdir", tmp_path, tmp_path]
     (logs / "head-jax.log").write_text(subprocess.run(run, capture_output=True, text=True).stdout)
+    (logs / "middle-jax.log").write_text("x" * 100_000 + "\n")
     (logs / "newest-jax.log").write_text("error: patch 0007 does not apply\n")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "gh").symlink_to(Path(__file__).with_name("gh.py"))
@@ -130,7 +133,7 @@ def test_one_issue_follows_what_breaks_at_night(servers: Servers, tmp_path: Path
     for _ in range(2):
         subprocess.run(script, env=env, check=True)
     [issue] = servers.told["issues"]
-    assert (issue["title"], issue["label"]) == ("Nightly: head-jax, newest-jax breaks our tests", "nightly")
+    assert (issue["title"], issue["label"]) == ("Nightly: head-jax, middle-jax, newest-jax breaks our tests", "nightly")
     assert "2 AttributeError: module 'jax' has no attribute 'no_such_thing'" in issue["body"]
     assert "1 ImportError: cannot import name 'nothing_there' from 'jax.experimental'\n" in issue["body"]
     assert "patch 0007 does not apply" in issue["body"]
@@ -140,6 +143,24 @@ def test_one_issue_follows_what_breaks_at_night(servers: Servers, tmp_path: Path
     for _ in range(2):
         subprocess.run(script, env=env, check=True)
     assert (servers.told["issues"][0]["state"], len(servers.told["comments"])) == ("closed", 1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.stand_in("servers and a runner on this machine")
+def test_nightly_opens_an_issue_when_a_head_breaks_and_closes_it(machine: Machine, servers: Servers) -> None:
+    machine.vars |= {"NIGHTLY": "true"}
+    upstream = servers.folder / "maxtext.git"
+    head = git(upstream, "rev-parse", "main")
+    nothing = git(upstream, "hash-object", "-t", "tree", "-w", os.devnull)
+    git(upstream, "update-ref", "refs/heads/main", git(upstream, "commit-tree", nothing, "-p", head, "-m", "All goes"))
+    machine.workflow("nightly.yml", only=("head-maxtext", "report"), may_fail="test")
+    git(upstream, "update-ref", "refs/heads/main", head)
+    issue = servers.told["issues"][-1]
+    assert (issue["title"], issue["state"]) == ("Nightly: head-maxtext breaks our tests", "open")
+    assert "does not apply" in issue["body"]
+    machine.workflow("nightly.yml", only=("report",))
+    assert servers.told["issues"][-1]["state"] == "closed"
 
 
 @pytest.mark.full
@@ -305,7 +326,7 @@ def test_a_dispatch_is_refused_before_it_builds(
     machine.vars |= {"REGISTRY": registry, "ACCELERATOR": "cpu"}
     began = len(machine.steps)
     with pytest.raises(AssertionError, match=told):
-        machine.workflow("image.yml", inputs, only="build")
+        machine.workflow("image.yml", inputs, only=("build",))
     assert "ci preflight" in machine.steps[-1].command
     assert not [step for step in machine.steps[began:] if "docker/build.py" in step.command]
 
