@@ -45,14 +45,13 @@ def main(words: list[str]) -> int:
     elif head == ["issue", "close"]:
         issues[0]["state"] = "closed"
         told["comments"].append(option(words, "--comment"))
+    elif head == ["pr", "list"]:
+        print(*(each["number"] for each in told["pulls"] if each["state"] == "open"))
     elif head == ["pr", "edit"]:
-        mine = [each for each in told["pulls"] if each["head"] == words[2]]
-        if not mine:
-            print("no pull requests found", file=sys.stderr)
-            return 1
-        mine[0].update(body)
+        told["pulls"][int(words[2]) - 1].update(body)
     elif head == ["pr", "create"]:
-        told["pulls"].append(body | {"head": option(words, "--head"), "base": option(words, "--base")})
+        made = {"number": len(told["pulls"]) + 1, "state": "open", "head": option(words, "--head")}
+        told["pulls"].append(body | made | {"base": option(words, "--base")})
     elif head == ["release", "create"]:
         files = [Path(word) for word in words[3:] if Path(word).is_file() and word != option(words, "--notes-file")]
         for each in files:

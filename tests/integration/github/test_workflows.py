@@ -175,6 +175,9 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers, trixie: st
     # A release of MaxText that no index has: the pin must stay.
     work = servers.folder / "maxtext.git"
     git(work, "tag", "maxtext-v9.9.9", "main")
+    # The one before was merged: it stays as it is.
+    merged = {"number": 1, "state": "merged", "head": "bump/pins", "base": "main"}
+    (servers.keeps / "told.json").write_text(json.dumps(servers.told | {"pulls": [merged]}))
     machine.workflow("bump.yml")
     text = said(machine, "bump.yml:move", "ci upgrade")
     assert "| maxtext | 0.2.5 | 9.9.9 |" in text
@@ -182,7 +185,7 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers, trixie: st
     assert "moved" not in text
     assert "nothing moved" in said(machine, "bump.yml:validate", "ci validate")
     assert "nothing to propose" in said(machine, "bump.yml:propose", "ci propose")
-    assert servers.told["pulls"] == []
+    assert servers.told["pulls"] == [merged]
 
     # A release of jax that no index has: its source moves alone.
     revision = "a" * 40
@@ -197,7 +200,8 @@ def test_bump_proposes_what_moved(machine: Machine, servers: Servers, trixie: st
     git(jax, "push", "-q", "origin", "HEAD:main", "jax-v99.0.0")
     newer = registries.push(registries.labelled(trixie, {"built": "later"}), f"{registry}/base:1")
     machine.workflow("bump.yml")
-    [pull] = servers.told["pulls"]
+    before, pull = servers.told["pulls"]
+    assert before == merged
     assert (pull["head"], pull["base"]) == ("bump/pins", "main")
     assert "| jax | 0.10.2 | 99.0.0 | moved |" in pull["body"]
     assert f"| ubuntu | {base[7:19]} | {newer[7:19]} | moved |" in pull["body"]
