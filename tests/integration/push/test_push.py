@@ -61,10 +61,10 @@ def test_push_promote_pull_run(make_tiny, send, engine: Engine, target: Referenc
 @pytest.mark.parametrize(
     ("faults", "attempts", "told"),
     [
-        ([Fault(MANIFEST, 2, status=503)], 3, "503"),
-        ([Fault(MANIFEST, status=500), Fault(MANIFEST, status=502)], 3, "502"),
+        ([Fault(MANIFEST, 2, status=503)], 3, "503 Fault"),
+        ([Fault(MANIFEST, status=500), Fault(MANIFEST, status=502)], 3, "502 Fault"),
         ([Fault(MANIFEST, cut_after=0)], 2, "attempt 2 of 6"),
-        ([Fault(MANIFEST, status=429)], 2, "429"),
+        ([Fault(MANIFEST, status=429)], 2, "429 Fault"),
     ],
     ids=["503", "500-502", "cut-manifest", "429"],
 )
@@ -72,9 +72,9 @@ def test_passing_faults(make_tiny, send, target, faulty: FaultyProxy, capsys, fa
     faulty.faults = faults
     image = make_tiny()
     pushed = send(image, target)
-    assert faulty.count(BLOB) == 2  # one layer and one configuration
-    said = capsys.readouterr().err
-    assert (said.count(" of 6 in "), told in said) == (attempts - 1, True)
+    assert (faulty.count(BLOB), faulty.count(MANIFEST)) == (2, attempts)  # one layer and one configuration
+    ours = [line for line in capsys.readouterr().err.splitlines() if " of 6 in " in line]
+    assert not ours or told in ours[-1]  # an engine with containerd's store itself tries once more
     assert digest_of(target, tags.candidate(target, {}, image.id).tag) == pushed.digest
 
 
