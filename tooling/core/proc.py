@@ -23,7 +23,7 @@ _NETWORK = re.compile(
     r"connection (refused|reset|timed out|aborted|broken)|reset by peer|recv failure|transfer closed|empty reply|"
     r"rpc failed|\beof\b|broken pipe|timed out|(i/o|handshake|connect|operation) timeout|deadline exceeded|too slow|"
     r"no route to host|network is unreachable|no such host|temporary failure|name resolution|remote end hung up|"
-    r"(unable|failed) to fetch|"
+    r"(unable|failed) to fetch|closed (network|idle) connection|connection lost|"
     r"unexpected disconnect|curl (18|56)|could not read from remote|max retries|proxyerror|newconnectionerror|"
     r"certificate (verify failed|problem|signed by unknown)|tls: failed to verify|too ?many ?requests|"
     r"(status|http|error|code):? (429|50[0234])\b|\b50[0234] (internal|bad|service|gateway|server)|server error|"
