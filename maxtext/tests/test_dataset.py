@@ -9,6 +9,7 @@ from typing import Any
 
 import corpora
 import pytest
+from killing import after_step, killed, records, while_saving
 
 from multimesh_maxtext import dataset
 from multimesh_maxtext.checkpoint import beginning
@@ -230,6 +231,44 @@ def test_processes_read_what_one_does_and_go_on_where_they_stopped(root: Path, t
     assert train(root, tmp_path / "parts", *spawned, *kept, "--num-steps", 3) in (0, 13)
     assert train(root, tmp_path / "parts", *spawned, *kept) in (0, 13)
     assert losses(tmp_path / "parts") == losses(tmp_path / "one")
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_processes_read_a_tensorflow_dataset_as_one_does(root: Path, tmp_path: Path, here: Path):
+    data = (
+        *("--use-tfds-dataset", "--dataset-path", tmp_path),
+        *("--dataset-name", corpora.tensorflow_dataset(tmp_path, corpora.documents())),
+        *("--tokenizer-path", here / "pieces.model", "--pp", 2),
+    )
+    assert train(root, tmp_path / "one", "--cpus", 2, *data) in (0, 13)
+    assert train(root, tmp_path / "two", "--spawn", "--nodes", 2, "--cpus", 1, *data) in (0, 13)
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("moment", ["after a step", "while it saves"])
+def test_a_run_on_a_dataset_that_is_killed_goes_on_bit_for_bit(
+    root: Path, tmp_path: Path, here: Path, moment: str, workers: int
+):
+    """Also where Grain's workers have read ahead: the checkpoint holds what was trained on, not what was read."""
+    data = (
+        *(*SMALL, "dtype=float32", "--num-steps", 6, "--cpus", 2, "--pp", 2, f"grain_worker_count={workers}"),
+        *grain(tmp_path, here, corpora.array_records(tmp_path, corpora.documents())),
+        *("--checkpoint-every", 1, "--resume"),
+    )
+
+    def flags(name: str) -> tuple[Any, ...]:
+        return (*data, "--output", tmp_path / name, "--checkpoint", tmp_path / f"{name}-ck")
+
+    assert main([str(word) for word in flags("whole")], root=root) in (0, 13)
+    saved = tmp_path / "parts-ck"
+    killed(root, flags("parts"), after_step(2) if moment == "after a step" else while_saving(saved))
+    assert main([str(word) for word in flags("parts")], root=root) in (0, 13)
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
 @pytest.mark.full

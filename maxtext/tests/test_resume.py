@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import Moment, after_step, killed, records, while_saving
 
 pytestmark = pytest.mark.longer
 
@@ -26,15 +24,6 @@ MODEL = ("--num-layers", 4, "--model-dims", 64, "--mlp-dims", 64, "--sequence-le
 TRAINING = (*MODEL, "--batch-size", 8, "--microbatch-size", 2, "--num-steps", STEPS, "--seed", 3, "dtype=float32")
 GRID = ("--cpus", 4, "--tp", 2, "--pp", 2)
 EVALUATED = ("--eval-every", 3, "--eval-steps", 2)
-
-
-def records(output: Path) -> list[dict[str, Any]]:
-    """All that a run computed; times differ from run to run."""
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if "seconds" not in key and "per_sec" not in key}
-        for line in lines
-    ]
 
 
 @dataclass(frozen=True)
@@ -62,61 +51,13 @@ def whole(run: Run, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Who
     return Whole(folder / "out", folder / "ck", arguments)
 
 
-def killed(root: Path, arguments: tuple[Any, ...], moment: Callable[[subprocess.Popen[str], int], None]) -> str:
-    """Start a run and kill its trainer at a moment; return what run.py says."""
-    line = [sys.executable, str(root / "maxtext/run.py"), *map(str, arguments)]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for printed in process.stdout:  # the trainer is there when run.py says so
-        if printed.startswith("starting MaxText"):
-            break
-    children: list[str] = []
-    while not children:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    trainer = int(children[0])
-    moment(process, trainer)
-    os.kill(trainer, signal.SIGKILL)
-    _, errors = process.communicate()
-    assert process.returncode == 10
-    return errors
-
-
-def while_saving(folder: Path) -> Callable[[subprocess.Popen[str], int], None]:
-    """The moment when a checkpoint is half-written: the trainer is held there, so that it stays so."""
-
-    def moment(process: subprocess.Popen[str], trainer: int) -> None:
-        while process.poll() is None:
-            if any(folder.glob("[1-9]*-tmp")):
-                os.kill(trainer, signal.SIGSTOP)
-                if any(folder.glob("[1-9]*-tmp")):
-                    return
-                os.kill(trainer, signal.SIGCONT)
-        pytest.fail("the run ended before it could be killed")
-
-    return moment
-
-
-def with_checkpoint_0(folder: Path) -> Callable[[subprocess.Popen[str], int], None]:
+def with_checkpoint_0(folder: Path) -> Moment:
     """The moment when checkpoint 0 is complete: MaxText would write the record of step 0 after the evaluation."""
 
     def moment(process: subprocess.Popen[str], _trainer: int) -> None:
         while not (folder / "0/commit_success.txt").exists():
             assert process.poll() is None
         assert not (folder / "1").exists()
-
-    return moment
-
-
-def after_step(number: int) -> Callable[[subprocess.Popen[str], int], None]:
-    """The moment when a step, or one after it, is printed: a run may go on from a checkpoint of a later one."""
-
-    def moment(process: subprocess.Popen[str], _trainer: int) -> None:
-        assert process.stdout is not None
-        for printed in process.stdout:
-            step = re.match(r"step (\d+) of ", printed)
-            if step and int(step[1]) >= number:
-                return
-        pytest.fail("the run ended before it could be killed")
 
     return moment
 

@@ -35,6 +35,13 @@ def test_rows_are_strided(split, schedule):
     np.testing.assert_array_equal(f(rows), rows.reshape(SIZE, COUNT).T)
 
 
+@pytest.mark.parametrize("run", [mm.jit, lambda f: f])
+def test_a_batch_without_rows_is_refused(split, run):
+    f = run(mm.microbatch(split(0, lambda r: r.sum()), size=SIZE, reduce="mean"))
+    with pytest.raises(mm.UsageError, match="argument 0 has 0 rows along dim=0"):
+        f(np.zeros((0, 3), np.float32))
+
+
 @pytest.mark.parametrize(("dim", "kind"), [(0, AxisType.Auto), (1, AxisType.Explicit), (-1, AxisType.Auto)])
 def test_rows_of_results_go_back_to_their_places(dim, kind):
     """Predictions have the rows of the batch in its order, and its layout, on the last submesh."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,8 @@ def test_it_follows_the_lock_and_keeps_its_comments(root: Path, text: str, tmp_p
     digests.follow(tmp_path, held)
     assert path.read_text(encoding="utf-8") == text
 
-    base = replace(held.images["cuda-devel"], digest="sha256:" + "34" * 32)
-    digests.follow(tmp_path, replace(held, images=held.images | {"cuda-devel": base}))
+    base = held.images["cuda-devel"]._replace(digest="sha256:" + "34" * 32)
+    digests.follow(tmp_path, held._replace(images=held.images | {"cuda-devel": base}))
     pairs = zip(text.splitlines(), path.read_text(encoding="utf-8").splitlines(), strict=True)
     assert [(after.strip()) for before, after in pairs if before != after] == [f'"BASE_IMAGE": "{base.exact}",']
 

@@ -11,8 +11,6 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +90,7 @@ def run_upgrade(args: argparse.Namespace) -> None:
     """Print the table of the moves."""
     moves = upgrade(args.mirror)
     args.folder.mkdir(parents=True, exist_ok=True)
-    files.write_json(args.folder / MOVES, [asdict(move) for move in moves])
+    files.write_json(args.folder / MOVES, [move._asdict() for move in moves])
     print("\n".join(move.line for move in moves) or "every pin is the newest release")
 
 
@@ -122,7 +120,7 @@ def upgrade(mirror: str | None) -> list[Move]:
             if component.tag:
                 moves.append(_move(here, component, partial(newest, component, mirror), mirror, reporter))
                 if component.name == "jax" and not moves[-1].fault and moves[-1].new != moves[-1].old:
-                    xla = manifest.load(here.manifest)["xla"]
+                    xla = manifest.load(here.manifest).named("xla")
                     find = partial(_named_by_jax, here, mirror, *_XLA)
                     moves += [_move(here, xla, find, mirror, reporter), _bazel(here, mirror)]
         moves += relock.move(here.root)
@@ -155,13 +153,13 @@ def images(root: Path) -> list[Move]:
     """
     held = digests.load(root)
     downloads = {name: file for name, file in held.files.items() if name.startswith("bazel ")}
-    asked = [(name, pin.digest, partial(_digest, pin.reference)) for name, pin in held.images.items()]
-    asked += [(name, file.sha256, partial(_published, f"{file.url}.sha256")) for name, file in downloads.items()]
-    with ThreadPoolExecutor() as pool:
-        moves = list(pool.map(lambda each: _asked(*each), asked))
+    moves: list[Move] = proc.together(
+        *(partial(_asked, name, pin.digest, partial(_digest, pin.reference)) for name, pin in held.images.items()),
+        *(partial(_asked, k, file.sha256, partial(_published, f"{file.url}.sha256")) for k, file in downloads.items()),
+    )
     new = {move.name: move.new for move in moves if not move.fault}
-    others = {name: replace(file, sha256=new[name], read_in="") for name, file in downloads.items() if name in new}
-    pulled = {name: replace(pin, digest=new[name], read_in="") for name, pin in held.images.items() if name in new}
+    others = {name: file._replace(sha256=new[name], read_in="") for name, file in downloads.items() if name in new}
+    pulled = {name: pin._replace(digest=new[name], read_in="") for name, pin in held.images.items() if name in new}
     moved = digests.ImageLock(held.images | pulled, held.files | others)
     digests.save(root, moved)
     digests.follow(root, moved)
@@ -229,7 +227,7 @@ def _move(
 
 def _named_by_jax(here: Workspace, mirror: str | None, path: str, pattern: re.Pattern[str]) -> str:
     """Return the name that a pattern finds in a file of the pinned jax."""
-    jax, pin = manifest.load(here.manifest)["jax"], manifest.load_lock(here.lock)["jax"]
+    jax, pin = manifest.load(here.manifest).named("jax"), manifest.load_lock(here.lock)["jax"]
     with tempfile.TemporaryDirectory() as folder:
         repo = git.init(Path(folder, "jax"))
         git.fetch(repo, jax.address(mirror), str(pin.commit), label="jax", on_progress=lambda done, total: None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tooling.core import errors, proc
 from tooling.core.console import Subparsers, command
@@ -22,8 +22,7 @@ _LINES = ((EARLIER, 'python_version < "3.12"', OLDEST), (NEWEST, 'python_version
 _JAX = re.compile(r"^(jax|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])==(\S+) ; (.+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """The old and the new value of one pin; ``fault`` says why it stayed."""
 
     name: str

@@ -13,33 +13,33 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tooling.core import errors
 
-_NETWORK = re.compile(
-    r"could ?n.t (resolve|connect)|could not (resolve|connect)|(failed|unable) to (connect|establish a new connection)|"
-    r"connection (refused|reset|timed out|aborted|broken)|reset by peer|recv failure|transfer closed|empty reply|"
-    r"rpc failed|\beof\b|broken pipe|timed out|(i/o|handshake|connect|operation) timeout|deadline exceeded|too slow|"
-    r"no route to host|network is unreachable|no such host|temporary failure|name resolution|remote end hung up|"
-    r"(unable|failed) to fetch|closed (network|idle) connection|connection lost|"
-    r"unexpected disconnect|curl (18|56)|could not read from remote|max retries|proxyerror|newconnectionerror|"
-    r"certificate (verify failed|problem|signed by unknown)|tls: failed to verify|too ?many ?requests|"
-    r"(status|http|error|code):? (429|50[0234])\b|\b50[0234] (internal|bad|service|gateway|server)|server error|"
-    r"unexpected status from \w+ request to \S+ (429|50[0234])\b|"
-    r"service unavailable|blob upload (unknown|invalid)",
-    re.IGNORECASE,
+# What failing programs say. `re` compiles these where they are used, so that no start pays for them.
+NETWORK_FAILED = (
+    r"(?i)could ?n.t (resolve|connect)|could not (resolve|connect)|"
+    r"(failed|unable) to (connect|establish a new connection)|connection (refused|reset|timed out|aborted|broken)|"
+    r"reset by peer|recv failure|transfer closed|empty reply|rpc failed|\beof\b|broken pipe|timed out|"
+    r"(i/o|handshake|connect|operation) timeout|deadline exceeded|too slow|no route to host|"
+    r"network is unreachable|no such host|temporary failure|name resolution|remote end hung up|"
+    r"(unable|failed) to fetch|unexpected disconnect|curl (18|56)|could not read from remote|max retries|"
+    r"proxyerror|newconnectionerror|certificate (verify failed|problem|signed by unknown)|tls: failed to verify|"
+    r"too ?many ?requests|(status|http|error|code):? (429|50[0234])\b|"
+    r"\b50[0234] (internal|bad|service|gateway|server)|server error|closed (network|idle) connection|connection lost|"
+    r"unexpected status from \w+ request to \S+ (429|50[0234])\b|service unavailable|blob upload (unknown|invalid)"
 )
-_FULL = re.compile(r"no space left|disk quota", re.IGNORECASE)
-OTHER_FILES = re.compile(r"do not match the hashes", re.IGNORECASE)
+DISK_FULL = r"(?i)no space left|disk quota"
+OTHER_FILES = r"(?i)do not match the hashes"
+_PATIENCE_S = 5.0  # for a program that was told to end
 _running: set[subprocess.Popen[bytes]] = set()
 _guard = threading.Lock()
 _stopped = threading.Event()
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The exit status and the output of a finished program."""
 
     argv: tuple[str, ...]
@@ -111,6 +111,37 @@ def run(
     return result
 
 
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Call functions at once, each in a thread, and return what they return.
+
+    The first of them that raised, in their order, ends the programs of the others, and its error is raised.
+    """
+    done: dict[int, Any] = {}
+    failed: dict[int, BaseException] = {}
+
+    def call(number: int) -> None:
+        try:
+            done[number] = calls[number]()
+        except BaseException as error:  # noqa: BLE001 raised below
+            failed[number] = error
+
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    try:
+        for number, thread in enumerate(threads):
+            thread.join()
+            if number in failed:
+                raise failed[number]
+    except BaseException:
+        stop_all()
+        for thread in threads:
+            thread.join(_PATIENCE_S)
+        _stopped.clear()
+        raise
+    return [done[number] for number in range(len(calls))]
+
+
 def quoted(argv: Sequence[str]) -> str:
     """Return a command as one could type it, shortened where it is long."""
     return shortened(shlex.join(argv), 200)
@@ -164,25 +195,15 @@ def _watch(process: subprocess.Popen[bytes], stdin: bytes, on_line: Callable[[st
     return b"".join(collected["stdout"]), b"".join(collected["stderr"]).replace(b"\r", b"\n")
 
 
-def network_failed(said: str) -> bool:
-    """Say whether the network is at fault, or a server that may answer later."""
-    return _NETWORK.search(said) is not None
-
-
-def disk_full(said: str) -> bool:
-    """Say whether a disk is full."""
-    return _FULL.search(said) is not None
-
-
 def of_pip(said: str, label: str) -> errors.ToolingError | None:
     """Return the meaning of a failed pip's complaint, if it is known."""
-    if OTHER_FILES.search(said):
+    if re.search(OTHER_FILES, said):
         return errors.IntegrityError(
             f"{label}: the package index offers other files than the locked ones; do not use them"
         )
-    if disk_full(said):
+    if re.search(DISK_FULL, said):
         return errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
-    if network_failed(said):
+    if re.search(NETWORK_FAILED, said):
         return errors.NetworkError(f"{label}: the package index cannot be reached; check the network and run again")
     return None
 

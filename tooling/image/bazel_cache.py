@@ -13,8 +13,8 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tooling.core import errors, files, proc
 from tooling.core.console import Subparsers, command
@@ -25,8 +25,7 @@ USER = "multimesh"
 _STARTS_WITHIN_S = 30.0
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(NamedTuple):
     """A cache server at ``HOST:PORT``; its password is known where ``start-cache.sh`` started it here."""
 
     address: str
@@ -43,8 +42,7 @@ class Server:
         files.write(path, "\n".join([*lines, ""]), private=True)
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The settings of a cache. ``container`` is the id of the one that serves it."""
 
     host: str
@@ -76,8 +74,7 @@ class Settings:
         return "running"
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """The cache of a folder that only its owner may enter.
 
     ``content`` has its entries, ``bazelrc`` Bazel's options for it, and ``reading.bazelrc`` those for who only reads,
@@ -127,7 +124,7 @@ class Cache:
         self.folder.chmod(0o700)
         with files.locked(self.folder / "start.lock"):
             had, state = self.settings, self.state
-            if had and state == "running" and replace(had, container="") == wanted:
+            if had and state == "running" and had._replace(container="") == wanted:
                 return False
             if state != "stopped":
                 raise errors.CacheError(
@@ -138,7 +135,7 @@ class Cache:
             started = self._start_container(wanted, password, pin.exact)
             for file, write in (("bazelrc", True), ("reading.bazelrc", False)):
                 Server(wanted.address, password).write_rc(self.folder / file, write=write)
-            files.write_json(self.folder / "settings.json", asdict(started))
+            files.write_json(self.folder / "settings.json", started._asdict())
         return True
 
     def stop(self) -> bool:
@@ -168,7 +165,7 @@ class Cache:
         if done.returncode:
             self._remove()
             raise errors.CacheError(f"bazel-remote: the container does not start ({done.complaint})")
-        started, end = replace(wanted, container=done.text.splitlines()[-1]), time.monotonic() + _STARTS_WITHIN_S
+        started, end = wanted._replace(container=done.text.splitlines()[-1]), time.monotonic() + _STARTS_WITHIN_S
         while (state := started.state) != "running":
             if time.monotonic() > end or state == "stopped":
                 logs = _docker("logs", "--tail=3", started.container)

@@ -12,9 +12,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tooling.core import console, errors, proc
 from tooling.image import buildx, digests, network
@@ -26,20 +26,19 @@ IGNORE = f"{buildx.DOCKERFILE}.dockerignore"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
 # BuildKit's plain display: steps of the Dockerfile, and those that came from its cache.
-_STEP = re.compile(r"^#(\d+) \[(?:linux/\S+ )?[\w.-]+ +\d+/\d+\] (?!FROM )", re.MULTILINE)
-_CACHED = re.compile(r"^#(\d+) CACHED$", re.MULTILINE)
+_STEP = r"(?m)^#(\d+) \[(?:linux/\S+ )?[\w.-]+ +\d+/\d+\] (?!FROM )"
+_CACHED = r"(?m)^#(\d+) CACHED$"
 # Its summary of the step that broke a build, not of those that were stopped for that, with its last lines.
-_FAILED = re.compile(r"^------\n > (.*):\n((?:.*\n)*?)------$", re.MULTILINE)
-_REASON = re.compile(r"^ERROR: (?:failed to (?:build|solve): )*(.*)", re.MULTILINE)
+_FAILED = r"(?m)^------\n > (.*):\n((?:.*\n)*?)------$"
+_REASON = r"(?m)^ERROR: (?:failed to (?:build|solve): )*(.*)"
 # Where a builder looks for a base: a step of its own, or the first of a stage.
-_BASE = re.compile(r"\[internal\] load metadata|\[.* \d+/\d+\] FROM ")
-_TOLD = re.compile(r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()")
+_BASE = r"\[internal\] load metadata|\[.* \d+/\d+\] FROM "
+_TOLD = r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()"
 # Labels say what buildx would ask git.
 _SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One build, ready to run: the exact command and its additions to the environment."""
 
     argv: tuple[str, ...]
@@ -67,30 +66,32 @@ def plan(
     pins = digests.load(root)
     base, access = buildx.bases(spec, pins), network.access(means, os.environ)
     from_source = spec.jaxlib == "source"
-    # At once, for a build of jaxlib takes minutes until it looks.
-    built_from = [_component(root, name, "source", only_plan) for name in ("jax", "xla") if from_source]
+    others, ours, source, maxtext, *built_from = proc.together(
+        partial(untracked, root, jaxlib_from_source=from_source),
+        partial(_revision, root),
+        partial(_source, root),
+        partial(_component, root, "maxtext", "image", only_plan),
+        # At once, for a build of jaxlib takes minutes until it looks.
+        *(partial(_component, root, name, "source", only_plan) for name in ("jax", "xla") if from_source),
+    )
+    if ours and (others or any(each.endswith("-dirty") for each in built_from)):
+        ours = f"{ours.removesuffix('-dirty')}-dirty"
     held, locked = manifest.locked(root / "sources.lock", "jax", "version"), buildx.jax(root)
     if from_source and held != locked:
         raise errors.PinError(
             f"third_party/jax is {held}, the packages of an image go with jax {locked}; take --jaxlib wheel, "
             "or move jax and its xla with `python -m tooling bump`"
         )
-    others = untracked(root, jaxlib_from_source=from_source)
-    ours = _revision(root, odd=bool(others) or any(each.endswith("-dirty") for each in built_from))
-    # A workflow's run says where its repository lies; a registry of GitHub links an image to it.
-    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
-    source = f"{server}/{name}" if server and name else _source(root)
     override = root / "third_party" / "multimesh"
     library = "third_party/multimesh" if override.is_dir() and not override.is_symlink() else "multimesh"
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = buildx.arguments(spec, pins, base, machine=machine, multimesh=library, cached=means.use_bazel_cache)
-    maxtext, python = _component(root, "maxtext", "image", only_plan), build_args["PYTHON_SHA256"]
-    labels = buildx.labels(root, spec, base, ours, maxtext, source, python)
+    labels = buildx.labels(root, spec, base, ours, maxtext, source, build_args["PYTHON_SHA256"])
     if from_source and not build_args["BAZEL_SHA256"]:
         raise errors.PinError(
             "Bazel is not pinned for this platform; run `python -m tooling bump images` where github.com answers"
         )
-    access = replace(access, options=(*access.options, *more))
+    access = access._replace(options=(*access.options, *more))
     argv = buildx.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
     return Plan(tuple(argv), access, base, labels, others)
 
@@ -101,7 +102,11 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool
     with tempfile.TemporaryDirectory(prefix="multimesh-image-") as place, _archive(root, spec):
         result = Path(place) / "result"
         means, secret = network.through_cache(cache, means, Path(place))
-        todo = plan(root, engine, spec, means, result if save else None, more=secret)
+        kept = result if save else None
+        before, todo = proc.together(
+            partial(engine.inspect, str(spec.reference)),  # without an engine, a builder may wait for ever
+            partial(plan, root, engine, spec, means, kept, more=secret),
+        )
         for name in todo.untracked:
             console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
         for reference in todo.base.unpinned:
@@ -117,31 +122,32 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool
         told = json.loads(result.read_text(encoding="utf-8"))
     # By the configuration or, in a containerd store, by the manifest.
     names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
-    cached, count = counted(done)
-    return replace(describe(engine, spec, *names), seconds=time.monotonic() - started, cached=cached, steps=count)
+    known = before if before and before["Id"] in names else None  # built again, and nothing had changed
+    (cached, count), built = counted(done), describe(engine, spec, *names, known=known)
+    return built._replace(seconds=time.monotonic() - started, cached=cached, steps=count)
 
 
 def counted(result: proc.Result) -> tuple[int, int]:
     """Return how many steps of the Dockerfile came from the cache, and of how many."""
     said = result.stderr.decode("utf-8", "replace")
-    own = set(_STEP.findall(said))
-    return len(own.intersection(_CACHED.findall(said))), len(own)
+    own = set(re.findall(_STEP, said))
+    return len(own.intersection(re.findall(_CACHED, said))), len(own)
 
 
 def explain(result: proc.Result, base: str) -> errors.ToolingError:
     """Return the error for a build that failed: the step, the reason, and the remedy."""
     said = result.stderr.decode("utf-8", "replace")
-    step, output = found.groups() if (found := _FAILED.search(said)) else ("", "")
+    step, output = found.groups() if (found := re.search(_FAILED, said)) else ("", "")
     lines = [re.sub(r"^\d+\.\d+ ", "", line).strip() for line in output.splitlines()]
-    fault = (_REASON.findall(said) or [result.complaint])[-1]
+    fault = (re.findall(_REASON, said) or [result.complaint])[-1]
     title = " ".join(word for word in step.split() if not word.startswith(("--mount=", "--from=", "--chown=")))
     where = f"step `{title if len(title) <= 100 else title[:97] + '...'}`" if step else "the build"
     text, last = "\n".join([*lines, fault]), _telling(lines) or proc.shortened(fault)
-    if proc.disk_full(text):
+    if re.search(proc.DISK_FULL, text):
         return errors.DiskError(
             f"{where}: the engine's disk is full; free some space (`docker system df`) and run again"
         )
-    if proc.OTHER_FILES.search(text):
+    if re.search(proc.OTHER_FILES, text):
         return errors.IntegrityError(
             f"{where}: the package index offers other files than the locked ones; do not use them"
         )
@@ -150,12 +156,12 @@ def explain(result: proc.Result, base: str) -> errors.ToolingError:
             f"{where}: the engine's machine cannot run programs of this platform; register QEMU there "
             "(Debian and Ubuntu: qemu-user-static, binfmt-support), or leave out --platform"
         )
-    if _BASE.match(step):
+    if re.match(_BASE, step):
         return errors.NetworkError(
             f"{base}: the base image cannot be fetched ({proc.shortened(fault)}); log in to its registry or give "
             "another --base-image"
         )
-    if proc.network_failed(text):
+    if re.search(proc.NETWORK_FAILED, text):
         return errors.NetworkError(
             f"{where}: cannot reach what it needs ({last}); check --pip-config, --ca-bundle and --network"
         )
@@ -164,15 +170,15 @@ def explain(result: proc.Result, base: str) -> errors.ToolingError:
 
 def _telling(lines: Sequence[str]) -> str:
     """Return the line that says most: a program's own error, else the last one; of a long one, both ends."""
-    own = [line for line in lines if _TOLD.match(line)]
+    own = [line for line in lines if re.match(_TOLD, line)]
     # apt and pip first say the fault, then its consequence.
     best = own[-3:][:1] or [line for line in lines if line and not line.startswith("WARNING")][-1:]
     return proc.shortened(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else ""
 
 
-def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
-    """Ask the engine about an image that it has under one of these names."""
-    found = next((known for known in map(engine.inspect, names) if known is not None), None)
+def describe(engine: Engine, spec: ImageSpec, *names: str, known: dict[str, Any] | None = None) -> Built:
+    """Ask the engine about an image that it has under one of these names, unless its answer is ``known``."""
+    found = known or next((told for told in map(engine.inspect, names) if told is not None), None)
     if found is None:
         raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
     size = int(found.get("Size") or 0)
@@ -278,19 +284,25 @@ def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
 
 
 def _source(root: Path) -> str | None:
-    """Return the address of the repository on GitHub that a clone came from, without a login that may be in it."""
+    """Return the address on GitHub of the repository, without a login that may be in it.
+
+    A workflow's run says it; a clone came from there. A registry of GitHub links an image to it.
+    """
+    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    if server and name:
+        return f"{server}/{name}"
     told = proc.run(["git", "-C", root, "remote", "get-url", "origin"], check=False).text
     found = re.fullmatch(r"(?:\w+://)?(?:[^/@]*@)?github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?", told)
     return f"https://github.com/{found[1]}" if found else None
 
 
-def _revision(root: Path, *, odd: bool = False) -> str | None:
-    """Return the commit of a tree, marked where the tree differs from it or is ``odd``; None where there is none."""
+def _revision(root: Path) -> str | None:
+    """Return the commit of a tree, marked where the tree differs from it; None where there is none."""
     told = proc.run(["git", "-C", root, "status", "--porcelain=v2", "--branch", "--untracked-files=no"], check=False)
     commit = next((line.split()[2] for line in told.text.splitlines() if line.startswith("# branch.oid ")), None)
     if told.returncode or commit is None:
         return None
-    changed = odd or any(not line.startswith("#") for line in told.text.splitlines())
+    changed = any(not line.startswith("#") for line in told.text.splitlines())
     return f"{commit}-dirty" if changed else commit
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tooling.core import files
 from tooling.environment import find_python
@@ -22,8 +22,7 @@ PYTHON = (3, 12)  # an image has this one or a newer one; all get the same JAX
 LABEL, OCI = "io.github.multimesh-jax", "org.opencontainers.image"
 
 
-@dataclass(frozen=True)
-class Bases:
+class Bases(NamedTuple):
     """The images that the Dockerfile starts from: one for the tools, one for the result."""
 
     build: ImagePin

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tooling.core import errors, files
 
@@ -13,8 +13,7 @@ FILE, DEVCONTAINER = "docker/images.lock", ".devcontainer/devcontainer.json"
 _BAZEL = re.compile(r"/bazel-(\d[^/-]*)-linux")
 
 
-@dataclass(frozen=True)
-class ImagePin:
+class ImagePin(NamedTuple):
     """An image that others are built from or that runs as a service; ``digest`` is None where nobody told it.
 
     ``read_in`` names the public files that told it; empty where its registry did.
@@ -30,8 +29,7 @@ class ImagePin:
         return f"{self.reference}@{self.digest}" if self.digest else self.reference
 
 
-@dataclass(frozen=True)
-class FilePin:
+class FilePin(NamedTuple):
     """A file that a build downloads; ``sha256`` is None where nobody told it, and ``read_in`` as an image's."""
 
     url: str
@@ -39,8 +37,7 @@ class FilePin:
     read_in: str = ""
 
 
-@dataclass(frozen=True)
-class ImageLock:
+class ImageLock(NamedTuple):
     """The whole file: pins by name; files are named by kind and platform, e.g. ``python linux/amd64``."""
 
     images: dict[str, ImagePin]
@@ -61,8 +58,10 @@ def load(root: Path) -> ImageLock:
 def save(root: Path, lock: ImageLock) -> None:
     """Write new pins into ``images.lock``, whole or not at all. Its text about itself stays."""
     raw = json.loads((root / FILE).read_text(encoding="utf-8"))
-    for kind, pins in asdict(lock).items():
-        raw[kind] = {name: {key: value for key, value in pin.items() if value != ""} for name, pin in pins.items()}
+    for kind, pins in lock._asdict().items():
+        raw[kind] = {
+            name: {key: value for key, value in pin._asdict().items() if value != ""} for name, pin in pins.items()
+        }
     files.write_json(root / FILE, raw)
 
 
@@ -74,7 +73,7 @@ def move_bazel(root: Path, version: str) -> str:
         if found and found[1] != version:
             before = found[1]
             moved[name] = FilePin(file.url.replace(before, version), None)
-    save(root, replace(held, files=held.files | moved))
+    save(root, held._replace(files=held.files | moved))
     return before
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tooling.core import errors, files, proc
 
@@ -18,8 +17,7 @@ _WITHOUT = (
 )
 
 
-@dataclass(frozen=True)
-class Engine:
+class Engine(NamedTuple):
     """An engine that answered.
 
     ``plugin`` is buildx itself, to be started without docker's client, which first would start it once more to ask what
@@ -39,45 +37,54 @@ class Engine:
         return proc.run([*self.cli, *args], check=check, timeout_s=timeout_s)
 
     def inspect(self, image: str) -> dict[str, Any] | None:
-        """Return the engine's description of an image, or None if it has none of that name."""
-        result = self.run("image", "inspect", image, check=False)
+        """Return the engine's description of an image, None if it has none of that name, or raise as ``check`` does."""
+        asked = ("image", "inspect", image)
+        try:
+            result = self.run(*asked, check=False, timeout_s=_PATIENCE_S)
+        except TimeoutError:
+            result = self.check().run(*asked, check=False)  # it has much to do
         if result.returncode == 0:
             return dict(json.loads(result.text)[0])
-        if self.run("version", check=False).returncode:
-            raise errors.EngineError(f"{image}: the engine does not answer ({result.complaint})")
+        self.check()
         return None
 
+    def check(self) -> Engine:
+        """Return this engine. ``EngineError``: it does not answer within seconds, or cannot build; says what to do."""
+        where = f"context {self.cli[-1]}" if len(self.cli) > 1 else os.environ.get("DOCKER_HOST", "its socket")
+        try:
+            result = self.run("version", "--format", "{{json .Server}}", check=False, timeout_s=_PATIENCE_S)
+        except TimeoutError:
+            raise errors.EngineError(f"no engine answers at {where} within {_PATIENCE_S:.0f} s. {_WITHOUT}") from None
+        if result.returncode:
+            socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+            if os.path.exists(socket) and not os.access(socket, os.W_OK):
+                raise errors.EngineError(
+                    "this user may not talk to the engine; add it to the group docker, log in again, and run again"
+                )
+            raise errors.EngineError(f"no engine answers at {where} ({result.complaint}); start one. {_WITHOUT}")
+        if result.text == "null" or "podman" in result.text.lower():
+            raise errors.EngineError("Podman answers in place of Docker, and it has no buildx; install docker.io")
+        if find_buildx() is None:
+            raise errors.EngineError(
+                "docker has no buildx plugin; install it (Debian and Ubuntu: docker-buildx, Docker's own packages: "
+                "docker-buildx-plugin)"
+            )
+        return self
 
-def detect(context: str | None = None) -> Engine:
-    """Return the engine of this machine, or of a docker context.
 
-    ``EngineError``: none answers within seconds, or what is there cannot build; says what to install.
-    """
+def find(context: str | None = None) -> Engine:
+    """Return the engine of this machine, or of a docker context; nobody asked yet whether it is there."""
     docker = shutil.which("docker")
     if docker is None:
         raise errors.EngineError(f"docker is not installed; install docker.io and docker-buildx. {_WITHOUT}")
-    cli = (docker, *(("--context", context) if context else ()))
-    where = f"context {context}" if context else os.environ.get("DOCKER_HOST", "its socket")
-    try:
-        result = proc.run([*cli, "version", "--format", "{{json .Server}}"], check=False, timeout_s=_PATIENCE_S)
-    except TimeoutError:
-        raise errors.EngineError(f"no engine answers at {where} within {_PATIENCE_S:.0f} s. {_WITHOUT}") from None
-    if result.returncode:
-        socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
-        if os.path.exists(socket) and not os.access(socket, os.W_OK):
-            raise errors.EngineError(
-                "this user may not talk to the engine; add it to the group docker, log in again, and run again"
-            )
-        raise errors.EngineError(f"no engine answers at {where} ({result.complaint}); start one. {_WITHOUT}")
-    if result.text == "null" or "podman" in result.text.lower():
-        raise errors.EngineError("Podman answers in place of Docker, and it has no buildx; install docker.io")
     plugin = find_buildx()
-    if plugin is None:
-        raise errors.EngineError(
-            "docker has no buildx plugin; install it (Debian and Ubuntu: docker-buildx, Docker's own packages: "
-            "docker-buildx-plugin)"
-        )
-    return Engine(cli, None if context else plugin)
+    found = Engine((docker, "--context", context)) if context else Engine((docker,), plugin)
+    return found if plugin else found.check()
+
+
+def detect(context: str | None = None) -> Engine:
+    """Return such an engine that answered, or raise as ``check`` does."""
+    return find(context).check()
 
 
 def find_buildx() -> str | None:

@@ -6,9 +6,8 @@ import configparser
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tooling.core import console, errors
 from tooling.image.request import ImageSpec, Means, fits_an_option
@@ -25,8 +24,7 @@ _CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUN
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """Options and variables for the build. Options name files and variables, never their content."""
 
     options: tuple[str, ...]
@@ -116,4 +114,4 @@ def through_cache(cache: Server | None, means: Means, folder: Path | None) -> tu
     if folder is not None:
         cache.write_rc(path, write=means.bazel_cache_write)
     on_loopback = cache.address.startswith(("127.", "localhost", "[::1]"))
-    return replace(means, network="host") if on_loopback else means, ("--secret", f"id=bazelrc,src={path}")
+    return means._replace(network="host") if on_loopback else means, ("--secret", f"id=bazelrc,src={path}")

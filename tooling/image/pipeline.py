@@ -7,16 +7,14 @@ import importlib.util
 import json
 import os
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tooling.core import console, errors
 from tooling.core.console import Subparsers, command
-from tooling.image import build, engine, network, release, smoke, tags
+from tooling.image import build, engine, network, smoke
 from tooling.image.engine import Engine
 from tooling.image.request import Built, Request, add_options, from_options
 from tooling.sources.workspace import ROOT
@@ -40,12 +38,16 @@ def run(args: argparse.Namespace) -> None:
     if not request.actions.dry_run and importlib.util.find_spec("requests") is None:
         raise errors.ToolError("there is no .venv with the tools to build and push; run ./bootstrap.sh --group image")
     smoke.check_means(request.actions.validate)
+    if request.actions.upload:
+        from tooling.image import release, tags
     if request.actions.upload and request.actions.promote:  # impossible tags are refused without an engine
         tags.tags(request.spec.reference, latest=request.actions.latest, version=request.actions.release)
     if request.actions.dry_run:
         dry_run(request)
         return
-    where = engine.detect(request.actions.remote)
+    where = engine.find(request.actions.remote)
+    if request.actions.upload or not request.actions.build:
+        where.check()  # else a build asks it, besides
     if request.actions.upload:
         release.check_before(ROOT, where, request)
     spec, built = request.spec, None
@@ -86,7 +88,7 @@ def bring(where: Engine, built: Built, names: Sequence[str]) -> tuple[Engine, Bu
     found = local.inspect(names[0])
     if found is None:
         raise errors.EngineError(f"{names[0]}: cannot be brought here; run it where it is with --save-remote")
-    return local, replace(built, image_id=str(found["Id"]))
+    return local, built._replace(image_id=str(found["Id"]))
 
 
 def dry_run(request: Request) -> None:
@@ -119,6 +121,8 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
             commands.append(smoke.argv(where, image, actions.validate, "multimesh-check"))
         commands += [[*where.cli, "tag", image, each] for each in _names(request)]
     if actions.upload:
+        from tooling.image import release
+
         if actions.build:
             release.check_sources(ROOT, request, todo.labels, todo.base.unpinned)
         commands += release.planned_push(where, image, request, todo.labels)
@@ -150,7 +154,8 @@ def report(
     print(f"built   {built.seconds:.1f} s, {built.cached} of {built.steps} steps from the cache")
     print(f"check   {check.verdict}")
     if pushed is not None:
+        from tooling.image import release
+
         print(release.summary(pushed))
     if built.spec.target == "runtime":
         print(f"run     {os.path.basename(where.cli[0])} run --rm {names[0]} /opt/maxtext/validate-cpu.sh")
-    sys.stdout.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tooling.core import errors
 
@@ -14,8 +14,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LONGEST = 255
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """An image: its repository as one types it, e.g. ``ghcr.io/owner/multimesh-jax``, in lower case, and its tag."""
 
     repository: str

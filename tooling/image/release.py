@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def run_promote(args: argparse.Namespace) -> None:
         kept = {"earlier": earlier(file, document), "told": telling(file, document)}
     moved = tags.promote(where, wanted, digest, names, **kept)
     if args.json:
-        print(json.dumps({"image": args.image, "tags": [asdict(each) for each in moved]}, indent=1))
+        print(json.dumps({"image": args.image, "tags": [each._asdict() for each in moved]}, indent=1))
     else:
         print("\n".join(f"{each.tag}: {each.digest} (before: {each.before or 'no such tag'})" for each in moved))
 
@@ -184,7 +183,7 @@ def telling(place: Path, document: dict[str, Any]) -> Callable[[Sequence[tags.Mo
     """Return what writes moved tags into a ``release.json``, one after the other."""
 
     def told(moved: Sequence[tags.Moved]) -> None:
-        document["image"]["tags"] = [asdict(each) for each in moved]
+        document["image"]["tags"] = [each._asdict() for each in moved]
         write(place, document)
 
     return told
@@ -222,11 +221,7 @@ def record(
         "check": {"job": check.job, "verdict": check.verdict},
         "locks": {name: f"sha256:{files.sha256(root / name)}" for name in buildx.LOCKS if (root / name).is_file()},
         "labels": dict(built.labels),
-        "seconds": {
-            "build": round(built.seconds, 1),
-            "check": check.seconds,
-            "push": round(pushed.seconds, 1),
-        },
+        "seconds": {"build": round(built.seconds, 1), "check": check.seconds, "push": round(pushed.seconds, 1)},
     }
 
 
@@ -274,11 +269,8 @@ def summary(document: dict[str, Any]) -> str:
     image = document["image"]
     states = {None: "new", image["digest"]: "as it was"}
     tags = [f"{each['tag']} ({states.get(each['before'], 'moved')})" for each in image["tags"]]
-    return "\n".join(
-        [
-            f"digest  {image['digest']}",
-            f"pushed  {image['bytes'] / 1e6:.1f} MB to pull, in {document['seconds']['push']:.1f} s",
-            f"tags    {', '.join([image['candidate'], *tags])}",
-            f"pull    {image['pull']}",
-        ]
+    size, took = image["bytes"] / 1e6, document["seconds"]["push"]
+    return (
+        f"digest  {image['digest']}\npushed  {size:.1f} MB to pull, in {took:.1f} s\n"
+        f"tags    {', '.join([image['candidate'], *tags])}\npull    {image['pull']}"
     )

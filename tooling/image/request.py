@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tooling.core import errors
 from tooling.image import reference
@@ -21,8 +20,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
 _ADDRESS = r"(?:[A-Za-z0-9][A-Za-z0-9.-]{0,251}|\[[0-9A-Fa-f:]+\])(:\d{1,5})?"
 
 
-@dataclass(frozen=True)
-class ImageSpec:
+class ImageSpec(NamedTuple):
     """All that decides the bytes of an image. It gets ``reference``, its public name, when it has passed its check.
 
     None for ``platform`` is the engine's own; for the others, what is pinned.
@@ -40,8 +38,7 @@ class ImageSpec:
     python_archive: Path | None
 
 
-@dataclass(frozen=True)
-class Means:
+class Means(NamedTuple):
     """How the build reaches packages and sources. Nothing of this stays in the image."""
 
     pip_config: Path | None
@@ -53,8 +50,7 @@ class Means:
     bazel_cache_write: bool
 
 
-@dataclass(frozen=True)
-class Actions:
+class Actions(NamedTuple):
     """The steps after the build."""
 
     build: bool = True
@@ -72,8 +68,7 @@ class Actions:
     json: bool = False
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """All that one command line asks for."""
 
     spec: ImageSpec
@@ -81,8 +76,7 @@ class Request:
     actions: Actions
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """An image in the engine that built it; it gets its public name when it passed its check."""
 
     spec: ImageSpec
@@ -174,8 +168,8 @@ def from_options(args: argparse.Namespace) -> Request:
 
 
 def _taken(kind: type[T], args: argparse.Namespace, **given: object) -> T:
-    """Return a dataclass whose fields are options of the same name, or given."""
-    return kind(**{each.name: given.get(each.name, getattr(args, each.name, None)) for each in fields(kind)})  # type: ignore[arg-type]
+    """Return a record whose fields are options of the same name, or given."""
+    return kind(**{name: given.get(name, getattr(args, name, None)) for name in kind._fields})  # type: ignore[attr-defined]
 
 
 def _check_together(args: argparse.Namespace) -> None:

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tooling.core import console, errors, files, proc
 from tooling.image.buildx import LABEL
@@ -22,8 +22,7 @@ _KEPT = 20
 _JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A check that an image passed: which job, how long it took and its last line."""
 
     job: str
@@ -60,7 +59,7 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     try:
         (root / _CHECKED).parent.mkdir(parents=True, exist_ok=True)
         recent = dict(list(passed_before.items())[-_KEPT:])
-        files.write_json(root / _CHECKED, recent | {built.content: asdict(passed)})
+        files.write_json(root / _CHECKED, recent | {built.content: passed._asdict()})
     except OSError as error:
         console.note(f"{_CHECKED}: cannot note that the image passed ({error}); the next run checks it again")
     return passed

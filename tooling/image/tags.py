@@ -8,8 +8,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tooling.core import console, errors, proc
 from tooling.image.buildx import LABEL, OCI
@@ -27,8 +26,7 @@ class Transient(Exception):
     """Something that may be gone the next time."""
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """A manifest or an index, byte for byte: its digest is the hash of these bytes."""
 
     content: bytes
@@ -44,8 +42,7 @@ class Manifest:
         return dict(json.loads(self.content))
 
 
-@dataclass(frozen=True)
-class Pushed:
+class Pushed(NamedTuple):
     """The image in the registry. ``bytes``: of configuration and layers, on the wire."""
 
     digest: str
@@ -54,8 +51,7 @@ class Pushed:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(NamedTuple):
     """A tag that has the digest now; ``before`` is the one that it had, None for a new tag."""
 
     tag: str
@@ -123,7 +119,7 @@ def retrying(action: Callable[[], T], label: str, sleep: Callable[[float], None]
 def fault(said: str, label: str) -> Exception:
     """Return the error for a complaint of the engine or of buildx: try again, or over."""
     line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
-    if proc.network_failed(line):
+    if re.search(proc.NETWORK_FAILED, line):
         return Transient(proc.shortened(line))
     return errors.RegistryError(
         f"{label}: refused ({proc.shortened(line)}); log in to the registry, and check --repo and --name"

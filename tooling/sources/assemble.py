@@ -6,8 +6,8 @@ import functools
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tooling.core import console, errors
 from tooling.sources import git, patch, wheel
@@ -20,8 +20,7 @@ _ATTEMPTS = 3
 _EXCLUDE = "__pycache__/\n*.pyc\n*.egg-info/\n"
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """All that decides the bytes of one component.
 
     ``override`` is the ``URL@SHA`` that replaces the locked source; then only the commit is pinned.
@@ -33,8 +32,7 @@ class Recipe:
     override: str | None = None
 
 
-@dataclass(frozen=True)
-class Means:
+class Means(NamedTuple):
     """Where components are built, and how: from stores on this disk, then from the network unless ``offline``."""
 
     stage: Path
@@ -47,7 +45,7 @@ class Means:
         """Use the trees on this disk that may hold a component's objects: its own, and those of killed runs."""
         folders = (workspace.place(name), *(stage / name for stage in left))
         seeds = [each for each in folders if (each / ".git" / "objects").is_dir() and not each.is_symlink()]
-        return replace(self, seeds=seeds)
+        return self._replace(seeds=seeds)
 
 
 def build(recipe: Recipe, means: Means, *, verify: bool = True) -> Record:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tooling.core import errors, proc
 
@@ -74,8 +74,7 @@ def environment(directory: str) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Repo:
+class Repo(NamedTuple):
     """A repository with a work tree at ``root``."""
 
     root: Path
@@ -94,7 +93,7 @@ class Repo:
             return proc.run(["git", *args], cwd=self.root, env=full, stdin=stdin, check=check, on_line=on_line)
         except errors.ToolError as error:
             said = str(error)
-            if proc.disk_full(said) or "unable to write" in said or "write error" in said:
+            if re.search(proc.DISK_FULL, said) or "unable to write" in said or "write error" in said:
                 raise errors.DiskError(f"{self.root}: cannot be written; free some space and run again") from error
             if "Read-only file system" in said or "Permission denied" in said:
                 raise errors.DiskError(f"{self.root}: cannot be written; make it writable and run again") from error
@@ -165,13 +164,13 @@ def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors
     lines = result.stderr.decode("utf-8", "replace").splitlines()
     said = "\n".join(lines).lower()
     complaint = proc.shortened("; ".join(line.strip() for line in lines if "fatal:" in line or "error:" in line))
-    if proc.disk_full(said):
+    if re.search(proc.DISK_FULL, said):
         return errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
     if any(phrase in said for phrase in _MISSING):
         return errors.MissingCommitError(
             f"{label}: {url} does not have {revision}; check the pin in sources.lock or take another --mirror"
         )
-    broken = proc.network_failed(said)
+    broken = re.search(proc.NETWORK_FAILED, said)
     if not broken and any(phrase in said for phrase in _MALFORMED):
         return errors.IntegrityError(
             f"{label}: {url} sent objects that git refuses ({complaint}); take another --mirror"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tooling.core import errors, files
 
@@ -25,8 +24,7 @@ Digests = tuple[tuple[str, str | None], ...]
 """File names with their sha256."""
 
 
-@dataclass(frozen=True)
-class Wheel:
+class Wheel(NamedTuple):
     """The wheel ``file`` of a ``package``, which has the component's ``path`` in its folder ``root``."""
 
     package: str
@@ -34,8 +32,7 @@ class Wheel:
     root: str
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(NamedTuple):
     """One folder of ``third_party/``: a subtree of an upstream, or a link to a folder of this repository.
 
     ``path`` is where the component lies both in the upstream's tree and under ``third_party/<name>``; empty for a
@@ -65,13 +62,13 @@ class Component:
         return f"{mirror.rstrip('/')}/{self.url.rstrip('/').rpartition('/')[2]}" if mirror else self.url
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """All components by name, in the order of the file."""
 
     components: tuple[Component, ...]
 
-    def __getitem__(self, name: str) -> Component:
+    def named(self, name: str) -> Component:
+        """Return the component of a name."""
         known = {component.name: component for component in self.components}
         if name not in known:
             raise errors.UsageError(f"{name}: no such component in sources.yaml; there are {', '.join(known)}")
@@ -83,8 +80,7 @@ class Manifest:
         return tuple(component for component in self.components if wanted & set(component.groups))
 
 
-@dataclass(frozen=True)
-class Pin:
+class Pin(NamedTuple):
     """The pinned bytes of one component; None where no source was read that says.
 
     Attributes
@@ -185,7 +181,7 @@ def save_lock(path: Path, wanted: Manifest, pins: Mapping[str, Pin]) -> None:
     entries = {}
     for component in wanted.components:
         if component.name in pins:
-            entry = asdict(pins[component.name])
+            entry = pins[component.name]._asdict()
             entry |= {key: dict(entry[key]) for key in ("archives", "patches")}
             entries[component.name] = {key: held for key, held in entry.items() if held or key != "root_tree"}
     files.write_json(path, {"format": 1, "about": _ABOUT, "components": entries})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from email.parser import BytesHeaderParser
 from email.policy import default as default_policy
 from pathlib import Path
+from typing import NamedTuple
 
 from tooling.core import errors
 from tooling.sources import git
@@ -17,8 +17,7 @@ SERIES = "series"
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*\.patch")
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One patch file of a component; paths in it are relative to ``third_party/<component>``."""
 
     component: str

@@ -7,7 +7,6 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tooling.core import console, errors, files
@@ -36,7 +35,7 @@ def run_lock(args: argparse.Namespace) -> None:
     here = Workspace()
     wanted, held = manifest.load(here.manifest), manifest.load_lock(here.lock)
     with here.exclusive(), console.Reporter() as reporter:
-        for component in [wanted[name] for name in args.names] or wanted.components:
+        for component in [wanted.named(name) for name in args.names] or wanted.components:
             if not component.link:
                 pin = manifest.pin_of(component, held)
                 held[component.name] = relock(here, component, pin, reporter, always=bool(args.names))
@@ -49,7 +48,7 @@ def run_refresh(args: argparse.Namespace) -> None:
     wanted = manifest.load(here.manifest)
     with here.exclusive():
         for name in args.names:
-            component, held = wanted[name], manifest.load_lock(here.lock)
+            component, held = wanted.named(name), manifest.load_lock(here.lock)
             if component.link:
                 raise errors.UsageError(f"{name}: is a link to {component.link}; there is nothing to refresh")
             pin, series = refresh(here, component, manifest.pin_of(component, held))
@@ -64,14 +63,14 @@ def relock(here: Workspace, component: Component, pin: Pin, reporter: console.Re
     found = patch.digests(patches)
     if found == pin.patches and pin.patched_commit and not always:
         return pin
-    pin = replace(pin, patches=found)
+    pin = pin._replace(patches=found)
     if not patches and component.keeps_upstream_commit:
-        return replace(pin, patched_commit=pin.commit, patched_tree=pin.tree)
+        return pin._replace(patched_commit=pin.commit, patched_tree=pin.tree)
     with here.stage() as (stage, left):
         means = Means(stage, reporter).seeded(here, component.name, left)
         built = assemble.build(Recipe(component, pin, patches), means, verify=False)
     reporter.done(component.name, f"locked {len(patches)} patches, {built.commit[:12]}")
-    return replace(pin, patched_commit=built.commit, patched_tree=built.tree)
+    return pin._replace(patched_commit=built.commit, patched_tree=built.tree)
 
 
 def refresh(here: Workspace, component: Component, pin: Pin) -> tuple[Pin, tuple[Patch, ...]]:
@@ -92,8 +91,8 @@ def refresh(here: Workspace, component: Component, pin: Pin) -> tuple[Pin, tuple
     repo("symbolic-ref", "HEAD", git.BRANCH)
     repo("read-tree", "--reset", commit)
     repo("update-index", "-q", "--refresh", check=False)
-    replace(record, commit=commit, series=patch.digest(series)).write(place)
-    return replace(pin, patches=patch.digests(series), patched_commit=commit, patched_tree=patched), series
+    record._replace(commit=commit, series=patch.digest(series)).write(place)
+    return pin._replace(patches=patch.digests(series), patched_commit=commit, patched_tree=patched), series
 
 
 def _record(component: Component, place: Path) -> Record:
@@ -170,13 +169,13 @@ def bump(here: Workspace, name: str, version: str, mirror: str | None, reporter:
     Raises ``MissingCommitError`` where the upstream has no such version, ``PatchError`` where a patch does not apply.
     Nothing was changed then.
     """
-    if manifest.load(here.manifest)[name].link:
+    if manifest.load(here.manifest).named(name).link:
         raise errors.UsageError(f"{name}: is a link to this repository; it has no version to bump")
     temporary = here.manifest.with_name(f".{here.manifest.name}.{os.getpid()}")
     try:
         temporary.write_text(_with_version(here.manifest, name, version), encoding="utf-8")
         wanted = manifest.load(temporary)
-        pin = _resolve(here, wanted[name], mirror, reporter)
+        pin = _resolve(here, wanted.named(name), mirror, reporter)
         # The lock goes first: a kill between the two leaves a manifest that the next bump corrects.
         manifest.save_lock(here.lock, wanted, manifest.load_lock(here.lock) | {name: pin})
         os.replace(temporary, here.manifest)
@@ -223,7 +222,7 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
         means = Means(stage, reporter, (probe.root,), offline=True)
         built = assemble.build(Recipe(component, pin, patches), means, verify=False)
     reporter.done(name, f"{len(patches)} patches apply to {component.version}")
-    return replace(pin, patched_commit=built.commit, patched_tree=built.tree)
+    return pin._replace(patched_commit=built.commit, patched_tree=built.tree)
 
 
 def _find_commit(component: Component, url: str) -> str:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
 
-from tooling.core import console
+from tooling.core import console, proc
 from tooling.core.console import Subparsers, command
 from tooling.sources import manifest, patch
 from tooling.sources.manifest import Component, Pin
 from tooling.sources.workspace import Observed, Workspace, observe
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One component: its pin, its tree, and how the two compare.
 
     ``state`` is ``clean`` where the tree is as locked, else ``missing``, ``dirty``, ``commits``, ``unknown``,
@@ -47,11 +46,10 @@ def run(args: argparse.Namespace) -> int:
     """Print a table, or JSON, of all components; exit 0 if all trees that are here are as locked."""
     here = Workspace()
     components, pins = manifest.load(here.manifest).components, manifest.load_lock(here.lock)
-    with ThreadPoolExecutor(max(1, len(components))) as pool:
-        lines = list(pool.map(lambda each: _line(here, each, pins.get(each.name)), components))
+    lines = proc.together(*(partial(_line, here, each, pins.get(each.name)) for each in components))
     clean = all(line.state in ("clean", "missing") for line in lines)
     if args.json:
-        print(json.dumps({"clean": clean, "components": [asdict(line) for line in lines]}, indent=1))
+        print(json.dumps({"clean": clean, "components": [line._asdict() for line in lines]}, indent=1))
         return 0 if clean else 1
     rows = []
     for line in lines:

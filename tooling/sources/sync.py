@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from tooling.core import console, errors, files, proc
 from tooling.core.console import Subparsers, command
@@ -22,8 +23,7 @@ Override = Path | tuple[str, str]
 """The user's replacement of a component: a folder of this machine, or a url and a commit."""
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The components to sync, and how."""
 
     groups: tuple[str, ...]
@@ -33,11 +33,10 @@ class Options:
     stash: bool = False
     force: bool = False
     mirror: str | None = None
-    overrides: Mapping[str, Override] = field(default_factory=dict)
+    overrides: Mapping[str, Override] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """The wanted content of one place: the tree of a recipe, or a link."""
 
     name: str
@@ -45,8 +44,7 @@ class Wish:
     target: str = ""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The outcome for one component; in a dry run, the one that is expected."""
 
     name: str
@@ -107,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
     with console.Reporter() as reporter:
         outcomes = sync(Workspace(), options, reporter)
     if args.json:
-        print(json.dumps({"components": [asdict(each) for each in outcomes]}, indent=1))
+        print(json.dumps({"components": [each._asdict() for each in outcomes]}, indent=1))
     else:
         verbs = {"created": "would create", "replaced": "would replace", "failed": "would fail"} if args.dry_run else {}
         rows = [(o.name, verbs.get(o.action, o.action), o.detail, (o.commit or "-")[:12]) for o in outcomes]
@@ -140,7 +138,7 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
     """Bring every component of the wanted groups into place; failures are outcomes, so that the others still arrive."""
     wanted, pins = manifest.load(here.manifest), manifest.load_lock(here.lock)
     for name in options.overrides:
-        if wanted[name] not in wanted.of(options.groups):
+        if wanted.named(name) not in wanted.of(options.groups):
             raise errors.UsageError(f"--override {name}: not in the groups {', '.join(options.groups)}; add its group")
     wishes = [_wish(here, each, pins, options.overrides.get(each.name)) for each in wanted.of(options.groups)]
     if options.dry_run:

@@ -34,7 +34,7 @@ def download(component: Component, wheel: Wheel, sha256: str | None, folder: Pat
     if result.returncode == 0 and path.is_file():
         return path
     said = (result.stderr + result.stdout).decode("utf-8", "replace")
-    if proc.OTHER_FILES.search(said):
+    if re.search(proc.OTHER_FILES, said):
         raise errors.IntegrityError(
             f"{label}: the index offers another {path.name} than sources.lock pins ({sha256}); do not use it"
         )

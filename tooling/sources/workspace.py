@@ -6,9 +6,8 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tooling.core import files
 from tooling.sources import git
@@ -19,8 +18,7 @@ _STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--no-renames", "--untr
 State = Literal["missing", "clean", "dirty", "commits", "unknown", "link"]
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The record that this tooling wrote into a tree when it made it.
 
     ``commit`` is the branch's commit after the patches, ``base`` the one before; ``source`` says where the bytes came
@@ -38,11 +36,10 @@ class Record:
 
     def write(self, place: Path) -> None:
         """Write the record into a tree."""
-        files.write_json(place / _RECORD, asdict(self))
+        files.write_json(place / _RECORD, self._asdict())
 
 
-@dataclass(frozen=True)
-class Observed:
+class Observed(NamedTuple):
     """One look at ``third_party/<name>``.
 
     ``clean``: as this tooling left it. ``dirty``: files were changed or added. ``commits``: the branch has moved.

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,8 +51,8 @@ def clone(trixie: str, registry: str, docker: Callable[..., str], tmp_path: Path
         shutil.copytree(ROOT / name, made / name, symlinks=True)
     (made / ".venv").symlink_to(ROOT / ".venv")
     lock, name = digests.load(made), f"{registry}/nginx:1"
-    pin = replace(lock.images["bazel-remote"], reference=name, digest=registries.push(name, name))
-    digests.save(made, replace(lock, images=lock.images | {"bazel-remote": pin}))
+    pin = lock.images["bazel-remote"]._replace(reference=name, digest=registries.push(name, name))
+    digests.save(made, lock._replace(images=lock.images | {"bazel-remote": pin}))
     yield made
     docker("image", "rm", "--force", name)
 

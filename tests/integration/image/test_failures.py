@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -149,7 +149,7 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     monkeypatch.setenv("PIP_INDEX_URL", index)
     wanted = changed.path / "requirements" / "tooling.txt"
     wanted.write_text(wanted.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
-    built = build.run(changed.path, engine, spec("installer"), dataclasses.replace(means, network="host"))
+    built = build.run(changed.path, engine, spec("installer"), means._replace(network="host"))
     assert built is not None
     assert any(path.endswith(".whl") for path in Index.served)
     assert PASSWORD not in docker("image", "inspect", built.image_id)
@@ -165,7 +165,7 @@ def test_evil_names_stay_data(
     config.write_text("[global]\n")
     evil = changed.path.rename(tmp_path / "$(touch evil) --output=type=local ;")
     (evil / "docs" / "--privileged $(touch evil)").write_text("data\n")
-    built = build.run(evil, engine, spec("sources"), dataclasses.replace(means, pip_config=config))
+    built = build.run(evil, engine, spec("sources"), means._replace(pip_config=config))
     assert built is not None
     assert not [*tmp_path.rglob("evil"), *Path.cwd().glob("evil")]
     poisoned = ("--tag=$(touch evil)", "--repo=--privileged", "--base-image=a\nRUN touch evil", "--cuda-version=a b")
@@ -182,6 +182,20 @@ def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: 
     assert done.stderr.splitlines()[-1].startswith(
         "error: 127.0.0.1:9/nobody/has:this: the base image cannot be fetched"
     )
+
+
+def test_an_engine_that_takes_the_call_and_never_answers_is_named(
+    repository: Repository, docker_engine: None, tmp_path: Path
+) -> None:
+    place = f"unix://{tmp_path}/silent.sock"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent.sock"))
+        silent.listen()
+        command = [repository.path / "docker" / "build.py", "--accelerator", "cpu"]
+        told = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DOCKER_HOST": place})
+    assert told.returncode == errors.EngineError.exit_code
+    assert told.stderr.startswith(f"error: no engine answers at {place} within 5 s.")
+    assert told.stderr.count("\n") == 1
 
 
 def test_building_into_the_cache_leaves_no_image(

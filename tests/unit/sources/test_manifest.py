@@ -46,7 +46,7 @@ def test_manifest_of_this_repository(root: Path) -> None:
     # No source that was read says the commit of MaxText's tag (its wheel says the tree), nor the tree of xla.
     assert [name for name, pin in pins.items() if pin.missing] == ["maxtext", "xla"]
     for name, pin in pins.items():
-        assert manifest.pin_of(wanted[name], pins) == pin
+        assert manifest.pin_of(wanted.named(name), pins) == pin
 
 
 def test_lock_of_this_repository_is_as_it_would_be_written(root: Path, tmp_path: Path) -> None:

@@ -193,6 +193,8 @@ def _rows(arg: Any, dim: int, argnum: int) -> int:
     rows = {shape[dim] for shape in shapes}
     if len(rows) > 1:
         raise UsageError(f"microbatch: leaves of argument {argnum} differ in rows along dim={dim}: {sorted(rows)}")
+    if 0 in rows:
+        raise UsageError(f"microbatch: argument {argnum} has 0 rows along dim={dim}; give one microbatch at least")
     return rows.pop()
 
 
