@@ -282,7 +282,7 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, regi
 
     [release] = servers.told["releases"]
     assert release["tag"] == "v0.1.0"
-    assert "Give the GitHub workflows commands" in release["body"]
+    assert "- Pin what the upstream says (" in release["body"]
     assert "the image trained on the CPU; no GPU checked it" in release["body"]
     assert f"docker run --rm {image}:v0.1.0 /opt/maxtext/validate-cpu.sh" in release["body"]
     assert f"docker pull {image}@{digests['v0.1.0']}" in release["body"]

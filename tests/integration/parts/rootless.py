@@ -37,8 +37,8 @@ def running(log: Path) -> Iterator[Rootless]:
     packages.need("rootlesskit", "rootlesskit", "slirp4netns", "uidmap", "fuse-overlayfs")
     place = Path(tempfile.mkdtemp(prefix="multimesh-rootless-"))
     place.chmod(0o755)
-    start = place / "docker.io/usr/share/docker.io/contrib/dockerd-rootless.sh"  # Docker's own packages may lack it
-    packages.unpack(place / "docker.io", "docker.io")
+    start = place / "docker.io/usr/share/docker.io/contrib/dockerd-rootless.sh"  # Ubuntu lacks it
+    packages.from_sid(place / "docker.io", "docker.io", suite="trixie")
     subprocess.run(packages.as_root("useradd", "--home-dir", place / "home", "--create-home", USER), check=True)
     try:
         (place / "run").mkdir()
