@@ -18,7 +18,7 @@ set -eu
 mknod "$1/tun" c 10 200
 chmod 666 "$1/tun"
 mount --bind "$1/tun" /dev/net/tun
-exec setpriv --reuid "$2" --regid "$2" --init-groups env HOME="$1/home" XDG_RUNTIME_DIR="$1/run" "$3" --host="unix://$1/run/docker.sock"
+exec setpriv --reuid "$2" --regid "$2" --init-groups env HOME="$1/home" USER="$2" XDG_RUNTIME_DIR="$1/run" "$3" --host="unix://$1/run/docker.sock"
 """
 
 
