@@ -67,7 +67,7 @@ def test_a_candidate_is_named_by_its_commit_and_what_is_unusual() -> None:
         ('Put "https://r.example/v2/x/blobs/uploads/1": EOF', True),
         ("write tcp 10.0.0.1:1->10.0.0.2:443: write: connection reset by peer", True),
         (
-            'Put "https://registry.example.org/v2/a/manifests/b": readfrom tcp 10.0.0.1:1: write tcp: use of closed network connection',
+            'Put "https://registry.example.org/v2/a": write tcp 10.0.0.1:1: use of closed network connection',
             True,
         ),
         ('Get "https://r.example/v2/": net/http: TLS handshake timeout', True),
