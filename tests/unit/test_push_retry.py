@@ -66,6 +66,10 @@ def test_a_candidate_is_named_by_its_commit_and_what_is_unusual() -> None:
         ("unexpected status from PUT request to http://r.example/v2/503/x: 403 Forbidden", False),
         ('Put "https://r.example/v2/x/blobs/uploads/1": EOF', True),
         ("write tcp 10.0.0.1:1->10.0.0.2:443: write: connection reset by peer", True),
+        (
+            'Put "https://registry.example.org/v2/a": write tcp 10.0.0.1:1: use of closed network connection',
+            True,
+        ),
         ('Get "https://r.example/v2/": net/http: TLS handshake timeout', True),
         ("dial tcp: lookup r: no such host", True),
         ("blob upload unknown", True),

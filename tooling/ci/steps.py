@@ -161,7 +161,7 @@ def _check_wheel(wheel: Path, name: str, version: str, module: str, source: Path
 
 
 def notes(root: Path, tag: str, image: Mapping[str, Any], *, gpu: bool) -> str:
-    """Return release notes: how to pull, run and install it, and the subjects of the commits since the tag before.
+    """Return release notes (GitHub takes 125,000 characters): how to pull, run and install it; at most 1000 commits.
 
     ``image`` is the ``release.json`` of the image that runs; ``UsageError`` where that is of another version.
     """
@@ -170,7 +170,7 @@ def notes(root: Path, tag: str, image: Mapping[str, Any], *, gpu: bool) -> str:
     git = ["git", "-C", str(root)]
     before = proc.run([*git, "describe", "--tags", "--abbrev=0", "--match", "v*", f"{tag}^"], check=False)
     span = f"{before.text}..{tag}" if before.returncode == 0 else tag
-    log = proc.run([*git, "log", "--no-merges", "--format=- %s (%h)", span]).text
+    log = proc.run([*git, "log", "--no-merges", "--max-count=1000", "--format=- %s (%h)", span]).text
     since = f"Since {before.text}:" if before.returncode == 0 else "The first release:"
     name, on_gpus = f"{image['image']['repository']}:{tag}", image["labels"][f"{buildx.LABEL}.accelerator"] != "cpu"
     how, job = ("--gpus all ", "validate-gpu.sh") if on_gpus else ("", "validate-cpu.sh")

@@ -29,7 +29,7 @@ NETWORK_FAILED = (
     r"(unable|failed) to fetch|unexpected disconnect|curl (18|56)|could not read from remote|max retries|"
     r"proxyerror|newconnectionerror|certificate (verify failed|problem|signed by unknown)|tls: failed to verify|"
     r"too ?many ?requests|(status|http|error|code):? (429|50[0234])\b|"
-    r"\b50[0234] (internal|bad|service|gateway|server)|server error|"
+    r"\b50[0234] (internal|bad|service|gateway|server)|server error|closed (network|idle) connection|connection lost|"
     r"unexpected status from \w+ request to \S+ (429|50[0234])\b|service unavailable|blob upload (unknown|invalid)"
 )
 DISK_FULL = r"(?i)no space left|disk quota"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 TOKEN = "a-token-that-must-not-be-seen"
+LIMITS = {"--body-file": 65_536, "--notes-file": 125_000}  # of characters, as GitHub has them
 
 
 def option(words: list[str], name: str) -> str:
@@ -29,6 +30,10 @@ def main(words: list[str]) -> int:
     )
     issues = [each for each in told["issues"] if each["state"] == "open"]
     head, body = words[:2], {"title": option(words, "--title"), "body": text(words, "--body-file")}
+    for name, most in LIMITS.items():
+        if len(text(words, name)) > most:
+            print(f"gh: body is too long (maximum is {most} characters)", file=sys.stderr)
+            return 1
     if head == ["issue", "list"]:
         print(*(each["number"] for each in issues))
     elif head == ["issue", "create"]:
@@ -40,14 +45,13 @@ def main(words: list[str]) -> int:
     elif head == ["issue", "close"]:
         issues[0]["state"] = "closed"
         told["comments"].append(option(words, "--comment"))
+    elif head == ["pr", "list"]:
+        print(*(each["number"] for each in told["pulls"] if each["state"] == "open"))
     elif head == ["pr", "edit"]:
-        mine = [each for each in told["pulls"] if each["head"] == words[2]]
-        if not mine:
-            print("no pull requests found", file=sys.stderr)
-            return 1
-        mine[0].update(body)
+        told["pulls"][int(words[2]) - 1].update(body)
     elif head == ["pr", "create"]:
-        told["pulls"].append(body | {"head": option(words, "--head"), "base": option(words, "--base")})
+        made = {"number": len(told["pulls"]) + 1, "state": "open", "head": option(words, "--head")}
+        told["pulls"].append(body | made | {"base": option(words, "--base")})
     elif head == ["release", "create"]:
         files = [Path(word) for word in words[3:] if Path(word).is_file() and word != option(words, "--notes-file")]
         for each in files:

@@ -30,6 +30,7 @@ def bare(path: Path, source: Path, *refspecs: str) -> Path:
     path.mkdir(parents=True)
     git(path, "init", "-q", "--bare", "-b", "main")
     git(path, "config", "http.receivepack", "true")
+    git(path, "config", "receive.shallowUpdate", "true")  # GitHub's checkout has one commit
     git(source, "push", "-q", "--force", str(path), *refspecs)
     return path
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -19,12 +20,19 @@ import yaml
 from expressions import evaluate, expand, text_of
 
 MINUTES = 360  # after that GitHub ends a job that names no limit
+# As GitHub starts them: a step that names no shell has no `pipefail`.
+SHELLS = {"": ["bash", "-e"], "bash": ["bash", "--noprofile", "--norc", "-eo", "pipefail"]}
+ASKS = re.compile(r"\b(success|failure|always|cancelled)\(\)")
 # Of its action.yml at the commit that the workflows pin, v4.2.2.
 ATTEST = {
     *("subject-path", "subject-digest", "subject-name", "subject-checksums", "subject-version", "sbom-path"),
     *("predicate-type", "predicate", "predicate-path", "push-to-registry", "create-storage-record", "show-summary"),
     "github-token",
 }
+
+
+class StepFailed(AssertionError):
+    """A step ended with another exit code than 0."""
 
 
 @dataclass
@@ -51,13 +59,22 @@ class Machine:
     attested: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
-    def workflow(self, name: str, inputs: Mapping[str, Any] | None = None, *, only: str = "") -> dict[str, Any]:
+    def workflow(
+        self,
+        name: str,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        only: tuple[str, ...] = (),
+        may_fail: str = "",
+    ) -> dict[str, Any]:
         """Run the jobs of ``.github/workflows/NAME``; return its outputs. A step that fails fails the test.
 
         Parameters
         ----------
         only
-            A job, or a value of its matrix: the others are left out. All by default.
+            Jobs, or values of their matrices: the others are left out. All by default.
+        may_fail
+            A job whose failure is left to the jobs after it.
         """
         text = (self.clone / ".github" / "workflows" / name).read_text(encoding="utf-8")
         spec = yaml.load(text, Loader=yaml.BaseLoader)  # plain strings: `on` stays a word
@@ -80,16 +97,20 @@ class Machine:
                 self.skipped.append(f"{name}:{job}")
                 needs[job] = {"result": "skipped", "outputs": {}}
                 continue
+            outputs, result = {}, "success"
             if "uses" in body:
-                outputs = {}
                 for cell in expand(list(chosen(job, body, only)), context, calls):
                     asked = expand(body.get("with", {}), context | {"matrix": cell}, calls)
                     outputs = self.workflow(Path(body["uses"]).name, asked)
             else:
-                outputs = {}
                 for cell in chosen(job, body, only):
-                    outputs = self._job(f"{name}:{job}", body, context | {"matrix": cell})
-            needs[job] = {"result": "success", "outputs": outputs}
+                    try:
+                        outputs = self._job(f"{name}:{job}", body, context | {"matrix": cell})
+                    except StepFailed:
+                        if job != may_fail:
+                            raise
+                        result = "failure"
+            needs[job] = {"result": result, "outputs": outputs}
         context = {"jobs": needs}
         return {key: expand(each["value"], context, {}) for key, each in (declared.get("outputs") or {}).items()}
 
@@ -119,9 +140,10 @@ class Machine:
         context = context | {"env": env, "steps": {}}
         until = time.monotonic() + 60 * int(expand(body.get("timeout-minutes", MINUTES), context, calls))
         exported: dict[str, str] = {}
+        failed: StepFailed | None = None
         for step in body["steps"]:
-            wanted = step.get("if", "true").removeprefix("${{").removesuffix("}}")
-            if not evaluate(wanted, context, calls):
+            wanted = step.get("if", "success()").removeprefix("${{").removesuffix("}}")
+            if (failed and not ASKS.search(wanted)) or not evaluate(wanted, context, calls):
                 self.skipped.append(f"{label}: {step.get('name', step.get('run', step.get('uses')))}")
                 continue
             if "uses" in step:
@@ -129,10 +151,18 @@ class Machine:
                 continue
             assert "${{" not in step["run"], f"{label}: an expression inside a script; pass it through env"
             variables = env | expand(step.get("env", {}), context, calls) | exported
-            outputs, more = self._script(label, step, {key: text_of(each) for key, each in variables.items()}, until)
+            try:
+                outputs, more = self._script(
+                    label, step, {key: text_of(each) for key, each in variables.items()}, until
+                )
+            except StepFailed as error:
+                failed, calls = failed or error, self._calls(False)
+                continue
             exported |= more
             if "id" in step:
                 context["steps"][step["id"]] = {"outputs": outputs}
+        if failed:
+            raise failed
         return expand(body.get("outputs", {}), context, calls)
 
     def _script(
@@ -145,7 +175,7 @@ class Machine:
             path.write_text("")
         variables = {f"GITHUB_{key.upper()}": str(value) for key, value in self.github.items() if key != "token"}
         full = self.environ | variables | dict(env) | {name: str(path) for name, path in files.items()}
-        argv = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+        argv = [*SHELLS[step.get("shell", "")], "-c", step["run"]]
         folder = self.clone / step.get("working-directory", ".")
         began = time.monotonic()
         done = subprocess.run(
@@ -153,7 +183,8 @@ class Machine:
             text=True, timeout=until - began,
         )  # fmt: skip
         self.steps.append(Step(label, step["run"], done.stdout, time.monotonic() - began))
-        assert done.returncode == 0, f"{label}: {step['run']}\n{done.stdout[-4000:]}"
+        if done.returncode:
+            raise StepFailed(f"{label}: {step['run']}\n{done.stdout[-4000:]}")
         return pairs(files["GITHUB_OUTPUT"]), pairs(files["GITHUB_ENV"])
 
     def _action(self, action: str, given: Mapping[str, str]) -> None:
@@ -169,8 +200,10 @@ class Machine:
                 shutil.copytree(path, target, dirs_exist_ok=True) if path.is_dir() else copy_into(path, target)
         elif action == "actions/download-artifact":
             pattern = given.get("name") or given["pattern"]
+            merged = "name" in given or given.get("merge-multiple") == "true"
             for path in sorted(self.artifacts.glob(pattern)):
-                shutil.copytree(path, self.clone / given["path"], dirs_exist_ok=True)
+                target = self.clone / given["path"] / ("" if merged else path.name)
+                shutil.copytree(path, target, dirs_exist_ok=True)
         elif action == "actions/upload-pages-artifact":
             assert (self.clone / given["path"] / "index.html").is_file(), f"no site at {given['path']}"
         elif action == "actions/attest":
@@ -199,9 +232,9 @@ def cells(body: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         yield dict(zip(matrix, values, strict=True))
 
 
-def chosen(job: str, body: Mapping[str, Any], only: str) -> Iterator[dict[str, str]]:
-    """Yield the cells that are asked for: all, or those of a job or of a value."""
-    return (cell for cell in cells(body) if not only or only in (job, *cell.values()))
+def chosen(job: str, body: Mapping[str, Any], only: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """Yield the cells that are asked for: all, or those of jobs or of values."""
+    return (cell for cell in cells(body) if not only or {job, *cell.values()} & set(only))
 
 
 def in_order(jobs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

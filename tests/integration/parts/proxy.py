@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ class Fault:
     status, headers
         Answer this in place of the registry.
     cut_after
-        Or pass this many bytes of the request's body on, then reset the connection; 0: reset it at once.
+        Or pass this many bytes of the request's body on, then reset the connection; 0: reset it at once. Of no request
+        that says its body is no longer.
     hold
         Or set ``reached`` and wait for ``released``, then go on as if nothing had been.
     """
@@ -59,9 +61,9 @@ class FaultyProxy:
         """Return how many requests matched a pattern, failed ones too."""
         return sum(re.match(pattern, line) is not None for line in self.seen)
 
-    def _fault(self, line: str) -> Fault | None:
+    def _fault(self, line: str, length: float) -> Fault | None:
         for fault in self.faults:
-            if fault.times > 0 and re.match(fault.request, line):
+            if fault.times > 0 and re.match(fault.request, line) and length > (fault.cut_after or -1):
                 fault.times -= 1
                 return fault
         return None
@@ -82,7 +84,8 @@ class FaultyProxy:
         agent = re.search(rb"\r\n(?i:user-agent): ([^\r]*)", head)
         line = b" ".join((head.split(b"\r\n", 1)[0], agent[1] if agent else b"")).decode()
         self.seen.append(line)
-        fault = self._fault(line) or Fault(line)
+        length = re.search(rb"\r\n(?i:content-length): (\d+)", head)
+        fault = self._fault(line, float(length[1]) if length else math.inf) or Fault(line)
         if fault.hold:
             fault.reached.set()
             await asyncio.to_thread(fault.released.wait, 60)

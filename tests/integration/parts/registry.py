@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ def also_inside(folder: Path, pid: int, log: Path) -> Iterator[None]:
     config = folder / "registry.yml"
     port = int(config.read_text().rpartition(":")[2].strip('"} \n'))
     connections = Path(f"/proc/{pid}/net/tcp")
-    argv = packages.as_root("nsenter", "--target", str(pid), "--net", program, "serve", str(config))
+    ours = [f"--setuid={os.getuid()}", f"--setgid={os.getgid()}"]  # both write into one folder
+    argv = packages.as_root("nsenter", f"--target={pid}", "--net", *ours, program, "serve", str(config))
     with processes.server(argv, log, healthy=lambda: f":{port:04X} 00000000:0000 0A" in connections.read_text()):
         yield
 

@@ -18,7 +18,7 @@ set -eu
 mknod "$1/tun" c 10 200
 chmod 666 "$1/tun"
 mount --bind "$1/tun" /dev/net/tun
-exec setpriv --reuid "$2" --regid "$2" --init-groups env HOME="$1/home" XDG_RUNTIME_DIR="$1/run" "$3" --host="unix://$1/run/docker.sock"
+exec setpriv --reuid "$2" --regid "$2" --init-groups env HOME="$1/home" USER="$2" XDG_RUNTIME_DIR="$1/run" "$3" --host="unix://$1/run/docker.sock"
 """
 
 
@@ -37,8 +37,8 @@ def running(log: Path) -> Iterator[Rootless]:
     packages.need("rootlesskit", "rootlesskit", "slirp4netns", "uidmap", "fuse-overlayfs")
     place = Path(tempfile.mkdtemp(prefix="multimesh-rootless-"))
     place.chmod(0o755)
-    start = place / "docker.io/usr/share/docker.io/contrib/dockerd-rootless.sh"  # Docker's own packages may lack it
-    packages.unpack(place / "docker.io", "docker.io")
+    start = place / "docker.io/usr/share/docker.io/contrib/dockerd-rootless.sh"  # Ubuntu lacks it
+    packages.from_sid(place / "docker.io", "docker.io", suite="trixie")
     subprocess.run(packages.as_root("useradd", "--home-dir", place / "home", "--create-home", USER), check=True)
     try:
         (place / "run").mkdir()
@@ -46,7 +46,14 @@ def running(log: Path) -> Iterator[Rootless]:
         host = f"unix://{place}/run/docker.sock"
         argv = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", _AS_USER, "sh"]
         argv += [str(place), USER, str(start)]
-        with processes.server(packages.as_root(*argv), log, healthy=lambda: engine.answers(host)):
+
+        def healthy() -> bool:  # whoever runs the tests may talk to it
+            opened = subprocess.run(
+                packages.as_root("chmod", "666", place / "run" / "docker.sock"), capture_output=True
+            )
+            return opened.returncode == 0 and engine.answers(host)
+
+        with processes.server(packages.as_root(*argv), log, healthy=healthy):
             yield Rootless(host, int(subprocess.check_output(packages.as_root("cat", place / "run" / "docker.pid"))))
     finally:
         subprocess.run(packages.as_root("userdel", USER), check=True)

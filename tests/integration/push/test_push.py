@@ -21,7 +21,9 @@ from tooling.image.tags import Pushed
 
 from .conftest import ROOT, Tiny, digest_of, tooling
 
-MANIFEST, UPLOAD = "PUT .*/manifests/", "(POST|PATCH|PUT) .*/blobs/uploads/"
+MANIFEST = "PUT .*/manifests/"
+# A blob's bytes come by PATCH, and an empty PUT ends them; from an engine with containerd's store one PUT has them.
+BYTES, BLOB = "(PATCH|PUT) .*/blobs/uploads/", "PUT .*/blobs/uploads/"
 
 
 @pytest.fixture
@@ -59,10 +61,10 @@ def test_push_promote_pull_run(make_tiny, send, engine: Engine, target: Referenc
 @pytest.mark.parametrize(
     ("faults", "attempts", "told"),
     [
-        ([Fault(MANIFEST, 2, status=503)], 3, "503"),
-        ([Fault(MANIFEST, status=500), Fault(MANIFEST, status=502)], 3, "502"),
+        ([Fault(MANIFEST, 2, status=503)], 3, "503 Fault"),
+        ([Fault(MANIFEST, status=500), Fault(MANIFEST, status=502)], 3, "502 Fault"),
         ([Fault(MANIFEST, cut_after=0)], 2, "attempt 2 of 6"),
-        ([Fault(MANIFEST, status=429)], 2, "429"),
+        ([Fault(MANIFEST, status=429)], 2, "429 Fault"),
     ],
     ids=["503", "500-502", "cut-manifest", "429"],
 )
@@ -70,18 +72,20 @@ def test_passing_faults(make_tiny, send, target, faulty: FaultyProxy, capsys, fa
     faulty.faults = faults
     image = make_tiny()
     pushed = send(image, target)
-    assert faulty.count(UPLOAD.replace("(POST|PATCH|PUT)", "PATCH")) == 2  # one layer and one configuration
-    said = capsys.readouterr().err
-    assert (said.count(" of 6 in "), told in said) == (attempts - 1, True)
+    assert (faulty.count(BLOB), faulty.count(MANIFEST)) == (2, attempts)  # one layer and one configuration
+    ours = [line for line in capsys.readouterr().err.splitlines() if " of 6 in " in line]
+    assert not ours or told in ours[-1]  # an engine with containerd's store itself tries once more
     assert digest_of(target, tags.candidate(target, {}, image.id).tag) == pushed.digest
 
 
 @pytest.mark.stand_in("a registry on this machine")
-def test_reset_within_a_layer(make_tiny, send, target, faulty: FaultyProxy, capsys) -> None:
-    faulty.faults = [Fault("PATCH ", cut_after=100_000)]
-    send(make_tiny(), target)
-    assert faulty.count("PATCH ") == 3
-    assert " of 6 in " not in capsys.readouterr().err  # the engine itself tries a layer again
+def test_reset_within_a_layer(make_tiny, send, target, faulty: FaultyProxy) -> None:
+    """The engine itself tries a layer again, or we do."""
+    faulty.faults = [reset] = [Fault(BYTES, cut_after=100_000)]
+    image = make_tiny()
+    pushed = send(image, target)
+    assert reset.times == 0
+    assert digest_of(target, tags.candidate(target, {}, image.id).tag) == pushed.digest
 
 
 @pytest.mark.stand_in("a registry on this machine")
@@ -223,7 +227,7 @@ def test_failed_check_moves_nothing(make_tiny, send, engine: Engine, target: Ref
 
 
 @pytest.mark.stand_in("a registry on this machine")
-@pytest.mark.parametrize("step", ["PATCH ", "PUT .*/manifests/sha-", "PUT .*/manifests/v1"])
+@pytest.mark.parametrize("step", [BYTES, "PUT .*/manifests/sha-", "PUT .*/manifests/v1"], ids=["bytes", "sha", "v1"])
 def test_interrupted_push(
     make_tiny, engine: Engine, target: Reference, faulty: FaultyProxy, tmp_path, step: str
 ) -> None:
@@ -248,4 +252,5 @@ def test_interrupted_push(
     assert again.returncode == 0, again.stderr
     document = json.loads((tmp_path / "release.json").read_text())
     assert digest_of(target, "v1") == document["image"]["digest"]
-    assert tags.get(engine, str(target)).document["config"]["digest"] == image.id
+    # An engine with containerd's store names an image by its manifest.
+    assert image.id in (digest_of(target, "v1"), tags.get(engine, str(target)).document["config"]["digest"])
