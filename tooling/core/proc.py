@@ -139,7 +139,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
             if number in failed:
                 raise failed[number]
     except BaseException:
-        _stop(stop)
+        stop_all(stop)
         for thread in threads:
             if thread.ident:
                 thread.join(_PATIENCE_S)
@@ -152,12 +152,8 @@ def quoted(argv: Sequence[str]) -> str:
     return shortened(shlex.join(argv), 200)
 
 
-def stop_all() -> None:
-    """Stop every program that runs now and let none start; for the way out after an interrupt."""
-    _stop(_stopped)
-
-
-def _stop(which: threading.Event) -> None:
+def stop_all(which: threading.Event = _stopped) -> None:
+    """Stop every program that runs now, or those of ``which``, and let no other start, as after an interrupt."""
     with _guard:
         which.set()
         for process, stops in _running.items():

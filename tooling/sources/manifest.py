@@ -83,18 +83,9 @@ class Manifest(NamedTuple):
 class Pin(NamedTuple):
     """The pinned bytes of one component; None where no source was read that says.
 
-    Attributes
-    ----------
-    commit, root_tree
-        The upstream's commit, and the hash of its whole tree where the component is only a part of it.
-    tree
-        Git's hash of the component's tree before patches.
-    archives
-        Those that hold the same tree.
-    patches
-        In order.
-    patched_commit, patched_tree
-        What the patches must give.
+    ``commit`` is the upstream's, and ``root_tree`` the hash of its whole tree where the component is only a part of it.
+    ``tree`` is git's hash of the component before patches, which ``archives`` hold as well. ``patches`` are in their
+    order, and must give ``patched_commit`` and ``patched_tree``.
     """
 
     version: str
