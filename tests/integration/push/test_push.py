@@ -61,10 +61,10 @@ def test_push_promote_pull_run(make_tiny, send, engine: Engine, target: Referenc
 @pytest.mark.parametrize(
     ("faults", "attempts", "told"),
     [
-        ([Fault(MANIFEST, 2, status=503)], 3, "503 Fault"),
-        ([Fault(MANIFEST, status=500), Fault(MANIFEST, status=502)], 3, "502 Fault"),
+        ([Fault(MANIFEST, 2, status=503)], 3, "503"),
+        ([Fault(MANIFEST, status=500), Fault(MANIFEST, status=502)], 3, "502"),
         ([Fault(MANIFEST, cut_after=0)], 2, "attempt 2 of 6"),
-        ([Fault(MANIFEST, status=429)], 2, "429 Fault"),
+        ([Fault(MANIFEST, status=429)], 2, "429"),
     ],
     ids=["503", "500-502", "cut-manifest", "429"],
 )
@@ -74,7 +74,8 @@ def test_passing_faults(make_tiny, send, target, faulty: FaultyProxy, capsys, fa
     pushed = send(image, target)
     assert (faulty.count(BLOB), faulty.count(MANIFEST)) == (2, attempts)  # one layer and one configuration
     ours = [line for line in capsys.readouterr().err.splitlines() if " of 6 in " in line]
-    assert not ours or told in ours[-1]  # an engine with containerd's store itself tries once more
+    # An engine with containerd's store itself tries once more. The name has the case's number too.
+    assert not ours or told in ours[-1].replace(target.repository, "")
     assert digest_of(target, tags.candidate(target, {}, image.id).tag) == pushed.digest
 
 
