@@ -40,8 +40,9 @@ def run(args: argparse.Namespace) -> None:
     smoke.check_means(request.actions.validate)
     if request.actions.upload:
         from tooling.image import release, tags
-    if request.actions.upload and request.actions.promote:  # impossible tags are refused without an engine
-        tags.tags(request.spec.reference, latest=request.actions.latest, version=request.actions.release)
+
+        if request.actions.promote:  # impossible tags are refused without an engine
+            tags.tags(request.spec.reference, latest=request.actions.latest, version=request.actions.release)
     if request.actions.dry_run:
         dry_run(request)
         return

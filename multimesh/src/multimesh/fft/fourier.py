@@ -145,6 +145,7 @@ def _transform(
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise UsageError(f"{what}: chunks is a number, at least 1; got {chunks!r}")
     dims = _dims(what, x.ndim, s, axes)
+    s = None if s is None else tuple(map(int, s))
     mesh, entries = specs.find(what, x, mesh, spec)
     inverse = what in ("ifftn", "irfftn")
     at = tuple(range(x.ndim - len(dims), x.ndim)) if inverse and transposed else dims
@@ -166,10 +167,11 @@ def _transform(
 def _compiled(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
     given, made = (layout.after, layout.before) if inverse else (layout.before, layout.after)
     in_spec, out_spec = (P(*map(entry, axes)) for axes in (given, made))
-    f = functools.partial(shards.inverse if inverse else shards.forward, layout=layout)
     if layout.devices == 1:
-        f = functools.partial(shards.alone, layout=layout, inverse=inverse)
-    f = jax.shard_map(f, mesh=layout.mesh, in_specs=in_spec, out_specs=out_spec)
+        mine = functools.partial(shards.alone, layout=layout, inverse=inverse)
+    else:
+        mine = functools.partial(shards.inverse if inverse else shards.forward, layout=layout)
+    f = jax.shard_map(mine, mesh=layout.mesh, in_specs=in_spec, out_specs=out_spec)
 
     def run(x: Array) -> Array:
         missing = [-n % specs.size(layout.mesh, axes) for n, axes in zip(x.shape, given, strict=True)]
@@ -234,10 +236,12 @@ def _inverse_axes(what: str, order: list[Axes], transposed: bool) -> tuple[Axes,
     return first, second
 
 
-def _sizes(what: str, shape: list[int], s: Any, layout: Decomposition, inverse: bool) -> tuple[int, ...]:
+def _sizes(
+    what: str, shape: list[int], s: tuple[int, ...] | None, layout: Decomposition, inverse: bool
+) -> tuple[int, ...]:
     """Sizes of X, Y and Z before the transform."""
     if not (inverse and layout.real):
-        return tuple(shape if s is None else map(int, s))
+        return tuple(shape if s is None else s)
     axes = layout.second if len(shape) == 3 else layout.first
     if s is None:
         if axes:
@@ -248,10 +252,8 @@ def _sizes(what: str, shape: list[int], s: Any, layout: Decomposition, inverse: 
     half = s[-1] // 2 + 1
     padded = half + -half % specs.size(layout.mesh, axes)
     if shape[-1] not in (half, padded):
-        raise UsageError(
-            f"{what}: s={tuple(s)} needs {half} entries along the last of axes, and the array has {shape[-1]}"
-        )
-    return tuple(map(int, s))
+        raise UsageError(f"{what}: s={s} needs {half} entries along the last of axes, and the array has {shape[-1]}")
+    return s
 
 
 def fftfreq(n: int, d: float = 1.0, *, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None = None) -> Array:
