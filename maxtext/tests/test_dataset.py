@@ -169,6 +169,11 @@ def losses(folder: Path) -> list[float]:
     return [record["learning/loss"] for record in records if "learning/loss" in record]
 
 
+def evaluations(folder: Path) -> list[float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["eval/total_loss"] for record in records if "eval/total_loss" in record]
+
+
 def train(root: Path, output: Path, *words: Any) -> int:
     """Train a small model; its exit code."""
     same = ("dtype=float32", "grain_worker_count=0", "--num-steps", 6, "--output", output)
@@ -231,6 +236,23 @@ def test_processes_read_what_one_does_and_go_on_where_they_stopped(root: Path, t
     assert train(root, tmp_path / "parts", *spawned, *kept, "--num-steps", 3) in (0, 13)
     assert train(root, tmp_path / "parts", *spawned, *kept) in (0, 13)
     assert losses(tmp_path / "parts") == losses(tmp_path / "one")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.longer
+@pytest.mark.timeout(1800)
+def test_processes_evaluate_as_one_does(root: Path, tmp_path: Path, here: Path):
+    """Both readers' evaluations too: they begin anew each time, and the last batch of a pass is not whole."""
+    pattern = corpora.array_records(tmp_path, corpora.documents())
+    data = (
+        *(*grain(tmp_path, here, pattern), f"grain_eval_files={pattern}", "generate_padding_batch_eval=false"),
+        *("--pp", 2, "--eval-every", 2, "--eval-steps", 3),
+    )
+    assert train(root, tmp_path / "one", "--cpus", 2, *data) in (0, 13)
+    assert train(root, tmp_path / "two", "--spawn", "--nodes", 2, "--cpus", 1, *data) in (0, 13)
+    assert len(evaluations(tmp_path / "one")) == 3
+    assert evaluations(tmp_path / "two") == evaluations(tmp_path / "one")
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
 
 
 @pytest.mark.full

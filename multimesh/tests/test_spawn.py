@@ -28,14 +28,52 @@ def written(folder, text):
 
 @pytest.mark.multiprocess
 def test_the_processes_find_each_other(tmp_path):
-    # One write each: two processes share the pipe.
-    text = "import multimesh, sys\nsys.stdout.write(f'{multimesh.distributed.initialize()} {sys.argv[1:]}\\n')\n"
+    text = "import multimesh, sys\nprint(multimesh.distributed.initialize(), sys.argv[1:])\n"
     program = written(tmp_path, text)
     done = spawn(2, program, "--steps", "3", check=True)
     for rank in range(2):
         assert f"process {rank} of 2 on " in done.stdout
     assert done.stdout.count("found by spawn: one process per device ['--steps', '3']") == 2
     assert "secret" not in done.stderr  # each job has one
+
+
+CHATTER = """
+import os, sys
+rank = os.environ["MULTIMESH_PROCESS"]
+for number in range(300):
+    for part in ("line ", rank, " ", str(number) * 50):
+        print(part, end="", flush=True)
+    print(flush=True)
+print("half", file=sys.stderr, end="")
+"""
+
+
+@pytest.mark.parametrize("label", [False, True])
+def test_lines_of_processes_stay_whole(tmp_path, label):
+    done = spawn(3, *["--label"] * label, written(tmp_path, CHATTER), check=True)
+    for rank in range(3):
+        own = [f"{rank}: " * label + f"line {rank} {str(number) * 50}" for number in range(300)]
+        assert [line for line in done.stdout.splitlines() if f"line {rank} " in line] == own
+    assert len(done.stdout.splitlines()) == 900
+    assert sorted(done.stderr.splitlines()) == [f"{rank}: half" if label else "half" for rank in range(3)]
+
+
+def test_lines_come_when_they_are_printed_and_bars_move(tmp_path):
+    text = "import time\nprint('first')\nprint('10 %', end='\\r')\nprint('20 %', end='\\r')\ntime.sleep(600)"
+    argv = [*SPAWN, "2", "-l", written(tmp_path, text)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=CLEAN) as job:
+        found = b""
+        while not all(part in found for part in (b"0: first\n", b"1: first\n", b"0: 10 %\r", b"1: 10 %\r")):
+            found += job.stdout.read1()
+        job.terminate()
+
+
+def test_output_that_a_stranger_holds_open_does_not_hold_up_the_end(tmp_path):
+    text = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    done = spawn(2, written(tmp_path, text), check=True)
+    for pid in done.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    assert len(done.stdout.split()) == 2
 
 
 @pytest.mark.longer  # others get ten seconds to end by themselves
@@ -49,7 +87,7 @@ def test_the_first_that_fails_ends_the_others_with_its_code(tmp_path, end, code)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_its_processes(tmp_path, number):
-    text = "import os, time\nos.write(1, f'{os.getpid()}\\n'.encode())\ntime.sleep(600)"  # one write each
+    text = "import os, time\nprint(os.getpid())\ntime.sleep(600)"
     with subprocess.Popen([*SPAWN, "2", written(tmp_path, text)], stdout=subprocess.PIPE, text=True, env=CLEAN) as job:
         started = [int(job.stdout.readline()) for _ in range(2)]
         job.send_signal(number)
@@ -79,14 +117,14 @@ import sys
 from multimesh import launch
 job = launch.job_variables()
 each = [job | launch.process_variables(rank, 2) for rank in range(2)]
-code = launch.run_together([[sys.executable, sys.argv[1]]] * 2, each)
+code = launch.run_together([[sys.executable, sys.argv[1]]] * 2, each, labels=["a ", "b "])
 sys.exit(99 if "jax" in sys.modules else code)
 """
 
 
 @pytest.mark.multiprocess
 def test_a_launcher_of_ones_own_needs_no_jax(tmp_path):
-    text = "import multimesh, sys\nsys.stdout.write(f'{multimesh.distributed.initialize()}\\n')\n"
+    text = "import multimesh\nprint(multimesh.distributed.initialize(), flush=True)\n"
     argv = [sys.executable, "-c", OWN, written(tmp_path, text)]
     done = subprocess.run(argv, capture_output=True, text=True, env=CLEAN, timeout=120, check=False)
     assert done.returncode == 0, done
@@ -111,6 +149,8 @@ def test_those_that_were_started_end_where_another_cannot_start(tmp_path):
     assert time.monotonic() - begin < 30
     with pytest.raises(mm.UsageError, match="each command has variables of its own; got 2 and 1"):
         launch.run_together([waits] * 2, [{}])
+    with pytest.raises(mm.UsageError, match="each command has a label of its own; got 2 and 1"):
+        launch.run_together([waits] * 2, [{}] * 2, labels=[""])
     with pytest.raises(mm.UsageError, match=r"a command has no words: give its program first; got \[\[\]\]"):
         launch.run_together([[]], [{}])
     with pytest.raises(mm.UsageError, match=r"rank counts from 0 to processes - 1; got rank=2 of 2"):

@@ -66,10 +66,11 @@ runs lay. Needs neither devices nor JAX. maxtext/run.py --suggest does the same 
 
 _SPAWN = """\
   python -m multimesh spawn -n 4 train.py --steps 100
-  python -m multimesh spawn -n 2 examples/fft3d.py 16
+  python -m multimesh spawn -n 2 --label examples/fft3d.py 16
 
 Start a Python program several times on this machine, as the processes of one job. In each of them
-mm.distributed.initialize() finds the others; on GPUs each takes the one of its number. If one fails, all end."""
+mm.distributed.initialize() finds the others; on GPUs each takes the one of its number. If one fails, all end. The
+lines that they print stay whole."""
 
 _EXIT_CODES = """\
     0  the losses of every step agree to 1e-5
@@ -154,8 +155,11 @@ def _command(commands: Any, name: str, words: str, description: str, codes: str)
 def _add_spawn(commands: Any) -> None:
     words = "start a program as several processes of one job on this machine"
     several = _command(commands, "spawn", words, _SPAWN, _SPAWN_EXIT_CODES)
-    several.usage = "%(prog)s -n N PROGRAM [ARGUMENT ...]"
+    several.usage = "%(prog)s -n N [--label] PROGRAM [ARGUMENT ...]"
     several.add_argument("-n", "--processes", type=_positive, required=True, metavar="N", help="how many of them")
+    several.add_argument(
+        "-l", "--label", action="store_true", help="the number of its process before each line, as srun -l does"
+    )
     several.add_argument("program", metavar="PROGRAM", help="the file of a Python program")
     several.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its own arguments")
 
@@ -394,7 +398,7 @@ def main(argv: Sequence[str]) -> int:
         if options.command == "spawn":
             from multimesh.commands import spawn
 
-            return spawn.spawn([options.program, *options.arguments], options.processes)
+            return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
         found = {"demo": _demo, "forecast": _forecast, "suggest": suggest.run}[options.command](options)
         if options.json:
             print(json.dumps({**found, "exit_code": 0}))

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from multimesh.errors import MissingPartError, UsageError
 from multimesh.processes import secret
+from multimesh.processes.lines import Forwarder
 
 __all__ = ["end_with_parent", "free_port", "job_variables", "process_variables", "run_together"]
 
@@ -65,7 +66,12 @@ def process_variables(rank: int, processes: int) -> dict[str, str]:
     return {"MULTIMESH_PROCESSES": str(processes), "MULTIMESH_PROCESS": str(rank)}
 
 
-def run_together(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]]) -> int:
+def run_together(
+    commands: Sequence[Sequence[str]],
+    variables: Sequence[Mapping[str, str]],
+    *,
+    labels: Sequence[str] | None = None,
+) -> int:
     """Run commands at once, and wait for all. The first that fails ends all.
 
     The others then get 10 seconds to end by themselves; who is left gets SIGTERM, and 10 seconds later SIGKILL. An
@@ -78,6 +84,10 @@ def run_together(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[
         Words of each command, the program first.
     variables
         Environment variables of each command, besides those of this process.
+    labels
+        Text before each line that a command prints, for each command. Lines are then written whole, through this
+        process. Without labels commands write to our output themselves, as a terminal's progress bar needs it, and
+        lines that are printed at the same time may run into each other.
 
     Returns
     -------
@@ -87,18 +97,23 @@ def run_together(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[
     Raises
     ------
     UsageError
-        If there are not as many ``variables`` as ``commands``, or a command has no words.
+        If there are not as many ``variables`` or ``labels`` as ``commands``, or a command has no words.
     MissingPartError
         If a program cannot be started. Those that were started are ended.
     """
     if len(commands) != len(variables):
         raise UsageError(f"each command has variables of its own; got {len(commands)} and {len(variables)}")
+    if labels is not None and len(labels) != len(commands):
+        raise UsageError(f"each command has a label of its own; got {len(commands)} and {len(labels)}")
     if not all(commands):
         raise UsageError(f"a command has no words: give its program first; got {commands}")
     started: list[subprocess.Popen[bytes]] = []
+    output = Forwarder()
     try:
-        for command, own in zip(commands, variables, strict=True):
-            started.append(_started(command, own))
+        for number, (command, own) in enumerate(zip(commands, variables, strict=True)):
+            started.append(_start(command, own, None if labels is None else subprocess.PIPE))
+            output.add(started[-1], labels[number] if labels else "")
+        output.start()
         while None in (codes := [process.poll() for process in started]) and not any(codes):
             time.sleep(_POLL)
         code = next(filter(None, codes), 0)
@@ -113,6 +128,7 @@ def run_together(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[
             if process.poll() is None:
                 process.kill()
         _wait(started)
+        output.finish()
 
 
 def end_with_parent() -> Callable[[], None] | None:
@@ -142,9 +158,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _started(command: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], own: Mapping[str, str], pipe: int | None) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(command, env=os.environ | own, preexec_fn=end_with_parent())
+        return subprocess.Popen(command, env=os.environ | own, preexec_fn=end_with_parent(), stdout=pipe, stderr=pipe)
     except OSError as error:
         raise MissingPartError(f"{command[0]} cannot be started: {error.strerror}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,15 @@ from multimesh import launch
 from multimesh.errors import UsageError
 
 
-def spawn(program: Sequence[str], processes: int) -> int:
+def spawn(program: Sequence[str], processes: int, *, label: bool = False) -> int:
     """Start a Python program so often, each time with another number, and wait for all.
+
+    Parameters
+    ----------
+    program
+        Its file, and its arguments.
+    label
+        Whether the number of a process stands before each line that it prints.
 
     Returns
     -------
@@ -29,7 +37,11 @@ def spawn(program: Sequence[str], processes: int) -> int:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, stop)
-    job = launch.job_variables()
+    # A program that writes to a pipe would keep its lines for a while; a killed one would take them along.
+    job = {"PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"), **launch.job_variables()}
     each = [job | launch.process_variables(rank, processes) for rank in range(processes)]
-    code = launch.run_together([[sys.executable, *program]] * processes, each)
+    width = len(str(processes - 1))
+    labels = [f"{rank:{width}}: " if label else "" for rank in range(processes)]
+    commands = [[sys.executable, *program]] * processes
+    code = launch.run_together(commands, each, labels=labels if label or processes > 1 else None)
     return code if code >= 0 else 128 - code
