@@ -235,8 +235,8 @@ def dispatched(work: Work, rounds: int) -> report.Row:
     In one process a transfer is one call.
     """
     import jax
-    from multimesh.runtime import exchange
     from multimesh.runtime.actions import processes
+    from multimesh.runtime.between import exchange
     from multimesh.runtime.runner import observed
 
     step, args = work.pipeline("1f1b")

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import report
-from multimesh.processes import background
+from multimesh.checkpoints import background
 
 import multimesh as mm
 

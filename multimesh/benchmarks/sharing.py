@@ -1,7 +1,7 @@
 """What submeshes save that share compilations: CPU time to compile a step and to run it.
 
 A training step of a small transformer (adam, 1f1b) on 2 and on 4 submeshes: where every submesh has each of its
-kernels compiled, and where equal kernels are shared. `runtime.executables.shares_executables` quotes the result.
+kernels compiled, and where equal kernels are shared. `core._compat.executables.shares_executables` quotes the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def listen(event: str, duration: float, **_: Any) -> None:
 
 
 WAYS: dict[str, dict[str, Callable[..., Any]]] = {
-    "no": {"multimesh.runtime.executables.shares_executables": lambda _: False},
+    "no": {"multimesh.core._compat.executables.shares_executables": lambda _: False},
     "equal ones": {},
 }
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multimesh.core import _compat
-from multimesh.runtime import executables
+from multimesh.core._compat import executables
 
 ARRAYS, ROUNDS = 16, 300
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.processes import arrays, saving, shard_files
+from multimesh.checkpoints import saving, shard_files
+from multimesh.processes import arrays
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 

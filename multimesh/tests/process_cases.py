@@ -290,15 +290,15 @@ def uneven_compilation(seconds: str) -> None:
         time.sleep(float(seconds) * (jax.process_index() == 1))
         return whole(*args)
 
-    import multimesh.frontend.aot
+    import multimesh.calling.aot
 
-    multimesh.frontend.aot.compile_plan = slow
+    multimesh.calling.aot.compile_plan = slow
     try:
         retrace("halves")
         if jax.device_count() > 2:
             retrace("crossed")
     finally:
-        multimesh.frontend.aot.compile_plan = whole
+        multimesh.calling.aot.compile_plan = whole
 
 
 def nans(split: str) -> None:

@@ -19,7 +19,7 @@ def test_two_import_paths():
     names = {"jit", "microbatch", "register_task", "schedules", "task", "with_sharding_constraint"}
     assert names <= set(mm.__all__)
     assert set(mm.__all__) <= set(original.__all__)
-    other_forms = set(importlib.import_module("multimesh.original").__all__)  # test_original_names.py calls these
+    other_forms = set(importlib.import_module("multimesh.jax.original").__all__)  # test_original_names.py calls these
     for name in set(mm.__all__) - other_forms:
         assert getattr(original, name) is getattr(mm, name)
 

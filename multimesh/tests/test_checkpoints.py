@@ -135,9 +135,9 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 
 
 def test_without_orbax_the_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "multimesh.processes.orbax_arrays", None)
+    monkeypatch.setitem(sys.modules, "multimesh.checkpoints.orbax_arrays", None)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    monkeypatch.delitem(sys.modules, "multimesh.processes.orbax_arrays")
+    monkeypatch.delitem(sys.modules, "multimesh.checkpoints.orbax_arrays")
     with pytest.raises(mm.MultiMeshError, match=r"mm\.distributed\.orbax_handler needs a package: pip install orbax-"):
         mm.distributed.orbax_handler()
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 from multimesh.core import _compat
-from multimesh.core._compat import versions
-from multimesh.runtime import executables
+from multimesh.core._compat import executables, versions
 from pipelines import submeshes
 
 import multimesh

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from models import MLP, TRANSFORMER, Model
-from multimesh.runtime import executables
+from multimesh.core._compat import executables
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm

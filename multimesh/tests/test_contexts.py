@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, mlp_block, squared_error
 from multimesh.marking import contexts
-from multimesh.runtime import carriers
+from multimesh.runtime.between import carriers
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm

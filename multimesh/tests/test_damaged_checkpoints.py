@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.processes import agree, shard_files
+from multimesh.checkpoints import shard_files
+from multimesh.processes import agree
 from pipelines import assert_same
 from spawning import run
 

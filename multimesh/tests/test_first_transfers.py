@@ -1,18 +1,20 @@
-"""`multimesh.runtime.first_transfers`: a job whose processes cannot send each other arrays ends with a line."""
+"""`multimesh.runtime.between.first_transfers`: a job whose processes cannot send each other arrays ends with a line."""
 
 import re
 import signal
 
 import pytest
-from multimesh.runtime import first_transfers
 from multimesh.runtime.actions import Lane
+from multimesh.runtime.between import first_transfers
 from test_distributed import FULL, JOIN, START, _named, address, job  # noqa: F401 - fixtures
 
 STEP = """
 import signal, socket, threading
 import jax.numpy as jnp
 from multimesh.processes import agree, post
-from multimesh.runtime import carriers, exchange, first_transfers
+from multimesh.runtime.between import carriers
+from multimesh.runtime.between import exchange
+from multimesh.runtime.between import first_transfers
 
 front, back = (jax.sharding.Mesh(np.array([d]), "x") for d in jax.devices()[:2])
 def loss(w, x):

@@ -11,14 +11,15 @@ ROOT = Path(multimesh.__file__).parent
 FLOORS = (
     ("__main__",),
     ("commands", "jax"),
-    ("original",),
     ("__init__",),
-    ("distributed", "frontend", "launch"),
+    ("stages",),
+    ("distributed", "calling", "launch"),
     ("observe",),
     ("runtime",),
     ("passes",),
     ("marking", "plan", "planner"),
     ("schedules", "grids"),
+    ("checkpoints",),
     ("processes", "ir", "timelines", "linalg", "fft"),
     ("hardware",),
     ("core",),
@@ -26,7 +27,7 @@ FLOORS = (
 )
 """Rooms and single modules of the library, from top to bottom. Those of one floor do not know each other."""
 
-PASSES = (("pipeline",), ("verifying",), ("laying_out",), ("cutting",), ("placing",), ("reading",))
+PASSES = (("pipeline",), ("verifying",), ("planning",), ("cutting",), ("trimming",), ("placing",), ("reading",))
 
 GRAPH = imports.graph(ROOT)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import TRANSFORMER, plain
-from multimesh.frontend.parallelize import makers
+from multimesh.calling.parallelize import makers
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm

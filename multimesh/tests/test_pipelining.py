@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from models import mlp_block
-from multimesh.frontend.chains import chain_of, orders
-from multimesh.frontend.units import read
 from multimesh.schedules import LayerCosts
 from multimesh.schedules.cuts import SLACK, Chain, Need, cut_chain
+from multimesh.stages.chains import chain_of, orders
+from multimesh.stages.units import read
 from pipelines import submeshes
 from unmarked import MODELS, WIDTH, error, normal, regression
 

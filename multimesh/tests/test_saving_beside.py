@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_cases import PHASES
-from multimesh.processes import shard_files
+from multimesh.checkpoints import shard_files
 from pipelines import assert_same
 from spawning import run
 from test_checkpoints import CASES
@@ -92,7 +92,7 @@ def test_an_error_comes_up_at_the_next_call_once(tmp_path, call):
 
 BEGIN = """
 import os, sys, time, numpy as np, multimesh as mm
-from multimesh.processes import shard_files
+from multimesh.checkpoints import shard_files
 path, tree = sys.argv[1], {str(n): np.full(1000, n) for n in range(5)}
 def slowly(*args, written=shard_files._write):
     time.sleep(0.1)

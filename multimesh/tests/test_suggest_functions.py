@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from multimesh.errors import DoesNotFitError, UsageError
-from multimesh.frontend.pieces import Portion, pieces
 from multimesh.hardware.devices import device
+from multimesh.planner.pieces import Portion, pieces
 
 import multimesh as mm
 

@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from multimesh import linalg as linalg
     from multimesh import planner as planner
     from multimesh import schedules as schedules
+    from multimesh.calling.aot import Compiled as Compiled
+    from multimesh.calling.aot import Lowered as Lowered
+    from multimesh.calling.jitted import Jitted as Jitted
+    from multimesh.calling.jitted import jit as jit
+    from multimesh.calling.parallelize import parallelize as parallelize
     from multimesh.core.virtual import virtual_devices as virtual_devices
-    from multimesh.frontend.aot import Compiled as Compiled
-    from multimesh.frontend.aot import Lowered as Lowered
-    from multimesh.frontend.clusters import suggest as suggest
-    from multimesh.frontend.jitted import Jitted as Jitted
-    from multimesh.frontend.jitted import jit as jit
-    from multimesh.frontend.layers import sequential as sequential
-    from multimesh.frontend.parallelize import parallelize as parallelize
-    from multimesh.frontend.pipelining import pipeline as pipeline
     from multimesh.marking.contexts import autoshard as autoshard
     from multimesh.marking.contexts import context as context
     from multimesh.marking.contexts import enable_fast_path as enable_fast_path
@@ -44,17 +41,20 @@ if TYPE_CHECKING:
     from multimesh.observe.memory import MemoryForecast as MemoryForecast
     from multimesh.plan.instructions import Instruction as Instruction
     from multimesh.plan.plan import Plan as Plan
+    from multimesh.planner.of_functions import suggest as suggest
+    from multimesh.stages.layers import sequential as sequential
+    from multimesh.stages.pipelining import pipeline as pipeline
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "core.virtual": ("virtual_devices",),
-    "frontend.clusters": ("suggest",),
-    "frontend.jitted": ("Jitted", "jit"),
-    "frontend.layers": ("sequential",),
-    "frontend.aot": ("Compiled", "Lowered"),
-    "frontend.parallelize": ("parallelize",),
-    "frontend.pipelining": ("pipeline",),
+    "planner.of_functions": ("suggest",),
+    "calling.jitted": ("Jitted", "jit"),
+    "stages.layers": ("sequential",),
+    "calling.aot": ("Compiled", "Lowered"),
+    "calling.parallelize": ("parallelize",),
+    "stages.pipelining": ("pipeline",),
     "marking.contexts": (
         "autoshard",
         "context",

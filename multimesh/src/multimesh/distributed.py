@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from multimesh.checkpoints import background as in_background
+from multimesh.checkpoints import checkpoints, saving
 from multimesh.core import _compat
 from multimesh.errors import BusyError, DamagedError, MissingPartError, UsageError
-from multimesh.processes import background as in_background
-from multimesh.processes import checkpoints, saving
 from multimesh.processes.agree import agree_on, barrier
 from multimesh.processes.gather import gather
 from multimesh.processes.initialize import Processes, fail, initialize

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from multimesh.passes.laying_out.autoshard import autoshard
+from multimesh.passes.placing.autoshard import autoshard
 from multimesh.passes.placing.place import place
 from multimesh.passes.reading.loops import fuse, separate
 from programs import inlined, ones

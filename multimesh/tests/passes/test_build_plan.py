@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from multimesh.passes.laying_out.build_plan import build
+from multimesh.passes.planning.build_plan import build
 from programs import on, ones, pipelined, placed
 
 import multimesh as mm

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from multimesh.ir.evaluate import evaluate
-from multimesh.passes.laying_out.transposes import fold_transposes
+from multimesh.passes.planning.transposes import fold_transposes
 from programs import MESHES, names, on, placed
 
 KEY = np.random.default_rng(0)

@@ -6,7 +6,7 @@ of both.
 
 from multimesh import *  # noqa: F403
 from multimesh import __all__ as _here
-from multimesh.original import *  # noqa: F403
-from multimesh.original import __all__ as _original
+from multimesh.jax.original import *  # noqa: F403
+from multimesh.jax.original import __all__ as _original
 
 __all__ = sorted({*_here, *_original})

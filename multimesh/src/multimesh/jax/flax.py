@@ -12,10 +12,11 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, PartitionSpec
 
+from multimesh.calling.parallelize import parallelize
 from multimesh.errors import UsageError
-from multimesh.frontend.parallelize import parallelize
+from multimesh.jax import calls
+from multimesh.jax.calls import with_sharding_constraint
 from multimesh.marking.flax_modules import subclass
-from multimesh.original import calls, with_sharding_constraint
 
 __all__ = ["parallelize_step", "shard_axes", "task", "with_sharding_constraint"]
 

@@ -18,8 +18,8 @@ from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
 from multimesh.plan.timing import assembled, forecast, timed
 from multimesh.processes import agree
-from multimesh.runtime import exchange
 from multimesh.runtime.actions import processes
+from multimesh.runtime.between import exchange
 from multimesh.runtime.runner import Runner
 from multimesh.schedules import Auto
 from multimesh.timelines.timeline import Timeline
@@ -124,7 +124,7 @@ class Profile:
 
 
 def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
-    """Run a compiled plan; see `multimesh.frontend.aot.Compiled.profile`."""
+    """Run a compiled plan; see `multimesh.calling.aot.Compiled.profile`."""
     plan, several = runner.compiled.plan, agree.several()
     with exchange.turn:
         measure = Together(runner) if several else Alone(runner)

@@ -22,17 +22,17 @@ from multimesh.passes.cutting.recompute import keep_less, send_less
 from multimesh.passes.cutting.stages import number_stages
 from multimesh.passes.cutting.tables import with_table
 from multimesh.passes.cutting.unfuse import unfused
-from multimesh.passes.laying_out.autoshard import autoshard
-from multimesh.passes.laying_out.build_plan import build
-from multimesh.passes.laying_out.propagate import fix_layouts
-from multimesh.passes.laying_out.reductions import delay_reductions
-from multimesh.passes.laying_out.transposes import transposes_folded
+from multimesh.passes.placing.autoshard import autoshard
 from multimesh.passes.placing.place import place, task_meshes
 from multimesh.passes.placing.route import routed
+from multimesh.passes.planning.build_plan import build
+from multimesh.passes.planning.propagate import fix_layouts
+from multimesh.passes.planning.transposes import transposes_folded
 from multimesh.passes.reading.inline import inline
 from multimesh.passes.reading.loops import fuse, separate
-from multimesh.passes.reading.repeats import cut_repeats
 from multimesh.passes.reading.slices import slices_outside
+from multimesh.passes.trimming.reductions import delay_reductions
+from multimesh.passes.trimming.repeats import cut_repeats
 from multimesh.plan.plan import Plan
 from multimesh.schedules import Schedule
 

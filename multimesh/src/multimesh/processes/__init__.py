@@ -1,1 +1,1 @@
-"""How processes meet, agree, save and end."""
+"""How processes meet, agree, watch each other and end."""

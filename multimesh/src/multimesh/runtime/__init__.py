@@ -1,1 +1,1 @@
-"""How a plan is compiled and run: executables, transfers."""
+"""How a plan is compiled and run: kernels, the runner, transfers."""

@@ -16,13 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat, checks
+from multimesh.core._compat import executables
 from multimesh.core.progress import progress
 from multimesh.errors import MultiMeshError
 from multimesh.ir.evaluate import evaluate
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
 from multimesh.processes.arrays import here
-from multimesh.runtime import executables
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from multimesh.plan import fingerprint
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, place
 from multimesh.processes.initialize import begin_step, count_step
-from multimesh.runtime import exchange
 from multimesh.runtime.actions import Action, owner, processes
+from multimesh.runtime.between import exchange
 from multimesh.runtime.compile import CompiledPlan
 from multimesh.runtime.runner import Runner, is_placed
 from multimesh.runtime.transport import Call, put

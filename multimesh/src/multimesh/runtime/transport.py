@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from multimesh.core import _compat
+from multimesh.core._compat import executables
 from multimesh.processes.arrays import here
-from multimesh.runtime import executables
 
 Call = Callable[..., Sequence[Any]]
 

@@ -19,7 +19,7 @@ from multimesh.errors import MultiMeshError
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_zero, known, reorders
 from multimesh.ir.program import LoopMark
-from multimesh.passes.reading.repeats import live_with_originals
+from multimesh.passes.reading.twins import live_with_originals
 
 
 def from_scan(

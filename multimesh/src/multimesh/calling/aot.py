@@ -1,0 +1,282 @@
+"""Ahead of time: a traced, lowered or compiled function, as in ``jax.stages``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multimesh.calling.arguments import abstract
+from multimesh.core import _compat, checks
+from multimesh.core.specs import stripped
+from multimesh.errors import UsageError
+from multimesh.marking.tracing import uncollected
+from multimesh.observe import collectives
+from multimesh.observe.memory import MemoryForecast, forecast
+from multimesh.observe.profile import Profile, profile
+from multimesh.passes import pipeline
+from multimesh.passes.pipeline import Pass, Traced
+from multimesh.plan import fingerprint
+from multimesh.plan.plan import Plan
+from multimesh.processes import agree
+from multimesh.runtime.actions import processes
+from multimesh.runtime.compile import CompiledPlan, compile_plan
+from multimesh.runtime.part_runner import PartRunner
+from multimesh.runtime.runner import Runner
+
+
+def not_exported(name: str) -> UsageError:
+    """The error of an export: it would have to be one program."""
+    return UsageError(
+        f"{name}: jax.export writes one program, and this function runs as several kernels, which send each other "
+        "arrays; export its parts under jax.jit, or let jax.config.jax_compilation_cache_dir keep what is compiled"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class TracedFunction:
+    """A traced function, before it is partitioned."""
+
+    fun_name: str
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+    lower: Callable[..., Lowered]
+
+    @property
+    def out_info(self) -> Any:
+        """The result with a ``jax.ShapeDtypeStruct`` for each array."""
+        return jax.tree.unflatten(self.out_tree, map(_compat.shape_of, self.jaxpr.out_avals))
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A partitioned function, before compilation; ``names`` are those of the argument leaves in messages."""
+
+    plan: Plan
+    traced: Traced
+    out_tree: Any
+    in_tree: Any = None
+    names: tuple[str, ...] = ()
+    out_kinds: Mapping[int, str] = dataclasses.field(default_factory=dict)  # result leaf to a kind of memory
+    name: str = ""
+
+    @property
+    def input_shardings(self) -> tuple[NamedSharding | None, ...]:
+        """Submesh and layout of each argument leaf; None if no operation reads it.
+
+        Several submeshes may read it. The one that makes its replacement counts, or else the first.
+        """
+        plan = self.plan
+        made_on = {
+            plan.like[slot]: plan.slots[slot].submesh
+            for kind, slot in plan.outputs
+            if kind == "slot" and slot in plan.like
+        }
+        homes: dict[int, int] = {}
+        for arg, slot in plan.inputs:
+            if arg not in homes or plan.slots[slot].submesh == made_on.get((arg,)):
+                homes[arg] = slot
+        return tuple(plan.layouts[homes[arg]] if arg in homes else None for arg in range(len(self.traced.specs)))
+
+    def passes(self) -> tuple[Pass, ...]:
+        """Run the passes again, and return the result of each, with its ``name``. ``str`` of it is its dump.
+
+        The first made programs, the next parts of them, and the last ones the plan.
+        """
+        return tuple(pipeline.run(self.traced))
+
+    def memory_forecast(self) -> tuple[MemoryForecast, ...]:
+        """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
+
+        They follow from the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as an
+        estimate of what XLA decides. See `MemoryForecast`; there is one per submesh, in the order of
+        ``plan.submeshes``.
+        """
+        with uncollected():
+            return forecast(self.plan)
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
+        """Compile every kernel, several at a time. The options are passed on to XLA."""
+        with _compat.without_mesh():
+            if not agree.several():
+                return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))
+            spans = len(frozenset().union(*processes(self.plan))) > 1
+            number = agree.agree_on_plan(self.name, fingerprint.Lines(self.plan)) if spans else None
+            compiled = compile_plan(self.plan, compiler_options)
+            return Compiled(self, PartRunner(compiled, self.names, self.name, number))
+
+    def export(self, *_: Any, **__: Any) -> Any:
+        """Raise `UsageError`: a plan can't be exported."""
+        raise not_exported(self.name)
+
+    def as_text(self) -> str:
+        """The plan, then the operations of each kernel."""
+        kernels = self.plan.kernels
+        parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
+        return "\n\n".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled function. Call it with arguments of the types that it was lowered for."""
+
+    lowered: Lowered
+    runner: Runner
+
+    @property
+    def compiled_plan(self) -> CompiledPlan:
+        """The executables and layouts."""
+        return self.runner.compiled
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.runner.compiled.plan
+
+    @property
+    def in_tree(self) -> Any:
+        """Tree of ``(args, kwargs)``, without static ones. Only keyword-only arguments are in ``kwargs``."""
+        return self.lowered.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """Tree of the result."""
+        return self.lowered.out_tree
+
+    @property
+    def input_shardings(self) -> Any:
+        """Submesh and layout of each argument, as ``(args, kwargs)``; None if no operation reads it."""
+        return jax.tree.unflatten(self.in_tree, self.lowered.input_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """Submesh and layout of each result; None for an argument or constant that no operation made."""
+        layouts, moved = self.plan.layouts, self._moved
+        made = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
+        return jax.tree.unflatten(self.out_tree, made)
+
+    @functools.cached_property
+    def _moved(self) -> dict[int, NamedSharding]:
+        """Results that the plan does not leave where ``out_shardings`` wants them, and the wanted layout."""
+        moved = {}
+        for position in {*self.lowered.traced.out_specs, *self.lowered.out_kinds}:
+            kind, slot = self.plan.outputs[position]
+            spec, memory = self.lowered.traced.out_specs.get(position), self.lowered.out_kinds.get(position)
+            layout = self.plan.layouts[slot] if kind == "slot" else None
+            want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], stripped(spec or PartitionSpec()))
+            want = want if memory is None else want.with_memory_kind(memory)
+            if layout is None or want != NamedSharding(
+                layout.mesh, stripped(layout.spec), memory_kind=layout.memory_kind
+            ):
+                moved[position] = want
+        return moved
+
+    def as_text(self) -> str:
+        """The plan, then the optimized HLO of each kernel."""
+        programs = zip(self.plan.kernels, self.compiled_plan.executables, strict=True)
+        texts = (f"kernel {k.name}:\n{p.as_text() if p else 'of other processes'}" for k, p in programs)
+        return "\n\n".join([str(self.plan), *texts])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, with its arguments except for static ones."""
+        return self.run_flat(self._leaves(args, kwargs))
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self.lowered.in_tree:
+            raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
+        for name, aval, leaf in zip(self.lowered.names, self.lowered.traced.closed.in_avals, leaves, strict=True):
+            shape, dtype, _ = abstract(leaf)
+            if (shape, dtype) != (aval.shape, aval.dtype):
+                raise UsageError(
+                    f"compiled for {name} of type {aval.dtype}{[*aval.shape]}, called with {dtype}{[*shape]}; compile "
+                    "for this type too, or call the function that multimesh.jit returned"
+                )
+        return leaves
+
+    def run_flat(self, leaves: Sequence[Any]) -> Any:
+        """Run on the flat list of non-static argument leaves."""
+        with _compat.without_mesh(concrete_only=True):
+            return jax.tree.unflatten(self.lowered.out_tree, self.runner(leaves, self._moved))
+
+    def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
+        """Measure a call: run each kernel and each transfer alone, once to warm up, then ``repeats`` times.
+
+        It takes the arguments of a call. They stay valid, since donated ones are copied. Peak memory is that of a call
+        and one more copy of the arguments. All processes of a plan call it: each measures its kernels and what it
+        receives while the others measure theirs. All get one result, on the clock of process 0.
+
+        Returns
+        -------
+        Profile
+            Prints as a table of measured against forecast times, in seconds. Has both as timelines, and the ``costs``.
+        """
+        repeats = checks.whole("profile: repeats", repeats, 1)
+        leaves = self._leaves(args, kwargs)
+        with _compat.without_mesh(concrete_only=True):
+            return profile(self.runner, leaves, repeats)
+
+    def memory_analysis(self) -> tuple[dict[str, int], ...]:
+        """Bytes per submesh, of whole arrays.
+
+        Each entry has ``arguments``, ``results``, ``intermediates`` (alive at the peak), and ``scratch`` of the largest
+        kernel that this process compiled.
+        """
+        plan = self.plan
+        peaks = plan.peak_bytes()
+        given = {slot for _, slot in plan.inputs}
+        results = {value for kind, value in plan.outputs if kind == "slot"}
+        scratch = [0] * len(plan.submeshes)
+        for kernel, program in zip(plan.kernels, self.compiled_plan.executables, strict=True):
+            stats = program.memory_analysis() if program is not None else None
+            if stats is not None:
+                size = stats.temp_size_in_bytes * plan.submeshes[kernel.submesh].size
+                scratch[kernel.submesh] = max(scratch[kernel.submesh], size)
+        return tuple(
+            {
+                "arguments": sum(plan.slots[s].nbytes for s in given if plan.slots[s].submesh == i),
+                "results": sum(plan.slots[s].nbytes for s in results if plan.slots[s].submesh == i),
+                "intermediates": peaks[i],
+                "scratch": scratch[i],
+            }
+            for i in range(len(plan.submeshes))
+        )
+
+    def cost_analysis(self) -> tuple[dict[str, float], ...]:
+        """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them.
+
+        ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"`` and ``"collective-permute"`` are the
+        bytes that these collectives make on a device.
+        """
+        plan = self.plan
+        totals = [dict.fromkeys(("flops", "bytes accessed", *collectives.KINDS), 0.0) for _ in plan.submeshes]
+        costs = [
+            {**(program.cost_analysis() or {}), **collectives.collective_bytes(program.as_text() or "")}
+            if program
+            else {}
+            for program in self.compiled_plan.executables
+        ]
+        for run in plan.runs:
+            for key in totals[run.submesh]:
+                totals[run.submesh][key] += float(costs[run.kernel].get(key, 0.0))
+        return tuple(totals)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """A compiled function without tasks, as of ``jax.jit``. If tasks are ignored, it runs on ``gather``."""
+
+    jitted: Any
+    gather: jax.Device | None = None
+
+    def run_flat(self, leaves: Sequence[Any]) -> Any:
+        """Run on the flat list of non-static argument leaves."""
+        if self.gather is not None and len({frozenset(x.devices()) for x in leaves if isinstance(x, jax.Array)}) > 1:
+            leaves = jax.device_put(list(leaves), self.gather)
+        return self.jitted(*leaves)

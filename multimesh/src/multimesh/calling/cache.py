@@ -1,0 +1,79 @@
+"""Keeps traces and compiled functions by signature, and the last arguments of a function."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multimesh.calling.arguments import Signature
+from multimesh.core.specs import stripped
+
+
+@dataclass(frozen=True, eq=False)
+class Recent:
+    """The arguments of the last call. If the next ones are alike, they need no new signature."""
+
+    tree: Any
+    static: tuple[Any, ...]
+    context: Any
+    traits: tuple[Any, ...]
+    compiled: Any
+
+    def fits(self, leaves: Sequence[Any], tree: Any, static: tuple[Any, ...], context: Any) -> bool:
+        """Whether a call has the same types, layouts and static arguments. Layouts are compared by identity."""
+        if tree != self.tree or static != self.static or context != self.context:
+            return False
+        for leaf, (kind, sharding, shape, dtype, weak) in zip(leaves, self.traits, strict=True):
+            if type(leaf) is not kind or leaf.shape != shape or leaf.dtype != dtype:
+                return False
+            if sharding is not None and (leaf.sharding is not sharding or getattr(leaf, "weak_type", False) != weak):
+                return False
+        return True
+
+
+def traits(leaf: Any) -> tuple[Any, ...]:
+    """The properties that `Recent` compares. A leaf that is no JAX or NumPy array never fits."""
+    if isinstance(leaf, jax.Array):
+        return type(leaf), leaf.sharding, leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+    return (np.ndarray if type(leaf) is np.ndarray else None, None, np.shape(leaf), getattr(leaf, "dtype", None), False)
+
+
+@dataclass(eq=False)
+class Cache:
+    """The cache of one function under one set of ``jit`` arguments. It never refers to the function."""
+
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    traced: dict[Any, Any] = field(default_factory=dict)
+    recent: Recent | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self.lock:
+            self.compiled.clear()
+            self.traced.clear()
+            self.recent = None
+
+
+def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None:
+    """Find a function that was compiled for the same signature before its layouts were derived.
+
+    The arguments now have the layouts that were derived for them then.
+    """
+    for other, compiled in known.items():
+        lowered = getattr(compiled, "lowered", None)
+        if lowered is not None and replace(other, specs=signature.specs) == signature:
+            shardings = lowered.input_shardings
+            if all(map(_agree, signature.specs, other.specs, shardings)):
+                return compiled
+    return None
+
+
+def _agree(now: PartitionSpec | None, then: PartitionSpec | None, sharding: NamedSharding | None) -> bool:
+    return now == then or (then is None and sharding is not None and now == stripped(sharding.spec))

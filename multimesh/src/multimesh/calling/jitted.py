@@ -1,0 +1,425 @@
+"""``multimesh.jit``: trace once, partition, compile, run."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multimesh import ir
+from multimesh.calling.aot import Compiled, Lowered, Plain, TracedFunction, not_exported
+from multimesh.calling.arguments import (
+    Given,
+    Parameters,
+    Signature,
+    abstract,
+    is_sharding,
+    leaf_names,
+    memory_kinds,
+    per_leaf,
+    replaced,
+    spec_of,
+)
+from multimesh.calling.auto_schedule import Made, fitted
+from multimesh.calling.cache import Cache, Recent, matching, traits
+from multimesh.calling.transforms import Call
+from multimesh.core import _compat, checks
+from multimesh.core.specs import axis_names, check_fits, stripped
+from multimesh.core.submesh import describe
+from multimesh.core.text import amount
+from multimesh.core.weak_cache import kept, weak
+from multimesh.errors import MultiMeshError, UsageError
+from multimesh.ir.program import all_ops, has_tasks
+from multimesh.marking import contexts, registrations
+from multimesh.marking.contexts import Options
+from multimesh.marking.flax_modules import unchanged
+from multimesh.marking.tracing import jit_is_known, partitioning, recorded, uncollected
+from multimesh.passes import pipeline
+from multimesh.passes.pipeline import Traced
+from multimesh.passes.placing.owners import held
+from multimesh.plan.idle import idle_axes
+from multimesh.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from multimesh.observe.profile import Profile
+
+
+class _Context(NamedTuple):
+    """What a trace depends on besides the arguments."""
+
+    options: Options
+    registrations: tuple[registrations.Registration, ...]
+    jax: Any
+
+
+def _home(leaves: Iterable[Any]) -> Mesh | None:
+    """The mesh of the arguments, for a function without tasks; None if they have none or several."""
+    meshes = {s.mesh for s in (getattr(leaf, "sharding", None) for leaf in leaves) if isinstance(s, NamedSharding)}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+class _CapturesError(MultiMeshError):
+    """The arguments are arrays, but the function captures a value of a ``jax.grad`` or ``jax.vmap`` around it."""
+
+
+class Jitted:
+    """A function that `jit` returned; call it like the function itself."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        parameters: Parameters | None = None,
+        in_shardings: Any = None,
+        out_shardings: Any = None,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        autoshard: bool = False,
+    ):
+        jit_is_known()
+        self._fn = fn
+        self._autoshard = autoshard
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._parameters = parameters or Parameters(fn)
+        self._in_shardings, self._out_shardings = in_shardings, out_shardings
+        self._devices = tuple(devices) if devices is not None else None
+        layouts = jax.tree.flatten((in_shardings, out_shardings), is_leaf=is_sharding)
+        key = (self._parameters.key, tuple(layouts[0]), layouts[1], self._devices, autoshard)
+        self._cache = kept(fn, key, Cache)
+        functools.update_wrapper(self, fn, updated=())
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """The bound method, if the function is a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function. New types, layouts or static arguments trace and compile it first."""
+        if jax.config.jax_disable_jit:
+            args, kwargs = jax.tree.map(self._on_one_device, (args, kwargs))
+            return self._fn(*args, **kwargs)
+        given = self._parameters.given(args, kwargs)
+        leaves, tree = jax.tree.flatten(given.dynamic)
+        if not _compat.eager() or any(map(_compat.is_tracer, leaves)):
+            return self._fn(*args, **kwargs) if recorded() else self._transformed(given, leaves, tree)
+        recent, key, context = self._cache.recent, given.key, self._context()
+        if recent is not None and recent.fits(leaves, tree, key, context):
+            return recent.compiled.run_flat(leaves)
+        try:
+            compiled = self._compiled(given, self._signature(leaves, tree, given))
+        except _CapturesError:
+            return self._transformed(given, leaves, tree)
+        self._cache.recent = Recent(tree, key, context, tuple(map(traits, leaves)), compiled)
+        return compiled.run_flat(leaves)
+
+    def _on_one_device(self, x: Any) -> Any:
+        """Move an argument to one device, for ``jax.disable_jit``: there each operation runs by itself."""
+        if not isinstance(x, jax.Array) or _compat.is_tracer(x):
+            return x
+        return jax.device_put(x, (self._devices or jax.devices())[0])
+
+    def _transformed(self, given: Given, leaves: Sequence[Any], tree: Any) -> Any:
+        """Handle a call under ``jax.grad``, ``jax.vmap`` and the like: bind a primitive that runs as a plan."""
+        call, captured, out_tree = self._traced(given, leaves, tree)
+        arrays = [x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x) for x in (*captured, *leaves)]
+        return jax.tree.unflatten(out_tree, call(*arrays))
+
+    def _traced(self, given: Given, leaves: Sequence[Any], tree: Any) -> tuple[Call, list[Any], Any]:
+        """Trace: the call, the values that it captures from an enclosing transformation, the tree of its result."""
+        signature = replace(self._signature(leaves, tree, given), specs=())
+        if signature in self._cache.traced:
+            return self._cache.traced[signature]
+        flat, structs = self._flat(given, signature)
+        with _compat.devices_free(), _compat.traced_as(lambda: self._name):
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+            closed, captured = _compat.hoisted(closed)
+        alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
+        made = Call(closed, alike), captured, jax.tree.structure(shapes)
+        if not captured:
+            self._cache.traced[signature] = made
+        return made
+
+    def _compiled(self, given: Given, signature: Signature) -> Compiled | Plain:
+        known = self._cache.compiled
+        if signature in known:
+            return known[signature]
+        with self._cache.lock:
+            compiled = known.get(signature)
+            if compiled is None and signature.context.options.autoshard:
+                compiled = matching(signature, known)
+            if compiled is None:
+                with uncollected():
+                    lowered = self._lower(given, signature)
+                compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
+            known[signature] = compiled
+            return compiled
+
+    def _context(self) -> _Context:
+        options = contexts.current()
+        if self._autoshard:
+            options = contexts.autosharded(options)
+        return _Context(options, registrations.in_force(), _compat.trace_context())
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
+        given = self._parameters.given(args, kwargs)
+        with uncollected():
+            lowered = self._lower(given, self._signature_of(given))
+        if isinstance(lowered, Plain):
+            raise self._without_tasks()
+        return lowered
+
+    def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
+        """Trace for these arguments; ``lower()`` of the result partitions."""
+        given = self._parameters.given(args, kwargs)
+        call, _, out_tree = self._traced(given, *jax.tree.flatten(given.dynamic))
+
+        def lower(**options: Any) -> Lowered:
+            if options:  # of jax.export
+                raise not_exported(self._name)
+            return self.lower(*args, **kwargs)
+
+        return TracedFunction(self._name, call.closed, jax.tree.structure(given.trees()), out_tree, lower)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result with a ``jax.ShapeDtypeStruct`` for each array; nothing is partitioned, compiled or run."""
+        return self.trace(*args, **kwargs).out_info
+
+    def clear_cache(self) -> None:
+        """Forget all traces and compiled functions, as ``clear_cache`` of ``jax.jit`` does."""
+        self._cache.clear()
+
+    def _without_tasks(self) -> MultiMeshError:
+        if contexts.ignoring():
+            return MultiMeshError(f"{self._name}: tasks are ignored under ignore_transforms; leave it for a plan")
+        return MultiMeshError(f"{self._name}: nothing in this function is a task; wrap parts of it in multimesh.task")
+
+    @property
+    def compiled(self) -> tuple[Compiled | Plain, ...]:
+        """The compiled functions so far, one for each signature."""
+        return tuple(self._cache.compiled.values())
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments; nothing is compiled or run."""
+        return self.lower(*args, **kwargs).plan
+
+    def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
+        """`Compiled.profile` for these arguments; compiles unless a call already did."""
+        positional, named = self._parameters.given(args, kwargs).trees()
+        return self._planned(*args, **kwargs).profile(*positional, repeats=repeats, **named)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Compiled | Plain:
+        """Compile for these arguments (arrays or ``jax.ShapeDtypeStruct``), so that a call need not."""
+        given = self._parameters.given(args, kwargs)
+        return self._compiled(given, self._signature_of(given))
+
+    def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
+        """`Compiled.memory_analysis` for these arguments; compiles unless a call already did."""
+        return self._planned(*args, **kwargs).memory_analysis()
+
+    def cost_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, float], ...]:
+        """`Compiled.cost_analysis` for these arguments; compiles unless a call already did."""
+        return self._planned(*args, **kwargs).cost_analysis()
+
+    def _planned(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compile a function with tasks, as `prepare` does."""
+        compiled = self.prepare(*args, **kwargs)
+        if isinstance(compiled, Plain):
+            raise self._without_tasks()
+        return compiled
+
+    def _signature_of(self, given: Given) -> Signature:
+        leaves, tree = jax.tree.flatten(given.dynamic)
+        return self._signature(leaves, tree, given)
+
+    def _signature(self, leaves: Sequence[Any], tree: Any, given: Given) -> Signature:
+        avals = tuple(map(abstract, leaves))
+        context = self._context()
+        specs = [spec_of(leaf, or_none=context.options.autoshard) for leaf in leaves]
+        if self._in_shardings is not None:
+            if given.names:
+                raise UsageError(f"{self._name}: in_shardings can't say where {given.names[0]}= is; drop one of them")
+            layouts = per_leaf(self._in_shardings, tree, "in_shardings")
+            specs = [spec if g is None else stripped(g) for spec, g in zip(specs, layouts, strict=True)]
+        home = None if context.options.enable_fast_path else _home(leaves)
+        return Signature(tree, avals, tuple(specs), given.key, context, home)
+
+    def _flat(self, given: Given, signature: Signature) -> tuple[Callable[..., Any], list[Any]]:
+        """Return the function of flat leaves, and their types."""
+        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals]
+        call = given.caller(weak(self._fn))
+
+        def flat(*leaves: Any) -> Any:
+            args = jax.tree.unflatten(signature.tree, leaves)
+            with partitioning(), unchanged(lambda: self._name, args):
+                return call(args)
+
+        return flat, structs
+
+    def _lower(self, given: Given, signature: Signature) -> Lowered | Plain:
+        flat, structs = self._flat(given, signature)
+        donated = given.donated_leaves(signature.tree)
+        options: Options = signature.context.options
+        devices = self._devices or tuple(jax.devices())
+        if options.ignore_transforms:
+            return Plain(jax.jit(flat, donate_argnums=tuple(donated)), devices[0])
+        with _compat.devices_free(), _compat.traced_as(lambda: self._name):
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+        if any(map(_compat.is_tracer, closed.consts)):
+            raise _CapturesError(f"{self._name}: captures a value of an enclosing transformation")
+        out_tree = jax.tree.structure(shapes)
+        parameters = self._parameters.names(given)
+        alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated, parameters)
+        home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
+        results = per_leaf(self._out_shardings, out_tree, "out_shardings")
+        out_specs = {i: spec for i, spec in enumerate(results) if spec is not None}
+        traced = Traced(closed, devices, options, home, signature.specs, donated, alike, out_specs)
+        stages = pipeline.run(traced)
+        if not has_tasks(next(stages).made) and options.enable_fast_path:
+            if self._in_shardings is not None or self._out_shardings is not None:
+                raise MultiMeshError(
+                    f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no "
+                    "submesh; use jax.jit"
+                )
+            return Plain(jax.jit(flat, donate_argnums=tuple(donated)))
+        fit = fitted(Made(traced, {stage.name: stage for stage in stages}))
+        traced, plan = fit.traced, fit.plan
+        self._check_devices(fit.passes["reductions"].made)
+        names = leaf_names(signature.tree, parameters)
+        self._tell_held(fit.passes["place"].made, names)
+        _tell_idle(plan)
+        self._check_layouts(plan, names, per_leaf(self._in_shardings, signature.tree, "in_shardings"), out_specs)
+        return Lowered(
+            plan,
+            traced,
+            out_tree,
+            jax.tree.structure(given.trees()),
+            names,
+            memory_kinds(self._out_shardings, out_tree, "out_shardings"),
+            self._name,
+        )
+
+    def _tell_held(self, program: ir.Program, names: Sequence[str]) -> None:
+        """Warn of arguments that an operation outside of tasks places on one more submesh."""
+        for argument, meshes, op in held(program):
+            size = amount(program.inputs[argument].nbytes, "bytes")
+            warnings.warn(
+                f"{_compat.user_line(op.source)}: {names[argument]} ({size}) lies on {len(meshes)} submeshes: outside "
+                f"of tasks, {op.prim.name} reads it on {describe(meshes[-1])} too; make that part of a task on the "
+                "submesh that it belongs to",
+                stacklevel=2,
+            )
+
+    def _check_layouts(
+        self, plan: Plan, names: Sequence[str], given: Sequence[PartitionSpec | None], out: Mapping[int, PartitionSpec]
+    ) -> None:
+        """Refuse a given layout if no submesh has its axes, or if the array can't have it there."""
+        known = {axis for mesh in plan.submeshes for axis in mesh.axis_names}
+        for spec in filter(None, (*given, *out.values())):
+            missing = set(axis_names(spec)) - known
+            if missing:
+                raise UsageError(
+                    f"{self._name}: in_shardings or out_shardings name axis {min(missing)!r}, which no "
+                    f"submesh has; axes are {sorted(known)}"
+                )
+        asked = [(f"in_shardings: {names[n]}", given[n], slot) for n, slot in plan.inputs if n < len(given)]
+        made = {n: slot for n, (kind, slot) in enumerate(plan.outputs) if kind == "slot"}
+        asked += [(f"out_shardings: result {n}", out[n], made[n]) for n in out if n in made]
+        for what, spec, slot in asked:
+            if spec is not None:
+                check_fits(f"{self._name}: {what}", plan.slots[slot].shape, spec, plan.layouts[slot].mesh)
+
+    def _check_devices(self, program: ir.Program) -> None:
+        if self._devices is None:
+            return
+        known = set(self._devices)
+        for op in all_ops(program):
+            if op.task is not None and not known.issuperset(op.task.mesh.devices.flat):
+                raise UsageError(
+                    f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that are not among "
+                    "jit(devices=...)"
+                )
+
+
+def _tell_idle(plan: Plan) -> None:
+    """Warn of axes of submeshes along which nothing is laid out."""
+    found = list(idle_axes(plan))
+    if found:
+        submesh, axis, op = found[0]
+        more = f", nor do {len(found) - 1} more axes of submeshes" if len(found) > 1 else ""
+        warnings.warn(
+            f"{_compat.user_line(op.source)}: axis {axis!r} of submesh {describe(plan.submeshes[submesh])} shards "
+            f"nothing{more}: its devices all compute the same; lay out an argument along it, as jax.device_put(x, "
+            "NamedSharding(mesh, P(axis))), or a value in a task by with_sharding_constraint",
+            stacklevel=2,
+        )
+
+
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Any:
+    """Compile a function whose tasks run on different submeshes.
+
+    The function is traced once per signature (types, layouts, static arguments) and cut into kernels, one per submesh
+    and stage. A call runs these kernels in the order of the plan, and sends arrays between the submeshes. Results stay
+    on the submesh that made them.
+
+    Parameters
+    ----------
+    fn
+        The function. Without it, ``jit`` is a decorator with options.
+    donate_argnums, donate_argnames
+        Arguments whose buffers the call may reuse, by number or name. They can't be used after the call.
+    static_argnums, static_argnames
+        Arguments that are Python values, hashed into the signature, by number or name. It does not matter whether the
+        call passes them by position or by name.
+    in_shardings, out_shardings
+        Pytree prefixes of ``NamedSharding``, ``PartitionSpec`` or None: the layout of arguments and results on their
+        submesh. By default arguments keep theirs, and new parameters take that of the old. A result is placed in the
+        memory kind that its ``NamedSharding`` names.
+    devices
+        The devices that tasks may use and that `register_task` callbacks count; by default all.
+
+    Returns
+    -------
+    Jitted
+        Called like ``fn``, also as a method. It has the methods of ``jax.jit`` (``lower(*args).compile()``,
+        ``trace(*args)``, ``eval_shape(*args)``, ``clear_cache()``), ``plan(*args)``, ``profile(*args)``,
+        ``memory_analysis(*args)`` and ``cost_analysis(*args)``. Compiled functions belong to ``fn``: another ``jit`` of
+        it finds them. Under ``jax.grad``, ``jax.vmap``, ``jax.jvp`` and ``jax.linearize`` it runs as plans too. Inside
+        of ``jax.jit`` or ``lax.scan`` it is ``fn`` itself.
+
+    Raises
+    ------
+    MultiMeshError
+        If the function can't be partitioned; names the user's line.
+    """
+    options = {"in_shardings": in_shardings, "out_shardings": out_shardings, "devices": devices}
+    static, donate = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
+
+    def jitted(fn: Callable[..., Any]) -> Jitted:
+        if not callable(fn):
+            raise UsageError(f"jit: expected a callable, got {type(fn).__name__}")
+        wanted = "a sequence of jax devices"
+        if devices is not None and not all(
+            isinstance(d, jax.Device) for d in checks.many("jit: devices", devices, wanted)
+        ):
+            raise checks.refuse("jit: devices", wanted, devices)
+        return Jitted(fn, Parameters(fn, static, donate), **options)
+
+    return jitted if fn is None else jitted(fn)

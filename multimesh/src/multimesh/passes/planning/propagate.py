@@ -1,0 +1,309 @@
+"""Fixes the layout of every slot of a plan before anything is compiled.
+
+Arguments, results and what replaces arguments have the layout that was asked for. Elsewhere a result takes the axes of
+its operands (`primitives.links`) in the order of the plan; what is still open takes those of its readers. Layouts never
+change a result: a missed link costs time or memory only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.core.specs import Axes, decided, entry, size, stripped
+from multimesh.ir.axes import Array, Dimension, constraint, join, spread
+from multimesh.ir.primitives import links
+from multimesh.plan.instructions import Kernel, Run, Send
+from multimesh.plan.plan import Plan
+
+Known = Mapping[ir.Value, tuple[Axes, ...]]
+"""For each dimension of values the axes of the mesh that it is divided over; axes of size one are left out."""
+
+_PARTS = frozenset(("slice", "split", "dynamic_slice", "pad", "concatenate"))
+"""Operations whose results have other sizes: the compiler divides what is left of a divided dimension too."""
+
+
+def ways(axes: Iterable[Axes], mesh: Mesh) -> int:
+    """Into how many parts an array is divided."""
+    return size(mesh, tuple(itertools.chain(*axes)))
+
+
+def fix_layouts(
+    plan: Plan,
+    specs: Sequence[PartitionSpec | None],
+    out_specs: Mapping[int, PartitionSpec],
+) -> tuple[NamedSharding, ...]:
+    """Layout of every slot, from the specs of argument leaves and those that result leaves must have.
+
+    An argument has its spec on each submesh that reads it; None is what was derived for it there, or else replicated.
+    """
+    pinned = _pinned(plan, specs, out_specs)
+    slots = _Slots(plan, pinned)
+    found = []
+    for number, slot in enumerate(plan.slots):
+        spec = stripped(PartitionSpec(*map(entry, slots.array[number].divided)))
+        layout = pinned.get(number) or NamedSharding(plan.submeshes[slot.submesh], spec)
+        kind = slots.memory_kinds.get(number)
+        found.append(layout if kind is None else layout.with_memory_kind(kind))
+    return tuple(found)
+
+
+def kernel_axes(plan: Plan) -> tuple[dict[int, Known], Mapping[ir.Op, Inner]]:
+    """Axes of the values of every kernel, and the jaxprs that their operations run."""
+    slots = _Slots(plan, dict(enumerate(plan.layouts)))
+    return {k: {v: array.divided for v, array in env.items()} for k, env in slots.values.items()}, slots.bodies
+
+
+def _pinned(
+    plan: Plan,
+    specs: Sequence[PartitionSpec | None],
+    out_specs: Mapping[int, PartitionSpec],
+) -> dict[int, NamedSharding]:
+    """Slots whose layout does not follow from the data."""
+
+    def given(arg: int, slot: int) -> PartitionSpec:
+        spec = plan.derived.get((arg, plan.slots[slot].submesh), specs[arg])
+        return PartitionSpec() if spec is None else spec
+
+    pinned = {slot: plan.layout(slot, given(arg, slot)) for arg, slot in plan.inputs}
+    pinned |= {slot: plan.layout(slot, PartitionSpec()) for _, slot in plan.constants}
+    fixed = set(pinned)
+    zeros = {k for k, kernel in enumerate(plan.kernels) if kernel.make == "zeros"}
+    sums = {slot for run in plan.runs if run.kernel in zeros for slot in run.outs}
+    pinned |= {slot: plan.layout(slot, PartitionSpec()) for slot in sums}
+    for slot, args in plan.like.items():
+        agreed = {plan.layout(slot, spec) for spec in {given(arg, slot) for arg in args} or {PartitionSpec()}}
+        if len(agreed) == 1 and slot not in fixed:
+            pinned[slot] = agreed.pop()
+    states = {s for run in plan.runs if run.cell for s in run.outs} - sums  # these keep one layout in all microbatches
+    for position, spec in out_specs.items():
+        kind, slot = plan.outputs[position]
+        if kind == "slot" and slot not in fixed | states:
+            pinned[slot] = plan.layout(slot, spec)
+    return pinned
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A jaxpr that an operation runs: once, or in every iteration of a loop."""
+
+    ops: tuple[ir.Op, ...]
+    inputs: tuple[ir.Value, ...]
+    outputs: tuple[ir.Atom, ...]
+
+
+class Flow:
+    """Carries axes forward through operations, then to what is open still."""
+
+    def __init__(self) -> None:
+        self._all: list[Array] = []
+        self.bodies: dict[ir.Op, Inner] = {}
+
+    def new(self, value: Any, mesh: Mesh) -> Array:
+        """An array of which nothing is known; ``value`` has a shape, or an aval that has one."""
+        self._all.append(Array(getattr(getattr(value, "aval", value), "shape", ()), mesh, 2))
+        return self._all[-1]
+
+    def same(self, source: Array, target: Array, shift: int = 0) -> None:
+        """One array under two names; with a ``shift`` of 1 the target has the source as rows, of -1 the reverse."""
+        for d in range(max(0, -shift), len(source.shape)):
+            self._flow([(source, d)], [(target, d + shift)])
+
+    def _flow(self, sources: Sequence[Dimension], targets: Sequence[Dimension]) -> None:
+        """Let dimensions of results take those of operands; the operand that is divided most decides."""
+        given = [(axes, size(array.mesh, axes)) for array, d in sources if (axes := array.axes[d])]
+        given.sort(key=lambda each: -each[1])
+        for array, d in targets:
+            if (array, d) not in sources:
+                any(array.take(d, axes) for axes, _ in given)
+            join([(array, d), *sources])
+
+    def fill(self) -> None:
+        """Carry axes to what is open still, from results to operands too."""
+        spread([(array, d) for array in self._all for d, axes in enumerate(array.axes) if axes])
+
+    def operations(self, ops: Iterable[ir.Op], env: dict[ir.Value, Array], mesh: Mesh) -> None:
+        """Carry axes forward through operations; ``env`` holds what they read and receives what they make."""
+        for op in ops:
+            ins = [env[atom] if isinstance(atom, ir.Value) else None for atom in op.ins]
+            outs = [self.new(out, mesh) for out in op.outs]
+            env.update(zip(op.outs, outs, strict=True))
+            fixed = constraint(op)
+            if fixed is not None and ins[0] is not None:
+                outs[0].decide(fixed)
+                self.same(ins[0], outs[0])
+            elif op.prim.name == "shard_map":
+                for out, spec in zip(outs, op.params["out_specs"], strict=True):
+                    out.decide(decided(spec, len(out.shape)))
+            elif op.prim.name == "cond":
+                for branch in op.params["branches"]:
+                    self._leave(self._body(op, branch, ins[1:], env, mesh), outs)
+            elif op.prim.name in ("scan", "while"):
+                self._loop(op, ins, outs, env, mesh)
+            elif (called := _called(op)) is not None:
+                self._leave(self._body(op, called, ins, env, mesh), outs)
+            else:
+                results = set(op.outs)
+                for group in list(links(op)) or _alike(op):
+                    nodes = [(env[atom], d) for atom, d in group if atom not in results]
+                    self._flow(nodes, [(env[atom], d) for atom, d in group if atom in results] or nodes[1:])
+                if op.prim.name in _PARTS:
+                    for given, out in itertools.product(filter(None, ins), outs):
+                        self.same(given, out)
+
+    def _loop(
+        self, op: ir.Op, ins: Sequence[Array | None], outs: Sequence[Array], env: dict[ir.Value, Array], mesh: Mesh
+    ) -> None:
+        """The next iteration reads the carries of this one; a scan also reads and makes rows."""
+        params = op.params
+        if op.prim.name == "scan":
+            body, (fixed, carried) = params["jaxpr"], _compat.scan_counts(params)
+        else:
+            ins = ins[params["cond_nconsts"] :]
+            body, fixed, carried = params["body_jaxpr"], params["body_nconsts"], len(outs)
+        rows = len(ins) - fixed - carried
+        results = self._body(op, body, ins, env, mesh, rows)
+        for result, given in zip(results[:carried], self.bodies[op].inputs[fixed:], strict=False):
+            if result is not None:
+                self.same(result, env[given])
+        self._leave(results[:carried], outs[:carried])
+        self._leave(results[carried:], outs[carried:], 1)
+
+    def _leave(self, results: Sequence[Array | None], outs: Sequence[Array], shift: int = 0) -> None:
+        for result, out in zip(results, outs, strict=True):
+            if result is not None:
+                self.same(result, out, shift)
+
+    def _body(
+        self,
+        op: ir.Op,
+        called: Any,
+        ins: Sequence[Array | None],
+        env: dict[ir.Value, Array],
+        mesh: Mesh,
+        rows: int = 0,
+    ) -> list[Array | None]:
+        """Results of a jaxpr that an operation runs; of its last ``rows`` operands it reads a row."""
+        inner = self.bodies[op] = _inner(op, called)
+        for number, (value, given) in enumerate(zip(inner.inputs, ins, strict=True)):
+            env[value] = self.new(value, mesh)
+            if given is not None:
+                self.same(given, env[value], -1 if number >= len(ins) - rows else 0)
+        for value in {v: None for part in inner.ops for v in part.reads if v not in env}:
+            env.setdefault(value, self.new(value, mesh))  # what it captures, or makes itself
+        self.operations(inner.ops, env, mesh)
+        return [env[v] if isinstance(v, ir.Value) else None for v in inner.outputs]
+
+
+def _called(op: ir.Op) -> Any:
+    """The jaxpr that an operation stands for; None for one that computes by itself."""
+    called = op.params.get("jaxpr") or op.params.get("call_jaxpr")
+    if called is None:
+        return None
+    jaxpr = getattr(called, "jaxpr", called)
+    shapes = [[ir.shape(v) for v in part] for part in (op.ins, op.outs)]
+    if [[ir.shape(v) for v in part] for part in (jaxpr.invars, jaxpr.outvars)] != shapes:
+        return None
+    return called
+
+
+def _inner(op: ir.Op, called: Any) -> Inner:
+    jaxpr = getattr(called, "jaxpr", called)
+    values = {v: ir.Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
+    ops = []
+    for eqn in jaxpr.eqns:
+        ins = tuple(v if isinstance(v, _compat.Literal) else values[v] for v in eqn.invars)
+        values |= {v: ir.Value(v.aval) for v in eqn.outvars}
+        ops.append(ir.Op(eqn.primitive, eqn.params, ins, tuple(values[v] for v in eqn.outvars), op.task, op.mesh))
+    outputs = tuple(v if isinstance(v, _compat.Literal) else values[v] for v in jaxpr.outvars)
+    return Inner(tuple(ops), tuple(values[v] for v in jaxpr.invars), outputs)
+
+
+def _alike(op: ir.Op) -> Iterable[Sequence[tuple[ir.Value, int]]]:
+    """Where no rule says which dimensions go together: those of one size at one place."""
+    for out in op.outs:
+        operands = [v for v in op.reads if len(ir.shape(v)) == len(ir.shape(out))]
+        yield from ([(out, d), *((v, d) for v in operands if ir.shape(v)[d] == n)] for d, n in enumerate(ir.shape(out)))
+
+
+class _Slots(Flow):
+    """The slots of a plan. All that a kernel writes at one place is one array, whatever the microbatch."""
+
+    def __init__(self, plan: Plan, pinned: Mapping[int, NamedSharding]):
+        super().__init__()
+        self._plan = plan
+        self.array: dict[int, Array] = {}
+        self.values: dict[int, dict[ir.Value, Array]] = {}  # of each kernel
+        self.memory_kinds: dict[int, str] = {}
+        self._sent: dict[tuple[Array, int], Array] = {}
+        self._settled: set[tuple[Array, Array]] = set()
+        given: dict[tuple[tuple[int, ...], NamedSharding], Array] = {}  # nothing changes these, so one stands for all
+        for slot, layout in pinned.items():
+            key = (plan.slots[slot].shape, layout)
+            if key not in given:
+                given[key] = self.new(plan.slots[slot], layout.mesh)
+                given[key].decide(decided(layout.spec, len(plan.slots[slot].shape)))
+            self.array[slot] = given[key]
+        self._follow()
+        self.fill()
+
+    def _follow(self) -> None:
+        """Carry axes through the plan in its order: from operands to results, from sender to receiver."""
+        made: dict[int, tuple[Array, ...]] = {}
+        for instruction in self._plan.instructions:
+            if isinstance(instruction, Send):
+                transfer = self._plan.transfers[instruction.transfer]
+                for source, target in zip(transfer.ins, transfer.outs, strict=True):
+                    self._settle(target, self._received(self.array[source], transfer.target))
+                    if source in self.memory_kinds:
+                        self.memory_kinds[target] = self.memory_kinds[source]
+            elif isinstance(instruction, Run):
+                number, outs = instruction.kernel, instruction.outs
+                kernel = self._plan.kernels[number]
+                if number not in made:
+                    made[number] = self._kernel(number, kernel, instruction)
+                for slot, array in zip(outs, made[number], strict=True):
+                    self._settle(slot, array)
+                for slot, value in zip(outs, (*kernel.sums, *kernel.outs), strict=True):
+                    kind = _compat.memory_kind(value.aval)  # what jax.checkpoint offloads waits on the host
+                    if kind is not None:
+                        self.memory_kinds[slot] = kind
+
+    def _settle(self, slot: int, array: Array) -> None:
+        """Let a slot hold an array; one with a layout of its own only hands it on."""
+        known = self.array.setdefault(slot, array)
+        if known is not array and (array, known) not in self._settled:
+            self._settled.add((array, known))
+            self.same(array, known)
+
+    def _received(self, source: Array, submesh: int) -> Array:
+        if (source, submesh) not in self._sent:
+            self._sent[source, submesh] = self.new(source, self._plan.submeshes[submesh])
+            self.same(source, self._sent[source, submesh])
+        return self._sent[source, submesh]
+
+    def _kernel(self, number: int, kernel: Kernel, run: Run) -> tuple[Array, ...]:
+        """Arrays of the results of a kernel."""
+        mesh = self._plan.submeshes[kernel.submesh]
+        given = [self.array[slot] for slot in run.ins]
+        env = self.values[number] = {}
+        if kernel.make == "ops":
+            rest = given[len(kernel.sums) :]
+            if kernel.rows:
+                for value, stack in zip(kernel.rows, rest[1 : 1 + len(kernel.rows)], strict=True):
+                    env[value] = self.new(value, mesh)
+                    self.same(stack, env[value], -1)
+                rest = rest[1 + len(kernel.rows) :]
+            env.update(zip(kernel.ins, rest, strict=True))
+            self.operations(kernel.ops, env, mesh)
+        else:
+            env.update((value, self.new(value, mesh)) for value in kernel.outs)
+            for row in given:
+                self.same(row, env[kernel.outs[0]], 1)
+        return tuple(env[value] for value in (*kernel.sums, *kernel.outs))

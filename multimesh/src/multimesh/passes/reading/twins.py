@@ -1,0 +1,82 @@
+"""Finds operations of a loop that repeat others, as `jax.checkpoint` makes them."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Hashable, Sequence
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.core.stable import text
+
+
+def live_with_originals(program: ir.Program, loop: ir.Loop, wanted: Sequence[ir.Atom]) -> tuple[ir.Op, ...]:
+    """Operations of a loop that wanted values need, and those of the forward pass that they repeat."""
+    ops = tuple(ir.live(loop.ops, wanted))
+    if all(op.backward for op in set(loop.ops).difference(ops)):
+        return ops
+    first = twins(program, loop)
+    originals = [first[o] for op in ops for o in op.outs if o in first]
+    return tuple(ir.live(loop.ops, [*wanted, *originals])) if originals else ops
+
+
+def twins(program: ir.Program, loop: ir.Loop) -> dict[ir.Value, ir.Value]:
+    """Values that the backward pass of a loop makes again, each with that of the forward pass.
+
+    JAX moves what is the same in every iteration out of the loop: that counts, too.
+    """
+    first: dict[ir.Value, ir.Value] = {}
+    if {op.prim for op in loop.ops if op.backward}.isdisjoint(op.prim for op in loop.ops if not op.backward):
+        return first
+    same: dict[ir.Value, ir.Value] = {}  # a value to the first that equals it
+    fixed = {*program.inputs, *program.consts}  # first values that are the same in every iteration
+    known: dict[Hashable, list[ir.Op]] = collections.defaultdict(list)
+
+    def note(op: ir.Op, *, everywhere: bool) -> ir.Op | None:
+        """The first operation that equals one, which may have more results; None where this is the first."""
+        names = [same.get(i, i) if isinstance(i, ir.Value) else (str(i.aval), str(i.val)) for i in op.ins]
+        mesh = op.mesh or (op.task and op.task.mesh)
+        alike = known[op.prim, None if everywhere else mesh, *names]
+        twin = next((other for other in alike if _equal(other, op)), None)
+        if twin is None:
+            alike.append(op)
+            fixed.update(op.outs if everywhere else ())
+        else:
+            same.update((o, same.get(t, t)) for o, t in zip(op.outs, twin.outs, strict=False))
+        return twin
+
+    for item in itertools.takewhile(lambda item: item is not loop, program.items):
+        fixed.update(item.outs)
+        if isinstance(item, ir.Op) and not item.effects:
+            note(item, everywhere=True)
+    for inner, outer in loop.consts.items():
+        if isinstance(outer, ir.Value):
+            same[inner] = same.get(outer, outer)
+    rows: dict[ir.Value, ir.Value] = {}
+    for inner, outer in (*loop.slices.items(), *loop.linked.items()):
+        same[inner] = rows.setdefault(same.get(outer, outer), inner)
+    inside = frozenset(loop.ops)
+    for op in loop.ops:
+        if op.prim is _compat.optimization_barrier_p:
+            tied = ((o, i) for o, i in zip(op.outs, op.ins, strict=True) if isinstance(i, ir.Value))
+            same.update((o, same.get(i, i)) for o, i in tied)
+        elif not op.effects:
+            twin = note(op, everywhere=fixed.issuperset(same.get(v, v) for v in op.reads))
+            if twin in inside and op.backward and not twin.backward:
+                first.update(zip(op.outs, twin.outs, strict=False))
+    return first
+
+
+def _equal(first: ir.Op, second: ir.Op) -> bool:
+    """Whether two operations on the same operands make the same; a second scan may make more, for its backward."""
+    if len(first.outs) == len(second.outs) and text(first.params) == text(second.params):
+        return True
+    if first.prim.name != "scan" or len(first.outs) > len(second.outs):
+        return False
+    scans = []
+    for op in (first, second):
+        used = [n < len(first.outs) for n in range(len(op.outs))]
+        (body,), reads = _compat.dce([op.params["jaxpr"]], used)
+        scans.append((reads, text(_compat.scan_params(op.params, body, *_compat.scan_counts(op.params)))))
+    return scans[0] == scans[1] and all(scans[0][0])

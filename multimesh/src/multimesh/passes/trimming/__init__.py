@@ -1,0 +1,1 @@
+"""Spare a placed program work: repeated operations, reductions in each microbatch, values that cost little."""

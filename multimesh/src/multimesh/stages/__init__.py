@@ -1,0 +1,1 @@
+"""`pipeline` and `sequential`: functions without marks become stages."""

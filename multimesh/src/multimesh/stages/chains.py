@@ -1,0 +1,214 @@
+"""Units of a traced function in the orders in which they may run, and what each order costs."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from multimesh.core import _compat
+from multimesh.ir import primitives
+from multimesh.schedules.cuts import Chain, Need
+from multimesh.schedules.partitioning import LayerCosts
+from multimesh.stages.units import Carried, Rows, Unit, Units
+
+_STATES = 4  # a trained parameter, its gradient and two moments
+_COPY = 2  # a copy of it, with its part of the gradient
+_PRODUCTS = frozenset(("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"))
+_PIECES = 64  # of a scan, at most
+
+
+def orders(units: Units) -> Iterator[tuple[Unit, ...]]:
+    """Orders to cut: as written, and depth first, which keeps independent towers apart.
+
+    Scans are in pieces. What makes no less than it reads comes right before its reader. A small result of a parameter,
+    such as the decay of its weights, comes right after the layer that has this parameter.
+    """
+    for order in (_late(units), _depth_first(units)):
+        yield in_pieces(_beside(units, order))
+
+
+def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
+    """Costs of units in an order, what they read and make, and what they need to keep.
+
+    A stage holds each argument that it reads; a trained one with its gradient, and where it is first read with its
+    moments. Of each microbatch it keeps what backward passes read: nothing if no trained argument is behind it, and of
+    a product each operand whose partner has a gradient.
+    """
+    origin = _origins(units)
+    active = _active(units)
+    parts: dict[Any, list[Any]] = collections.defaultdict(list)
+    made_rows: dict[Any, list[Any]] = collections.defaultdict(list)
+    for unit in order:
+        for found, values in ((parts, unit.reads), (made_rows, unit.makes)):
+            for v in values:
+                if isinstance(v, Rows):
+                    found[v.of].append(v)
+    given = set(units.given) | set(origin)
+    reads, makes, costs, needs = [], [], [], []
+    for unit in order:
+        read = [v for y in unit.makes for v in made_rows[y]] if unit.joins else _read_by(unit, origin)
+        made = [part for v in unit.makes for part in (v, *parts.get(v, ()))]
+        kept = set() if primitives.fuses(unit.eqn.primitive) else _for_backward(unit, origin, active)
+        costs.append(LayerCosts(_share(unit)))
+        needs.append(tuple(_need(v, kept, active, given=_base(v) in given) for v in read))
+        reads.append(tuple(read))
+        makes.append(tuple(made))
+    sizes = {v: _size(v) for group in (*reads, *makes) for v in group}
+    return Chain(tuple(costs), tuple(reads), tuple(makes), sizes, tuple(needs))
+
+
+def _need(value: Any, kept: set[Any], active: set[Any], *, given: bool) -> Need:
+    size = _size(value)
+    if not given:
+        return Need(value, 0.0, 0.0, size if value in kept else 0.0)
+    trained = _base(value) in active
+    return Need(value, _STATES * size if trained else size, _COPY * size if trained else size, 0.0)
+
+
+def _share(unit: Unit) -> float:
+    if unit.rows is None:
+        return unit.cost
+    return unit.cost * len(unit.rows) / unit.eqn.params["length"]
+
+
+def _size(value: Any) -> float:
+    return float(_compat.nbytes(value.aval))
+
+
+def _base(value: Any) -> Any:
+    """The stack of rows, and the last carry of an earlier one."""
+    return value.of if isinstance(value, Rows | Carried) else value
+
+
+def _active(units: Units) -> set[Any]:
+    """Values that have a gradient: trained arguments, and what is computed from them."""
+    active = {v for v in units.trained if _differentiable(v)}
+    for eqn in (*units.free, *(unit.eqn for unit in units.units)):
+        if any(not isinstance(a, _compat.Literal) and a in active for a in eqn.invars):
+            active.update(filter(_differentiable, eqn.outvars))
+    return active
+
+
+def _differentiable(value: Any) -> bool:
+    return getattr(value.aval.dtype, "kind", "V") in "fcV"
+
+
+def _for_backward(unit: Unit, origin: Mapping[Any, frozenset[Any]], active: set[Any]) -> set[Any]:
+    """Values that the backward pass of a unit reads, at most."""
+    ins = [v for v in unit.reads if not isinstance(v, _compat.Literal)]
+    with_gradient = [v for v in ins if _base(v) in active]
+    if unit.eqn.primitive.name in _PRODUCTS and len(ins) == 2:
+        ins = [v for v, partner in zip(ins, ins[::-1], strict=True) if partner in with_gradient]
+    return {source for v in ins for source in origin.get(v, (v,))} if with_gradient else set()
+
+
+def _read_by(unit: Unit, origin: Mapping[Any, frozenset[Any]]) -> list[Any]:
+    """Values that a unit reads, each once; of a cheap value of arguments alone, those arguments."""
+    read: dict[Any, None] = {}
+    for v in unit.reads:
+        if not isinstance(v, _compat.Literal):
+            read.update(dict.fromkeys(origin.get(v, (v,))))
+    return list(read)
+
+
+def _origins(units: Units) -> dict[Any, frozenset[Any]]:
+    """Cheap values of arguments alone to the values that must be there for them: arguments, or parts of these."""
+    found: dict[Any, frozenset[Any]] = {}
+    for eqn in units.free:
+        ins = [a for a in eqn.invars if not isinstance(a, _compat.Literal)]
+        sources = frozenset().union(*(found.get(v, {v}) for v in ins))
+        whole = sum(map(_size, sources))
+        for out in eqn.outvars:
+            found[out] = frozenset([out]) if 2 * _size(out) <= whole else sources
+    return found
+
+
+def _readers(units: Units) -> dict[Any, list[int]]:
+    readers: dict[Any, list[int]] = collections.defaultdict(list)
+    for i, unit in enumerate(units.units):
+        for v in unit.eqn.invars:
+            if not isinstance(v, _compat.Literal):
+                readers[v].append(i)
+    return readers
+
+
+def _late(units: Units) -> list[Unit]:
+    """Units in order, but those that grow what they read right before their first reader."""
+    readers = _readers(units)
+    given = set(units.given) | {o for eqn in units.free for o in eqn.outvars}
+    number = len(units.units)
+    anchor = list(range(number))
+    for i in reversed(range(number)):
+        unit = units.units[i]
+        used = [anchor[r] for v in unit.eqn.outvars for r in readers.get(v, ())]
+        read = {v for v in unit.eqn.invars if not isinstance(v, _compat.Literal) and v not in given}
+        if used and not unit.eqn.effects and sum(map(_size, unit.eqn.outvars)) >= sum(map(_size, read)):
+            anchor[i] = min(used)
+    return [units.units[i] for i in sorted(range(number), key=lambda i: (anchor[i], i))]
+
+
+def _beside(units: Units, order: Sequence[Unit]) -> list[Unit]:
+    """Units in order, but small results of parameters beside the first unit that needs the same parameter."""
+    origin = _origins(units)
+    arguments = set(units.given)
+    small: dict[Unit, Any] = {}
+    at: dict[Any, int] = {}  # place of the first other reader of an argument
+    first: dict[Any, int] = {}  # place of the first reader of a value
+    for i, unit in enumerate(order):
+        values = [v for v in unit.eqn.invars if not isinstance(v, _compat.Literal)]
+        for v in values:
+            first.setdefault(v, i)
+        sources = {source for v in values for source in origin.get(v, (v,))}
+        largest = max(sources & arguments, key=_size, default=None)
+        made = sum(map(_size, unit.eqn.outvars))
+        if largest is not None and sources <= arguments and 2 * made <= _size(largest) and not unit.eqn.effects:
+            small[unit] = largest
+        else:
+            for source in sources:
+                at.setdefault(source, i)
+    places = []
+    for i, unit in enumerate(order):
+        place = at.get(small.get(unit), i)
+        used = min((first[v] for v in unit.eqn.outvars if v in first), default=i)
+        places.append((place, 1, i) if place < min(i, used) else (i, 0, i))
+    return [order[i] for *_, i in sorted(places)]
+
+
+def _depth_first(units: Units) -> list[Unit]:
+    """Units behind each result, the longest chain first; so one tower ends before the next one starts."""
+    maker = {v: unit for unit in units.units for v in unit.eqn.outvars}
+    depth: dict[Unit, int] = {}
+    sources: dict[Unit, list[Unit]] = {}
+    for unit in units.units:
+        found = dict.fromkeys(maker[v] for v in unit.eqn.invars if not isinstance(v, _compat.Literal) and v in maker)
+        depth[unit] = 1 + max((depth[s] for s in found), default=0)
+        sources[unit] = sorted(found, key=lambda s: depth[s])  # the deepest is the first to leave the stack
+    done: dict[Unit, None] = {}
+    read = {s for found in sources.values() for s in found}
+    for root in (unit for unit in units.units if unit not in read):
+        stack = [root]
+        while stack:
+            unit = stack[-1]
+            waiting = [s for s in sources[unit] if s not in done]
+            if waiting:
+                stack.append(waiting[-1])
+            else:
+                done.setdefault(stack.pop())
+    return list(done)
+
+
+def in_pieces(order: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Scans in pieces of some rows; what joins their results follows."""
+    made: list[Unit] = []
+    for unit in order:
+        if unit.rows is None:
+            made.append(unit)
+            continue
+        step = math.ceil(len(unit.rows) / _PIECES)
+        made += [replace(unit, rows=unit.rows[i : i + step]) for i in range(0, len(unit.rows), step)]
+        if len(unit.eqn.outvars) > _compat.scan_counts(unit.eqn.params)[1]:
+            made.append(replace(unit, rows=range(0)))
+    return tuple(made)

@@ -1,0 +1,183 @@
+"""Units as the tasks of stages: each task evaluates its units, and returns what others read."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from multimesh.core import _compat
+from multimesh.core.submesh import Placement
+from multimesh.marking.tasks import marked, scope
+from multimesh.stages.chains import in_pieces
+from multimesh.stages.units import Rows, Unit, Units
+
+
+def run(
+    found: Units,
+    stages: Sequence[Sequence[Unit]],
+    places: Sequence[Placement],
+    arrays: Sequence[Any],
+) -> list[Any]:
+    """Run each stage as a task in its place, in order; then each backward pass that the function has, with its stages.
+
+    Takes the arguments of the function as flat arrays, and returns its flat results.
+    """
+    arguments = (v for v in found.given if v not in found.consts)
+    env = _Values(itertools.chain(zip(arguments, arrays, strict=True), found.consts.items()))
+    for eqn in found.free:
+        env.update(zip(eqn.outvars, _compat.evaluated(eqn, eqn.params, env.many(eqn.invars)), strict=True))
+    back = list(_backward_stages(found.after, stages))
+    whole = list(_merged([*stages, *(units for _, units in back)]))
+    ins = [_read(units) for units in whole]
+    for number, (units, placed) in enumerate(zip(whole, places, strict=False)):
+        outs = _needed(units, [*found.outs, *itertools.chain(*ins[number + 1 :])])
+        call = marked(_evaluation(units, ins[number], outs, placed.mesh), placed)
+        env.update(zip(outs, call(*env.many(ins[number])), strict=True))
+    for (behind, _), units in zip(back, whole[len(stages) :], strict=True):
+        with contextlib.nullcontext() if behind is None else scope(places[behind]):
+            _evaluate(units, env, None if behind is None else places[behind].mesh)
+    return env.many(found.outs)
+
+
+def _backward_stages(
+    after: Sequence[Unit], stages: Sequence[Sequence[Unit]]
+) -> Iterator[tuple[int | None, tuple[Unit, ...]]]:
+    """Backward passes by stage, and what is in no stage, such as an optimizer; in the order in which they run.
+
+    A unit stays in the stage that its cotangents come from, or goes to the next one before it that has all values of
+    the forward pass that the unit reads.
+    """
+    at: dict[Any, set[int]] = collections.defaultdict(set)  # stages that have a value of the forward pass, or a part
+    for number, units in enumerate(stages):
+        for unit in units:
+            for v in (*unit.reads, *unit.makes):
+                if not isinstance(v, _compat.Literal):
+                    at[v].add(number)
+    behind: dict[Any, int | None] = {}  # the stage of a value of the backward pass
+
+    def stage_of(unit: Unit) -> int | None:
+        read = [v for v in unit.reads if not isinstance(v, _compat.Literal)]
+        from_behind = [behind[v] for v in read if v in behind]
+        if not _compat.scopes(unit.eqn)[1] or None in from_behind:
+            return None
+        last = min((s for s in from_behind if s is not None), default=len(stages) - 1)
+        known = [found for v in read if v not in behind and (found := _stages_with(v, at))]
+        return next((s for s in range(last, -1, -1) if all(s in found for found in known)), last)
+
+    placed: list[tuple[int | None, Unit]] = []
+    for unit in in_pieces(after):
+        stage = stage_of(unit) if not unit.joins else placed[-1][0]
+        behind.update(dict.fromkeys(unit.makes, stage))
+        placed.append((stage, unit))
+    for stage, group in itertools.groupby(placed, key=lambda found: found[0]):
+        yield stage, tuple(unit for _, unit in group)
+
+
+def _stages_with(value: Any, at: Mapping[Any, set[int]]) -> set[int]:
+    """Stages that have a value of the forward pass, or a part of these rows; none of what lies everywhere."""
+    if not isinstance(value, Rows) or value in at:
+        return at.get(value, set())
+    parts = (v for v in at if isinstance(v, Rows) and v.of is value.of)
+    return set().union(*(at[v] for v in parts if v.start < value.stop and value.start < v.stop))
+
+
+class _Values(dict[Any, Any]):
+    """Values of variables; rows of a stack are cut where they are read."""
+
+    def many(self, atoms: Sequence[Any]) -> list[Any]:
+        """The values of several atoms."""
+        return [a.val if isinstance(a, _compat.Literal) else self._of(a) for a in atoms]
+
+    def _of(self, atom: Any) -> Any:
+        if isinstance(atom, Rows) and atom not in self:
+            return jax.lax.slice_in_dim(self[atom.of], atom.start, atom.stop)
+        return self[atom]
+
+
+def _merged(stages: Sequence[Sequence[Unit]]) -> Iterator[tuple[Unit, ...]]:
+    """The stages with neighboring rows of a scan as one unit; a join gets the rows that were made."""
+    rows: dict[Any, list[Rows]] = {}
+    for stage in stages:
+        units: list[Unit] = []
+        for unit in stage:
+            last = units[-1] if units else None
+            if unit.rows and last is not None and last.eqn is unit.eqn and last.rows:
+                units[-1] = replace(last, rows=range(last.rows.start, unit.rows.stop))
+            else:
+                units.append(unit)
+        for i, unit in enumerate(units):
+            if unit.joins:
+                parts = (sorted(rows[v], key=lambda r: r.start) for v in unit.makes)
+                units[i] = replace(unit, parts=tuple(map(tuple, parts)))
+            for v in unit.makes:
+                if isinstance(v, Rows):
+                    rows.setdefault(v.of, []).append(v)
+        yield tuple(units)
+
+
+def _read(units: Sequence[Unit]) -> list[Any]:
+    """What units read and do not make."""
+    made: set[Any] = set()
+    found: dict[Any, None] = {}
+    for unit in units:
+        for v in unit.reads:
+            if not isinstance(v, _compat.Literal) and v not in made and not (isinstance(v, Rows) and v.of in made):
+                found.setdefault(v)
+        made.update(unit.makes)
+    return list(found)
+
+
+def _needed(units: Sequence[Unit], later: Sequence[Any]) -> list[Any]:
+    """What units make and others read."""
+    read = {v for v in later if not isinstance(v, _compat.Literal)}
+    read |= {v.of for v in read if isinstance(v, Rows)}
+    return [v for unit in units for v in unit.makes if v in read]
+
+
+def _evaluation(units: Sequence[Unit], ins: Sequence[Any], outs: Sequence[Any], mesh: Mesh) -> Callable[..., list[Any]]:
+    """A function of the values of ``ins``, with the values of ``outs``."""
+
+    def evaluate(*args: Any) -> list[Any]:
+        env = _Values(zip(ins, args, strict=True))
+        groups = [(within, tuple(found)) for within, found in itertools.groupby(units, key=lambda u: u.within)]
+        for number, (within, group) in enumerate(groups):
+            if within is None:
+                _evaluate(group, env, mesh)
+                continue
+            read, rest = _read(group), [unit for _, found in groups[number + 1 :] for unit in found]
+            made = _needed(group, [*outs, *(v for unit in rest for v in unit.reads)])
+            inner = [replace(unit, within=None) for unit in group]
+            call = jax.checkpoint(
+                _evaluation(inner, read, made, mesh), policy=within.policy, prevent_cse=within.prevent_cse
+            )
+            env.update(zip(made, call(*env.many(read)), strict=True))
+        return env.many(outs)
+
+    return evaluate
+
+
+def _evaluate(units: Sequence[Unit], env: _Values, mesh: Mesh | None) -> None:
+    for unit in units:
+        args = env.many(unit.reads)
+        if unit.joins:
+            left = iter(args)
+            parts = [list(itertools.islice(left, len(rows))) for rows in unit.parts]
+            results: Sequence[Any] = [p[0] if len(p) == 1 else jax.lax.concatenate(p, 0) for p in parts]
+        else:
+            results = _constrained(unit, args) or _compat.evaluated(unit.eqn, unit.params, args, mesh)
+        env.update(zip(unit.makes, results, strict=True))
+
+
+def _constrained(unit: Unit, args: Sequence[Any]) -> list[Any] | None:
+    """A constraint, on the submesh of the stage instead of that for which it was traced."""
+    sharding = unit.eqn.params.get("sharding")
+    if unit.eqn.primitive is not _compat.sharding_constraint_p or not isinstance(sharding, NamedSharding):
+        return None
+    return [jax.lax.with_sharding_constraint(args[0], sharding.spec)]
