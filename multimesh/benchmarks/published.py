@@ -19,6 +19,7 @@ from pathlib import Path
 
 import report
 import rows
+from multimesh.errors import UsageError
 from multimesh.planner.bands import band
 from multimesh.planner.step import Step, forecast
 from scatter import scatter
@@ -64,9 +65,17 @@ class Compared:
         }
 
 
-def compare(runs: Iterable[rows.Run]) -> tuple[Compared, ...]:
-    """Forecast every run."""
-    return tuple(Compared(run, forecast(run.model, run.how, run.device, run.stack)) for run in runs)
+def compare(runs: Iterable[rows.Run], others: dict[str, str] | None = None) -> tuple[Compared, ...]:
+    """Forecast every run. Those without a forecast go into ``others``, with the reason."""
+    found = []
+    for run in runs:
+        try:
+            found.append(Compared(run, forecast(run.model, run.how, run.device, run.stack)))
+        except UsageError as error:
+            if others is None:
+                raise
+            others[run.id] = str(error)
+    return tuple(found)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -135,7 +144,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print every run")
     args = parser.parse_args()
     runs, others = rows.read(args.runs)
-    found = compare(runs)
+    found = compare(runs, others)
     if args.picture:
         args.picture.write_text(scatter([(rows.prefix(c.run), c.run.seconds, c.step.seconds) for c in found]))
     if args.json:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from multimesh.errors import UsageError
 from multimesh.hardware import kernels, stacks
-from multimesh.hardware.devices import device, names
+from multimesh.hardware.devices import PRECISIONS, device, names
 
 
 def test_every_device_says_where_its_numbers_are_from():
@@ -33,9 +33,26 @@ def test_a_file_describes_further_machines(tmp_path: Path):
     assert (found.bf16, found.link, found.bandwidth) == (756e12, 64e9, device("h100").bandwidth)
 
 
+def test_every_precision_of_a_device_has_a_rate(tmp_path: Path):
+    file = tmp_path / "ours.toml"
+    file.write_text(
+        '[mine]\nlike = "b200"\n[mine.rates]\nmatmul_bf16 = 0.6\nattention = 0.5\nmemory = 0.8\nlink = 0.8\n'
+        'network = 0.8\n[old]\nlike = "a100"\nfp8 = 624e12\n',
+        encoding="utf-8",
+    )
+    found = [device(name) for name in names()] + [device("mine", file), device("old", file)]
+    for each in found:
+        for precision in PRECISIONS:
+            if getattr(each, precision):
+                seconds = kernels.matmul(each, 8192, 8192, 8192, precision)
+                assert 0 < seconds <= kernels.matmul(each, 8192, 8192, 8192) * 1.1
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("[x]\nlike = 'h100'\nnetwork = 0\n", "device x: network must be a number above 0, got 0"),
+        ("[x]\nlike = 'h100'\nfp8 = 'fast'\n", "device x: fp8 must be a number above 0, got 'fast'"),
         ("[x]\nlike = 'y'\n", "device x: like = 'y' names no device"),
         ("[x]\nmemory = 1\n", "device x: generation must be one of ampere, hopper, blackwell"),
         ("[x]\nlike = 'h100'\nspeed = 1\n", "device x: .*unexpected keyword argument 'speed'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 
 import pytest
 from multimesh.errors import UsageError
@@ -37,6 +38,30 @@ def test_a_loop_takes_as_long_as_the_simulator_says(name: str, microbatches: int
     times = tuple((s.forward, s.backward, s.weights) for s in stages)
     expected = simulate(table, StageCosts(times, (0.25,) * (len(stages) - 1))).makespan
     assert loop.seconds(name, p, microbatches, stages, 0.25) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "eager-1f1b"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_loop_of_unequal_stages_is_never_shorter_than_its_table(name: str, seed: int):
+    draw = random.Random(seed)
+    p, chunks, microbatches = draw.choice((2, 4, 6)), schedules.get(name).usual, draw.choice((33, 48, 61))
+    stages = [Times(*(draw.uniform(0.5, 1.5) for _ in range(3))) for _ in range(p * chunks)]
+    stages[draw.randrange(len(stages))] *= 2.5
+    times = tuple((s.forward, s.backward, s.weights) for s in stages)
+    table = schedules.get(name).table(p, chunks, microbatches, True)
+    whole = simulate(table, StageCosts(times, (0.25,) * (len(stages) - 1))).makespan
+    found = loop.seconds(name, p, microbatches, stages, 0.25)
+    busiest = microbatches * max(loop.row_seconds(schedules.get(name).placement(p), stages))
+    assert found >= busiest * (1 - 1e-9)
+    assert loop.least_seconds(name, p, microbatches, stages, 0.25) <= whole * (1 + 1e-9)
+    assert whole * (1 - 1e-9) <= found <= 1.03 * whole
+
+
+def test_no_bubble_is_negative():
+    uneven = (1, 1, 1, 20, 1, 1, 1, 6)
+    for name in ("eager-1f1b", "1f1b", "zb-h1"):
+        step = forecast(LLAMA, how(tp=1, pp=8, batch=128, layers=uneven, schedule=name), "h100")
+        assert 0 <= step.bubble < 1
 
 
 def test_more_of_a_resource_is_never_slower():

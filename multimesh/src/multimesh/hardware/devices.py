@@ -77,6 +77,17 @@ class Device:
     fp4: float = 0.0
     sources: str = ""
 
+    def __post_init__(self) -> None:
+        """Check the numbers: each is divided by, but for the peak of a unit that the device lacks."""
+        for name in ("memory", "bandwidth", "bf16", "domain", "link", "network"):
+            _positive(self.name, name, getattr(self, name))
+        for name in ("fp8", "fp4"):
+            if getattr(self, name):
+                _positive(self.name, name, getattr(self, name))
+        for name, share in vars(self.rates).items():
+            if share or name not in ("matmul_fp8", "matmul_fp4"):
+                _positive(self.name, f"rates.{name}", share)
+
     def peak(self, precision: str) -> float:
         """Operations a second of the data sheet in ``bf16``, ``fp8`` or ``fp4``.
 
@@ -91,14 +102,23 @@ class Device:
         return found
 
     def matmul_rate(self, precision: str) -> float:
-        """Operations a second of a large matrix product."""
-        share: float = getattr(self.rates, f"matmul_{precision}")
-        return self.peak(precision) * share
+        """Operations a second of a large matrix product.
+
+        A precision without a share of its own has that of the next wider one.
+        """
+        shares = self.rates.matmul_bf16, self.rates.matmul_fp8, self.rates.matmul_fp4
+        wider = shares[: PRECISIONS.index(_known(precision)) + 1]
+        return self.peak(precision) * next(share for share in reversed(wider) if share)
 
     @property
     def memory_rate(self) -> float:
         """Bytes a second that kernels read and write."""
         return self.bandwidth * self.rates.memory
+
+
+def _positive(name: str, field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UsageError(f"device {name}: {field} must be a number above 0, got {value!r}")
 
 
 def _known(precision: str) -> str:

@@ -6,6 +6,7 @@ It gives the end of `multimesh.schedules.simulate` without its spans, because th
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 from multimesh import schedules
@@ -71,16 +72,50 @@ def _held(row: Sequence[schedules.Cell]) -> int:
 def seconds(
     schedule: str, pp: int, microbatches: int, stages: Sequence[Times], hop: float = 0.0, blocked: float = 0.0
 ) -> float:
-    """Seconds from the first cell to the end of the last.
+    """Return the seconds from the first cell to the end of the last.
 
-    A table of many microbatches repeats itself, so two short ones tell how much each further round takes.
+    A table of many microbatches repeats itself, so two short ones tell how much each further round takes. A round takes
+    no less than the work of the busiest submesh: a slow one may lag behind the others for longer than a short table is.
     """
     first = _TURNS * pp + microbatches % pp
     if microbatches <= first + pp:
         return _end(schedule, pp, microbatches, stages, hop, blocked)
     one = _end(schedule, pp, first, stages, hop, blocked)
     two = _end(schedule, pp, first + pp, stages, hop, blocked)
-    return two + (microbatches - first - pp) / pp * (two - one)
+    route = schedules.get(schedule).placement(pp)
+    longest = max(two - one, pp * max(row_seconds(route, stages, blocked)))
+    found = two + (microbatches - first - pp) / pp * longest
+    return max(found, least_seconds(schedule, pp, microbatches, stages, hop, blocked))
+
+
+def row_seconds(route: Sequence[int], stages: Sequence[Times], blocked: float = 0.0) -> list[float]:
+    """Return the seconds in which each submesh is busy with a microbatch."""
+    work = [0.0] * len(set(route))
+    for stage, row in zip(stages, itertools.cycle(route), strict=False):
+        work[row] += stage.total + 2 * blocked
+    return work
+
+
+def least_seconds(
+    schedule: str, pp: int, microbatches: int, stages: Sequence[Times], hop: float = 0.0, blocked: float = 0.0
+) -> float:
+    """Return the seconds that no table of these stages can beat.
+
+    A submesh waits for its first microbatch and runs all of them; then the last goes back to the first stage. Where the
+    schedule splits the backward pass, weight gradients may be all that is left at the end.
+    """
+    known = schedules.get(schedule)
+    route = known.placement(pp)
+    work = row_seconds(route, stages, blocked)
+    longest = ahead = behind = 0.0
+    seen: set[int] = set()
+    for stage, row in zip(stages, itertools.cycle(route), strict=False):
+        if row not in seen:
+            seen.add(row)
+            longest = max(longest, microbatches * work[row] + ahead + (0.0 if known.splits else behind))
+        ahead += stage.forward + blocked + hop
+        behind += stage.backward + stage.weights + blocked + hop
+    return longest
 
 
 def _end(schedule: str, pp: int, microbatches: int, stages: Sequence[Times], hop: float, blocked: float) -> float:
