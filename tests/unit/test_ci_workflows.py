@@ -38,9 +38,12 @@ def scripts(body: Mapping[str, Any]) -> str:
 
 @pytest.mark.parametrize("body", JOBS)
 def test_who_logs_in_has_a_docker_configuration_of_its_own(body: dict[str, Any]) -> None:
-    """A self-hosted runner keeps the login of one job for those after it."""
+    """A self-hosted runner keeps the login of one job for those after it. GitHub's own are thrown away after a job."""
     before, login, _ = scripts(body).partition("docker login")
-    assert not login or 'printf \'DOCKER_CONFIG=%s\\n\' "$RUNNER_TEMP/docker" >>"$GITHUB_ENV"' in before
+    own = 'printf \'DOCKER_CONFIG=%s\\n\' "$RUNNER_TEMP/docker" >>"$GITHUB_ENV"' in before
+    attests = any(step.get("with", {}).get("push-to-registry") for step in body["steps"])
+    assert not login or own or body["runs-on"] == "ubuntu-24.04"
+    assert not attests or (login and not own), "actions/attest reads ~/.docker/config.json alone"
 
 
 @pytest.mark.parametrize("body", JOBS)
@@ -56,6 +59,15 @@ def test_who_can_write_runs_nothing_that_a_bump_brought(body: dict[str, Any]) ->
 @pytest.mark.parametrize("name", [path.name for path in FOLDER.glob("*.yml")])
 def test_a_workflow_begins_without_permissions(name: str) -> None:
     assert workflow(name)["permissions"] == {}
+
+
+def test_everything_that_our_jobs_run_is_in_the_table_of_what_it_reads() -> None:
+    page = (FOLDER.parents[1] / "docs" / "workflows.md").read_text(encoding="utf-8")
+    told = page.partition("## What each action and program reads")[2].partition("\n## ")[0]
+    actions = {step["uses"].partition("@")[0] for each in JOBS for step in each.values[0]["steps"] if "uses" in step}
+    assert not [name for name in sorted(actions) if f"| `{name}`" not in told]
+    programs = {"docker", "gh", "git", "pip", "sudo"}
+    assert not [name for name in programs if f"`{name}`" not in told]
 
 
 def test_what_starts_a_workflow() -> None:
@@ -88,12 +100,16 @@ def test_a_dispatch_is_looked_at_before_it_builds() -> None:
     assert 'printf "$(' not in text, "the exit code of what printf is given would be lost"
 
 
+def test_the_token_of_a_run_is_given_to_githubs_registry_alone() -> None:
+    assert workflow("image.yml")["env"] == {"REGISTRY": "ghcr.io"}
+
+
 @pytest.mark.parametrize("owner", ["Some-Lab", "somebody_corp", "7"])
-@pytest.mark.parametrize("registry", ["", "r.example:5000"])
+@pytest.mark.parametrize("registry", ["ghcr.io", "r.example:5000"])
 def test_every_owner_of_github_has_an_image(owner: str, registry: str, tmp_path: Path) -> None:
     (step,) = [step for step in workflow("image.yml")["jobs"]["build"]["steps"] if step.get("id") == "name"]
     env = {"GITHUB_REPOSITORY_OWNER": owner, "REGISTRY": registry, "GITHUB_OUTPUT": str(tmp_path / "output")}
     subprocess.run(["bash", "-euo", "pipefail", "-c", step["run"]], env=env, check=True)
-    name = f"{registry or 'ghcr.io'}/{owner.lower()}/multimesh-jax"
+    name = f"{registry}/{owner.lower()}/multimesh-jax"
     assert (tmp_path / "output").read_text() == f"image={name}\n"
     assert str(reference.make(name, None, "1")) == f"{name}:1", "build.py takes it"

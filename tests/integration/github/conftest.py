@@ -16,6 +16,8 @@ import workflow_jobs
 from gh import TOKEN
 from stand_ins import NAME, OWNER, ROOT, Servers, bare, git
 
+from tests.integration.parts import registry as registries
+
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
@@ -37,12 +39,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def machine(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> workflow_jobs.Machine:
-    """A runner's machine: a clean clone, an empty home, and a token that only the stand-in knows."""
+    """A runner's machine: an empty home, a clean clone, and a token that only the stand-ins know."""
     clone = tmp_path_factory.mktemp("runner") / NAME
     git(ROOT, "clone", "-q", str(ROOT), str(clone))
     git(clone, "checkout", "-q", "-B", "main")
-    artifacts, home = (tmp_path_factory.mktemp(name) for name in ("artifacts", "home"))
-    # Where the engine's fixture puts buildx; a job has a configuration of its own.
+    artifacts, home, work = (tmp_path_factory.mktemp(name) for name in ("artifacts", "home", "work"))
+    # Where the engine's fixture puts buildx; GitHub's runners have it where every configuration finds it.
     config = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     for folder in (home / ".docker", home / "temp" / "docker"):
         folder.mkdir(parents=True)
@@ -60,4 +62,12 @@ def machine(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> workf
         "GH_KEEPS": str(servers.keeps),
     }
     environ["PATH"] = f"{home / 'bin'}:{environ['PATH']}"
-    return workflow_jobs.Machine(clone, artifacts, github, environ)
+    return workflow_jobs.Machine(clone, work / NAME, artifacts, github, environ)
+
+
+@pytest.fixture(scope="module")
+def ghcr(machine: workflow_jobs.Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A registry in place of ghcr.io, which takes the run's token and nobody else."""
+    with registries.running(tmp_path_factory.mktemp("ghcr"), login=("somebody", TOKEN)) as address:
+        machine.constants["REGISTRY"] = address
+        yield address

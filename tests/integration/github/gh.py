@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 TOKEN = "a-token-that-must-not-be-seen"
+RIGHTS = {
+    "issue": "issues:write",
+    "label": "issues:write",
+    "release": "contents:write",
+}  # of GH_TOKEN, where the job is known
 LIMITS = {"--body-file": 65_536, "--notes-file": 125_000}  # of characters, as GitHub has them
 
 
@@ -23,6 +28,10 @@ def main(words: list[str]) -> int:
     if os.environ.get("GH_TOKEN") != TOKEN or "/" not in os.environ.get("GH_REPO", ""):
         print("gh: GH_TOKEN or GH_REPO is missing", file=sys.stderr)
         return 4
+    granted = os.environ.get("GH_RIGHTS")
+    if granted is not None and RIGHTS.get(words[0], "") not in granted.split():
+        print(f"gh: Resource not accessible by integration: {words[:2]} needs {RIGHTS.get(words[0])}", file=sys.stderr)
+        return 1
     keeps = Path(os.environ["GH_KEEPS"])
     file = keeps / "told.json"
     told = (

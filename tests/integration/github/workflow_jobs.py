@@ -1,4 +1,4 @@
-"""Runs workflows on this machine: every ``run:`` block as it stands, every action by what it does to the files here.
+"""Runs workflows on this machine: every ``run:`` block as it stands, every action by what it reads and leaves.
 
 Whoever starts it is the runner's user. Each checkout gives a clone with nothing in it but what is committed.
 """
@@ -17,18 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from actions import ACTIONS, Runner
 from expressions import evaluate, expand, text_of
 
 MINUTES = 360  # after that GitHub ends a job that names no limit
 # As GitHub starts them: a step that names no shell has no `pipefail`.
 SHELLS = {"": ["bash", "-e"], "bash": ["bash", "--noprofile", "--norc", "-eo", "pipefail"]}
 ASKS = re.compile(r"\b(success|failure|always|cancelled)\(\)")
-# Of its action.yml at the commit that the workflows pin, v4.2.2.
-ATTEST = {
-    *("subject-path", "subject-digest", "subject-name", "subject-checksums", "subject-version", "sbom-path"),
-    *("predicate-type", "predicate", "predicate-path", "push-to-registry", "create-storage-record", "show-summary"),
-    "github-token",
-}
 
 
 class StepFailed(AssertionError):
@@ -47,14 +42,19 @@ class Step:
 
 @dataclass
 class Machine:
-    """A clean clone with the variables of a workflow run; ``vars`` and ``secrets`` are what the repository sets."""
+    """A runner's machine. ``clone`` is the repository on GitHub; each job has an empty ``workspace``.
+
+    ``vars`` and ``secrets`` are what the repository sets; ``constants`` stand for an ``env`` of a whole workflow.
+    """
 
     clone: Path
+    workspace: Path
     artifacts: Path
     github: dict[str, Any]
     environ: dict[str, str]
     vars: dict[str, str] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     attested: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -66,6 +66,8 @@ class Machine:
         *,
         only: tuple[str, ...] = (),
         may_fail: str = "",
+        before: Mapping[str, Mapping[str, str]] | None = None,
+        rights: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Run the jobs of ``.github/workflows/NAME``; return its outputs. A step that fails fails the test.
 
@@ -75,7 +77,14 @@ class Machine:
             Jobs, or values of their matrices: the others are left out. All by default.
         may_fail
             A job whose failure is left to the jobs after it.
+        before
+            Jobs that were run already, with their outputs; their artifacts are there. None for a new run.
+        rights
+            Of the job that calls this workflow, whose jobs can have no more. None where nobody calls it.
         """
+        if rights is None and before is None:
+            shutil.rmtree(self.artifacts)
+            self.artifacts.mkdir()
         text = (self.clone / ".github" / "workflows" / name).read_text(encoding="utf-8")
         spec = yaml.load(text, Loader=yaml.BaseLoader)  # plain strings: `on` stays a word
         declared = spec["on"].get("workflow_call", {}) if isinstance(spec["on"], dict) else {}
@@ -86,7 +95,11 @@ class Machine:
         }
         needs: dict[str, Any] = {}
         for job, body in in_order(spec["jobs"]):
-            context = self._context(needs, given, spec.get("env", {}))
+            if job in (before or {}):
+                needs[job] = {"result": "success", "outputs": dict((before or {})[job])}
+                continue
+            known = {key: self.constants.get(key, value) for key, value in spec.get("env", {}).items()}
+            context = self._context(needs, given, known)
             wanted = body.get("if", "success()").removeprefix("${{").removesuffix("}}")
             mine = body.get("needs", [])
             mine = [mine] if isinstance(mine, str) else mine
@@ -97,11 +110,13 @@ class Machine:
                 self.skipped.append(f"{name}:{job}")
                 needs[job] = {"result": "skipped", "outputs": {}}
                 continue
-            outputs, result = {}, "success"
+            outputs, result, own = {}, "success", body.get("permissions", {})
+            beyond = {name: right for name, right in own.items() if rights is not None and rights.get(name) != right}
+            assert not beyond, f"{name}:{job} wants {beyond}, which the job that calls it has not"
             if "uses" in body:
                 for cell in expand(list(chosen(job, body, only)), context, calls):
                     asked = expand(body.get("with", {}), context | {"matrix": cell}, calls)
-                    outputs = self.workflow(Path(body["uses"]).name, asked)
+                    outputs = self.workflow(Path(body["uses"]).name, asked, rights=own)
             else:
                 for cell in chosen(job, body, only):
                     try:
@@ -117,7 +132,11 @@ class Machine:
     def _context(self, needs: Mapping[str, Any], inputs: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
         context = {"github": self.github, "vars": self.vars, "secrets": self.secrets, "needs": needs, "inputs": inputs}
         context |= {
-            "runner": {"os": "Linux", "temp": str(self.artifacts), "environment": self.environ["RUNNER_ENVIRONMENT"]},
+            "runner": {
+                "os": "Linux",
+                "temp": self.environ["RUNNER_TEMP"],
+                "environment": self.environ["RUNNER_ENVIRONMENT"],
+            },
             "env": {},
             "steps": {},
         }
@@ -138,6 +157,16 @@ class Machine:
         calls = self._calls(True)
         env = context["env"] | expand(body.get("env", {}), context, calls)
         context = context | {"env": env, "steps": {}}
+        shutil.rmtree(self.workspace, ignore_errors=True)
+        self.workspace.mkdir()
+        for folder in (Path(self.environ["HOME"], ".docker"), Path(self.environ["RUNNER_TEMP"], "docker")):
+            (folder / "config.json").unlink(
+                missing_ok=True
+            )  # each job has a new machine: logins of others are not there
+        rights = body.get("permissions", {})
+        env["GH_RIGHTS"] = " ".join(
+            f"{name}:{right}" for name, right in rights.items()
+        )  # which the program for gh looks at
         until = time.monotonic() + 60 * int(expand(body.get("timeout-minutes", MINUTES), context, calls))
         exported: dict[str, str] = {}
         failed: StepFailed | None = None
@@ -147,7 +176,10 @@ class Machine:
                 self.skipped.append(f"{label}: {step.get('name', step.get('run', step.get('uses')))}")
                 continue
             if "uses" in step:
-                self._action(step["uses"].partition("@")[0], expand(step.get("with", {}), context, calls))
+                seen = self.environ | {key: text_of(each) for key, each in (env | exported).items()}
+                where = (self.clone, self.workspace, self.artifacts, self.github)
+                action = ACTIONS[step["uses"].partition("@")[0]]
+                action(Runner(*where, seen, rights, self.attested), expand(step.get("with", {}), context, calls))
                 continue
             assert "${{" not in step["run"], f"{label}: an expression inside a script; pass it through env"
             variables = env | expand(step.get("env", {}), context, calls) | exported
@@ -169,14 +201,15 @@ class Machine:
         self, label: str, step: Mapping[str, str], env: Mapping[str, str], until: float
     ) -> tuple[dict[str, str], dict[str, str]]:
         files = {
-            name: self.artifacts / f".{name.lower()}" for name in ("GITHUB_OUTPUT", "GITHUB_ENV", "GITHUB_STEP_SUMMARY")
+            name: Path(self.environ["RUNNER_TEMP"], name.lower())
+            for name in ("GITHUB_OUTPUT", "GITHUB_ENV", "GITHUB_STEP_SUMMARY")
         }
         for path in files.values():
             path.write_text("")
         variables = {f"GITHUB_{key.upper()}": str(value) for key, value in self.github.items() if key != "token"}
         full = self.environ | variables | dict(env) | {name: str(path) for name, path in files.items()}
         argv = [*SHELLS[step.get("shell", "")], "-c", step["run"]]
-        folder = self.clone / step.get("working-directory", ".")
+        folder = self.workspace / step.get("working-directory", ".")
         began = time.monotonic()
         done = subprocess.run(
             argv, cwd=folder, env=full, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -186,36 +219,6 @@ class Machine:
         if done.returncode:
             raise StepFailed(f"{label}: {step['run']}\n{done.stdout[-4000:]}")
         return pairs(files["GITHUB_OUTPUT"]), pairs(files["GITHUB_ENV"])
-
-    def _action(self, action: str, given: Mapping[str, str]) -> None:
-        if action == "actions/checkout":
-            ref = given.get("ref") or self.github["ref_name"]
-            for argv in (["checkout", "-q", "--force", ref], ["clean", "-xdffq"]):
-                subprocess.run(["git", *argv], cwd=self.clone, check=True)
-        elif action == "actions/upload-artifact":
-            target = self.artifacts / given["name"]
-            found = [path for line in given["path"].split() for path in sorted(self.clone.glob(line.rstrip("/")))]
-            assert found or given.get("if-no-files-found") == "ignore", f"nothing to upload at {given['path']}"
-            for path in found:
-                shutil.copytree(path, target, dirs_exist_ok=True) if path.is_dir() else copy_into(path, target)
-        elif action == "actions/download-artifact":
-            pattern = given.get("name") or given["pattern"]
-            merged = "name" in given or given.get("merge-multiple") == "true"
-            for path in sorted(self.artifacts.glob(pattern)):
-                target = self.clone / given["path"] / ("" if merged else path.name)
-                shutil.copytree(path, target, dirs_exist_ok=True)
-        elif action == "actions/upload-pages-artifact":
-            assert (self.clone / given["path"] / "index.html").is_file(), f"no site at {given['path']}"
-        elif action == "actions/attest":
-            assert given.keys() <= ATTEST, f"actions/attest has no input {given.keys() - ATTEST}"
-            self.attested.append(dict(given))
-        else:  # this Python, an empty cache and nobody's pages stand for them
-            assert action in ("actions/setup-python", "actions/cache", "actions/deploy-pages"), action
-
-
-def copy_into(path: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(path, folder)
 
 
 def pairs(path: Path) -> dict[str, str]:

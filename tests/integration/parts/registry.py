@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ log: {{level: warn}}
 storage:
   filesystem: {{rootdirectory: {root}}}
   delete: {{enabled: true}}
-http: {{addr: "127.0.0.1:{port}"}}
+{auth}http: {{addr: "127.0.0.1:{port}"}}
 """
+_AUTH = "auth: {{htpasswd: {{realm: here, path: {}}}}}\n"
 
 
 @contextmanager
@@ -36,23 +38,40 @@ def also_inside(folder: Path, pid: int, log: Path) -> Iterator[None]:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[str]:
-    """Have a registry for the length of a block; gives ``127.0.0.1:PORT``, which engines speak plain HTTP with."""
+def running(folder: Path, *, login: tuple[str, str] | None = None) -> Iterator[str]:
+    """Have a registry for the length of a block; gives ``127.0.0.1:PORT``, which engines speak plain HTTP with.
+
+    Parameters
+    ----------
+    login
+        The user and the password that it asks for; nobody is asked by default.
+    """
     program = packages.need("docker-registry", "docker-registry")
     port = processes.free_port()
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "registry.yml"
-    config.write_text(_CONFIG.format(root=folder / "data", port=port))
+    auth = ""
+    if login:
+        made = [packages.need("htpasswd", "apache2-utils"), "-niB", login[0]]
+        hashed = subprocess.run(made, input=login[1], capture_output=True, text=True, check=True).stdout
+        (folder / "htpasswd").write_text(hashed)
+        auth = _AUTH.format(folder / "htpasswd")
+    config.write_text(_CONFIG.format(root=folder / "data", port=port, auth=auth))
     argv = [program, "serve", str(config)]
     with processes.server(argv, folder / "registry.log", healthy=lambda: processes.listens(port)):
         yield f"127.0.0.1:{port}"
 
 
-def push(image: str, name: str) -> str:
-    """Push an image of the engine as ``127.0.0.1:PORT/PATH:TAG`` and return its digest."""
+def push(image: str, name: str, login: tuple[str, str] | None = None) -> str:
+    """Push an image of the engine as ``127.0.0.1:PORT/PATH:TAG``, as somebody, and return its digest."""
     subprocess.run(["docker", "tag", image, name], check=True)
-    subprocess.run(["docker", "push", "-q", name], check=True, capture_output=True)
-    return digest(name)
+    with tempfile.TemporaryDirectory() as config:
+        docker = ["docker", "--config", config] if login else ["docker"]
+        if login:
+            argv = [*docker, "login", name.partition("/")[0], "--username", login[0], "--password-stdin"]
+            subprocess.run(argv, input=login[1].encode(), check=True, capture_output=True)
+        subprocess.run([*docker, "push", "-q", name], check=True, capture_output=True)
+    return digest(name, login)
 
 
 def labelled(image: str, labels: Mapping[str, str]) -> str:
@@ -62,13 +81,13 @@ def labelled(image: str, labels: Mapping[str, str]) -> str:
     return done.stdout.decode().strip()
 
 
-def digest(name: str) -> str:
+def digest(name: str, login: tuple[str, str] | None = None) -> str:
     """Ask the registry itself for the digest of ``127.0.0.1:PORT/PATH:TAG``."""
     path, _, tag = name.rpartition(":")
     host, _, repository = path.partition("/")
     kinds = [f"application/vnd.docker.distribution.manifest.{kind}+json" for kind in ("v2", "list.v2")]
     kinds += [f"application/vnd.oci.image.{kind}.v1+json" for kind in ("manifest", "index")]
     accept = {"Accept": ", ".join(kinds)}
-    answer = requests.head(f"http://{host}/v2/{repository}/manifests/{tag}", headers=accept, timeout=30)
+    answer = requests.head(f"http://{host}/v2/{repository}/manifests/{tag}", headers=accept, auth=login, timeout=30)
     assert answer.ok, f"{name}: {answer.status_code}"
     return str(answer.headers["Docker-Content-Digest"])
