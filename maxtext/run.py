@@ -14,7 +14,7 @@ if sys.prefix != VENV and os.path.exists(f"{VENV}/bin/python"):
 try:
     from pathlib import Path
 
-    from multimesh_maxtext.cli import command
+    from multimesh_maxtext.command.cli import command
 except ImportError as missing:
     sys.exit(f"{missing.name} is not installed here; run: {ROOT}/bootstrap.sh --group run")
 command(sys.argv[1:], root=Path(ROOT))

@@ -61,7 +61,7 @@ def codes(package: str) -> Iterator[str]:
 
 def flags(_: str) -> Iterator[str]:
     """Yield a table for each group of flags of ``maxtext/run.py``."""
-    options = importlib.import_module("multimesh_maxtext.options")
+    options = importlib.import_module("multimesh_maxtext.command.options")
     for group in options.parser()._action_groups:
         shown = [action for action in group._group_actions if action.dest != "help"]
         if not shown:

@@ -34,7 +34,7 @@ def trainer(out: Path, arguments: Sequence[str]) -> None:
     import jax
     import measure
 
-    from multimesh_maxtext import hooks
+    from multimesh_maxtext.trainer import hooks
 
     calls = 0
     run = hooks.StepFunction.__call__

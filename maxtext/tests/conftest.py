@@ -16,13 +16,13 @@ import pytest
 from tests.telling import pytest_collection_modifyitems  # noqa: F401
 from tests.xla_flags import QUICK, add_flags
 
-from multimesh_maxtext.checks import Job
-from multimesh_maxtext.compile_cache import SWITCH
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.compile_cache import SWITCH
+from multimesh_maxtext.command.model import find_maxtext
+from multimesh_maxtext.command.options import read
+from multimesh_maxtext.command.settle import settle
+from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import MissingPartError
-from multimesh_maxtext.model import find_maxtext
-from multimesh_maxtext.options import read
-from multimesh_maxtext.settle import settle
-from multimesh_maxtext.translate import Paths
 
 # As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.
 os.environ |= {"NPROC": "64", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **os.environ}

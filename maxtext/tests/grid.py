@@ -17,7 +17,7 @@ from pathlib import Path
 from parity import BASE, METRICS, ROOT, Result, compare
 
 from multimesh import schedules
-from multimesh_maxtext import within_stage
+from multimesh_maxtext.command import within_stage
 
 PAGE = ROOT / "docs" / "maxtext-parity.md"
 TOLERANCE = 1e-5
@@ -50,7 +50,7 @@ def _schedules(model: str) -> list[str]:
 
 
 def _remat() -> list[str]:
-    from multimesh_maxtext.values import REMAT
+    from multimesh_maxtext.command.values import REMAT
 
     return [
         f"{_FOUR} --remat {policy} {shape}"

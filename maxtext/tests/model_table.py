@@ -12,10 +12,10 @@ from pathlib import Path
 
 import yaml
 
+from multimesh_maxtext.command.model import find_maxtext
+from multimesh_maxtext.command.options import read
+from multimesh_maxtext.command.settle import settle
 from multimesh_maxtext.errors import LauncherError
-from multimesh_maxtext.model import find_maxtext
-from multimesh_maxtext.options import read
-from multimesh_maxtext.settle import settle
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/maxtext-models.md"

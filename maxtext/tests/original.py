@@ -156,7 +156,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def table() -> str:
     """Return the defaults that differ, as Markdown."""
-    from multimesh_maxtext.options import parser
+    from multimesh_maxtext.command.options import parser
 
     helps = {flag: action.help or "" for action in parser()._actions for flag in action.option_strings}
     lines = ["| | original | here |", "|---|---|---|"]
@@ -171,10 +171,10 @@ def table() -> str:
 
 def numerics() -> str:
     """Return scan, clipping and precision where nobody says, in each way to train, as Markdown."""
-    from multimesh_maxtext.model import find_maxtext
-    from multimesh_maxtext.options import read
-    from multimesh_maxtext.settle import settle
-    from multimesh_maxtext.translate import Paths, configuration
+    from multimesh_maxtext.command.model import find_maxtext
+    from multimesh_maxtext.command.options import read
+    from multimesh_maxtext.command.settle import settle
+    from multimesh_maxtext.command.translate import Paths, configuration
 
     maxtext = find_maxtext(ROOT)
     paths = Paths(python="", maxtext=maxtext, output=Path(), metrics=Path())

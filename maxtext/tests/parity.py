@@ -19,14 +19,15 @@ from typing import Any
 from tests.xla_flags import QUICK
 
 from multimesh import schedules
-from multimesh_maxtext.checks import Job
-from multimesh_maxtext.launch import TRAINER, VARIABLE, launch
-from multimesh_maxtext.model import find_maxtext
-from multimesh_maxtext.options import read
-from multimesh_maxtext.report import reference_job
-from multimesh_maxtext.settle import settle
-from multimesh_maxtext.text import read_texts, write_corpus
-from multimesh_maxtext.translate import Paths
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.launch import launch
+from multimesh_maxtext.command.model import find_maxtext
+from multimesh_maxtext.command.options import read
+from multimesh_maxtext.command.report import reference_job
+from multimesh_maxtext.command.settle import settle
+from multimesh_maxtext.command.text import read_texts, write_corpus
+from multimesh_maxtext.command.translate import Paths
+from multimesh_maxtext.handoff import TRAINER, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = ("learning/loss", "learning/raw_grad_norm", "learning/grad_norm", "learning/param_norm")

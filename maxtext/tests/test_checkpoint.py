@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from multimesh_maxtext import cli
-from multimesh_maxtext.checkpoint import Beginning, aside, beginning, explained, going_back, look
-from multimesh_maxtext.checks import Job
+from multimesh_maxtext.checkpoint_folder import aside, going_back, look
+from multimesh_maxtext.command import cli
+from multimesh_maxtext.command.checkpoint import Beginning, beginning, explained
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.launch import launch
+from multimesh_maxtext.command.reserve import writing
+from multimesh_maxtext.command.training import Outcome, keep_before
+from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, UsageError
-from multimesh_maxtext.launch import launch
-from multimesh_maxtext.relayout import Relayout, check_same, held, is_stack
-from multimesh_maxtext.reserve import writing
-from multimesh_maxtext.trainer import Outcome, keep_before
-from multimesh_maxtext.translate import Paths
+from multimesh_maxtext.trainer.relayout import Relayout, check_same, held, is_stack
 
 Check = Callable[[Sequence[str]], Job]
 STACKS = ["layers_0_3", "layers_4_7"]

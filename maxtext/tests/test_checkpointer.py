@@ -19,9 +19,9 @@ from orbax.checkpoint import v1 as ocp
 
 from multimesh import distributed
 from multimesh.errors import DamagedError, NoRecordError
-from multimesh_maxtext.checkpointer import reason, telling
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
-from multimesh_maxtext.relayout import checked
+from multimesh_maxtext.trainer.checkpointer import reason, telling
+from multimesh_maxtext.trainer.relayout import checked
 
 STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
 RECORD = "multimesh-sums.0-of-1.json"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.compile_cache import FOLDER, SIZE, SWITCH, variables
+from multimesh_maxtext.command.compile_cache import FOLDER, SIZE, SWITCH, variables
 
 
 def test_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import corpora
 import pytest
 from killing import after_step, killed, records, while_saving
 
-from multimesh_maxtext import dataset
-from multimesh_maxtext.checkpoint import beginning
-from multimesh_maxtext.checks import Job
-from multimesh_maxtext.cli import main
+from multimesh_maxtext.command import dataset
+from multimesh_maxtext.command.checkpoint import beginning
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.cli import main
+from multimesh_maxtext.command.launch import forecasting
+from multimesh_maxtext.command.settle import settle
+from multimesh_maxtext.command.translate import Paths, configuration
 from multimesh_maxtext.errors import CheckpointError, LauncherError, MissingPartError
-from multimesh_maxtext.launch import forecasting
-from multimesh_maxtext.settle import settle
-from multimesh_maxtext.translate import Paths, configuration
 
 MakeJob = Callable[[Sequence[str]], Job]
 
@@ -129,7 +129,7 @@ def test_names_at_hugging_face_and_of_maxtext_are_left_to_it(job: MakeJob, maxte
 
 
 def test_data_that_cannot_resume_says_so_before_it_starts(maxtext: Path):
-    from multimesh_maxtext.options import read
+    from multimesh_maxtext.command.options import read
 
     def notes(kind: str, *words: str) -> list[str]:
         argv = [f"dataset_type={kind}", "grain_train_files=x", "hf_path=json", "dataset_name=c4", *GRAIN[2:], *words]

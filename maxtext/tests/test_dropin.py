@@ -17,10 +17,10 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from multimesh_maxtext.checks import Job
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.options import parse, parser
+from multimesh_maxtext.command.settings import find_types, find_wrong_settings
 from multimesh_maxtext.errors import UnsupportedError, UsageError
-from multimesh_maxtext.options import parse, parser
-from multimesh_maxtext.settings import find_types, find_wrong_settings
 
 
 @pytest.mark.telling("validate-cpu", "validate-cpu of its last release", "gpt3-175b-64gpus")

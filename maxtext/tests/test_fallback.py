@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext import spawning
-from multimesh_maxtext.cli import main
+from multimesh_maxtext.command import spawning
+from multimesh_maxtext.command.cli import main
+from multimesh_maxtext.command.fallback import Grid, choose, without_axes
+from multimesh_maxtext.command.options import read
+from multimesh_maxtext.command.report import Step
+from multimesh_maxtext.command.restarts import Attempt, begin, end, going_on, goodput, table
+from multimesh_maxtext.command.roll_call import Place, answer
+from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import ProcessLostError
-from multimesh_maxtext.fallback import Grid, choose, without_axes
-from multimesh_maxtext.options import read
-from multimesh_maxtext.report import Step
-from multimesh_maxtext.restarts import Attempt, begin, end, going_on, goodput, table
-from multimesh_maxtext.roll_call import Place, answer
-from multimesh_maxtext.translate import Paths
 
 Run = Callable[..., Any]
 STEPS = 12

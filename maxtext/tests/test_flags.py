@@ -13,8 +13,11 @@ import original
 import pytest
 
 from multimesh import schedules
-from multimesh_maxtext import buckets, checks
-from multimesh_maxtext.checks import MULTIMESH_ONLY, Job, check_machine
+from multimesh_maxtext.command import buckets, checks
+from multimesh_maxtext.command.checks import MULTIMESH_ONLY, Job, check_machine
+from multimesh_maxtext.command.model import find_maxtext
+from multimesh_maxtext.command.options import parse, parser
+from multimesh_maxtext.command.translate import notes
 from multimesh_maxtext.errors import (
     CheckpointError,
     DisagreementError,
@@ -30,9 +33,6 @@ from multimesh_maxtext.errors import (
     UnsupportedError,
     UsageError,
 )
-from multimesh_maxtext.model import find_maxtext
-from multimesh_maxtext.options import parse, parser
-from multimesh_maxtext.translate import notes
 
 OURS = [
     "--text",
@@ -437,7 +437,7 @@ def test_flags_with_an_effect_are_not_warned_of(argv: str):
 )
 def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
     program = (
-        "import sys; from multimesh_maxtext.cli import main; from pathlib import Path;"
+        "import sys; from multimesh_maxtext.command.cli import main; from pathlib import Path;"
         f"code = main(sys.argv[1:], root=Path({str(root)!r}));"
         "loaded = {'jax', 'jaxlib', 'flax'} & sys.modules.keys(); sys.exit(f'imported {loaded}' if loaded else code)"
     )

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh import schedules
 from multimesh.marking import contexts
-from multimesh_maxtext import hooks
 from multimesh_maxtext.errors import LauncherError, UnsupportedError, UsageError
-from multimesh_maxtext.launch import VARIABLE, Handoff
-from multimesh_maxtext.step import StepFunction
+from multimesh_maxtext.handoff import VARIABLE, Handoff
+from multimesh_maxtext.trainer import hooks
+from multimesh_maxtext.trainer.step import StepFunction
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 8
 

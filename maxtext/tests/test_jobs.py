@@ -18,9 +18,9 @@ import original
 import pytest
 import yaml
 
-from multimesh_maxtext.options import read
-from multimesh_maxtext.settle import settle
-from multimesh_maxtext.sizes import expected
+from multimesh_maxtext.command.options import read
+from multimesh_maxtext.command.settle import settle
+from multimesh_maxtext.command.sizes import expected
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "maxtext"))

@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from multimesh_maxtext import memory
-from multimesh_maxtext.checkpoint import Beginning
-from multimesh_maxtext.checks import Job
+from multimesh_maxtext.command import memory
+from multimesh_maxtext.command.checkpoint import Beginning
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.launch import FORESEE, Launch, forecasting, launch
+from multimesh_maxtext.command.member import Member, find_alone, find_repeated, member
+from multimesh_maxtext.command.options import parse
+from multimesh_maxtext.command.training import Follower, follow, refused, terminate_as_interrupt, trainer
+from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import UsageError
-from multimesh_maxtext.launch import FORESEE, VARIABLE, Handoff, Launch, forecasting, launch, received
-from multimesh_maxtext.member import Member, find_alone, find_repeated, member
-from multimesh_maxtext.options import parse
-from multimesh_maxtext.trainer import Follower, follow, refused, terminate_as_interrupt, trainer
-from multimesh_maxtext.translate import Paths
+from multimesh_maxtext.handoff import VARIABLE, Handoff, received
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}

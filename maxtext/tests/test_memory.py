@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
+from multimesh_maxtext.command.memory import check_fits, show_size
+from multimesh_maxtext.command.values import parse_size
 from multimesh_maxtext.errors import DoesNotFitError
-from multimesh_maxtext.memory import Need, check_fits, show_size
-from multimesh_maxtext.step import needs
-from multimesh_maxtext.values import parse_size
+from multimesh_maxtext.handoff import Need
+from multimesh_maxtext.trainer.step import needs
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext import metrics_hook
+from multimesh_maxtext.command import metrics_hook
 from multimesh_maxtext.errors import FileError, LauncherError, UsageError
 
 SMALL = "--cpus 2 --pp 2 --num-layers 2 --model-dims 32 --mlp-dims 32 --sequence-length 32 --attention dot_product"

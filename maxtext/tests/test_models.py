@@ -8,7 +8,7 @@ from pathlib import Path
 import model_table
 import pytest
 
-from multimesh_maxtext.cli import main
+from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.errors import LossNotFallingError
 
 RUN = (

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh_maxtext.placement import Stages, deal
+from multimesh_maxtext.trainer.placement import Stages, deal
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_pieces_are_dealt_as_a_schedule_says():
 
 def test_pieces_of_unequal_sizes():
     """Their stacks are named by their first and last layers, also that of one layer."""
-    from multimesh_maxtext.placement import list_stacks
+    from multimesh_maxtext.trainer.placement import list_stacks
 
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     uneven = deal(mesh, stages=2, layers=6, devices=jax.devices(), interleave=2, sizes=(2, 1, 2, 1))
@@ -79,7 +79,7 @@ def test_layers_that_are_counted_apart_are_dealt_in_one_row():
 def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
     from flax import nnx
 
-    from multimesh_maxtext.placement import list_stacks
+    from multimesh_maxtext.trainer.placement import list_stacks
 
     pieces = [range(0, 3), range(3, 6)]
     assert [(name, length) for name, length, _ in list_stacks(pieces, None)] == [("layers_0_2", 3), ("layers_3_5", 3)]

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.cli import main
-from multimesh_maxtext.text import write_corpus
+from multimesh_maxtext.command.cli import main
+from multimesh_maxtext.command.text import write_corpus
 
 Run = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,7 +166,7 @@ from types import SimpleNamespace
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from maxtext.input_pipeline import olmo_data, olmo_data_grain
-from multimesh_maxtext.data import Text
+from multimesh_maxtext.trainer.data import Text
 file, rows, first = sys.argv[1], 4, 2
 config = SimpleNamespace(
     olmo_index_path=file, olmo_path_remap_from="", olmo_apply_ngram_filter=False, max_target_length=8,

@@ -13,10 +13,11 @@ import parity
 import pytest
 from tests.xla_flags import QUICK
 
-from multimesh_maxtext.checks import Job
-from multimesh_maxtext.launch import RUN, VARIABLE, launch
-from multimesh_maxtext.text import write_corpus
-from multimesh_maxtext.translate import Paths
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.launch import launch
+from multimesh_maxtext.command.text import write_corpus
+from multimesh_maxtext.command.translate import Paths
+from multimesh_maxtext.handoff import RUN, VARIABLE
 
 pytestmark = [
     pytest.mark.longer,

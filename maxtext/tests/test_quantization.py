@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from multimesh_maxtext import within_stage
-from multimesh_maxtext.checks import Job
+from multimesh_maxtext.command import within_stage
+from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.errors import UnsupportedError, UsageError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext import records
-from multimesh_maxtext.launch import SECONDS
+from multimesh_maxtext.handoff import SECONDS
+from multimesh_maxtext.trainer import records
 
 
 class Result:

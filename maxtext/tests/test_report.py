@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from multimesh_maxtext.command.report import Evaluation, Step, check_agreement, compare, judge, largest, summary, table
+from multimesh_maxtext.command.training import Follower
 from multimesh_maxtext.errors import (
     DisagreementError,
     LossNotFallingError,
@@ -19,8 +21,6 @@ from multimesh_maxtext.errors import (
     StoppedEarlyError,
     TrainerFailedError,
 )
-from multimesh_maxtext.report import Evaluation, Step, check_agreement, compare, judge, largest, summary, table
-from multimesh_maxtext.trainer import Follower
 
 LOG = Path("maxtext.log")
 

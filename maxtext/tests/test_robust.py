@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext import cli
-from multimesh_maxtext.cli import main
+from multimesh_maxtext.command import cli
+from multimesh_maxtext.command.cli import main
+from multimesh_maxtext.command.machine import check_environment, stale_parts
 from multimesh_maxtext.errors import MissingPartError
-from multimesh_maxtext.machine import check_environment, stale_parts
 
 TRAINER = """
 import json, os, sys, time, numpy
@@ -66,7 +66,7 @@ def start(stand_in: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-        program = "import sys; from pathlib import Path; from multimesh_maxtext.cli import main; "
+        program = "import sys; from pathlib import Path; from multimesh_maxtext.command.cli import main; "
         program += f"sys.exit(main(sys.argv[1:], root=Path({str(stand_in)!r})))"
         line = [sys.executable, "-I", "-c", program, "--num-steps", "2", *map(str, arguments)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

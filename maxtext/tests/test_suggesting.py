@@ -11,14 +11,15 @@ import pytest
 
 from multimesh import planner
 from multimesh.planner import Configuration
-from multimesh_maxtext import cli, memory, suggesting
-from multimesh_maxtext.checks import Job
+from multimesh_maxtext.command import cli, suggesting
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.model import describe_model
+from multimesh_maxtext.command.options import parse, read
+from multimesh_maxtext.command.sizes import transformer
+from multimesh_maxtext.command.suggesting import Asked
+from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import DoesNotFitError, UnsupportedError, UsageError
-from multimesh_maxtext.model import describe_model
-from multimesh_maxtext.options import parse, read
-from multimesh_maxtext.sizes import transformer
-from multimesh_maxtext.suggesting import Asked
-from multimesh_maxtext.values import DEVICES
+from multimesh_maxtext.handoff import Forecast, Need
 
 CLUSTER = ("--suggest", "--device", "h100", "--gpus", "8", "--nodes", "2")
 JOB = (*CLUSTER, "--model-name", "llama3-8b", "--sequence-length", "4096", "--batch-size", "64")
@@ -91,8 +92,8 @@ def test_plans_are_made_until_three_suffice(
 ):
     sizes = iter([90 * 10**9, 50 * 10**9, 51 * 10**9, 52 * 10**9])
 
-    def plan(job: Job, asked: Asked) -> memory.Forecast:
-        return memory.Forecast((memory.Need(next(sizes), 0, 0, 0, 0, 0),), 0.1)
+    def plan(job: Job, asked: Asked) -> Forecast:
+        return Forecast((Need(next(sizes), 0, 0, 0, 0, 0),), 0.1)
 
     monkeypatch.setattr(suggesting, "_plan", plan)
     shape = ("--pp", "4", "--tp", "2", "--microbatch-size", "1")

@@ -15,13 +15,13 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from multimesh_maxtext.checks import Job
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.launch import launch
+from multimesh_maxtext.command.member import Member
+from multimesh_maxtext.command.options import parse
+from multimesh_maxtext.command.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
+from multimesh_maxtext.command.translate import Paths, argument, configuration, environment, notes, per_device
 from multimesh_maxtext.errors import LauncherError, UsageError
-from multimesh_maxtext.launch import launch
-from multimesh_maxtext.member import Member
-from multimesh_maxtext.options import parse
-from multimesh_maxtext.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
-from multimesh_maxtext.translate import Paths, argument, configuration, environment, notes, per_device
 
 Check = Callable[[Sequence[str]], Job]
 

@@ -49,7 +49,7 @@ def train(case: dict[str, Any]) -> list[dict[str, float]]:
     from maxtext.utils import train_utils
 
     if case["handoff"]:
-        from multimesh_maxtext import hooks
+        from multimesh_maxtext.trainer import hooks
 
         os.environ["MULTIMESH_MAXTEXT"] = case["handoff"]
         hooks._handoff.cache_clear()

@@ -15,7 +15,7 @@ from pathlib import Path
 import multimesh.__main__ as multimesh
 import pytest
 from multimesh.errors import MultiMeshError
-from multimesh_maxtext import options
+from multimesh_maxtext.command import options
 
 from multimesh import schedules
 from tests import pages

@@ -25,7 +25,10 @@ from tooling.sources.workspace import ROOT
 _TAG = re.compile(r"v\d+\.\d+\.\d+")
 _DUNDER = re.compile(r"^__version__ = \"([^\"]+)\"$", re.MULTILINE)
 PROJECTS = ("pyproject.toml", "multimesh/pyproject.toml", "maxtext/pyproject.toml")
-WHEELS = {"multimesh": ("multimesh-jax", "multimesh.jax"), "maxtext": ("multimesh-maxtext", "multimesh_maxtext.cli")}
+WHEELS = {
+    "multimesh": ("multimesh-jax", "multimesh.jax"),
+    "maxtext": ("multimesh-maxtext", "multimesh_maxtext.command.cli"),
+}
 """The folder of each published distribution, its name, and a module of it that imports most others."""
 PACKAGE = "multimesh/src/multimesh/__init__.py"
 

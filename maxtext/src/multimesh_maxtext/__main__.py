@@ -7,8 +7,8 @@ The command starts this program with other words. ``join CONFIG KEY=VALUE...`` t
 
 import sys
 
-from multimesh_maxtext.cli import command
-from multimesh_maxtext.launch import compile_module, foresee, join, write_export
+from multimesh_maxtext.command.cli import command
+from multimesh_maxtext.trainer.start import compile_module, foresee, join, write_export
 
 if sys.argv[1:2] == ["join"]:
     join(sys.argv[2:])

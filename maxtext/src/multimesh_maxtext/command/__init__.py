@@ -1,0 +1,1 @@
+"""The command: flags, checks, translation, launch. It never imports JAX."""

@@ -1,0 +1,495 @@
+"""The command behind ``maxtext/run.py``: parse, check, translate, train, judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from multimesh_maxtext.checkpoint_folder import going_back, look
+from multimesh_maxtext.command import (
+    compile_cache,
+    fallback,
+    memory,
+    metrics_hook,
+    report,
+    restarts,
+    roll_call,
+    suggesting,
+)
+from multimesh_maxtext.command.checkpoint import Beginning, beginning, written_to
+from multimesh_maxtext.command.checks import Job, check_machine
+from multimesh_maxtext.command.dataset import check_dataset, readers
+from multimesh_maxtext.command.launch import Launch, forecasting, in_place, launch, visible_gpu_memory
+from multimesh_maxtext.command.machine import check_environment, python, stale_parts
+from multimesh_maxtext.command.member import ALONE, Member, any_member, find_repeated, member
+from multimesh_maxtext.command.memory import check_fits
+from multimesh_maxtext.command.model import find_maxtext, has_package
+from multimesh_maxtext.command.options import Options, read
+from multimesh_maxtext.command.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
+from multimesh_maxtext.command.reserve import RUNNING, has_content, holds_run, remove_run, writing
+from multimesh_maxtext.command.settle import Settled, settle
+from multimesh_maxtext.command.sizes import expected, step_json, step_text
+from multimesh_maxtext.command.spawning import spawn
+from multimesh_maxtext.command.text import read_texts, write_corpus
+from multimesh_maxtext.command.training import (
+    Follower,
+    Outcome,
+    forecast,
+    inspect,
+    keep_code,
+    tail,
+    terminate_as_interrupt,
+    train,
+)
+from multimesh_maxtext.command.translate import Paths, notes
+from multimesh_maxtext.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FileError,
+    LauncherError,
+    ProcessLostError,
+    TrainerFailedError,
+)
+from multimesh_maxtext.handoff import Forecast
+
+INTERRUPTED = 130
+
+_HOLD = 5.0  # seconds that a process waits with an error, which the first process may print for all
+_PATIENCE = 60.0  # seconds that a new attempt waits for the one that lost a process
+
+
+def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
+    """Run the command line, and end this process with its exit code."""
+    code = main(argv, root=root)
+    keep_code()
+    sys.exit(code)
+
+
+def main(argv: Sequence[str], *, root: Path | None = None) -> int:
+    """Run the command line and return its exit code; nothing but ``--help`` leaves by an exception.
+
+    Parameters
+    ----------
+    argv
+        The arguments, without the program's name.
+    root
+        The repository, if this runs from one. It may hold ``third_party/maxtext``.
+    """
+    this = ALONE
+    try:
+        with terminate_as_interrupt():
+            try:
+                parsed = restarts.going_on(read(argv), os.environ)
+                this = any_member(parsed, os.environ)
+                if root:
+                    check_environment(root)
+                maxtext = find_maxtext(root)
+                if parsed.options.suggest:
+                    return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
+                if parsed.options.show_grids:
+                    fallback.count_processes(parsed.options)
+                settled = settle(parsed, maxtext / "maxtext")
+                options = settled.job.options
+                starts = options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast)
+                if starts or options.show_grids:
+                    grids = fallback.grids(settled.job, argv, maxtext)
+                    if options.show_grids:
+                        print(fallback.lines(grids))
+                        return 0
+                    _find_gpus(options)
+                    return spawn(argv, options, root, grids)
+                if options.fallback and roll_call.OWN_ADDRESS in os.environ and not options.dry_run:
+                    return _called(settled.job, argv, maxtext, root)
+                return _run(settled, maxtext, root)
+            except LauncherError as error:
+                return _tell(error, this, as_json="--json" in argv)
+    except KeyboardInterrupt:
+        print("interrupted; the trainer was stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _called(job: Job, argv: Sequence[str], maxtext: Path, root: Path | None) -> int:
+    """Run on the grid that those processes can have which came; return 0 in one that is not needed, at the end."""
+    o, this = job.options, member(job.options, os.environ)
+    folder = (o.output or Path()) / f"roll-call-{restarts.attempt(o, os.environ)}"
+    own, patience = os.environ[roll_call.OWN_ADDRESS], o.start_timeout or roll_call.PATIENCE
+    place = roll_call.answer(folder, this.rank, this.count, own, fallback.grids(job, argv, maxtext), patience)
+    with roll_call.until_all_are_done(folder, place):
+        if place is None:
+            print(f"{o.grid} does without this process, which waits", file=sys.stderr)
+            return 0
+        os.environ.update(place.variables())
+        parsed = restarts.going_on(read([*argv, *place.grid.words]), os.environ)
+        return _run(settle(parsed, maxtext / "maxtext"), maxtext, root)
+
+
+def _tell(error: LauncherError, this: Member, *, as_json: bool) -> int:
+    """Print an error, and return its exit code. The first process prints for all where all find the same."""
+    told = "error: "
+    if this.rank:
+        if error.shared:
+            return error.exit_code
+        try:
+            time.sleep(_HOLD)
+        except KeyboardInterrupt:  # the first one found it too, and the launcher ends all
+            return error.exit_code
+        told = f"error: process {this.rank} of {this.count} on {socket.gethostname()}: "
+    for line in str(error).splitlines() or [""]:
+        print(f"{told}{line}", file=sys.stderr)
+    if as_json and not this.rank:
+        print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+    return error.exit_code
+
+
+def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
+    job, options = settled.job, settled.job.options
+    this = member(options, os.environ)
+    texts = read_texts(options.text or ())
+    gpus = _find_gpus(options)
+    if not (options.dry_run or options.forecast) and this.rank < readers(job):
+        check_dataset(job, maxtext / "maxtext")
+    gpu_memory = min(gpus) if gpus else None
+    stale = stale_parts(root) if root else ()
+    for note in (*stale, *settled.notes, *find_repeated(options, os.environ), *notes(options, gpu_memory=gpu_memory)):
+        if this.rank == 0:
+            print(f"warning: {note}", file=sys.stderr)
+    first = _paths(options, maxtext)
+    paths = this.own(first)
+    if options.forecast or options.dump_only:  # beside a run that the output folder may hold
+        paths = paths.below("forecast" if options.forecast else "dump-only")
+    start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, this=this)
+    if options.hlo:
+        start = in_place(start, "compile", str(options.hlo))
+    elif options.dry_run and options.forecast:
+        start = forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
+    if options.dry_run:
+        return _dry_run(start, as_json=options.json)
+    if options.hlo:
+        return _compile(start, options)
+    if options.export:
+        return 0 if this.rank else _export(start, options, options.export)
+    # Of several processes the first speaks for all, unless another fails.
+    console = Console(soft_wrap=True, quiet=this.rank > 0)
+    if options.forecast and this.rank:
+        return 0
+    if options.forecast or options.dump_only:
+        with writing(paths.output / RUNNING, "--output"):
+            _prepare(job, paths, texts)
+            _check_memory(job, paths, console, gpu_memory)
+            if options.dump_only:
+                _dump(start, paths, options, quiet=console.quiet)
+            return 0
+    kept = compile_cache.first_use(start.environment)
+    if kept and this.rank == 0:
+        print(kept, file=sys.stderr)
+    again = restarts.attempt(options, os.environ)
+    patience = _PATIENCE if again else 0.0
+    with writing(paths.output / RUNNING, "--output", patience=patience) as held:
+        _make_way(options, first, paths)
+        if options.max_restarts and this.rank == 0:
+            restarts.begin(options, paths, again)
+        if again:
+            restarts.keep_log(paths.log, again)
+        code, why = _train(job, paths, start, texts, console, gpu_memory, this.rank, held, patience=patience)
+        if options.max_restarts and this.rank == 0:
+            _end_attempt(options, paths, code, why, again)
+        return code
+
+
+def _find_gpus(options: Options) -> list[int] | None:
+    """Return the memory of every GPU here that a job may use; refuse a job for which something is missing here."""
+    gpus = visible_gpu_memory() if options.gpus else None
+    if not (options.dry_run or options.forecast):
+        check_machine(
+            options,
+            gpu_memory=gpus,
+            has_plugin=any(map(has_package, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+        )
+    return gpus
+
+
+def _make_way(o: Options, first: Paths, paths: Paths) -> None:
+    """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`.
+
+    Parameters
+    ----------
+    first
+        Paths of the first process, which may be this one.
+
+    Raises
+    ------
+    FileError
+        Where this run would write over another.
+    """
+    for each in dict.fromkeys((first, paths)):
+        goes_on = o.checkpoint and o.resume and written_to(each.checkpoints, o.checkpoint)
+        if goes_on or o.overwrite or not holds_run(each.output):
+            continue
+        if o.resume:
+            raise FileError(
+                f"--output {each.output} holds a run that wrote no checkpoint to {o.checkpoint}: --resume would write "
+                "over it; choose another --output"
+            )
+        kept = each.checkpoints.resolve()
+        left = each.checkpoints.is_symlink() and look(kept).steps
+        also = f"--checkpoint {kept} --resume to go on with it, " if left else ""
+        raise FileError(
+            f"--output {each.output} holds another run; add --overwrite to replace it, {also}or choose another folder"
+        )
+    mine = o.checkpoint and o.resume and (written_to(paths.checkpoints, o.checkpoint) or look(o.checkpoint).steps)
+    if o.metrics_file and paths == first and has_content(paths.metrics) and not (mine or o.overwrite):
+        raise FileError(
+            f"--metrics-file {paths.metrics} has the steps of another run; remove it, or choose another file"
+        )
+    if o.overwrite and not o.resume:
+        names = {path.name for path in paths.output.glob("process-*")} - {f"process-{rank}" for rank in range(o.nodes)}
+        remove_run(paths.output, (*paths.made, *names))
+
+
+def _end_attempt(o: Options, paths: Paths, code: int, why: str, again: int) -> None:
+    """Note why an attempt ended, of several that may follow one another; after the last one, show all."""
+    steps = Follower(paths.metrics).poll()
+    lost = code == ProcessLostError.exit_code
+    because = restarts.reason(paths, o.nodes) if lost else why
+    attempts = restarts.end(paths, because, steps[-1].number + 1 if steps else 0)
+    if not lost or again >= (o.max_restarts or 0):
+        restarts.show(attempts, steps, o)
+
+
+def _train(
+    job: Job,
+    paths: Paths,
+    start: Launch,
+    texts: Sequence[str],
+    console: Console,
+    gpu_memory: int | None,
+    rank: int,
+    held: int,
+    *,
+    patience: float,
+) -> tuple[int, str]:
+    """Train, judge, compare; return the exit code, and why it ended. The trainer inherits the descriptor ``held``."""
+    options = job.options
+    hook = metrics_hook.load(options.metrics_hook) if options.metrics_hook and rank == 0 else None
+    if not options.json:
+        console.print(python(), highlight=False, markup=False)
+    _prepare(job, paths, texts)
+    _check_memory(job, paths, console, gpu_memory)
+    pairs = list[Pair]()
+    while True:
+        with beginning(job, paths.checkpoints, first=rank == 0, patience=patience) as begin:
+            if begin.step >= options.num_steps:
+                return (_say_finished(options, begin.step) if rank == 0 else 0), "nothing was left to do"
+            begin = replace(begin, inherited=(*begin.inherited, held))
+            outcome = train(job, start, paths, console, begin, hook)
+        if not isinstance(outcome.error, DamagedCheckpointError):
+            break
+        line = going_back(outcome.error, options.checkpoint or Path())
+        if rank == 0:
+            print(line, file=sys.stderr)
+    if hook:
+        hook.end()
+    if options.verify and not outcome.error and rank == 0:
+        other, beside = reference_job(job), paths.below("spmd")
+        _prepare(other, beside, texts)
+        start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
+        outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))
+    why = str(outcome.error).partition("; see ")[0] if outcome.error else "all steps are done"
+    return _report(job, console, paths, outcome, pairs), why
+
+
+def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
+    """Show the memory that a pipeline will need, where a flag asks or a limit is known; refuse what exceeds that."""
+    o, limit = job.options, memory.limit(job, gpu_memory)
+    if not o.forecast and limit is None:
+        return
+    try:
+        if not o.json and not console.is_terminal:
+            console.print(f"forecasting: tracing a step of {job.model.layers} layers", highlight=False)
+        with console.status(f"forecasting: tracing a step of {job.model.layers} layers"):
+            found = forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)
+    except TrainerFailedError as error:
+        if o.forecast or o.has("device_memory"):
+            raise
+        print(f"warning: memory was not checked: {error}", file=sys.stderr)
+        return
+    _show_forecast(job, paths, console, found, limit)
+    if limit is not None:
+        check_fits(found.needs, limit)
+
+
+def _compile(start: Launch, o: Options) -> int:
+    """Compile ``--hlo``, and print its time and memory."""
+    began = time.monotonic()
+    found = _found(start)
+    if o.json:
+        print(json.dumps({"hlo": str(o.hlo), "bytes": found}))
+    else:
+        parts = ", ".join(f"{name} {memory.show_size(size)}" for name, size in found.items())
+        print(f"compiled {o.hlo} in {time.monotonic() - began:.1f} s; each device needs {parts}")
+    return 0
+
+
+def _export(start: Launch, o: Options, target: Path) -> int:
+    """Write the parameters of the newest checkpoint for MaxText's tools, and say where they are."""
+    folder = o.checkpoint or Path()
+    steps = look(folder).steps
+    if not steps:
+        raise CheckpointError(f"--checkpoint {folder}: there is no checkpoint to export; train first")
+    if target.exists():
+        raise FileError(f"--export {target}: it is there already; choose another folder")
+    words = str(folder.resolve()), str(steps[-1]), str(target.resolve()), *["unrolled"] * (o.scan_layers is False)
+    found = _found(in_place(start, "export", *words))
+    if o.json:
+        print(json.dumps({"export": str(target / "items"), "checkpoint": steps[-1], **found}))
+    else:
+        size, scanned = memory.show_size(found["bytes"]), str(found["scan_layers"]).lower()
+        print(f"checkpoint {steps[-1]}: {size} of parameters")
+        print(f"for MaxText: load_parameters_path={target / 'items'} scan_layers={scanned}")
+    return 0
+
+
+def _found(start: Launch) -> Any:
+    """Run a process that prints JSON; return that."""
+    environment = {**os.environ, **start.environment}
+    done = subprocess.run(start.command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+    return json.loads(done.stdout)
+
+
+def _say_finished(o: Options, step: int) -> int:
+    """Say that all steps were done before: a job that is run again until it succeeds has succeeded."""
+    if o.json:
+        print(json.dumps({"error": None, "exit_code": 0, "steps": [], "checkpoint": step - 1}))
+    else:
+        print(f"ok: checkpoint {step - 1} is after the last of --num-steps {o.num_steps}; nothing is left to do")
+    return 0
+
+
+def _dump(start: Launch, paths: Paths, o: Options, *, quiet: bool) -> None:
+    inspect(start, paths)
+    if not quiet:
+        print(json.dumps({"dump": str(o.dump)}) if o.json else f"compiled; the plan is in {o.dump}")
+
+
+def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:
+    o, step = job.options, expected(job)
+    if o.json:
+        if o.forecast:
+            needs = [{**asdict(need), "total": need.total} for need in found.needs]
+            print(
+                json.dumps(
+                    {"forecast": needs, "bubble": found.bubble, "limit": limit}
+                    | (step_json(step) if step else {})
+                    | report.chosen(paths.schedule)
+                )
+            )
+        return
+    console.print("memory on each device of a stage at the peak of a step (forecast)", highlight=False)
+    console.print(memory.table(found.needs))
+    if not o.forecast:
+        return
+    if limit is not None:
+        console.print(f"of {memory.show_size(limit)} that JAX may use of a device", highlight=False)
+    if schedule := report.chosen(paths.schedule):
+        console.print(schedule["schedule"]["text"], highlight=False, markup=False)
+    picture = paths.forecast.with_suffix(".svg")
+    console.print(
+        f"devices wait {100 * found.bubble:.1f} % of a step, by operations of their kernels, transfers take no time: "
+        f"see {picture}",
+        highlight=False,
+    )
+    if step:
+        console.print(step_text(step), highlight=False)
+    elif o.device:
+        console.print("no forecast of seconds: microbatches are not whole sequences on each device", highlight=False)
+
+
+def _paths(options: Options, maxtext: Path) -> Paths:
+    if options.output:
+        output = options.output.resolve()
+    elif options.dry_run:
+        output = Path(tempfile.gettempdir()) / "multimesh-maxtext-XXXXXXXX"
+    else:
+        output = Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
+    metrics = options.metrics_file.resolve() if options.metrics_file else output / "metrics.jsonl"
+    return Paths(python=sys.executable, maxtext=maxtext.resolve(), output=output, metrics=metrics)
+
+
+def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
+    """Make the folders and the corpus, and remove files of an older run that could pass for files of this one."""
+    o = job.options
+    try:
+        for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump and not o.forecast else [])):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not o.resume:
+            paths.metrics.unlink(missing_ok=True)
+        for file in (paths.placement, paths.schedule):
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise FileError(
+            f"{error.filename}: {error.strerror}; choose another --output, --metrics-file or --dump"
+        ) from error
+    if texts:
+        write_corpus(texts, paths.text, sequence_length=o.sequence_length)
+
+
+def _dry_run(start: Launch, *, as_json: bool) -> int:
+    if as_json:
+        print(
+            json.dumps({name: getattr(start, name) for name in ("command", "environment", "configuration")}, indent=1)
+        )
+    else:
+        print(report.plan_text(start.command, start.environment, start.configuration))
+    return 0
+
+
+def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, list[Pair]]:
+    """Compare a pipeline with its reference. An error of either, or a difference, becomes the error of the outcome."""
+    if reference.error:
+        return replace(outcome, error=reference.error, log=reference.log), []
+    pairs = compare(outcome.steps, reference.steps)
+    try:
+        check_agreement(pairs, dtype=str(job.model.resolved.get("dtype")))
+    except LauncherError as error:
+        return replace(outcome, error=error), pairs
+    return outcome, pairs
+
+
+def _report(job: Job, console: Console, paths: Paths, outcome: Outcome, pairs: Sequence[Pair]) -> int:
+    o, steps, error = job.options, outcome.steps, outcome.error
+    if o.json and not console.quiet:
+        files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
+        found = report.summary(steps, outcome.evaluations, pairs, files, error)
+        print(json.dumps(report.chosen(paths.schedule) | found))
+    else:
+        if schedule := report.chosen(paths.schedule):
+            console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n", highlight=False, markup=False)
+        console.print(report.comparison(pairs) if pairs else report.table(steps))
+        for evaluation in outcome.evaluations:
+            console.print(f"evaluated after step {evaluation.step}: loss {evaluation.loss:.4f}", highlight=False)
+        if pairs:
+            console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed", highlight=False)
+        console.print(f"metrics {paths.metrics}", highlight=False)
+    if isinstance(error, TrainerFailedError):
+        print(tail(outcome.log), file=sys.stderr)
+    if error:
+        print(f"error: {error}", file=sys.stderr)
+    elif not o.json:
+        agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if pairs else ""
+        console.print(
+            f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}", highlight=False
+        )
+    return error.exit_code if error else 0

@@ -1,0 +1,98 @@
+"""A command line as the planner of `multimesh.planner` reads it: the model as sizes, the job as a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multimesh import UsageError, schedules
+from multimesh.planner import Configuration, Step, Transformer, band, forecast
+from multimesh_maxtext.command.checks import Job, schedule_name
+from multimesh_maxtext.command.model import Model
+
+
+def transformer(model: Model) -> Transformer:
+    """The model's sizes. Layers that differ from each other count as equal ones."""
+    found = model.resolved
+    experts = model.experts if model.experts > 1 else 0
+    gates = len(found.get("mlp_activations") or ["silu"])
+    wide = int(found.get("base_moe_mlp_dim") or model.mlp) if experts else model.mlp
+    return Transformer(
+        name=model.name or "this model",
+        layers=model.layers,
+        hidden=model.embedding,
+        ffn=wide,
+        heads=model.query_heads,
+        kv_heads=model.kv_heads,
+        vocabulary=model.vocabulary,
+        head=int(found.get("head_dim") or 0),
+        gated=gates > 1,
+        experts=experts,
+        active=int(found.get("num_experts_per_tok") or 1) if experts else 0,
+        tied=bool(found.get("logits_via_embedding")),
+    )
+
+
+def configuration(job: Job) -> Configuration:
+    """How the job is spread over devices; a schedule that is made for it counts as a published one of its shape.
+
+    Raises
+    ------
+    UsageError
+        Where a device would have a part of a sequence of a microbatch, which the planner does not cost.
+    """
+    o = job.options
+    groups = o.dp * o.fsdp * o.ep
+    microbatch, rest = divmod(job.batch, job.microbatches * groups)
+    if rest or not microbatch:
+        raise UsageError(f"microbatches of {job.batch // job.microbatches} are not whole on {groups} groups of devices")
+    name = schedule_name(o)
+    if name not in schedules.names() or name == "auto":
+        name = "interleaved" if o.interleave > 1 else "1f1b"
+    return Configuration(
+        batch=job.batch,
+        sequence=o.sequence_length,
+        microbatch=microbatch,
+        dp=o.dp * o.ep,
+        fsdp=o.fsdp,
+        tp=o.tp,
+        pp=o.pp,
+        cp=o.cp,
+        ep=o.ep,
+        interleave=o.interleave,
+        schedule=name,
+        sequence_parallel=bool(o.sequence_parallel),
+        recompute="full" if o.remat in (None, "none", "full") else "minimal",
+        layers=job.pieces if o.pp > 1 else (),
+    )
+
+
+def expected(job: Job) -> Step | None:
+    """The forecast of a step on ``--device``; None where the planner has no forecast of such a job."""
+    if not job.options.device:
+        return None
+    try:
+        return forecast(transformer(job.model), configuration(job), job.options.device, "maxtext")
+    except UsageError:
+        return None
+
+
+def step_json(step: Step) -> dict[str, Any]:
+    """The forecast of a step, as data. ``band`` is the half of its width, as a share."""
+    return {
+        "seconds": step.seconds,
+        "band": band(step),
+        "tokens_per_second": step.tokens_per_second * step.how.devices,
+        "utilization": step.utilization,
+        "waiting": step.bubble,
+        "bound": step.bound,
+    }
+
+
+def step_text(step: Step) -> str:
+    """The forecast of a step, in words."""
+    tokens = step.tokens_per_second * step.how.devices
+    return (
+        f"forecast, not a measurement: a step of {step.seconds:.2f} s on {step.how.devices} {step.device.name}, within "
+        f"{100 * band(step):.0f} %; {tokens:,.0f} tokens/s, {100 * step.utilization:.0f} % of the peak (MFU), bubble "
+        f"{100 * step.bubble:.0f} % with the head, most time in {step.bound} (docs/forecasts.md)"
+    )

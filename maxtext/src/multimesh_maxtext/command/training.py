@@ -1,0 +1,369 @@
+"""The trainer: a child process that never outlives us, followed step by step to its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from multimesh.launch import end_with_parent
+from multimesh_maxtext.command.checkpoint import Beginning, explained
+from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.launch import Launch
+from multimesh_maxtext.command.metrics_hook import MetricsHook
+from multimesh_maxtext.command.report import Evaluation, Step, judge, progress
+from multimesh_maxtext.command.reserve import mark_run
+from multimesh_maxtext.command.translate import Paths
+from multimesh_maxtext.errors import (
+    LauncherError,
+    MissingPartError,
+    ProcessLostError,
+    StoppedEarlyError,
+    TrainerFailedError,
+    UsageError,
+)
+from multimesh_maxtext.handoff import SECONDS, Forecast, read_forecast
+
+_PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
+_POLL = 0.1  # seconds between looks at the metrics file
+_HOLD = 4.0  # seconds that a trainer gets to end because another process of its job has
+
+_TAIL = 20  # lines of a failed trainer's log
+
+LOST = re.compile(
+    r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone|failed: LostProcessError:) .*)$",
+    re.MULTILINE,
+)
+"""A line of a trainer's log on a process that was lost."""
+
+_STOPPED = re.compile(r"Training stopped: (.*)$", re.MULTILINE)
+_NO_MORE = "run out of training data"
+"""MaxText's words where its data ended; it takes any error of its input for a reason to stop."""
+
+_REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
+"""A setting that MaxText refuses, and why, as pydantic prints it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The steps and evaluations that completed, the error (``None`` for a success), and the log."""
+
+    steps: list[Step]
+    evaluations: list[Evaluation]
+    error: LauncherError | None
+    log: Path
+
+
+def train(
+    job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, tell: MetricsHook | None = None
+) -> Outcome:
+    """Start the trainer, show its progress, tell it to a hook, and judge the run."""
+    o = job.options
+    if not o.json:
+        console.print(_headline(job), highlight=False)
+        console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
+        if o.nodes > 1 and not o.output:
+            console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
+    before = keep_before(paths.metrics, begin.step)
+    skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
+    follower = Follower(paths.metrics, skip=skip, tell=tell)
+    hold = _HOLD if o.nodes > 1 else 0.0
+    steps, returncode = follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold)
+    error: LauncherError | None = None
+    try:
+        judge(
+            steps,
+            expected=o.num_steps,
+            returncode=returncode,
+            log=paths.log,
+            before=before,
+            first=begin.step,
+            several=o.nodes > 1,
+        )
+    except (TrainerFailedError, StoppedEarlyError) as ended:
+        log = paths.log.read_text(encoding="utf-8", errors="replace")
+        lost = [said for said in LOST.findall(log) if " ended with exit code " not in said]
+        if o.nodes > 1 and lost:  # any other failure, such as a checkpoint's, comes from that
+            error = ended if isinstance(ended, ProcessLostError) else ProcessLostError(f"{lost[0]}; see {paths.log}")
+        else:
+            error = refused(log) or explained(log, o.checkpoint) or stopped(log, ended)
+    except LauncherError as wrong:
+        error = wrong
+    return Outcome(steps, follower.evaluations, error, paths.log)
+
+
+def forecast(start: Launch, paths: Paths) -> Forecast:
+    """Run the process that forecasts; return its forecast."""
+    paths.forecast.unlink(missing_ok=True)
+    inspect(start, paths)
+    return read_forecast(paths.forecast)
+
+
+def inspect(start: Launch, paths: Paths) -> None:
+    """Run a process that ends before it trains.
+
+    Raises
+    ------
+    UsageError
+        Where MaxText refuses its settings.
+    TrainerFailedError
+        Where it fails otherwise.
+    """
+    with trainer(start, paths) as process:
+        process.wait()
+    if process.returncode:
+        if error := refused(paths.log.read_text(encoding="utf-8", errors="replace")):
+            raise error
+        print(tail(paths.log), file=sys.stderr)
+        raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
+
+
+def refused(log: str) -> UsageError | None:
+    """Return the error of the settings in MaxText's log; ``None`` if MaxText took them."""
+    _, found, told = log.rpartition(" for MaxTextConfig\n")
+    told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("    For further"))
+    wrong = [" ".join(": ".join(filter(None, said)).split()) for said in _REFUSED.findall(told)]
+    return UsageError(f"MaxText refuses these settings: {'; '.join(wrong)}") if found and wrong else None
+
+
+def stopped(log: str, error: LauncherError) -> LauncherError:
+    """Return the error of a trainer that ended before its last step, with the reason that MaxText's log gives."""
+    if not isinstance(error, StoppedEarlyError) or not (found := _STOPPED.search(log)):
+        return error
+    if _NO_MORE in found[1]:
+        return StoppedEarlyError(
+            f"the data ended: {error}; use fewer --num-steps, more data, or num_epoch= to read it several times"
+        )
+    return StoppedEarlyError(f"{error}: {found[1]}")
+
+
+def tail(log: Path) -> str:
+    """Return the end of a failed trainer's log, indented."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+    return "\n".join(f"  | {line}" for line in lines)
+
+
+def _headline(job: Job) -> str:
+    o = job.options
+    use = "in the pipeline" if o.pp > 1 else "accumulated"
+    sizes = job.pieces if o.staged else ()
+    dealt = f" dealt {' '.join(map(str, sizes))}" if len(set(sizes)) > 1 else ""
+    return (
+        f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {o.grid}; "
+        f"{job.model.layers} layers{dealt}; batch {job.batch} = {job.microbatches} microbatches {use}"
+    )
+
+
+def follow(
+    follower: Follower,
+    start: Launch,
+    paths: Paths,
+    console: Console,
+    begin: Beginning,
+    *,
+    total: int,
+    quiet: bool,
+    hold: float = 0.0,
+) -> tuple[list[Step], int]:
+    """Run the trainer to its end; its steps and its exit code.
+
+    Where one of several processes fails, a launcher ends the others, perhaps before they have learnt of it. So a
+    process that is told to end waits ``hold`` seconds for its trainer, and returns its code, not that of an interrupt.
+    """
+    steps: list[Step] = []
+    with (
+        progress(console, total, quiet=quiet) as show,
+        trainer(start, paths, inherited=begin.inherited) as process,
+    ):
+        try:
+            running = True
+            while running:
+                try:
+                    process.wait(_POLL)
+                    running = False
+                except subprocess.TimeoutExpired:
+                    pass
+                for step in follower.poll():
+                    if not steps:
+                        mark_run(paths.output)
+                    steps.append(step)
+                    show(step)
+        except Terminated:
+            _reap(process, hold)
+            if process.returncode in (None, -signal.SIGTERM):
+                raise
+        if hold and process.returncode:
+            keep_code()
+    return steps, process.returncode
+
+
+@contextmanager
+def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the trainer with its output in the log; on leaving, it and all its children are gone.
+
+    It inherits the given file descriptors.
+    """
+    environment = {**os.environ, **launch.environment}
+    with paths.log.open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                launch.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=inherited,
+                preexec_fn=end_with_parent(),
+            )
+        except OSError as error:
+            raise MissingPartError(
+                f"{launch.command[0]} cannot be started ({error.strerror}); run ./bootstrap.sh"
+            ) from error
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        _reap(process, _PATIENCE)
+        os.killpg(process.pid, signal.SIGKILL)
+    _reap(process, math.inf)
+
+
+def _reap(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the end of a process: ``Popen.wait`` never returns where an interrupt left its lock taken."""
+    end = time.monotonic() + seconds
+    while process.returncode is None and time.monotonic() < end:
+        try:
+            pid, status = os.waitpid(process.pid, os.WNOHANG)
+        except ChildProcessError:  # it was reaped, and the interrupt came before that was noted
+            process.returncode = -signal.SIGKILL
+            break
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(_POLL)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP came: from a batch system, or with a closed terminal."""
+
+
+def keep_code() -> None:
+    """Ignore SIGTERM from now on: this process ends by itself, with a code that says more."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP (a batch system, a closed terminal) like Ctrl-C, so that clean-up runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Follower:
+    """Reads the steps of a run as they are written.
+
+    Attributes
+    ----------
+    evaluations
+        Those read so far.
+    """
+
+    def __init__(self, metrics: Path, *, skip: int = 0, tell: MetricsHook | None = None) -> None:
+        """Follow the metrics, of which ``skip`` bytes are an earlier run's; ``tell`` gets the other records."""
+        self._metrics = _Tail(metrics, skip)
+        self._tell = tell
+        self.evaluations: list[Evaluation] = []
+
+    def poll(self) -> list[Step]:
+        """Return the steps completed since the last poll."""
+        records = [record for record in map(_parse, self._metrics.lines()) if record]
+        # MaxText also writes the running means of an evaluation, which have no total.
+        done = [record for record in records if "eval/total_loss" in record]
+        for record in records:
+            if self._tell and (record in done or "learning/loss" in record):
+                self._tell(record)
+        self.evaluations += [Evaluation(int(record["step"]), record["eval/avg_loss"]) for record in done]
+        return [_step(record) for record in records if "learning/loss" in record]
+
+
+def _step(record: dict[str, float]) -> Step:
+    return Step(
+        number=int(record["step"]),
+        loss=record["learning/loss"],
+        gradient_norm=record.get("learning/raw_grad_norm", record.get("learning/grad_norm", float("nan"))),
+        seconds=record.get(SECONDS, math.nan),
+        tokens=record["learning/total_weights"],
+    )
+
+
+def keep_before(metrics: Path, step: int) -> list[Step]:
+    """Cut the records of a step and all later ones off a metrics file; return the steps that remain."""
+    end = position = 0
+    if metrics.exists():
+        for line in metrics.read_bytes().splitlines(keepends=True):
+            position += len(line)
+            record = _parse(line.decode("utf-8", "replace")) or {}
+            if "learning/loss" in record and record["step"] < step:
+                end = position
+        os.truncate(metrics, end)
+    return Follower(metrics).poll()
+
+
+def _parse(line: str) -> dict[str, float] | None:
+    """Return a record; ``None`` for a torn line, which MaxText leaves where it empties the file."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+class _Tail:
+    """Complete lines that were appended to a file since the last look; the file may not exist yet, or be emptied."""
+
+    def __init__(self, path: Path, skip: int = 0) -> None:
+        self._path = path
+        self._offset = skip
+
+    def lines(self) -> Iterator[str]:
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        yield from data[:end].decode("utf-8", "replace").splitlines()

@@ -1,0 +1,161 @@
+"""What the command and the trainer tell each other: variables of the environment, and files.
+
+The command writes a `Handoff` into the environment of the trainer. A trainer that only forecasts answers with a file
+of `Need`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import multimesh.schedules
+from multimesh_maxtext.errors import UsageError
+
+TRAINER = "maxtext.trainers.pre_train.train"
+
+
+RUN = "MULTIMESH_RUN"
+"""Environment variable of every trainer. Where it is set, the patched MaxText takes its batches from us."""
+
+
+VARIABLE = "MULTIMESH_MAXTEXT"
+"""Environment variable of a pipeline, with the hand-over. Without both variables the hooks do nothing."""
+
+
+SECONDS = "perf/step_seconds"
+"""Name in the records of the time from the end of the step before to the end of a step."""
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """How to run the pipeline.
+
+    Attributes
+    ----------
+    stages
+        Number of pipeline stages; the devices are dealt to them in equal shares.
+    interleave
+        Pieces of the model per stage.
+    schedule
+        A name that `multimesh.schedules` knows, or ``custom``.
+    table
+        File of the custom schedule.
+    sizes
+        Decoder layers of each piece, in the order of the model; empty: all have as many.
+    route
+        Of the schedule ``auto``: stage of each piece; empty: in turn.
+    chosen
+        File for the choice of the schedule ``auto``.
+    limit
+        Bytes that a device has, for the schedule ``auto``; 0 where that is not known.
+    placement
+        File to be written with the devices of every parameter and optimizer moment.
+    forecast
+        File to be written with the memory that each stage will need; nothing is allocated, compiled or trained then.
+    dump, dump_passes, dump_only
+        Folder for the plan of the step; whether every pass of MultiMesh goes there too, and whether that is all to do.
+    profile
+        Folder for measured timelines of the step.
+    context
+        Options of `multimesh.context` that the step is compiled under.
+    replicate_below
+        Arrays of the train state with fewer elements than this lie whole on each device of their stage.
+    platform
+        Platform of the devices that a forecast is for; it may run on another.
+    gather_once
+        Whether parameters are gathered before the loop over microbatches, and not in it.
+    """
+
+    stages: int
+    interleave: int
+    schedule: str
+    table: str | None
+    placement: str
+    forecast: str = ""
+    sizes: tuple[int, ...] = ()
+    route: tuple[int, ...] = ()
+    chosen: str = ""
+    limit: int = 0
+    dump: str = ""
+    dump_passes: bool = False
+    dump_only: bool = False
+    profile: str = ""
+    context: Mapping[str, bool] = field(default_factory=dict)
+    replicate_below: int = 0
+    platform: str = ""
+    gather_once: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables to add to the trainer's environment."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def received(environment: Mapping[str, str]) -> Handoff:
+    """Return the `Handoff` in an environment.
+
+    Raises
+    ------
+    UsageError
+        Where the variable does not hold a `Handoff`.
+    """
+    try:
+        given = json.loads(environment[VARIABLE])
+        handoff = Handoff(**{**given, **{key: tuple(given.get(key, ())) for key in ("sizes", "route")}})
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{VARIABLE} is not what maxtext/run.py writes ({error}); start MaxText with it") from error
+    return handoff
+
+
+def find_schedule(name: str, table: Path | str | None) -> multimesh.schedules.Schedule:
+    """Return a schedule by its name, or that of a user's table."""
+    return multimesh.schedules.get(name) if table is None else multimesh.schedules.load(table)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on each device of one stage.
+
+    Attributes
+    ----------
+    parameters, optimizer
+        Held all the time.
+    batch
+        Rows of the step and its other arguments, copies of parameters for other stages among them.
+    gradients, activations, workspace
+        At the moment of the step when most memory is in use: sums of gradients, values that the schedule keeps
+        between kernels, and the running kernel's own memory.
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    activations: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of the step."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory of each stage, and the share of a step that devices wait for each other, by operations of kernels."""
+
+    needs: tuple[Need, ...]
+    bubble: float
+
+
+def write_forecast(needs: Sequence[Need], bubble: float, file: Path) -> None:
+    """Write a forecast to a file, for `read_forecast`."""
+    file.write_text(json.dumps({"needs": [asdict(need) for need in needs], "bubble": bubble}))
+
+
+def read_forecast(file: Path) -> Forecast:
+    """Return a forecast."""
+    found = json.loads(file.read_text())
+    return Forecast(tuple(Need(**need) for need in found["needs"]), found["bubble"])

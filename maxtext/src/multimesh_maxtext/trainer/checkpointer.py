@@ -1,0 +1,131 @@
+"""Orbax's checkpointer in the trainer's process. Where it fails, a `CheckpointError` says why in one line.
+
+When Orbax has completed a checkpoint, its checksums are recorded; before one is loaded, they are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from multimesh import MultiMeshError, UsageError, distributed
+from multimesh_maxtext.checkpoint_folder import COMPLETE, aside, look
+from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, LauncherError
+
+_READS = ("load_checkpointables", "checkpointables_metadata")
+_WRITES = ("save_checkpointables", "save_checkpointables_async", "wait")
+
+_OTHERS = (LauncherError, MultiMeshError, jax.errors.JaxRuntimeError, FileExistsError)
+"""Errors that no checkpoint causes: another process is lost, a device has no memory, the step was written before."""
+
+_STATUS = re.compile(r"[A-Z_]+: ")
+"""Begins an error of TensorStore: the operations that it was about to do, outermost first, then what happened."""
+
+_DETAILS = re.compile(r" \[\w+='")
+"""Begins the details that TensorStore adds for its authors."""
+
+_LONGEST = 200
+
+_SEEN = 60.0  # seconds after which another process sees that a checkpoint is complete, at the latest
+
+
+def telling(checkpoints: Any) -> Any:
+    """Let a checkpointer raise a `CheckpointError` where a checkpoint cannot be read or written, or was damaged.
+
+    Returns the checkpointer.
+    """
+    folder = Path(checkpoints.directory).resolve()
+    load, save = checkpoints.load_checkpointables, checkpoints.save_checkpointables_async
+    wait, recording = checkpoints.wait, list[threading.Thread]()
+
+    def compare_and_load(step: int, *args: Any, **kwargs: Any) -> Any:
+        _compare(folder, step)
+        return load(step, *args, **kwargs)
+
+    def save_and_record(step: int, *args: Any, **kwargs: Any) -> Any:
+        if response := save(step, *args, **kwargs):
+            recording.append(threading.Thread(target=_record, args=(response, folder / str(step))))
+            recording[-1].start()
+        return response
+
+    def wait_for_records() -> None:
+        wait()
+        while recording:
+            recording.pop().join()
+
+    checkpoints.load_checkpointables, checkpoints.save_checkpointables_async = compare_and_load, save_and_record
+    checkpoints.wait = wait_for_records
+    for names, explain in ((_READS, _unread), (_WRITES, _unwritten)):
+        for name in names:
+            setattr(checkpoints, name, _telling(getattr(checkpoints, name), explain, folder))
+    return checkpoints
+
+
+def _record(response: Any, path: Path) -> None:
+    """Record the checksums of a checkpoint when it is complete. One that fails, or is removed, has none."""
+    with suppress(Exception):  # what went wrong is raised where Orbax is asked next
+        response.result()
+        until = time.monotonic() + _SEEN
+        while not (path / COMPLETE).exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        distributed.record(path)
+
+
+def _compare(folder: Path, step: int) -> None:
+    """Compare the checksums of a checkpoint; set it aside if it was damaged."""
+    path = folder / str(step)
+    try:
+        distributed.verify(path)
+    except distributed.DamagedError as wrong:
+        why = str(wrong).partition(";")[0]
+        if jax.process_index() == 0:
+            aside(path)
+        distributed.barrier(f"checkpoint {step} is set aside")
+        raise DamagedCheckpointError(why) from None
+    except UsageError:
+        return  # without a record, which `beginning` has told, or without what Orbax needs, which that tells
+
+
+def _telling(method: Callable[..., Any], explain: Callable[..., str], folder: Path) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except _OTHERS:
+            raise
+        except Exception as error:
+            raise CheckpointError(explain(folder, reason(error), *args)) from error
+
+    return told
+
+
+def _unread(folder: Path, why: str, step: int, *_: Any) -> str:
+    others = [other for other in look(folder).steps if other != step]
+    on = f"to go on from checkpoint {others[-1]}" if others else "to begin anew"
+    return f"checkpoint {step} cannot be read ({why}); copy it again, or remove {folder / str(step)} {on}"
+
+
+def _unwritten(folder: Path, why: str, *_: Any) -> str:
+    steps = look(folder).steps
+    usable = f"checkpoint {steps[-1]} there is complete" if steps else "no checkpoint is complete"
+    return f"a checkpoint cannot be written ({why}); {usable}; put it right and add --resume"
+
+
+def reason(error: BaseException) -> str:
+    """Return the cause of an error in a few words. Orbax wraps it several times."""
+    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = cause
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = str(error).partition("\n")[0]
+    if _STATUS.match(text):
+        text = _DETAILS.split(text)[0].rpartition(": ")[2]
+    return text[:_LONGEST] or type(error).__name__

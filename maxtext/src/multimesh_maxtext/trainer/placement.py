@@ -1,0 +1,254 @@
+"""Gives each layer, parameter and optimizer moment of a MaxText model its stage."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import multimesh
+from multimesh_maxtext import layer_names
+from multimesh_maxtext.trainer.processes import absent, has_device
+
+_GATHERED = "fsdp"
+"""MaxText's axis of the devices that share parameters, and rows of the batch."""
+
+_AFTER_LAYERS = {"decoder_norm", "logits_dense"}
+
+
+Stack = tuple[str, int, Any]
+"""Name of a stack, number of its layers, and the source of their random numbers."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A submesh per stage. A piece has contiguous layers, and the schedule's placement gives each piece its stage.
+
+    Attributes
+    ----------
+    meshes
+        One a stage, equal but for their devices.
+    layers
+        Number of decoder layers.
+    interleave
+        Pieces a stage.
+    placement
+        The stage of each piece, as ``multimesh.schedules.Schedule.placement`` gives it; by default in turn.
+    sizes
+        Layers of each piece; by default all have as many.
+    dense
+        Number of the first layers that are dense, where MaxText counts those and the others apart.
+    """
+
+    meshes: tuple[Mesh, ...]
+    layers: int
+    interleave: int = 1
+    placement: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    dense: int = 0
+
+    @functools.cached_property
+    def pieces(self) -> list[range]:
+        """Layers of each piece, in the order of the model."""
+        number = len(self.meshes) * self.interleave
+        ends = [0, *itertools.accumulate(self.sizes or (self.layers // number,) * number)]
+        return [range(start, end) for start, end in itertools.pairwise(ends)]
+
+    def of_layer(self, number: int) -> Mesh:
+        """Submesh of a layer, or of the piece that begins with it."""
+        on = self.placement or range(len(self.meshes))
+        piece = next(i for i, layers in enumerate(self.pieces) if number in layers)
+        return self.meshes[on[piece % len(on)]]
+
+    def of_path(self, path: Any) -> Mesh:
+        """Submesh of a leaf of the train state: a parameter, its moments, the state of a random number generator.
+
+        The final norm and the logits lie with the last layer; all else outside of layers (the embedding, counters)
+        lies with the first.
+        """
+        names = _path(path).split("/")
+        for kind, numbers in filter(None, map(layer_names.split, names)):
+            if numbers:  # a stack of layers lies where its first one does
+                return self.of_layer(numbers[0] + (self.dense if kind == "moe_layers" else 0))
+        return self.of_layer(self.layers - 1 if _AFTER_LAYERS.intersection(names) else 0)
+
+    def shardings(self, tree: Any) -> Any:
+        """Put each ``NamedSharding`` of a tree on the submesh of its leaf."""
+
+        def move(path: Any, sharding: NamedSharding) -> NamedSharding:
+            return NamedSharding(self.of_path(path), sharding.spec, memory_kind=sharding.memory_kind)
+
+        return jax.tree_util.tree_map_with_path(move, tree, is_leaf=lambda x: isinstance(x, NamedSharding))
+
+    def structs(self, tree: Any) -> Any:
+        """Put each ``ShapeDtypeStruct`` of a tree on the submesh of its leaf."""
+
+        def move(path: Any, x: Any) -> Any:
+            spec = x.sharding.spec
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.of_path(path), spec))
+
+        return jax.tree_util.tree_map_with_path(move, tree)
+
+    def create(self, fn: Callable[[], Any], shardings: Any) -> Any:
+        """Compute ``fn()``, each leaf on its own devices; no device holds the whole result.
+
+        ``fn`` is traced once and compiled once a stage: XLA drops the computations for other stages.
+        """
+        layouts = jax.tree.leaves(shardings)
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)()
+        leaves: list[Any] = [None] * len(layouts)
+        for mesh in self.meshes:
+            mine = [i for i, layout in enumerate(layouts) if layout.mesh == mesh]
+            if mine and has_device(layouts[mine[0]]):
+                made = _program(closed, mine, layouts)()
+            else:
+                made = [absent(closed.out_avals[i], layouts[i]) for i in mine]
+            for i, leaf in zip(mine, made, strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+
+def _program(closed: Any, wanted: Sequence[int], layouts: Sequence[NamedSharding]) -> Any:
+    """Jitted function of some results of a jaxpr without arguments."""
+
+    def initialize() -> list[Any]:
+        results = jaxpr_as_fun(closed)()
+        return [results[i] for i in wanted]
+
+    return jax.jit(initialize, out_shardings=[layouts[i] for i in wanted])
+
+
+def deal(
+    mesh: Mesh,
+    *,
+    stages: int,
+    layers: int,
+    devices: Sequence[jax.Device],
+    interleave: int = 1,
+    placement: tuple[int, ...] = (),
+    sizes: tuple[int, ...] = (),
+    dense: int = 0,
+) -> Stages:
+    """Make the submeshes of all stages from that of the first.
+
+    Parameters
+    ----------
+    mesh
+        Over the first ``len(devices) / stages`` devices, in any order.
+    """
+    number = {device: i for i, device in enumerate(devices)}
+
+    def shifted(stage: int) -> Mesh:
+        grid = np.empty(mesh.devices.shape, object)
+        for at, device in np.ndenumerate(mesh.devices):
+            grid[at] = devices[number[device] + stage * mesh.size]
+        return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+
+    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave, placement, sizes, dense)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Random number generators of some of the layers, the same as in one stack of all layers."""
+
+    every: nnx.Rngs
+    layers: range
+
+    def fork(self, *, split: int) -> nnx.Rngs:
+        """Give each of the ``split`` layers of this share its own, stacked."""
+        graph, state = nnx.split(self.every)
+        return nnx.merge(graph, jax.tree.map(lambda x: x[self.layers.start : self.layers.start + split], state))
+
+
+def list_stacks(pieces: Sequence[range], rngs: nnx.Rngs | None) -> list[Stack]:
+    """Name the stack of each piece by its first and last layer, so that `Stages.of_path` knows its stage.
+
+    The layers get the random numbers, and so the parameters, of one stack of all layers.
+    """
+    every = rngs.fork(split=pieces[-1].stop) if rngs else None
+    return [(f"layers_{p.start}_{p.stop - 1}", len(p), Share(every, p) if every else None) for p in pieces]
+
+
+def apply_stack(stages: Stages, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make MaxText's scan over a stack a task on the submesh of its stage."""
+
+    def scan(stack: nnx.Module, y: Any, *args: Any) -> tuple[Any, nnx.Module, None]:
+        graph, params, rest = nnx.split(stack, nnx.Param, ...)
+
+        def pure(params: Any, rest: Any, y: Any, *args: Any) -> tuple[Any, Any]:
+            y, scanned, _ = fn(nnx.merge(graph, params, rest), y, *args)
+            return y, nnx.state(scanned, nnx.Not(nnx.Param))
+
+        y, rest = multimesh.task(pure, name, mesh=stages.of_layer(int(name.split("_")[1])))(params, rest, y, *args)
+        nnx.update(stack, rest)
+        return y, stack, None
+
+    return scan
+
+
+def parameter_specs(shardings: Any) -> dict[str, P]:
+    """Return the layout of each parameter of a train state, by its path in the model."""
+    named = ((_path(path), leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(shardings))
+    return {name.removeprefix("model/"): spec for name, spec in named if name.startswith("model/")}
+
+
+def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh]) -> Any:
+    """Return parameters with each array whole along the axis ``fsdp``, gathered on its stage by a task.
+
+    Parameters
+    ----------
+    specs
+        Layout of each, by its path.
+    home
+        Submesh of each, by its path.
+    """
+
+    def whole(path: Any, x: Any) -> Any:
+        spec = specs[_path(path)]
+        wanted = P(*(without(part) for part in spec))
+        if wanted == spec:
+            return x
+        return multimesh.task(lambda x: jax.lax.with_sharding_constraint(x, wanted), "gather", mesh=home(path))(x)
+
+    def without(part: Any) -> Any:
+        left = tuple(axis for axis in (part if isinstance(part, tuple) else (part,)) if axis not in (_GATHERED, None))
+        return left or None
+
+    return jax.tree_util.tree_map_with_path(whole, parameters)
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def write_placement(file: Path, **states: Any) -> None:
+    """Add train states to the file, each under its name: ``arrays`` (path to device ids), ``bytes`` (by device id)."""
+    found = json.loads(file.read_text()) if file.exists() else {}
+    found |= {name: _describe(state) for name, state in states.items()}
+    file.write_text(json.dumps(found, indent=1))
+
+
+def _describe(state: Any) -> dict[str, Any]:
+    arrays = {}
+    held: dict[int, int] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        arrays[jax.tree_util.keystr(path)] = sorted(device.id for device in x.sharding.device_set)
+    for x in jax.live_arrays():
+        if not x.is_deleted():
+            # Not from x.addressable_shards: those would keep the buffers alive, and the step could not reuse them.
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for device in x.sharding.addressable_devices:
+                held[device.id] = held.get(device.id, 0) + size
+    return {"arrays": arrays, "bytes": held}

@@ -1,0 +1,70 @@
+"""Adds the time of each step to its record, and writes the record before the checkpoint of the step.
+
+MaxText writes the record of a step once it has started the next one, after the checkpoint of the step. Its own time of
+a step is how long it took to start it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import jax
+
+from multimesh_maxtext.handoff import SECONDS
+
+
+class _Step:
+    """A step that was started. A thread notes its end."""
+
+    def __init__(self, logger: Any, metrics: dict[str, Any], took: timedelta) -> None:
+        self.logger, self.metrics, self.took = logger, metrics, took
+        self.begun = time.monotonic() - took.total_seconds()
+        self._ended = 0.0
+        # Python waits for threads of a pool, also where a lost process leaves the step without an end.
+        self._thread = threading.Thread(target=self._wait, args=(dict(metrics["scalar"]),), daemon=True)
+        self._thread.start()
+
+    def _wait(self, results: dict[str, Any]) -> None:
+        with suppress(Exception):  # their readers raise the error
+            jax.block_until_ready(results)
+            self._ended = time.monotonic()
+
+    def ended(self) -> float:
+        """Wait for the end, and return when it was."""
+        self._thread.join()
+        return self._ended
+
+
+_started: dict[int, _Step] = {}
+"""Steps without a record, by their numbers."""
+_last_end: float | None = None
+
+
+def stepped(logger: Any, metrics: dict[str, Any], step: int, took: timedelta) -> None:
+    """Take note of a step that MaxText has just started."""
+    _started[step] = _Step(logger, metrics, took)
+
+
+def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
+    """Add the time of a step to its record. Return whether to write the record: not again after `saving`."""
+    global _last_end
+    if kind != "train":
+        return True
+    started = _started.pop(step, None)
+    if started is None:
+        return False
+    ended = started.ended()
+    metrics["scalar"][SECONDS] = ended - (started.begun if _last_end is None else _last_end)
+    _last_end = ended
+    return True
+
+
+def saving() -> None:
+    """Write the records of all steps that were started, before a checkpoint of the newest."""
+    for number, step in sorted(_started.items()):
+        step.logger.record_train_metrics(step.metrics, number, step.took.total_seconds())
+        step.logger.write_metrics(step.metrics, number)

@@ -1,0 +1,392 @@
+"""MaxText's train step as a pipeline: its accumulation of gradients is the loop over microbatches. Also the forecast,
+the dump and the timelines of the step."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxpr_as_fun
+from jax.sharding import Mesh
+
+import multimesh
+from multimesh_maxtext.errors import LauncherError, UnsupportedError
+from multimesh_maxtext.handoff import Handoff, Need, write_forecast
+from multimesh_maxtext.trainer.placement import write_placement
+from multimesh_maxtext.trainer.processes import everywhere
+
+PARAMETERS = "ga_params"
+"""MaxText carries this through its loop, and no microbatch changes it."""
+
+_STATE = "rest_state"
+"""MaxText hands this from a microbatch to the next: keys of random number generators, and counts of their uses."""
+
+_REDUCED = {
+    *("te_moe_capacity_overflow", "te_moe_max_total_recv_tokens", "te_moe_recv_capacity_per_rank"),
+    *("moe_required_rbf", "moe_max_load_ratio", "moe_max_load_ratio_mean"),
+}
+"""Results of which MaxText takes the largest, the least or the mean over the microbatches, not the sum."""
+
+_REPEATS = 2
+"""``--schedule auto`` measures so many runs of a step for the costs of its kernels."""
+
+_CALLS = ("jit", "checkpoint", "remat2")
+_IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is how values leave a task
+
+
+class StepFunction:
+    """A train or evaluation step, with those methods of a jitted function that MaxText calls."""
+
+    def __init__(
+        self, fn: Callable[..., Any], donate_argnums: Any, handoff: Handoff, set_auto: Callable[[Any], None]
+    ) -> None:
+        """Make it; ``set_auto`` sets the schedule ``auto`` of later traces of ``fn``."""
+        self.__wrapped__ = fn
+        self._handoff = handoff
+        self._set_auto = set_auto
+        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
+        self._trains = donate_argnums != ()
+        self._first = True
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        """Run. The first call compiles; it writes the placement, and the plan and timelines that flags ask for."""
+        with multimesh.context(**self._handoff.context):
+            if self._first and self._trains:
+                self._choose(state, batch)
+                _inspect(self._jitted, self._handoff, state, batch)
+            result = self._jitted(state, batch)
+        if self._first and self._trains:
+            write_placement(Path(self._handoff.placement), stepped=result[0])
+        self._first = False
+        if self._trains:
+            return result[0], everywhere(result[1])
+        return everywhere(result)
+
+    def lower(self, state: Any, batch: Any) -> Ahead:
+        """Stand in for a compilation of which MaxText only prints the memory. A run that does not train ends here."""
+        if self._handoff.forecast or self._handoff.dump_only:
+            with multimesh.context(**self._handoff.context):
+                lowered = self._jitted.lower(state, batch)
+                if self._handoff.chosen:
+                    self._write(lowered.plan.choices[0])
+                _end_before_training(lowered, self._handoff, state)
+        return Ahead()
+
+    def _choose(self, state: Any, batch: Any) -> None:
+        """Choose the order of ``--schedule auto``; measure the kernels first where a second copy of the state fits."""
+        if not self._handoff.chosen:
+            return
+        compiled, limit = _prepared(self._jitted, state, batch), self._handoff.limit
+        (choice,) = compiled.plan.choices
+        if not limit or all(need.total + need.arguments <= limit for need in compiled.lowered.memory_forecast()):
+            schedule = compiled.profile(state, batch, repeats=_REPEATS).schedule
+            better = schedule.choose(*choice.shape)
+            choice = better if better.taken.table == choice.taken.table else self._again(schedule, state, batch)
+        else:
+            print("schedule auto: a second copy of the state does not fit, so costs are estimated, not measured")
+        self._write(choice)
+
+    def _again(self, schedule: Any, state: Any, batch: Any) -> Any:
+        """Forget the step, and make it with another schedule; return the choice of that."""
+        self._set_auto(schedule)
+        self._jitted.clear_cache()
+        return _prepared(self._jitted, state, batch).plan.choices[0]
+
+    def _write(self, choice: Any) -> None:
+        Path(self._handoff.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
+
+
+class Ahead:
+    """A compilation that is left to the first call."""
+
+    def compile(self, compiler_options: Any = None) -> Ahead:
+        """Do nothing."""
+        del compiler_options
+        return self
+
+    def memory_analysis(self) -> None:
+        """Know nothing: MaxText prints nothing then."""
+
+
+def unallocated(fn: Callable[[], Any], shardings: Any) -> Any:
+    """Return the types of ``fn()`` with their shardings; scalars are arrays, because MaxText reads the step number."""
+
+    def leaf(x: Any, sharding: Any) -> Any:
+        if x.ndim == 0 and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.device_put(jnp.zeros((), x.dtype), sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, jax.eval_shape(fn), shardings)
+
+
+@jax.custom_vjp
+def _like_flash(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Sums along the sequence: elementwise operations would be computed again rather than kept.
+    weight = jnp.sum(key * value, (1, 2))[:, None, None]
+    return jnp.cumsum(query, 1) + weight, jnp.sum(jnp.cumsum(query, 1), -1, dtype=jnp.float32)
+
+
+def _like_flash_forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+    results = _like_flash(query, key, value)
+    return results, (query, key, value, *results)
+
+
+def _like_flash_backward(kept: Any, cotangents: Any) -> Any:
+    query, key, value, result, sums = kept
+    mixed = jnp.cumsum(cotangents[0] * result + query * sums[..., None].astype(query.dtype), 1)
+    weight = jnp.sum(mixed, (1, 2))[:, None, None]
+    return mixed, jnp.cumsum(key, 1) + weight, jnp.cumsum(value, 1) + weight
+
+
+_like_flash.defvjp(_like_flash_forward, _like_flash_backward)
+
+
+def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_settings: Any) -> Any:
+    """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
+
+    Parameters
+    ----------
+    query, key, value
+        Of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
+    """
+    return _like_flash(query, key, value)
+
+
+def _prepared(jitted: multimesh.Jitted, state: Any, batch: Any) -> multimesh.Compiled:
+    """Compile the step for the next call of it."""
+    compiled = jitted.prepare(state, batch)
+    if not isinstance(compiled, multimesh.Compiled):
+        raise LauncherError("nothing in this step is a task, so there is no plan")
+    return compiled
+
+
+def _end_before_training(lowered: multimesh.Lowered, handoff: Handoff, state: Any) -> NoReturn:
+    """Write a forecast, or dump the compiled step, and end the process."""
+    if handoff.forecast:
+        timeline = lowered.plan.forecast(lowered.plan.estimate())
+        timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
+        write_forecast(needs(lowered, state), timeline.bubble, Path(handoff.forecast))
+    else:
+        _dump(lowered.compile(), handoff)
+    sys.exit()
+
+
+def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
+    """Write the dump and the timelines that flags ask for. The next call runs the kernels that this compiles."""
+    if not (handoff.dump or handoff.profile):
+        return
+    compiled = _prepared(jitted, state, batch)
+    if handoff.dump:
+        _dump(compiled, handoff)
+    if handoff.profile:
+        _profile(compiled, Path(handoff.profile), state, batch)
+
+
+def _dump(compiled: multimesh.Compiled, handoff: Handoff) -> None:
+    if jax.process_index():  # of several processes, which all have the same plan, the first writes it
+        return
+    folder = Path(handoff.dump)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan, lowered = compiled.plan, compiled.lowered
+    (folder / "costs.json").write_text(json.dumps(compiled.cost_analysis(), indent=1))
+    (folder / "plan.txt").write_text("\n".join([str(plan), *map(str, plan.instructions), plan.fingerprint(), ""]))
+    (folder / "plan.json").write_text(plan.to_json())
+    plan.to_svg(folder / "plan.svg")
+    plan.to_html(folder / "plan.html")
+    plan.to_perfetto(folder / "plan.perfetto.json")
+    if handoff.dump_passes:
+        dumps = {done.name: str(done) for done in lowered.passes()} | {"kernels": lowered.as_text()}
+        for number, (name, text) in enumerate(dumps.items()):
+            (folder / f"{number:02}-{name}.txt").write_text(text)
+
+
+def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any) -> None:
+    profile = compiled.profile(state, batch)
+    if jax.process_index():  # the first of several processes, which all have the same, speaks for them
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "timeline.txt").write_text(f"{profile}\n")
+    for name, timeline in (("measured", profile.measured), ("forecast", profile.forecast)):
+        timeline.to_svg(folder / f"{name}.svg")
+        timeline.to_html(folder / f"{name}.html")
+        timeline.to_perfetto(folder / f"{name}.perfetto.json")
+
+
+def needs(lowered: multimesh.Lowered, state: Any) -> list[Need]:
+    """Return the memory of each stage.
+
+    Parameters
+    ----------
+    lowered
+        The train step.
+    state
+        The train state, arrays or their types, each leaf with its sharding: the first argument of the step.
+    """
+    held: dict[tuple[str, frozenset[jax.Device]], int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = getattr(path[0], "key", getattr(path[0], "name", ""))
+        key = name, frozenset(leaf.sharding.device_set)
+        held[key] = held.get(key, 0) + math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    result = []
+    for mesh, found in zip(lowered.plan.submeshes, lowered.memory_forecast(), strict=True):
+        parameters, optimizer = (held.get((name, frozenset(mesh.devices.flat)), 0) for name in ("model", "optimizer"))
+        batch = max(0, found.arguments - parameters - optimizer)
+        result.append(Need(parameters, optimizer, batch, found.sums, found.values, found.workspace))
+    return result
+
+
+def accumulate_microbatches(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    init: dict[str, Any],
+    batch: Any,
+    *,
+    length: int,
+    home: Callable[[Any], Mesh],
+    **loop: Any,
+) -> tuple[dict[str, Any], Any]:
+    """Run MaxText's accumulation over microbatches as the microbatch loop.
+
+    A pipeline has no order in which one microbatch could hand its state to the next. But MaxText's state only counts,
+    so microbatch i gets its counters from i.
+
+    Parameters
+    ----------
+    body
+        MaxText's, of carry and microbatch: the carry's sums grow, its parameters stay, the state counts.
+    init
+        The carry; its sums are zero.
+    batch
+        Arrays whose first dimension is the rows of the step. Microbatch i takes rows i, i + length, ..., in MaxText
+        as in `multimesh.microbatch`.
+    length
+        Number of microbatches.
+    home
+        Submesh of a leaf of the state, by its path.
+    loop
+        Further arguments of `multimesh.microbatch`.
+
+    Raises
+    ------
+    UnsupportedError
+        Where the state does more than count.
+    """
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    sums = {key: value for key, value in init.items() if key not in (PARAMETERS, _STATE)}
+    micro = _trace(body, init, jax.tree.map(lambda x: x[: rows // length], batch))
+    strides = micro.strides()
+
+    leaves, tree = jax.tree.flatten(init[_STATE])
+
+    def before(microbatch: jax.Array) -> Any:
+        """State that a microbatch starts with."""
+        moved = [x + stride * microbatch if stride else x for x, stride in zip(leaves, strides, strict=True)]
+        return jax.tree.unflatten(tree, moved)
+
+    def final(path: Any, x: Any, stride: int) -> Any:
+        """State after all microbatches, on its submesh: only the next step reads it, so no layer says where it lies."""
+        if not stride:
+            return x
+        return multimesh.task(lambda x: x + stride * length, "count", mesh=home(path))(x)
+
+    def one(rows_and_number: Any) -> tuple[Any, Any]:
+        rows, number = rows_and_number
+        # Zeros made here are folded by the compiler; those of `init` would be arrays that every microbatch reads.
+        zeros = jax.tree.map(jnp.zeros_like, sums)
+        carry, aux = micro({**zeros, PARAMETERS: init[PARAMETERS], _STATE: before(number[0])}, rows)
+        return {key: carry[key] for key in sums}, aux
+
+    # Cut as the rows are, this gives each microbatch its number.
+    numbers = jnp.arange(rows, dtype=jnp.uint32) % length
+    stacked = jax.tree_util.tree_map_with_path(_is_stacked, micro.result[1])
+    loop["stack"] = (jax.tree.map(lambda _: False, sums), stacked)
+    total, aux = multimesh.microbatch(one, size=rows // length, **loop)((batch, numbers))
+    # MaxText reduces over the microbatches once more; a sum is one row.
+    aux = jax.tree.map(lambda stack, x: x if stack else jnp.asarray(x)[None], stacked, aux)
+    state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
+    return {**total, PARAMETERS: init[PARAMETERS], _STATE: state}, aux
+
+
+def _is_stacked(path: Any, like: Any) -> bool:
+    """Whether MaxText needs a result of each microbatch, not their sum."""
+    return like.dtype == jnp.bool_ or any(getattr(part, "key", None) in _REDUCED for part in path[:1])
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    """MaxText's loop body, traced once: a function like it.
+
+    Attributes
+    ----------
+    traced
+        The jaxpr.
+    state
+        Which of its arguments are the state.
+    result
+        Types of the results.
+    """
+
+    traced: Any
+    state: list[int]
+    result: Any
+
+    def __call__(self, carry: Any, rows: Any) -> Any:
+        results = jaxpr_as_fun(self.traced)(*jax.tree.leaves((carry, rows)))
+        return jax.tree.unflatten(jax.tree.structure(self.result), results)
+
+    def strides(self) -> list[int]:
+        """By how much a microbatch advances each leaf of the state."""
+        counts = _count(self.traced.jaxpr, [(i, 0) for i in range(len(self.traced.in_avals))])
+        paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(self.result))
+        advanced = [(path, at) for path, at in zip(paths, counts, strict=True) if _in_state(path)]
+        for leaf, (path, at) in zip(self.state, advanced, strict=True):
+            if at is None or at[0] != leaf:
+                name = jax.tree_util.keystr(path[2:])
+                raise UnsupportedError(
+                    f"{name} changes with every microbatch, but counts nothing: stages cannot hand it on; "
+                    "use --batch-size and --microbatch-size for one microbatch, or --backend spmd"
+                )
+        return [at[1] for _, at in advanced if at]
+
+
+_Count = tuple[int, int] | None
+"""A counter: the number of the argument with its first value, and its advance. ``None``: no counter."""
+
+
+def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
+    """Follow counters through a jaxpr. An operation that does more than count ends them."""
+    known: dict[Any, _Count] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def look(atom: Any) -> _Count:
+        return None if isinstance(atom, Literal) else known.get(atom)
+
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        results: list[_Count] = [None] * len(eqn.outvars)
+        if name in _CALLS:
+            inside = eqn.params["jaxpr"]
+            results = _count(getattr(inside, "jaxpr", inside), [look(atom) for atom in eqn.invars])
+        elif name in _IDENTITIES:
+            results = [look(eqn.invars[0])]
+        elif name == "add" and isinstance(eqn.invars[1], Literal):
+            before = look(eqn.invars[0])
+            results = [before and (before[0], before[1] + int(eqn.invars[1].val))]
+        known |= zip(eqn.outvars, results, strict=True)
+    return [look(atom) for atom in jaxpr.outvars]
+
+
+def _trace(body: Callable[[Any, Any], Any], carry: Any, rows: Any) -> _Microbatch:
+    traced, result = jax.make_jaxpr(body, return_shape=True)(carry, rows)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((carry, rows))]
+    return _Microbatch(traced, [i for i, path in enumerate(paths) if _in_state(path)], result)
+
+
+def _in_state(path: Any) -> bool:
+    """Whether a leaf of ``(carry, ...)`` belongs to the state."""
+    return _STATE in (getattr(part, "key", None) for part in path[:2])
