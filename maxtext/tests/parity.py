@@ -80,7 +80,7 @@ def compare(cases: Mapping[str, str], folder: Path, *, steps: int = 20) -> dict[
 
     Pipelines that differ in their schedule only have one program in common.
     """
-    jobs = {name: _job(flags.split(), steps, folder) for name, flags in cases.items()}
+    jobs = {name: small_job(flags.split(), steps, folder) for name, flags in cases.items()}
     assert len({job.devices for job in jobs.values()}) == 1, "one process has one number of devices"
     pipelines = _run(jobs, folder / "pipelines", find_maxtext(ROOT))
     alone = {name: reference_job(job) for name, job in jobs.items()}
@@ -92,7 +92,8 @@ def compare(cases: Mapping[str, str], folder: Path, *, steps: int = 20) -> dict[
     return {name: _result(pipelines[name], programs[first[name]], shared=name != first[name]) for name in cases}
 
 
-def _job(flags: Sequence[str], steps: int, folder: Path) -> Job:
+def small_job(flags: Sequence[str], steps: int, folder: Path) -> Job:
+    """Return the job of a small model with these flags; ``TABLE`` is the file of a custom schedule."""
     argv = [*SMALL.split(), *flags, "--num-steps", str(steps), "--text", str(CORPUS)]
     if "TABLE" in argv:
         here = argv.index("TABLE")
@@ -123,7 +124,8 @@ def published(folder: Path) -> Path:
     return folder / "src"
 
 
-def _run(jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> dict[str, dict[str, Any]]:
+def run_script(script: Path, jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> list[dict[str, Any]]:
+    """Run a script on the cases of `trainings`, and return the JSON lines that it wrote."""
     folder.mkdir(parents=True)
     (text,) = read_texts([CORPUS])
     cases, environment = [], dict[str, str]()
@@ -140,11 +142,14 @@ def _run(jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> dict[str, dict
     (devices,) = {job.devices for job in jobs.values()}
     environment["XLA_FLAGS"] = f"{XLA}{devices}"
     (folder / "cases.json").write_text(json.dumps(cases))
-    script = Path(__file__).with_name("trainings.py")
     line = [sys.executable, "-P", str(script), str(folder / "cases.json"), str(folder / "results")]
     with (folder / "log").open("w") as log:
         subprocess.run(line, env={**os.environ, **environment}, stdout=log, stderr=log, check=True)
-    found = [json.loads(line) for line in (folder / "results").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "results").read_text().splitlines()]
+
+
+def _run(jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> dict[str, dict[str, Any]]:
+    found = run_script(Path(__file__).with_name("trainings.py"), jobs, folder, maxtext)
     for number, record in enumerate(found):
         metrics = folder / str(number) / "metrics.jsonl"
         record["steps"] = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []

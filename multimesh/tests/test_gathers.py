@@ -12,7 +12,7 @@ from pipelines import submeshes
 
 import multimesh as mm
 
-WIDTH, LAYERS, ROWS, MICROBATCHES = 16, 4, 16, 4
+WIDTH, LAYERS, ROWS, MICROBATCHES = 16, 4, 128, 4  # a microbatch is larger than a weight: else XLA gathers the rows
 SIZE = 4 * WIDTH * WIDTH  # bytes of the weights of a layer
 
 

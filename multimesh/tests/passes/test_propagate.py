@@ -1,12 +1,14 @@
 """Layouts carried through operations and plans, against those that XLA gives where it may choose."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER
+from multimesh.core.specs import axes_of
 from multimesh.passes.planning.propagate import Flow, ways
 from multimesh.passes.reading.inline import inline
 from multimesh.runtime.compile import kernel_function
@@ -37,6 +39,12 @@ def scanned(x, w):
     return jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), y.sum(0)), x, w)
 
 
+def gated(x, w):
+    """What a layer keeps of a gated product under sequence parallelism: the weights are smaller than the rows."""
+    y = x @ w
+    return y, constrained(jax.nn.silu(y.reshape(4, 16, 6)), None, None, "model")
+
+
 @pytest.mark.parametrize(
     ("fn", "shapes", "specs"),
     [
@@ -55,6 +63,11 @@ def scanned(x, w):
         (lambda x: jax.checkpoint(jnp.tanh)(x), [(8, 4)], [P("data")]),
         (scanned, [(8, 4), (3, 4, 4)], [P("data"), P()]),
         (lambda x: constrained(x, None, "model"), [(8, 4)], [P("data")]),
+        # One axis divides both operands: the larger keeps it, unless a constraint after the product says otherwise.
+        (jnp.matmul, [(8, 4), (4, 64)], [P("model"), P(None, "model")]),
+        (jnp.matmul, [(64, 4), (4, 8)], [P("model"), P(None, "model")]),
+        (jnp.matmul, [(64, 4), (4, 48)], [P(("data", "model")), P(None, "model")]),
+        (gated, [(4, 16, 8), (8, 6)], [P(None, "model"), P(None, "model")]),
         (lambda x: jnp.cumsum(jnp.concatenate([x, x], 1), 1), [(8, 4)], [P("data")]),
     ],
 )
@@ -65,7 +78,7 @@ def test_layouts_are_those_that_xla_chooses(fn, shapes, specs):
     ]
     compiled = jax.jit(fn).lower(*args).compile()
     program = inline(jaxpr(fn, *args), jax.devices())
-    names = [tuple((e,) if isinstance(e, str) else () for e in spec) for spec in specs]
+    names = [tuple(map(axes_of, spec)) for spec in specs]
     known = propagate(program.items, dict(zip(program.inputs, names, strict=True)), MESH)
     for out, layout in zip(program.outputs, jax.tree.leaves(compiled.output_shardings), strict=True):
         shape = out.aval.shape
@@ -98,6 +111,35 @@ def convolved(x, w):
 )
 def test_results_are_divided_at_least_as_xla_divides_them(fn, shapes, specs):
     test_layouts_are_those_that_xla_chooses(fn, shapes, specs)
+
+
+def fused(name, **params):
+    """An operation of cuDNN's name and types, which only GPUs have."""
+    primitive = jax.extend.core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *given, results, **_: [jax.core.ShapedArray(s, jnp.float32) for s in results])
+    return lambda *arrays: primitive.bind(*arrays, **params)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "axes"),
+    [(0, (4, 16, 8, 2), ("data", None, "model", None)), (1, (4, 8, 16, 2), ("data", "model", None, None))],
+    ids=["tokens first", "heads first"],
+)
+def test_sums_of_fused_attention_lie_as_the_heads_of_its_queries(layout, shape, axes):
+    sums = (4, 8, 16)
+    forward = fused("dot_product_attention_fwd_wrapper", layout=layout, results=(shape, sums))
+    backward = fused("dot_product_attention_bwd_wrapper", layout=layout, results=(shape,) * 3)
+
+    def both(q, k, v):
+        out, kept = forward(q, k, v)
+        return out, kept, backward(q, k, v, kept, out)
+
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(3)]
+    program = inline(jaxpr(both, *given), jax.devices())
+    names = tuple((name,) if name else () for name in axes)
+    known = propagate(program.items, dict.fromkeys(program.inputs, names), MESH)
+    assert [known[v] for v in program.outputs] == [names, (("data",), ("model",), ()), *[names] * 3]
 
 
 @pytest.mark.telling("1f1b-mlp", "zb-h1-transformer")

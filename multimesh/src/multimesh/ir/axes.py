@@ -42,8 +42,12 @@ class Array:
         """Fix dimensions; one that its axes do not divide is replicated."""
         for d, axes in given:
             self.axes[d] = None
-            if not self.take(d, tuple(axis for axis in axes if self.mesh.shape.get(axis) != 1)):
+            if not self.take(d, self.present(axes)):
                 self.axes[d] = ()
+
+    def present(self, axes: Axes) -> Axes:
+        """Return the axes without those of one device."""
+        return tuple(axis for axis in axes if self.mesh.shape.get(axis) != 1)
 
     @property
     def divided(self) -> tuple[Axes, ...]:

@@ -73,17 +73,21 @@ def is_pure(eqn: Any) -> bool:
 
 def known(op: ir.Op) -> Primitive:
     """What the registry has of an operation's primitive."""
-    return _REGISTRY.get(op.prim, _UNKNOWN)
+    return _facts(op.prim)
+
+
+def _facts(prim: Any) -> Primitive:
+    return _REGISTRY.get(prim) or _BY_NAME.get(prim.name, _UNKNOWN)
 
 
 def is_cheap(prim: Any) -> bool:
     """Whether a primitive may be evaluated wherever its result is read."""
-    return _REGISTRY.get(prim, _UNKNOWN).cheap
+    return _facts(prim).cheap
 
 
 def fuses(prim: Any) -> bool:
     """Whether the compiler makes a primitive's result within the kernel that reads it."""
-    return _REGISTRY.get(prim, _UNKNOWN).buffer != "own"
+    return _facts(prim).buffer != "own"
 
 
 def elementwise(op: ir.Op) -> bool:
@@ -257,6 +261,18 @@ def _convolution(op: ir.Op) -> _Groups:
             yield [(x, d), (out, at)]
 
 
+def _attention(op: ir.Op) -> _Groups:
+    """Fused attention: rows and heads. Gradients lie as their operands, the sums of softmax as the queries' heads."""
+    gradients = "bwd" in op.prim.name
+    for x, out in zip(op.ins[:3] if gradients else op.ins[:1], op.outs, strict=False):
+        yield from ([(x, d), (out, d)] for d in range(len(ir.shape(out))))
+    if not gradients:
+        heads_first = op.params.get("layout") == _HEADS_FIRST
+        order = (0, 1, 2) if heads_first else (0, 2, 1)
+        for out in op.outs[1:]:
+            yield from ([(op.ins[0], d), (out, at)] for at, d in enumerate(order) if len(ir.shape(out)) == len(order))
+
+
 def _product_sums(op: ir.Op) -> _Groups:
     (left, right), _ = op.params["dimension_numbers"]
     yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(left, right, strict=True))
@@ -372,6 +388,11 @@ def _registry() -> Iterator[tuple[Any, Primitive]]:
 
 _UNKNOWN = Primitive()
 _REGISTRY = dict(_registry())
+_BY_NAME = {  # primitives that JAX makes when their module is imported
+    name: Primitive(_attention, buffer="own")
+    for name in ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+}
+_HEADS_FIRST = 1  # cuDNN's attention numbers its layouts: [rows, heads, tokens, width] is the second
 _DRAWS = _compat.PRIMITIVES.get("rng_uniform")
 _SCATTER_ADD = _compat.PRIMITIVES["scatter-add"]
 _KEEP_ZERO = frozenset(_compat.PRIMITIVES[name] for name in ("broadcast_in_dim", "convert_element_type", "copy"))

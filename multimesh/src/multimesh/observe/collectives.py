@@ -1,63 +1,175 @@
-"""Counts the bytes that the collectives of a compiled program make."""
+"""Reads the collectives of a compiled program from its HLO text: their bytes, devices and lines."""
 
 from __future__ import annotations
 
 import collections
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.sharding import Mesh
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_OP = re.compile(r" = (\(.*?\)|\S+) ([\w-]+)\(")
+_OP = re.compile(r"%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((?:%?([\w.-]+))?")
 _CALLED = re.compile(
     r"(?:body|to_apply|branch_computations|true_computation|false_computation)=\{?([^}\s]+(?:, %[^}\s]+)*)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_ARRAY = re.compile(r"([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
+_ARRAY = re.compile(r"([a-z]+)(\d*)([a-z0-9]*)\[([\d,]*)\]")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_SYNCHRONOUS = re.compile(r'"is_sync":true')
 
 
-def collective_bytes(hlo: str) -> dict[str, float]:
-    """Bytes of the results of each kind of collective on a device, in one run of a program.
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a compiled program.
 
-    The body of a loop counts as often as XLA knows that it runs, or else once.
+    Attributes
+    ----------
+    kind
+        One of `KINDS`.
+    arrays
+        Dtype and shape of each result on a device, as HLO writes them: ``("bf16", (4096, 8192))``.
+    nbytes
+        Bytes of the results on a device, in one run.
+    times
+        How often it runs in one run of the program, as far as XLA knows it.
+    asynchronous
+        Whether other operations of the device may run beside it.
+    groups
+        Positions of the devices in the mesh that take part together; of a permutation, pairs of them.
+    line
+        ``file:line`` of the operation that it was made for, or an empty string.
+    """
+
+    kind: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    nbytes: int
+    times: int
+    asynchronous: bool
+    groups: tuple[tuple[int, ...], ...]
+    line: str
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the axes of the mesh along which it runs; all of them where XLA does not say."""
+        members = [group for group in self.groups if len(group) > 1]
+        if not members:
+            return tuple(name for name, size in mesh.shape.items() if size > 1)
+        places = [np.array(np.unravel_index(group, mesh.devices.shape)) for group in members]
+        return tuple(name for d, name in enumerate(mesh.axis_names) if any(np.ptp(place[d]) for place in places))
+
+    def __str__(self) -> str:
+        arrays = ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in self.arrays)
+        return f"{self.kind} {arrays}" + (f" x {self.times}" if self.times > 1 else "")
+
+
+def collectives(hlo: str) -> tuple[Collective, ...]:
+    """Return the collectives of a program, in the order of its text.
 
     Parameters
     ----------
     hlo
         Optimized HLO, as ``as_text()`` of a compiled function gives it.
     """
-    made: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    found: dict[str, list[Collective]] = collections.defaultdict(list)
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    begun: dict[str, str] = {}  # name of a collective that began to the line where it did
+    lines = _Lines(hlo)
     entry = name = ""
-    for line in hlo.splitlines():
-        if head := _HEAD.match(line):
+    for text in hlo.splitlines():
+        if head := _HEAD.match(text):
             name = head[2]
             entry = name if head[1] else entry
-        elif op := _OP.search(line):
-            kind = op[2].removesuffix("-done")  # what began with -start is counted where it ends
-            if kind in KINDS:
-                made[name][kind] = made[name].get(kind, 0.0) + _bytes(op[1])
-            elif op[2] in ("while", "call", "conditional"):
-                trips = int(found[1]) if (found := _TRIPS.search(line)) else 1
-                inner = [part.strip("%, ") for group in _CALLED.findall(line) for part in group.split(",")]
+        elif op := _OP.search(text):
+            kind = op[3].removesuffix("-start").removesuffix("-done")
+            if kind in KINDS and op[3].endswith("-start"):
+                begun[op[1]] = text
+            elif kind in KINDS:  # what began with -start is noted where it ends
+                start = begun.get(op[4] or "", text)
+                asynchronous = start is not text and not _SYNCHRONOUS.search(start)
+                arrays = tuple(_arrays(op[2]))
+                of = Collective(kind, arrays, _bytes(op[2]), 1, asynchronous, _groups(start), lines.of(start))
+                found[name].append(of)
+            elif op[3] in ("while", "call", "conditional"):
+                trips = int(known[1]) if (known := _TRIPS.search(text)) else 1
+                inner = [part.strip("%, ") for group in _CALLED.findall(text) for part in group.split(",")]
                 calls[name] += [(each, trips) for each in inner]
-    return dict(_total(entry, made, calls))
+    return tuple(_repeated(entry, 1, found, calls))
 
 
-def _total(
-    name: str, made: dict[str, dict[str, float]], calls: dict[str, list[tuple[str, int]]]
-) -> collections.Counter[str]:
-    total = collections.Counter(made.get(name, {}))
-    for called, times in calls.get(name, ()):
-        for kind, size in _total(called, made, calls).items():
-            total[kind] += times * size
+def collective_bytes(hlo: str) -> dict[str, float]:
+    """Return the bytes of the results of each kind of collective on a device, in one run of a program.
+
+    The body of a loop counts as often as XLA knows that it runs, or else once. ``hlo`` is as in `collectives`.
+    """
+    total: dict[str, float] = {}
+    for each in collectives(hlo):
+        total[each.kind] = total.get(each.kind, 0.0) + each.nbytes * each.times
     return total
 
 
-def _bytes(types: str) -> float:
+def _repeated(
+    name: str, times: int, found: dict[str, list[Collective]], calls: dict[str, list[tuple[str, int]]]
+) -> Iterator[Collective]:
+    yield from (replace(each, times=times) for each in found.get(name, ()))
+    for called, trips in calls.get(name, ()):
+        yield from _repeated(called, times * trips, found, calls)
+
+
+def _arrays(types: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for letters, bits, rest, dims in _ARRAY.findall(types):
+        yield letters + bits + rest, tuple(int(n) for n in dims.split(",") if n)
+
+
+def _bytes(types: str) -> int:
     """Bytes of an array, or of a tuple of them, as HLO writes its type: ``f32[8,64]{1,0}``."""
     sizes = (
-        (int(bits or 8), math.prod(int(n) for n in dims.split(",") if n)) for _, bits, dims in _ARRAY.findall(types)
+        (int(bits or 8), math.prod(int(n) for n in dims.split(",") if n)) for _, bits, _, dims in _ARRAY.findall(types)
     )
-    return sum(bits * number / 8 for bits, number in sizes)
+    return sum(bits * number // 8 for bits, number in sizes)
+
+
+def _groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """Read the groups of devices, which HLO writes in three ways; without any, all devices are one group."""
+    if listed := _LISTED.search(text):
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    if iota := _IOTA.search(text):
+        rows, columns = int(iota[1]), int(iota[2])
+        shape = tuple(map(int, iota[3].split(",")))
+        order = tuple(map(int, iota[4].split(","))) if iota[4] else tuple(range(len(shape)))
+        numbers = np.arange(rows * columns).reshape(shape).transpose(order).reshape(rows, columns)
+        return tuple(tuple(map(int, row)) for row in numbers)
+    if mesh := _MESH.search(text):
+        sizes = {name.strip(" '"): int(size) for name, _, size in (part.partition("=") for part in mesh[1].split(","))}
+        among = [name.strip(" '") for name in mesh[2].split(",")]
+        if set(among) <= set(sizes):
+            numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+            places = [[*sizes].index(name) for name in among]
+            moved = np.moveaxis(numbers, places, range(-len(places), 0))
+            return tuple(tuple(map(int, row)) for row in moved.reshape(-1, math.prod(sizes[n] for n in among)))
+    return ()
+
+
+class _Lines:
+    """The table of source lines at the head of HLO text: numbers of stack frames to files and lines."""
+
+    def __init__(self, hlo: str) -> None:
+        head, _, _ = hlo.partition("\n%")
+        self._files = dict(re.findall(r'^(\d+) "(.*)"$', head.partition("FunctionNames")[0], re.MULTILINE))
+        self._places = {
+            number: (file, line)
+            for number, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*? line=(\d+)", head, re.MULTILINE)
+        }
+        self._frames = dict(re.findall(r"^(\d+) \{file_location_id=(\d+)", head, re.MULTILINE))
+
+    def of(self, text: str) -> str:
+        """Return ``file:line`` of an operation's innermost frame."""
+        frame = re.search(r"stack_frame_id=(\d+)", text)
+        file, line = self._places.get(self._frames.get(frame[1], "") if frame else "", ("", ""))
+        return f"{self._files[file]}:{line}" if file in self._files else ""

@@ -1,14 +1,16 @@
 """Fixes the layout of every slot of a plan before anything is compiled.
 
 Arguments, results and what replaces arguments have the layout that was asked for. Elsewhere a result takes the axes of
-its operands (`primitives.links`) in the order of the plan; what is still open takes those of its readers. Layouts never
-change a result: a missed link costs time or memory only.
+the constraint that it reaches through cheap operations, then those of its operands (`primitives.links`) in the order of
+the plan; what is still open takes those of its readers. Where one axis divides two operands and the result can have it
+once, the operand with more bytes on a device keeps it, so that the compiler gathers the other. Layouts never change a
+result, but the compiler must obey those of a kernel's results: a wrong one costs collectives, time and memory.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.specs import Axes, decided, entry, size, stripped
 from multimesh.ir.axes import Array, Dimension, constraint, join, spread
-from multimesh.ir.primitives import links
+from multimesh.ir.primitives import Group, is_cheap, links
 from multimesh.plan.instructions import Kernel, Run, Send
 from multimesh.plan.plan import Plan
 
@@ -128,12 +130,16 @@ class Flow:
         """Carry axes to what is open still, from results to operands too."""
         spread([(array, d) for array in self._all for d, axes in enumerate(array.axes) if axes])
 
-    def operations(self, ops: Iterable[ir.Op], env: dict[ir.Value, Array], mesh: Mesh) -> None:
+    def operations(self, ops: Sequence[ir.Op], env: dict[ir.Value, Array], mesh: Mesh) -> None:
         """Carry axes forward through operations; ``env`` holds what they read and receives what they make."""
+        constrained = _constrained_later(ops)
         for op in ops:
             ins = [env[atom] if isinstance(atom, ir.Value) else None for atom in op.ins]
             outs = [self.new(out, mesh) for out in op.outs]
             env.update(zip(op.outs, outs, strict=True))
+            for value, out in zip(op.outs, outs, strict=True):
+                for d, axes in constrained.get(value, ()):
+                    out.take(d, out.present(axes))
             fixed = constraint(op)
             if fixed is not None and ins[0] is not None:
                 outs[0].decide(fixed)
@@ -150,7 +156,8 @@ class Flow:
                 self._leave(self._body(op, called, ins, env, mesh), outs)
             else:
                 results = set(op.outs)
-                for group in list(links(op)) or _alike(op):
+                groups = list(links(op)) or list(_alike(op))
+                for group in sorted(groups, key=lambda group: -_gathered(group, env, results)):
                     nodes = [(env[atom], d) for atom, d in group if atom not in results]
                     self._flow(nodes, [(env[atom], d) for atom, d in group if atom in results] or nodes[1:])
                 if op.prim.name in _PARTS:
@@ -201,6 +208,40 @@ class Flow:
         return [env[v] if isinstance(v, ir.Value) else None for v in inner.outputs]
 
 
+def _constrained_later(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, Axes]]]:
+    """Dimensions of values with the axes of the nearest constraint that cheap operations lead to."""
+    found: dict[ir.Value, list[tuple[int, Axes]]] = {}
+    distance: dict[ir.Value, int] = {}
+
+    def note(atom: ir.Atom, dimensions: list[tuple[int, Axes]], steps: int) -> None:
+        if isinstance(atom, ir.Value) and dimensions and steps < distance.get(atom, steps + 1):
+            found[atom], distance[atom] = dimensions, steps
+
+    for op in reversed(ops):
+        fixed = constraint(op)
+        if fixed is not None:
+            note(op.ins[0], [(d, axes) for d, axes in fixed if axes], 0)
+        elif is_cheap(op.prim) and (dimensions := {(o, d): axes for o in op.outs for d, axes in found.get(o, ())}):
+            groups = [(group, axes) for group in links(op) if (axes := _axes_in(group, dimensions))]
+            for value in op.reads:
+                carried = [(d, axes) for group, axes in groups for atom, d in group if atom is value]
+                note(value, carried, 1 + min(distance[o] for o in op.outs if o in distance))
+    return found
+
+
+def _axes_in(group: Group, dimensions: Mapping[tuple[ir.Value, int], Axes]) -> Axes:
+    return next((dimensions[each] for each in group if each in dimensions), ())
+
+
+def _gathered(group: Group, env: Mapping[ir.Value, Array], results: Collection[ir.Value]) -> int:
+    """Bytes on a device of the largest operand with these dimensions if nothing divided them."""
+    return max((_bytes(v, env[v], d) for v, d in group if v not in results and env[v].axes[d]), default=0)
+
+
+def _bytes(value: ir.Value, array: Array, without: int) -> int:
+    return value.nbytes // ways((axes for d, axes in enumerate(array.divided) if d != without), array.mesh)
+
+
 def _called(op: ir.Op) -> Any:
     """The jaxpr that an operation stands for; None for one that computes by itself."""
     called = op.params.get("jaxpr") or op.params.get("call_jaxpr")
@@ -225,11 +266,11 @@ def _inner(op: ir.Op, called: Any) -> Inner:
     return Inner(tuple(ops), tuple(values[v] for v in jaxpr.invars), outputs)
 
 
-def _alike(op: ir.Op) -> Iterable[Sequence[tuple[ir.Value, int]]]:
+def _alike(op: ir.Op) -> Iterable[Group]:
     """Where no rule says which dimensions go together: those of one size at one place."""
     for out in op.outs:
         operands = [v for v in op.reads if len(ir.shape(v)) == len(ir.shape(out))]
-        yield from ([(out, d), *((v, d) for v in operands if ir.shape(v)[d] == n)] for d, n in enumerate(ir.shape(out)))
+        yield from (((out, d), *((v, d) for v in operands if ir.shape(v)[d] == n)) for d, n in enumerate(ir.shape(out)))
 
 
 class _Slots(Flow):

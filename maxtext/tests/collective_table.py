@@ -1,0 +1,108 @@
+"""The bytes of collectives in the kernels of small MaxText pipelines, and docs/collectives.md, which shows them.
+
+``python maxtext/tests/collective_table.py`` compiles all cases for virtual CPU devices and renews the page.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from parity import ROOT, run_script, small_job
+
+from multimesh.observe.collectives import KINDS
+from multimesh_maxtext.command.model import find_maxtext
+
+PAGE = ROOT / "docs" / "collectives.md"
+SIZES = "--model-dims 64 --mlp-dims 192 --sequence-length 48 --microbatch-size 2"  # no two arrays are of one shape
+_ALONE = "--num-layers 2"
+_EXPERTS = "decoder_block=mixtral num_experts=4 base_moe_mlp_dim=192 sparse_matmul=false"
+CASES = (
+    f"--dp 2 --tp 2 --pp 2 {_ALONE}",
+    f"--dp 2 --tp 2 --sequence-parallel --pp 2 {_ALONE}",
+    f"--dp 2 --tp 2 --sequence-parallel --pp 2 {_ALONE} --schedule zb-h1",
+    f"--dp 2 --tp 2 --sequence-parallel --pp 2 {_ALONE} decoder_block=gpt3",
+    "--dp 2 --tp 2 --sequence-parallel --pp 2 --num-layers 4 --scan-layers --remat full",
+    f"--tp 4 --sequence-parallel --pp 2 --remat full {_ALONE}",
+    "--dp 2 --tp 2 --sequence-parallel --pp 2 --interleave 2 --num-layers 4",
+    f"--fsdp 2 --tp 2 --pp 2 {_ALONE}",
+    f"--cp 2 --tp 2 --pp 2 {_ALONE}",
+    f"--ep 2 --tp 2 --pp 2 {_ALONE} {_EXPERTS}",
+)
+"""Flags of `maxtext/run.py`, beside `SIZES` and ``--cpus 8``."""
+
+SHARDS_WEIGHTS = frozenset(("fsdp", "fsdp_transpose", "context", "expert"))
+"""Axes over which a user asks for parameters to be gathered: ``--fsdp``, and ``--cp`` and ``--ep``, which shard so."""
+
+_MATRIX = 4096  # elements; biases and scales are smaller
+
+Record = dict[str, Any]
+
+
+def compile_cases(folder: Path) -> list[Record]:
+    """Compile the kernels of all cases; see kernels.py for what is told of each."""
+    jobs = {case: small_job([*SIZES.split(), "--cpus", "8", *case.split()], 2, folder) for case in CASES}
+    script = Path(__file__).with_name("kernels.py")
+    return run_script(script, jobs, folder / "kernels", find_maxtext(ROOT))
+
+
+def gathered_weights(record: Record) -> Iterator[str]:
+    """Yield the collectives in the loop of a case that make an array of a parameter's shape and nobody asked for."""
+    matrices = {_sorted(shape) for shape in record["parameters"] if math.prod(shape) >= _MATRIX}
+    for kernel in record["kernels"]:
+        for each in kernel["collectives"] if kernel["looped"] else ():
+            asked = SHARDS_WEIGHTS.intersection(each["axes"])
+            if not asked and not matrices.isdisjoint(map(_sorted, each["shapes"])):
+                yield f"{kernel['name']}: {each['kind']} {each['shapes']} over {', '.join(each['axes'])}"
+
+
+def _sorted(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(n for n in shape if n > 1))
+
+
+def rows(record: Record) -> dict[str, dict[str, int]]:
+    """Return the bytes of each kind of collective in each kernel of the loop."""
+    found: dict[str, dict[str, int]] = {}
+    for kernel in record["kernels"]:
+        if kernel["looped"]:
+            total = found.setdefault(kernel["name"], dict.fromkeys(KINDS, 0))
+            for each in kernel["collectives"]:
+                total[each["kind"]] += each["bytes"]
+    return found
+
+
+def text(records: Iterable[Record]) -> str:
+    """Return the tables of the page."""
+    lines = [f"jax {version('jax')}; kB of results on a device in one run of a kernel."]
+    for record in records:
+        lines += ["", f"`{record['name']}`", "", f"| kernel | {' | '.join(KINDS)} |", f"|---|{'---:|' * len(KINDS)}"]
+        for name, total in rows(record).items():
+            cells = (f"{total[kind] / 1000:.1f}" if total[kind] else "" for kind in KINDS)
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_BLOCK = re.compile("(?<=<!-- collectives -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+
+
+def shown() -> str:
+    """Return the tables that the page has."""
+    found = _BLOCK.search(PAGE.read_text(encoding="utf-8"))
+    assert found, PAGE
+    return found[0]
+
+
+def main() -> None:
+    """Renew the page."""
+    with tempfile.TemporaryDirectory(prefix="collectives-") as folder:
+        records = compile_cases(Path(folder))
+    PAGE.write_text(_BLOCK.sub(lambda _: text(records), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
