@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, SKIP, mlp_block, plain, squared_error
 from pipelines import Split, assert_same, both, microbatched, split_two, submeshes
@@ -400,3 +400,33 @@ def test_operations_that_jax_writes_out_late():
         return microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)
 
     both(make, MLP.init(2)["stages"], MLP.batch(ROWS, 0)["x"])
+
+
+@pytest.mark.telling("outside-rows over data", "inside-members over data")
+@pytest.mark.parametrize(
+    "layout", [P(), P(None, "data"), P("data")], ids=["whole", "rows over data", "members over data"]
+)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_vmap_of_a_loop_over_batches_that_are_laid_out(where, layout):
+    """Each of two members has a batch, and its dimensions lie on the devices of the first submesh."""
+    split = Split(submeshes(2, (2,)), "wrapper")
+
+    def grads(stage, microbatch):
+        loss = functools.partial(MLP.loss, stage=stage)
+        return lambda params, batch: microbatch(jax.value_and_grad(loss), size=4, argnum=1)(params, batch)
+
+    params, batches = MLP.init(2), jax.tree.map(lambda *x: np.stack(x), MLP.batch(ROWS, 0), MLP.batch(ROWS, 1))
+    laid_out = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(split.mesh(0), layout)), batches)
+    fn = grads(split, mm.microbatch)
+    if where == "outside":
+        got = jax.vmap(mm.jit(fn), in_axes=(None, 0))(params, laid_out)
+    else:
+        got = mm.jit(jax.vmap(fn, in_axes=(None, 0)))(params, laid_out)
+    assert_same(got, jax.vmap(grads(plain, microbatched), in_axes=(None, 0))(params, batches))
+
+
+def test_vmap_knows_which_results_have_no_rows():
+    split = Split(submeshes(2), "wrapper")
+    f = mm.jit(lambda w, x: (split(0, jnp.dot)(x, w), split(1, jnp.sum)(w)))
+    w, x = np.ones((4, 4), np.float32), np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    assert_same(jax.vmap(f, in_axes=(None, 0), out_axes=(1, None))(w, x), (np.moveaxis(x @ w, 0, 1), np.float32(16)))

@@ -83,16 +83,19 @@ class Jitted:
         devices: Sequence[jax.Device] | None = None,
         *,
         autoshard: bool = False,
+        layouts: Sequence[PartitionSpec | None] = (),
     ):
+        """``layouts`` are those of results, as far as their submeshes have the axes."""
         jit_is_known()
         self._fn = fn
         self._autoshard = autoshard
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._parameters = parameters or Parameters(fn)
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
+        self._layouts = layouts
         self._devices = tuple(devices) if devices is not None else None
-        layouts = jax.tree.flatten((in_shardings, out_shardings), is_leaf=is_sharding)
-        key = (self._parameters.key, tuple(layouts[0]), layouts[1], self._devices, autoshard)
+        given, tree = jax.tree.flatten((in_shardings, out_shardings, layouts), is_leaf=is_sharding)
+        key = (self._parameters.key, tuple(given), tree, self._devices, autoshard)
         self._cache = kept(fn, key, Cache)
         functools.update_wrapper(self, fn, updated=())
 
@@ -280,7 +283,8 @@ class Jitted:
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
         results = per_leaf(self._out_shardings, out_tree, "out_shardings")
         out_specs = {i: spec for i, spec in enumerate(results) if spec is not None}
-        traced = Traced(closed, devices, options, home, signature.specs, donated, alike, out_specs)
+        layouts = out_specs | {i: spec for i, spec in enumerate(self._layouts) if spec is not None}
+        traced = Traced(closed, devices, options, home, signature.specs, donated, alike, layouts)
         stages = pipeline.run(traced)
         if not has_tasks(next(stages).made) and options.enable_fast_path:
             if self._in_shardings is not None or self._out_shardings is not None:

@@ -6,6 +6,7 @@ and each transformation of it is traced once and runs as a plan of its own.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from multimesh.core import _compat
 from multimesh.marking.tracing import partitioning
@@ -21,10 +23,13 @@ from multimesh.marking.tracing import partitioning
 class Call:
     """A traced function of flat arrays. A call binds the primitive, which runs as ``jit`` of the function."""
 
-    def __init__(self, closed: Any, jit: Callable[[Callable[..., Any]], Callable[..., Any]]):
+    def __init__(
+        self, closed: Any, jit: Callable[..., Callable[..., Any]], layouts: Sequence[PartitionSpec | None] = ()
+    ):
+        """``jit(function, layouts=...)`` compiles; ``layouts`` has a spec or None for each result."""
         self.closed = closed
         self.function = _compat.jaxpr_as_fun(closed)
-        self._jit = jit
+        self._jit, self._layouts = jit, layouts
         self._made: dict[Hashable, Any] = {}  # each transformation is traced and compiled once
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -33,16 +38,16 @@ class Call:
 
     def run(self, *args: Any) -> Sequence[Any]:
         """Run on arrays."""
-        return self._once("run", lambda: self._jit(self.function))(*args)
+        return self._once("run", lambda: self._jit(self.function, layouts=self._layouts))(*args)
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
-    def _traced(self, fn: Callable[..., Any], *shapes: Any) -> Call:
+    def _traced(self, fn: Callable[..., Any], *shapes: Any, layouts: Sequence[PartitionSpec | None] = ()) -> Call:
         with partitioning(), _compat.devices_free():
-            return Call(jax.make_jaxpr(fn)(*shapes), self._jit)
+            return Call(jax.make_jaxpr(fn)(*shapes), self._jit, layouts)
 
     @property
     def _shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -71,12 +76,13 @@ class Call:
 
         moved = [bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in self.closed.out_avals]
         tangents = list(itertools.compress(self._shapes, moving))
-        made = self._traced(forward, *self._shapes)
+        made = self._traced(forward, *self._shapes, layouts=self._layouts)
         residuals = [_compat.shape_of(aval) for aval in made.closed.out_avals[len(moved) :]]
-        return made, self._traced(pushes[0], *residuals, *tangents), moved
+        layouts = tuple(itertools.compress(self._layouts, moved))
+        return made, self._traced(pushes[0], *residuals, *tangents, layouts=layouts), moved
 
-    def transposed(self, linear: tuple[bool, ...]) -> Call:
-        """The transposed function: it returns the cotangents of the ``linear`` arguments.
+    def transposed(self, linear: tuple[bool, ...], layouts: tuple[PartitionSpec | None, ...]) -> Call:
+        """Return the transposed function: it returns the cotangents of the ``linear`` arguments, in these layouts.
 
         It takes the other arguments and the cotangents of the results.
         """
@@ -90,16 +96,41 @@ class Call:
         wanted = list(itertools.compress(self._shapes, linear))
         given = list(itertools.compress(self._shapes, map(operator.not_, linear)))
         results = [_compat.shape_of(aval) for aval in self.closed.out_avals]
-        return self._once(("transposed", linear), lambda: self._traced(pull, given, results))
+        made = functools.partial(self._traced, pull, given, results, layouts=layouts)
+        return self._once(("transposed", linear, layouts), made)
 
-    def batched(self, size: int, dims: tuple[int | None, ...]) -> Call:
-        """The function over ``size`` rows along ``dims`` of the arguments; results have their rows in front."""
-        fn = jax.vmap(self.function, in_axes=dims, axis_size=size)
+    def batched(self, size: int, dims: tuple[int | None, ...]) -> tuple[Call, list[bool]]:
+        """Return the function over ``size`` rows along ``dims`` of the arguments.
+
+        Also return whether each result has rows, which are then in front.
+        """
+        return self._once(("batched", size, dims), lambda: self._batched(size, dims))
+
+    def _batched(self, size: int, dims: tuple[int | None, ...]) -> tuple[Call, list[bool]]:
+        flags: list[bool] = []
+
+        def fn(*args: Any) -> list[Any]:
+            alone: list[Any] = []
+
+            def of(*row: Any) -> list[Any]:
+                results = [*map(_compat.leave_mesh, self.function(*row))]
+                flags[:] = map(_compat.has_rows, results)
+                alone[:] = itertools.compress(results, map(operator.not_, flags))
+                return [*itertools.compress(results, flags)]
+
+            rows = jax.vmap(of, in_axes=dims, axis_size=size)(*args)
+            return _merged(flags, rows, alone)
+
         shapes = [
             one if d is None else one.update(shape=(*one.shape[:d], size, *one.shape[d:]))
             for one, d in zip(self._shapes, dims, strict=True)
         ]
-        return self._once(("batched", size, dims), lambda: self._traced(fn, *shapes))
+        made = self._traced(fn, *shapes)
+        layouts = [
+            spec if spec is None or not flag else PartitionSpec(None, *spec)
+            for spec, flag in zip(self._layouts, flags, strict=False)
+        ]
+        return Call(made.closed, self._jit, layouts), flags
 
 
 def _merged(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:
@@ -113,19 +144,27 @@ def _jvp(
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     forward, push, moved = call.linearized(tuple(t is not None for t in tangents))
     made = forward(*primals)
-    results, residuals = made[: len(moved)], made[len(moved) :]
+    results, residuals = [*map(_compat.fitted_to_mesh, made[: len(moved)])], made[len(moved) :]
     pushed = iter(push(*residuals, *(t for t in tangents if t is not None)) if any(moved) else ())
     return results, [next(pushed) if flag else None for flag in moved]
 
 
-def _transpose(cotangents: Sequence[Any], args: Sequence[Any], *, jaxpr: Any, call: Call) -> Sequence[Any]:
+def _transpose(
+    cotangents: Sequence[Any], args: Sequence[Any], wanted: Sequence[Any], *, jaxpr: Any, call: Call
+) -> Sequence[Any]:
+    """Cotangents have the types of their arguments, which JAX compares."""
     linear = tuple(arg is None for arg in args)
-    pulled = iter(call.transposed(linear)(*(arg for arg in args if arg is not None), *cotangents))
-    return [next(pulled) if flag else None for flag in linear]
+    transposed = call.transposed(linear, tuple(map(_compat.explicit_spec, wanted)))
+    pulled = transposed(*(arg for arg in args if arg is not None), *cotangents)
+    typed = map(_compat.fitted_to_type, pulled, wanted)
+    return [next(typed) if flag else None for flag in linear]
 
 
-def _batch(size: int, args: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any, call: Call) -> Sequence[Any]:
-    return call.batched(size, tuple(dims))(*args)
+def _batch(
+    size: int, args: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any, call: Call
+) -> tuple[Sequence[Any], Sequence[bool]]:
+    batched, rows = call.batched(size, tuple(dims))
+    return batched(*args), rows
 
 
 call_p = _compat.call_primitive(

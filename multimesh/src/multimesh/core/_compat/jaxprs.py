@@ -130,33 +130,36 @@ def call_primitive(
     inlined: Callable[..., Sequence[Any]],
     jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
     transpose: Callable[..., Sequence[Any]],
-    batch: Callable[..., Sequence[Any]],
+    batch: Callable[..., tuple[Sequence[Any], Sequence[bool]]],
 ) -> Any:
     """Make a primitive that calls the traced function in its parameter ``jaxpr``.
 
     ``run`` evaluates it on arrays, ``inlined`` inside a jitted function. The rules get None for a zero tangent, for an
     argument to transpose, and for an argument without rows. They return None where there is no tangent or cotangent.
+    That for a transposition also gets the abstract value of each argument to transpose, and that for rows also returns
+    whether each result has rows, in front.
     """
     prim = core.Primitive(name)
     prim.multiple_results = True
     prim.def_impl(run)
-    prim.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
+    prim.def_effectful_abstract_eval(lambda *_, jaxpr, **__: ([*map(without_layout, jaxpr.out_avals)], jaxpr.effects))
     mlir.register_lowering(prim, mlir.lower_fun(inlined, multiple_results=True))
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         given = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
         results, pushed = jvp(primals, given, **params)
-        zeros = [ad.Zero(aval.to_tangent_aval()) for aval in params["jaxpr"].out_avals]
+        zeros = [ad.Zero(without_layout(aval).to_tangent_aval()) for aval in params["jaxpr"].out_avals]
         return results, [z if t is None else t for t, z in zip(pushed, zeros, strict=True)]
 
     def transpose_rule(cotangents: Sequence[Any], *args: Any, **params: Any) -> Any:
         known = [None if ad.is_undefined_primal(x) else x for x in args]
-        return transpose([ad.instantiate_zeros(c) for c in cotangents], known, **params)
+        wanted = [x.aval for x in args if ad.is_undefined_primal(x)]
+        return transpose([ad.instantiate_zeros(c) for c in cotangents], known, wanted, **params)
 
     def batch_rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-        results = batch(size, args, dims, **params)
-        return results, [0] * len(results)
+        results, rows = batch(size, args, dims, **params)
+        return results, [0 if flag else None for flag in rows]
 
     ad.primitive_jvps[prim] = jvp_rule
     ad.primitive_transposes[prim] = transpose_rule
@@ -184,6 +187,13 @@ def abstractify(x: Any) -> jax.ShapeDtypeStruct:
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """An abstract value as an argument to trace with."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def without_layout(aval: Any) -> Any:
+    """Return the abstract value without a mesh in its type, which fits every mesh of a ``jax.set_mesh``."""
+    if not hasattr(aval, "sharding") or aval.sharding.mesh.empty:
+        return aval
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type, memory_space=aval.memory_space)
 
 
 def stacked(aval: Any, length: int) -> Any:

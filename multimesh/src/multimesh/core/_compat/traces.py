@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,10 @@ import jax
 import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from multimesh.core._compat import versions
+from multimesh.errors import UsageError
 
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
@@ -54,7 +58,12 @@ def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextMa
     """Leave the mesh of an enclosing ``jax.set_mesh``. Under it nothing can be compiled or run on other devices."""
     if _concrete_mesh_is_empty() and (concrete_only or jax.sharding.get_abstract_mesh().empty):
         return contextlib.nullcontext()
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
+    try:
+        return _without_trace(lambda _: jax.set_mesh(Mesh(np.empty((), object), ())))  # JAX refuses to in a trace
+    except ValueError as error:  # jax < 0.12, inside a trace that names an axis
+        raise UsageError(
+            f"multimesh.jit in jax.vmap(axis_name=) and jax.set_mesh: drop one of them ({error})"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -77,9 +86,9 @@ def abstract_mesh_context(mesh: Mesh) -> Iterator[None]:
 
 
 _leave_p = core.Primitive("multimesh_leave")
-_leave_p.def_impl(lambda x: x)
+_leave_p.def_impl(versions.without_type)
 _leave_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
-ad.deflinear2(_leave_p, lambda cotangent, _: [cotangent])
+ad.deflinear2(_leave_p, lambda cotangent, _: [leave_mesh(cotangent)])
 batching.defvectorized(_leave_p)
 mlir.register_lowering(_leave_p, lambda ctx, x: [x])
 
@@ -93,6 +102,31 @@ def leave_mesh(x: Any) -> Any:
     if not isinstance(x, jax.Array) or jax.typeof(x).sharding.mesh.empty:
         return x
     return _leave_p.bind(x)
+
+
+def fitted_to_mesh(x: Any) -> Any:
+    """Return an array without its mesh in its type if the mesh in force is another, under which JAX refuses that type.
+
+    ``jax.grad`` makes a cotangent in the mesh in force, of the type of the result that it is for.
+    """
+    here, own = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    if own.empty or here == own or (here == auto(here) and own == auto(own)):
+        return x
+    return _leave_p.bind(x)
+
+
+def fitted_to_type(x: Any, aval: Any) -> Any:
+    """Return an array without its mesh in its type if that contradicts the layout of an abstract value."""
+    own, wanted = jax.typeof(x).sharding, aval.sharding
+    fits = own == wanted or own.mesh.empty or wanted.mesh.empty
+    if fits or (own.mesh == auto(own.mesh) and wanted.mesh == auto(wanted.mesh)):
+        return x
+    return _leave_p.bind(x)
+
+
+def explicit_spec(aval: Any) -> PartitionSpec | None:
+    """Return the spec in the type of an abstract value, or None if no Explicit axis divides it."""
+    return aval.sharding.spec if any(aval.sharding.spec) else None
 
 
 def is_explicit(given: Any) -> bool:
@@ -112,6 +146,19 @@ with jax.core.eval_context():
 _recording: list[type] = []
 jax.make_jaxpr(lambda: _recording.append(type(_trace_in_force())))()
 _RECORDS = tuple(_recording)
+
+
+@functools.cache
+def _type_of_rows() -> type:
+    """Return the type of a value that ``jax.vmap`` has cut into rows."""
+    found: list[type] = []
+    jax.vmap(lambda x: found.append(type(x)))(np.zeros(1))
+    return found[0]
+
+
+def has_rows(x: Any) -> bool:
+    """Whether a value inside of ``jax.vmap`` depends on what that cuts into rows."""
+    return isinstance(x, _type_of_rows())
 
 
 def staged() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from multimesh.errors import MultiMeshError
+from multimesh.errors import MultiMeshError, UsageError
 
 SUPPORTED = "jax>=0.10"  # as in pyproject.toml
 NEWEST_TRIED = (0, 12)
@@ -108,6 +108,30 @@ copy_shards = None if _copy is None or _REUSE is None else _copy_shards
 
 array_of_shards: Callable[..., Any] | None = private("array.ArrayImpl")
 """Make an array of shards, with its type; unlike the public function it can leave out the checks."""
+
+
+_device_sharding = private("sharding_impls.GSPMDSharding")
+
+
+def without_type(x: Any) -> Any:
+    """Return an array that lies as before, but whose type has no layout; keys stay as they are.
+
+    Raises
+    ------
+    UsageError
+        If JAX lacks the private parts.
+    """
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    if _device_sharding is None or array_of_shards is None:
+        raise UsageError(
+            "jax.grad, jax.vjp or jax.jvp of multimesh.jit beside Explicit axes needs private parts of JAX, which are "
+            "not used here; transform inside: multimesh.jit(jax.grad(f))"
+        )
+    devices, kind = x.sharding._internal_device_list, x.sharding.memory_kind
+    layout = _device_sharding(devices, x.sharding._to_xla_hlo_sharding(x.ndim), memory_kind=kind)
+    aval = jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+    return array_of_shards(aval, layout, [shard.data for shard in x.addressable_shards], committed=True)
 
 
 def trace_context() -> Any:

@@ -143,7 +143,8 @@ class _Inliner:
             )
         results = tuple(ir.Value(v.aval) for v in eqn.outvars)
         task = self._task_inside(eqn, where)
-        prim, params, source = eqn.primitive, eqn.params, eqn.source_info
+        prim, source = eqn.primitive, eqn.source_info
+        params = {name: _with_ints(given) for name, given in eqn.params.items()}
         if where.constraint is not None and prim is _compat.copy_p:  # of a value, of its tangent or of its cotangent
             prim = _compat.sharding_constraint_p
             params = {"logical": where.constraint[0], "rank": where.constraint[1]}
@@ -351,6 +352,13 @@ class _Inliner:
                     yield inner.task
                 deeper = replace(inner, calls=(*inner.calls, eqn.source_info))
                 yield from self._tasks_in(_compat.subjaxprs(eqn.params), deeper)
+
+
+def _with_ints(given: Any) -> Any:
+    """Return a parameter with ints in the place of NumPy's integers, which rules of ``jax.vmap`` leave in it."""
+    if type(given) is tuple:
+        return tuple(map(_with_ints, given))
+    return int(given) if isinstance(given, np.integer) else given
 
 
 def _is_place(target: Any) -> bool:

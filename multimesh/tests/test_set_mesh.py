@@ -1,0 +1,79 @@
+"""Transformations over `multimesh.jit` under ``jax.set_mesh``, and on meshes with Explicit axes under none."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from pipelines import assert_same, submeshes
+
+import multimesh as mm
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+WEIGHTS = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)
+
+
+def on(kind):
+    return [Mesh(m.devices, m.axis_names, axis_types=(KINDS[kind],)) for m in submeshes(2, (2,))]
+
+
+AMBIENT = {
+    "none": lambda: None,
+    "all devices": lambda: Mesh(np.array(jax.devices()), ("data",)),
+    "all devices, explicit": lambda: jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)),
+    "another name, explicit": lambda: jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Explicit,)),
+    "the first submesh": lambda: on("auto")[0],
+    "the last submesh, explicit": lambda: on("explicit")[1],
+}
+
+
+def loss(stage):
+    def f(weights, x):
+        h = stage(0, lambda w, x: jnp.tanh(x @ w))(weights[0], x)
+        return stage(1, lambda w, h: jnp.square(h @ w.T).sum(1))(weights[1], h).mean()
+
+    return f
+
+
+TRANSFORMED = {
+    "grad": lambda f, w, x: jax.grad(f)(w, x),
+    "value_and_grad": lambda f, w, x: jax.value_and_grad(f, argnums=(0, 1))(w, x),
+    "vjp": lambda f, w, x: (lambda value, pull: (value, pull(jnp.float32(1))))(*jax.vjp(f, w, x)),
+    "jvp": lambda f, w, x: jax.jvp(f, (w, x), (w, x)),
+    "linearize": lambda f, w, x: jax.linearize(f, w, x)[1](w, x),
+    "product with the Hessian": lambda f, w, x: jax.jvp(jax.grad(f), (w, x), (w, x)),
+    "vmap": lambda f, w, x: jax.vmap(f, in_axes=(None, 0))(w, np.stack([np.asarray(x)] * 2)),
+    "grad of vmap": lambda f, w, x: jax.vmap(jax.grad(f), in_axes=(None, 0))(w, np.stack([np.asarray(x)] * 2)),
+}
+
+
+@pytest.mark.telling("all devices, explicit-auto", "none-explicit", "the last submesh, explicit-explicit")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ambient", AMBIENT)
+def test_every_transformation(ambient, kind):
+    meshes, mesh = on(kind), AMBIENT[ambient]()
+    weights = [jax.device_put(w, NamedSharding(m, P(None, "data"))) for w, m in zip(WEIGHTS, meshes, strict=True)]
+    x = jax.device_put(X, NamedSharding(meshes[0], P("data")))
+    f = mm.jit(loss(lambda s, fn: mm.task(fn, f"stage{s}", mesh=meshes[s])))
+    for name, transformed in TRANSFORMED.items():
+        with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+            got = transformed(f, weights, x)
+        want = transformed(jax.jit(loss(lambda _, fn: fn)), list(WEIGHTS), X)
+        assert_same(got, want)
+        if name == "grad":
+            assert [g.sharding.mesh for g in got] == meshes
+            assert kind == "auto" or [jax.typeof(g) for g in got] == [jax.typeof(w) for w in weights]
+
+
+@pytest.mark.parametrize("ambient", ["all devices, explicit", "the last submesh, explicit"])
+def test_arguments_without_a_layout(ambient):
+    meshes = on("auto")
+    f = mm.jit(loss(lambda s, fn: mm.task(fn, f"stage{s}", mesh=meshes[s])))
+    want = jax.value_and_grad(loss(lambda _, fn: fn))(list(WEIGHTS), X)
+    with jax.set_mesh(AMBIENT[ambient]()):
+        assert_same(jax.value_and_grad(f)(list(WEIGHTS), X), want)
+        assert_same(f(list(WEIGHTS), X), want[0])
