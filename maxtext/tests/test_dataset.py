@@ -59,7 +59,7 @@ def test_settings_of_a_dataset_go_to_maxtext_as_they_are(job: MakeJob, paths: Pa
         (
             "--nodes 2 --cpus 1 --pp 2 grain_use_elastic_iterator=true dataset_type=grain grain_train_files=x "
             "--tokenizer-path p",
-            r"grain_use_elastic_iterator=True is for one process so far; leave it out, or use --nodes 1",
+            r"grain_use_elastic_iterator=True: run.py decides which processes read, and ends all where one has no more",
         ),
     ],
 )
@@ -253,6 +253,22 @@ def test_processes_evaluate_as_one_does(root: Path, tmp_path: Path, here: Path):
     assert len(evaluations(tmp_path / "one")) == 3
     assert evaluations(tmp_path / "two") == evaluations(tmp_path / "one")
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+@pytest.mark.longer
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("source", ["grain", "text"])
+def test_no_row_is_dropped_where_a_microbatch_has_fewer_rows_than_devices(
+    root: Path, tmp_path: Path, here: Path, source: str
+):
+    """MaxText would load a row for each of two devices that share a sequence, and train on every other."""
+    read = grain(tmp_path, here, corpora.array_records(tmp_path, corpora.documents()))
+    data = (*read, f"{read[1].replace('train', 'eval')}") if source == "grain" else ("--text", root / "LICENSE")
+    same = ("--pp", 2, "--microbatch-size", 1, "--num-steps", 3, "--eval-every", 2, *data)
+    assert train(root, tmp_path / "two", "--cpus", 2, *same) in (0, 13)
+    assert train(root, tmp_path / "four", "--cpus", 4, "--tp", 2, *same) in (0, 13)
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
+    assert evaluations(tmp_path / "four") == pytest.approx(evaluations(tmp_path / "two"), rel=1e-5)
 
 
 @pytest.mark.full

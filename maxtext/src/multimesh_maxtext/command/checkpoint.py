@@ -21,7 +21,6 @@ from multimesh_maxtext.checkpoint_folder import (
     look,
 )
 from multimesh_maxtext.command.checks import Job
-from multimesh_maxtext.command.dataset import readers
 from multimesh_maxtext.command.reserve import writing
 from multimesh_maxtext.command.settings import read_dataset, read_values
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, FileError, UsageError
@@ -163,10 +162,10 @@ def _check_position(job: Job, found: Checkpoints) -> None:
             f"{files[0]}: cannot be read ({error}); copy it again, or remove {folder.parent}"
         ) from error
     before = (len(files), kept.get("readers", 1))
-    if before != (o.nodes, readers(job)):
+    if before != (o.nodes, job.readers):
         raise CheckpointError(
             f"checkpoint {found.steps[-1]} has positions in the data of {before[0]} processes, {before[1]} of which "
-            f"read; this run has {o.nodes}, {readers(job)} of which read; use the --nodes, --pp and devices that it had"
+            f"read; this run has {o.nodes}, {job.readers} of which read; use the --nodes, --pp and devices that it had"
         )
 
 

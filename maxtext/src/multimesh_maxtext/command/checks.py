@@ -97,6 +97,16 @@ class Job:
             return self.devices
         return self.devices // self.options.pp or 1  # fewer devices than stages are refused elsewhere
 
+    @property
+    def readers(self) -> int:
+        """How many processes read, the first ones: those with devices of MaxText's mesh, in a pipeline stage 0's."""
+        return -(-self.mesh_devices * self.options.nodes // self.devices)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that go through the model at once: a microbatch, or what MaxText's own pipeline cuts itself."""
+        return self.batch if self.options.pp > 1 and not self.options.staged else self.batch // self.microbatches
+
     @functools.cached_property
     def pieces(self) -> tuple[int, ...]:
         """Decoder layers of each piece of a stage: equal numbers, those of the user, or about equal costs."""
@@ -287,7 +297,7 @@ def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
             f"use --batch-size {near * rows}"
         )
     if job.batch % rows == 0:
-        yield from _wrong_shares(job, rows)
+        yield from _wrong_shares(job)
 
 
 def schedule_name(options: Options) -> str:
@@ -345,15 +355,21 @@ def _not_placeable(job: Job) -> Iterator[LauncherError]:
         )
 
 
-def _wrong_shares(job: Job, rows: int) -> Iterator[LauncherError]:
-    """MaxText loads real data in equal shares per device of its mesh."""
-    o, sharing = job.options, job.mesh_devices
-    in_one_program = o.pp > 1 and not o.staged
-    forward = job.batch if in_one_program else rows
-    if read_dataset(o) != "synthetic" and forward > sharing and job.batch % sharing:
+def _wrong_shares(job: Job) -> Iterator[LauncherError]:
+    """Processes that read real data take equal shares of it."""
+    o, readers = job.options, job.readers
+    if read_dataset(o) in ("synthetic", "olmo_grain"):
+        return  # every process has every row
+    if job.mesh_devices % readers:
         yield UsageError(
-            f"MaxText loads data in equal shares per device, and {sharing} devices do not divide a batch of "
-            f"{job.batch}; use --batch-size {math.lcm(rows * (o.pp if in_one_program else 1), sharing)}"
+            f"{readers} processes read data in equal shares, but the {job.mesh_devices} devices of a stage lie on them "
+            f"in unequal numbers; use --nodes {math.gcd(o.nodes, o.pp)}"
+        )
+    elif job.batch % readers:
+        whole = math.lcm(job.batch // job.microbatches * (o.pp if o.pp > 1 and not o.staged else 1), readers)
+        yield UsageError(
+            f"{readers} processes read data in equal shares, and do not divide a batch of {job.batch}; use "
+            f"--batch-size {-(-job.batch // whole) * whole}"
         )
 
 

@@ -29,7 +29,7 @@ from multimesh_maxtext.command import (
 )
 from multimesh_maxtext.command.checkpoint import Beginning, beginning, written_to
 from multimesh_maxtext.command.checks import Job, check_machine
-from multimesh_maxtext.command.dataset import check_dataset, readers
+from multimesh_maxtext.command.dataset import check_dataset
 from multimesh_maxtext.command.launch import Launch, forecasting, in_place, launch, visible_gpu_memory
 from multimesh_maxtext.command.machine import check_environment, python, stale_parts
 from multimesh_maxtext.command.member import ALONE, Member, any_member, find_repeated, member
@@ -157,7 +157,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     this = member(options, os.environ)
     texts = read_texts(options.text or ())
     gpus = _find_gpus(options)
-    if not (options.dry_run or options.forecast) and this.rank < readers(job):
+    if not (options.dry_run or options.forecast) and this.rank < job.readers:
         check_dataset(job, maxtext / "maxtext")
     gpu_memory = min(gpus) if gpus else None
     stale = stale_parts(root) if root else ()

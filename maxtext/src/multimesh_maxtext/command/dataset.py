@@ -32,7 +32,7 @@ _PACKAGES = {
 _FROM_THE_BEGINNING = ("hf", "tfds", "c4_mlperf")
 """Datasets of which MaxText keeps no position in a checkpoint."""
 
-_ONE_PROCESS = {
+_OURS = {
     "expansion_factor_real_data": -1,
     "grain_use_elastic_iterator": False,
     "generate_padding_batch_train": False,
@@ -65,17 +65,15 @@ def find_missing_settings(job: Job) -> Iterator[LauncherError]:
     kind = read_dataset(o)
     if o.forecast or o.suggest or kind in UNTOKENIZED:
         return
-    for key, value in _ONE_PROCESS.items() if o.nodes > 1 else ():
+    for key, value in _OURS.items():
         if settings.get(key, value) != value:
-            yield UnsupportedError(f"{key}={settings[key]} is for one process so far; leave it out, or use --nodes 1")
+            yield UnsupportedError(
+                f"{key}={settings[key]}: run.py decides which processes read, and ends all where one has no more; "
+                "leave it out"
+            )
     needed = _WHICH.get(kind, ()) if settings.get("grain_file_type") != "tfrecord" else ()
     if needed and not any(settings.get(key) for key in needed):
         yield UsageError(f"dataset_type={kind} needs to know which; add {needed[0]}=")
-
-
-def readers(job: Job) -> int:
-    """Return how many processes read, the first ones: those with devices of MaxText's mesh, in a pipeline stage 0's."""
-    return -(-job.mesh_devices * job.options.nodes // job.devices)
 
 
 def check_dataset(job: Job, package: Path) -> None:

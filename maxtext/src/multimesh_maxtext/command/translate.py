@@ -15,10 +15,10 @@ import yaml
 
 from multimesh_maxtext.command import compile_cache, within_stage
 from multimesh_maxtext.command.buckets import named
-from multimesh_maxtext.command.checks import Job
+from multimesh_maxtext.command.checks import UNTOKENIZED, Job
 from multimesh_maxtext.command.flags import TIMEOUTS
 from multimesh_maxtext.command.options import Options
-from multimesh_maxtext.command.settings import read_values
+from multimesh_maxtext.command.settings import read_dataset, read_values
 from multimesh_maxtext.command.text import index_path
 from multimesh_maxtext.command.values import XLA_SWITCHES, XLA_THRESHOLDS
 from multimesh_maxtext.errors import UsageError
@@ -167,6 +167,9 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         settings |= {"enable_checkpointing": True, "checkpoint_period": o.checkpoint_every or DEFAULT_PERIOD}
     if o.eval_every:
         settings |= {"eval_interval": o.eval_every, "eval_steps": o.eval_steps or DEFAULT_EVAL_STEPS}
+        if job.rows % job.readers and read_dataset(o) not in UNTOKENIZED:  # each reader evaluates on as many rows
+            rows = math.lcm(job.rows, job.readers)
+            settings["eval_per_device_batch_size"] = per_device(rows, job.mesh_devices)
     if o.profile:
         settings |= {
             "profiler": "xplane",

@@ -21,6 +21,9 @@ from multimesh_maxtext.trainer.relayout import checked
 keeps_metrics = True
 """Only ``run.py`` empties the metrics file. MaxText does at every step 0, and each evaluation has one."""
 
+loads_each_row = True
+"""Only the rows that a step trains on are loaded. MaxText loads one for each device, and drops what is too many."""
+
 _EVALUATION = 0x1F1F1F1F
 """MaxText changes these bits of the seed for the data to evaluate on."""
 
@@ -32,12 +35,12 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
     layout = get_input_data_sharding(config, mesh)
     evaluates = config.eval_interval > 0
     if config.dataset_type == "olmo_grain":
-        evaluation = Text(config, layout, config.data_shuffle_seed ^ _EVALUATION) if evaluates else None
-        return Text(config, layout, config.data_shuffle_seed, first=_next_step(config)), evaluation
+        seed, rows = config.data_shuffle_seed ^ _EVALUATION, config.global_batch_size_to_load_eval
+        evaluation = Text(config, layout, seed, rows) if evaluates else None
+        seed, rows = config.data_shuffle_seed, config.global_batch_size_to_load
+        return Text(config, layout, seed, rows, first=_next_step(config)), evaluation
     if config.dataset_type == "synthetic":
         return None if mesh.local_devices else (Elsewhere(config, mesh, layout), Elsewhere(config, mesh, layout))
-    if jax.process_count() == 1:
-        return None
     return Together(config, mesh, layout), Together(config, mesh, layout, evaluates=True) if evaluates else None
 
 
@@ -69,11 +72,13 @@ class Text:
         Of each array of a batch.
     seed
         Of the order. Each pass over the text has another order.
+    rows
+        Of a batch.
     first
         Number of the first batch.
     """
 
-    def __init__(self, config: Any, layout: Sharding, seed: int, *, first: int = 0) -> None:
+    def __init__(self, config: Any, layout: Sharding, seed: int, rows: int, *, first: int = 0) -> None:
         from maxtext.input_pipeline import olmo_data_grain as olmo
         from maxtext.input_pipeline.olmo_data import load_index
 
@@ -89,7 +94,7 @@ class Text:
         filters = [olmo.NgramFilterTransform()] if config.olmo_apply_ngram_filter else []
         self._transforms = [*filters, olmo.ShiftToInputsTargets()]
         self._layout = layout
-        self._rows = config.global_batch_size_to_load
+        self._rows = rows
         self._first = self._next = first
 
     def __iter__(self) -> Iterator[dict[str, jax.Array]]:

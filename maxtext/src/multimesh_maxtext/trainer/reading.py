@@ -1,4 +1,4 @@
-"""MaxText's input pipelines in a job of several processes: who has devices of the mesh reads, and all end together."""
+"""MaxText's input pipelines: processes with devices of the mesh read what a step takes, and all end together."""
 
 from __future__ import annotations
 
@@ -16,23 +16,30 @@ from jax.sharding import PartitionSpec as P
 from multimesh_maxtext.errors import CheckpointError
 from multimesh_maxtext.trainer.processes import absent, everywhere, has_device, place
 
+_ROWS = (
+    *("global_batch_size_to_load", "global_batch_size_to_load_eval"),
+    *("global_batch_size_to_train_on", "global_batch_size_to_eval_on"),
+)
+"""Settings with the rows of a batch. All rows that are loaded are used."""
+
 
 class _Share:
     """MaxText's settings, with as many rows to load that each reader gets its share of a batch.
 
-    MaxText divides a batch by the number of processes, also where some of them read nothing.
+    MaxText divides a batch by the number of processes, also where some of them read nothing. And Grain loads batches to
+    evaluate on that are as large as those to train on.
     """
 
-    def __init__(self, config: Any, readers: int) -> None:
-        self._config, self._times = config, jax.process_count() / readers
+    def __init__(self, config: Any, readers: int, *, evaluates: bool) -> None:
+        rows = config.global_batch_size_to_load_eval if evaluates else config.global_batch_size_to_load
+        self._config, self._rows = config, rows * jax.process_count() // readers
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._config, name)
-        return int(value * self._times) if name.startswith("global_batch_size_to_load") else value
+        return self._rows if name in _ROWS else getattr(self._config, name)
 
 
 class Together:
-    """Batches of a pipeline of MaxText, in all processes of a job, until one of its readers has no more.
+    """Batches of a dataset of MaxText, in all processes of a job, until one of its readers has no more.
 
     A reader looks one batch ahead. So at each step all processes know whether there is one, without waiting.
 
@@ -55,11 +62,15 @@ class Together:
         self._types = get_shaped_batch(config, is_eval=evaluates)
         self._readers = sorted({device.process_index for device in mesh.devices.flat})
         self._flags = NamedSharding(mesh, P(mesh.axis_names))
+        by_reader = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+        devices = np.reshape(np.array(by_reader, object), (len(self._readers), -1))
+        self._shares = NamedSharding(Mesh(devices, ("reader", "copy")), P("reader"))
         self._loader: Any = None
         if jax.process_index() in self._readers:
-            self._loader = _make(config.dataset_type.value, evaluates=evaluates)(
-                _Share(config, len(self._readers)), mesh, self._readers
-            )
+            make = _make(config.dataset_type.value, evaluates=evaluates)
+            # MaxText wants a row for each device of the mesh that it gets.
+            mesh = Mesh(devices[:, 0], ("reader",))
+            self._loader = make(_Share(config, len(self._readers), evaluates=evaluates), mesh, self._readers)
         self._start()
 
     def _start(self) -> None:
@@ -104,13 +115,13 @@ class Together:
         """Lay out an array of a batch, of which this process has some rows."""
         if not has_device(self._layout):
             return absent(like, self._layout)
-        local = self._mesh.local_devices
-        shape = (like.shape[0] // self._mesh.size * len(local), *like.shape[1:])
+        shape = (like.shape[0] // len(self._readers), *like.shape[1:])
         own = np.zeros(shape, like.dtype) if rows is None else np.asarray(rows, like.dtype)
         if len(self._readers) == 1:
             return place(own, self._layout)
-        pieces = jax.device_put(np.split(own, len(local)), local)
-        return jax.device_put(jax.make_array_from_single_device_arrays(like.shape, self._flags, pieces), self._layout)
+        pieces = jax.device_put([own] * len(self._mesh.local_devices), list(self._mesh.local_devices))
+        shares = jax.make_array_from_single_device_arrays(like.shape, self._shares, pieces)
+        return jax.device_put(shares, self._layout)
 
     def _own_position(self) -> bytes:
         """Where the next batch begins; of data that has no position, and where nothing is read, that is nothing."""
@@ -132,7 +143,9 @@ class Together:
             Where other processes read.
         """
         found = json.loads(state)
-        if found.get("readers") != len(self._readers):
+        if "readers" not in found:  # one process wrote MaxText's own form once
+            found = {"readers": 1, "position": found}
+        if found["readers"] != len(self._readers):
             raise CheckpointError("the position in the data is of another number of processes that read")
         if self._loader is not None:
             self._loader.local_iterator.set_state(found["position"])
