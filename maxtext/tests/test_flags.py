@@ -194,15 +194,18 @@ def test_everything_wrong_is_said_at_once_but_not_what_may_follow_from_it(job: C
     assert lines("--pp --schedule gpipe --batch-size 7 --dp 2 --cpus 2") == ["--pp:", "a"]
 
 
-def test_real_data_needs_equal_shares_per_device(job: Callable[[Sequence[str]], Job], root: Path):
-    argv = ["--backend", "spmd", "--dp", "2", "--tp", "2", "--pp", "2", "--batch-size", "12", "--microbatch-size", "3"]
-    assert job(argv).microbatches == 2
-    with pytest.raises(UsageError, match=r"8 devices do not divide a batch of 12; use --batch-size 24"):
-        job([*argv, "--text", str(root / "LICENSE")])
-    # The mesh of MultiMesh's stages is 4 devices, which is what divides the batch.
-    assert job([*argv[2:], "--text", str(root / "LICENSE")]).microbatches == 2
-    with pytest.raises(UsageError, match=r"4 devices do not divide a batch of 18; use --batch-size 12"):
-        job([*argv[2:], "--batch-size", "18", "--text", str(root / "LICENSE")])
+def test_processes_read_equal_shares_of_real_data(job: Callable[[Sequence[str]], Job], root: Path):
+    grid = ["--tp", "4", "--num-heads", "4", "--microbatch-size", "2", "--batch-size", "6"]
+    read = ["dataset_type=grain", "grain_train_files=x", "--tokenizer-path", "p"]
+    assert job(["--cpus", "4", *grid, *read]).microbatches == 3  # one process has all rows
+    four = ("--nodes", "4", "--cpus", "1", *grid)
+    assert job([*four, "--text", str(root / "LICENSE")]).microbatches == 3  # each process has all rows
+    with pytest.raises(UsageError, match=r"4 processes read data in equal shares, and do not divide a batch of 6; use"):
+        job([*four, *read])
+    assert job([*four, *read, "--batch-size", "8"]).microbatches == 4
+    uneven = ("--nodes", "3", "--cpus", "2", "--pp", "2", "--dp", "3", "--batch-size", "6", "--microbatch-size", "1")
+    with pytest.raises(UsageError, match=r"the 3 devices of a stage lie on them in unequal numbers; use --nodes 1"):
+        job([*uneven, *read])
 
 
 @pytest.mark.parametrize(

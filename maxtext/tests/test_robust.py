@@ -34,10 +34,16 @@ with open(settings["metrics_file"], "a") as file:
     for step in range(int(settings["steps"])):
         record = {"learning/loss": 2.0 - step, "learning/grad_norm": 1.0, "perf/step_seconds": 0.1}
         print(json.dumps({"step": step, "learning/total_weights": 8} | record), file=file, flush=True)
+        while os.environ.get("STAND_IN") == "goes on" and not os.path.exists(os.environ["GO_ON"]):
+            time.sleep(0.05)
 if os.environ.get("STAND_IN") == "leaves a child":
     if os.fork():
         time.sleep(600)
     os.setsid()
+    time.sleep(600)
+if os.environ.get("STAND_IN") == "reads data":
+    import subprocess
+    subprocess.Popen(["sleep", "600"])
     time.sleep(600)
 if os.environ.get("STAND_IN") == "hangs":
     time.sleep(600)
@@ -248,6 +254,60 @@ def test_a_killed_launcher_takes_its_trainer_along_and_what_stays_is_named(start
     wait_for(lambda: gone(left))
     code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
     assert code == 0, errors
+
+
+def test_a_killed_launcher_takes_those_along_that_read_data_for_its_trainer(start: Start, tmp_path: Path):
+    one = start("--output", tmp_path, STAND_IN="reads data")
+    (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
+    (reader,) = wait_for(lambda: children(trainer))
+    one.send_signal(signal.SIGKILL)
+    wait_for(lambda: gone(trainer) and gone(reader))
+
+
+def test_no_guard_is_left_of_a_run(start: Start, tmp_path: Path):
+    one = start("--output", tmp_path, STAND_IN="hangs")
+    (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
+
+    def guards() -> list[Path]:
+        lines = {path: _words(path) for path in Path("/proc").glob("[0-9]*/cmdline")}
+        return [path for path, words in lines.items() if words[-2:] == [b"guard", str(trainer).encode()]]
+
+    assert wait_for(guards)
+    one.send_signal(signal.SIGTERM)
+    assert finished(one)[0] == 130
+    wait_for(lambda: not guards())
+
+
+@pytest.mark.parametrize("flags", [("--dry-run",), ("--dry-run", "--json"), ("--pp", 2, "--forecast", "--dry-run")])
+def test_a_pipe_that_is_closed_ends_the_command_without_a_traceback(start: Start, tmp_path: Path, flags: Any):
+    one = start(*flags, "--output", tmp_path)
+    assert one.stdout is not None
+    one.stdout.close()
+    assert one.stderr is not None
+    assert (one.stderr.read(), one.wait()) == ("", 141)
+
+
+def test_a_pipe_that_is_closed_while_it_trains_stops_the_trainer_with_a_line(start: Start, tmp_path: Path):
+    one = start("--output", tmp_path, "--num-steps", 3, STAND_IN="goes on", GO_ON=str(tmp_path / "go on"))
+    assert one.stdout is not None
+    for line in one.stdout:
+        if line.startswith("step 0 of"):
+            break
+    (trainer,) = wait_for(lambda: children(one.pid))
+    one.stdout.close()
+    (tmp_path / "go on").touch()
+    assert one.stderr is not None
+    errors = one.stderr.read()
+    assert errors.endswith("so the trainer was stopped; write it to a file\n"), errors
+    assert (one.wait(), errors.count("\n")) == (141, 1)
+    assert gone(trainer)
+
+
+def _words(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:  # it has ended
+        return []
 
 
 def test_a_finished_job_that_is_run_again_has_nothing_left_to_do(start: Start, tmp_path: Path):

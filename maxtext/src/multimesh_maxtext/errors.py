@@ -96,6 +96,12 @@ class DoesNotFitError(LauncherError):
     exit_code = 16
 
 
+class UnreadError(LauncherError):
+    """Nobody reads the output any more: the code of programs that SIGPIPE ends."""
+
+    exit_code = 141
+
+
 class Several(LauncherError):
     """More than one thing wrong with a command line, a line each; the exit code is that of the first."""
 

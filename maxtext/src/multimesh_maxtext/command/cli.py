@@ -36,7 +36,7 @@ from multimesh_maxtext.command.member import ALONE, Member, any_member, find_rep
 from multimesh_maxtext.command.memory import check_fits
 from multimesh_maxtext.command.model import find_maxtext, has_package
 from multimesh_maxtext.command.options import Options, read
-from multimesh_maxtext.command.report import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
+from multimesh_maxtext.command.report import TOLERANCE, Output, Pair, check_agreement, compare, largest, reference_job
 from multimesh_maxtext.command.reserve import RUNNING, has_content, holds_run, remove_run, writing
 from multimesh_maxtext.command.settle import Settled, settle
 from multimesh_maxtext.command.sizes import expected, step_json, step_text
@@ -60,6 +60,7 @@ from multimesh_maxtext.errors import (
     LauncherError,
     ProcessLostError,
     TrainerFailedError,
+    UnreadError,
 )
 from multimesh_maxtext.handoff import Forecast
 
@@ -86,37 +87,46 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     root
         The repository, if this runs from one. It may hold ``third_party/maxtext``.
     """
-    this = ALONE
     try:
-        with terminate_as_interrupt():
-            try:
-                parsed = restarts.going_on(read(argv), os.environ)
-                this = any_member(parsed, os.environ)
-                if root:
-                    check_environment(root)
-                maxtext = find_maxtext(root)
-                if parsed.options.suggest:
-                    return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
-                if parsed.options.show_grids:
-                    fallback.count_processes(parsed.options)
-                settled = settle(parsed, maxtext / "maxtext")
-                options = settled.job.options
-                starts = options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast)
-                if starts or options.show_grids:
-                    grids = fallback.grids(settled.job, argv, maxtext)
-                    if options.show_grids:
-                        print(fallback.lines(grids))
-                        return 0
-                    _find_gpus(options)
-                    return spawn(argv, options, root, grids)
-                if options.fallback and roll_call.OWN_ADDRESS in os.environ and not options.dry_run:
-                    return _called(settled.job, argv, maxtext, root)
-                return _run(settled, maxtext, root)
-            except LauncherError as error:
-                return _tell(error, this, as_json="--json" in argv)
+        code = _main(argv, root)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted; the trainer was stopped", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # a program such as head has read what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UnreadError.exit_code
+    return code
+
+
+def _main(argv: Sequence[str], root: Path | None) -> int:
+    this = ALONE
+    with terminate_as_interrupt():
+        try:
+            parsed = restarts.going_on(read(argv), os.environ)
+            this = any_member(parsed, os.environ)
+            if root:
+                check_environment(root)
+            maxtext = find_maxtext(root)
+            if parsed.options.suggest:
+                return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
+            if parsed.options.show_grids:
+                fallback.count_processes(parsed.options)
+            settled = settle(parsed, maxtext / "maxtext")
+            options = settled.job.options
+            starts = options.spawn and options.nodes > 1 and not (options.dry_run or options.forecast)
+            if starts or options.show_grids:
+                grids = fallback.grids(settled.job, argv, maxtext)
+                if options.show_grids:
+                    print(fallback.lines(grids))
+                    return 0
+                _find_gpus(options)
+                return spawn(argv, options, root, grids)
+            if options.fallback and roll_call.OWN_ADDRESS in os.environ and not options.dry_run:
+                return _called(settled.job, argv, maxtext, root)
+            return _run(settled, maxtext, root)
+        except LauncherError as error:
+            return _tell(error, this, as_json="--json" in argv)
 
 
 def _called(job: Job, argv: Sequence[str], maxtext: Path, root: Path | None) -> int:
@@ -157,7 +167,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     this = member(options, os.environ)
     texts = read_texts(options.text or ())
     gpus = _find_gpus(options)
-    if not (options.dry_run or options.forecast) and this.rank < job.readers:
+    if not options.forecast and this.rank < job.readers:
         check_dataset(job, maxtext / "maxtext")
     gpu_memory = min(gpus) if gpus else None
     stale = stale_parts(root) if root else ()
@@ -180,7 +190,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     if options.export:
         return 0 if this.rank else _export(start, options, options.export)
     # Of several processes the first speaks for all, unless another fails.
-    console = Console(soft_wrap=True, quiet=this.rank > 0)
+    console = Output(soft_wrap=True, quiet=this.rank > 0)
     if options.forecast and this.rank:
         return 0
     if options.forecast or options.dump_only:

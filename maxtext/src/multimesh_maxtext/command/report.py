@@ -37,6 +37,14 @@ _ENDED = re.compile(r"^multimesh: process \d+ of \d+ \([^)]*\) has been (?:stopp
 """A watcher's last line before it ends its own process: it was stopped, or (group 1) hung."""
 
 
+class Output(Console):
+    """Rich's console. Where nobody reads it any more it raises the `BrokenPipeError`, and does not end the program."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again."""
+        raise
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step.

@@ -33,6 +33,7 @@ from multimesh_maxtext.errors import (
     ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
+    UnreadError,
     UsageError,
 )
 from multimesh_maxtext.handoff import SECONDS, Forecast, read_forecast
@@ -81,7 +82,12 @@ def train(
     skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
     follower = Follower(paths.metrics, skip=skip, tell=tell)
     hold = _HOLD if o.nodes > 1 else 0.0
-    steps, returncode = follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold)
+    try:
+        steps, returncode = follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold)
+    except BrokenPipeError:
+        raise UnreadError(
+            "nobody reads the output any more (a closed pipe), so the trainer was stopped; write it to a file"
+        ) from None
     error: LauncherError | None = None
     try:
         judge(
@@ -233,10 +239,26 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
             raise MissingPartError(
                 f"{launch.command[0]} cannot be started ({error.strerror}); run ./bootstrap.sh"
             ) from error
+    with _guarded(process.pid):
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+@contextmanager
+def _guarded(group: int) -> Iterator[None]:
+    """Let a shell kill a group of processes if this process dies first: also those that read data for the trainer."""
+    # What a shell puts into the background has no stdin of its own.
+    kill = 'exec 3<&0 >/dev/null 2>&1; { read -r _ <&3 || kill -s KILL -- "-$1"; } &'
+    shell = ["/bin/sh", "-c", kill, "guard", str(group)]
+    guard = subprocess.Popen(shell, stdin=subprocess.PIPE, start_new_session=True)
+    guard.wait()  # it goes on behind the shell
     try:
-        yield process
+        yield
     finally:
-        _end(process)
+        with suppress(BrokenPipeError):
+            guard.communicate(b"\n")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
