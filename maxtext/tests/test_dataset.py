@@ -73,6 +73,18 @@ def test_what_a_dataset_lacks_is_said_before_a_run(
         job([*(word for word in words if "=" in word), *(word for word in words if "=" not in word)])
 
 
+def test_a_dry_run_looks_at_files_and_tokenizers(
+    root: Path, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    read = ["--dry-run", "dataset_type=grain", "--tokenizer-path", str(here / "pieces.model")]
+    assert main([*read, f"grain_train_files={tmp_path}/none-*"], root=root) == 2
+    assert "none-*: no such file; write a path" in capsys.readouterr().err
+    files = f"grain_train_files={corpora.array_records(tmp_path, corpora.documents())}"
+    assert main([*read[:-1], str(tmp_path / "none"), files], root=root) == 2
+    assert "none: no such file; write the path of a sentencepiece tokenizer" in capsys.readouterr().err
+    assert main([*read, files, "vocab_size=512"], root=root) == 0
+
+
 def test_a_package_that_is_missing_names_its_group(job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dataset, "has_package", lambda name: False)
     for words, message in (

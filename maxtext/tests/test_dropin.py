@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.options import parse, parser
-from multimesh_maxtext.command.settings import find_types, find_wrong_settings
+from multimesh_maxtext.command.settings import find_idle_settings, find_types, find_wrong_settings
 from multimesh_maxtext.errors import UnsupportedError, UsageError
 
 
@@ -135,6 +135,23 @@ def test_settings_are_checked_as_maxtext_does(maxtext: Path, setting: str, messa
     found = [str(error) for _, error in find_wrong_settings([setting], maxtext / "maxtext")]
     assert len(found) == (message is not None)
     assert all(re.search(message or "", line) for line in found)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("monitor_goodput=true", "monitor_goodput=True would do nothing here: it is for Google Cloud"),
+        ("report_heartbeat_metric_for_gcp_monitoring=true", "see --metrics-file and --metrics-hook; leave it out"),
+        ("jax_distributed_initialization_timeout=900", "run.py starts the processes; use --start-timeout"),
+        ("elastic_enabled=true", "it is for Pathways; see --max-restarts and --fallback"),
+        ("monitor_goodput=false", None),
+        ("log_period=10", None),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(setting: str, message: str | None):
+    found = [str(error) for error in find_idle_settings([setting])]
+    assert len(found) == (message is not None)
+    assert all(str(message) in line for line in found)
 
 
 def test_the_files_of_maxtext_pass_the_check_of_settings(maxtext: Path):

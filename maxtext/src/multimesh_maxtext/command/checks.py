@@ -75,7 +75,6 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "opt_type": (("adamw", "adam_pax", "sgd", "muon"), "its state was never placed"),
     "compile_xla_flags": (("",), "it is for one program"),
     "compiled_trainstep_file": (("",), "it holds one program"),
-    "elastic_enabled": ((False,), "it changes the devices"),
 }
 """Settings of MaxText: the values that stages can run with, and why they cannot run with others."""
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -38,6 +37,7 @@ from multimesh_maxtext.command.model import find_maxtext, has_package
 from multimesh_maxtext.command.options import Options, read
 from multimesh_maxtext.command.report import TOLERANCE, Output, Pair, check_agreement, compare, largest, reference_job
 from multimesh_maxtext.command.reserve import RUNNING, has_content, holds_run, remove_run, writing
+from multimesh_maxtext.command.services import compile_text, export_parameters, show_command, write_dump
 from multimesh_maxtext.command.settle import Settled, settle
 from multimesh_maxtext.command.sizes import expected, step_json, step_text
 from multimesh_maxtext.command.spawning import spawn
@@ -46,7 +46,6 @@ from multimesh_maxtext.command.training import (
     Follower,
     Outcome,
     forecast,
-    inspect,
     keep_code,
     tail,
     terminate_as_interrupt,
@@ -54,7 +53,6 @@ from multimesh_maxtext.command.training import (
 )
 from multimesh_maxtext.command.translate import Paths, notes
 from multimesh_maxtext.errors import (
-    CheckpointError,
     DamagedCheckpointError,
     FileError,
     LauncherError,
@@ -184,11 +182,11 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     elif options.dry_run and options.forecast:
         start = forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
     if options.dry_run:
-        return _dry_run(start, as_json=options.json)
+        return show_command(start, as_json=options.json)
     if options.hlo:
-        return _compile(start, options)
+        return compile_text(start, options)
     if options.export:
-        return 0 if this.rank else _export(start, options, options.export)
+        return 0 if this.rank else export_parameters(start, options, options.export)
     # Of several processes the first speaks for all, unless another fails.
     console = Output(soft_wrap=True, quiet=this.rank > 0)
     if options.forecast and this.rank:
@@ -198,7 +196,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
             _prepare(job, paths, texts)
             _check_memory(job, paths, console, gpu_memory)
             if options.dump_only:
-                _dump(start, paths, options, quiet=console.quiet)
+                write_dump(start, paths, options, quiet=console.quiet)
             return 0
     kept = compile_cache.first_use(start.environment)
     if kept and this.rank == 0:
@@ -339,46 +337,6 @@ def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | No
         check_fits(found.needs, limit)
 
 
-def _compile(start: Launch, o: Options) -> int:
-    """Compile ``--hlo``, and print its time and memory."""
-    began = time.monotonic()
-    found = _found(start)
-    if o.json:
-        print(json.dumps({"hlo": str(o.hlo), "bytes": found}))
-    else:
-        parts = ", ".join(f"{name} {memory.show_size(size)}" for name, size in found.items())
-        print(f"compiled {o.hlo} in {time.monotonic() - began:.1f} s; each device needs {parts}")
-    return 0
-
-
-def _export(start: Launch, o: Options, target: Path) -> int:
-    """Write the parameters of the newest checkpoint for MaxText's tools, and say where they are."""
-    folder = o.checkpoint or Path()
-    steps = look(folder).steps
-    if not steps:
-        raise CheckpointError(f"--checkpoint {folder}: there is no checkpoint to export; train first")
-    if target.exists():
-        raise FileError(f"--export {target}: it is there already; choose another folder")
-    words = str(folder.resolve()), str(steps[-1]), str(target.resolve()), *["unrolled"] * (o.scan_layers is False)
-    found = _found(in_place(start, "export", *words))
-    if o.json:
-        print(json.dumps({"export": str(target / "items"), "checkpoint": steps[-1], **found}))
-    else:
-        size, scanned = memory.show_size(found["bytes"]), str(found["scan_layers"]).lower()
-        print(f"checkpoint {steps[-1]}: {size} of parameters")
-        print(f"for MaxText: load_parameters_path={target / 'items'} scan_layers={scanned}")
-    return 0
-
-
-def _found(start: Launch) -> Any:
-    """Run a process that prints JSON; return that."""
-    environment = {**os.environ, **start.environment}
-    done = subprocess.run(start.command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
-    return json.loads(done.stdout)
-
-
 def _say_finished(o: Options, step: int) -> int:
     """Say that all steps were done before: a job that is run again until it succeeds has succeeded."""
     if o.json:
@@ -386,12 +344,6 @@ def _say_finished(o: Options, step: int) -> int:
     else:
         print(f"ok: checkpoint {step - 1} is after the last of --num-steps {o.num_steps}; nothing is left to do")
     return 0
-
-
-def _dump(start: Launch, paths: Paths, o: Options, *, quiet: bool) -> None:
-    inspect(start, paths)
-    if not quiet:
-        print(json.dumps({"dump": str(o.dump)}) if o.json else f"compiled; the plan is in {o.dump}")
 
 
 def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:
@@ -454,16 +406,6 @@ def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
         ) from error
     if texts:
         write_corpus(texts, paths.text, sequence_length=o.sequence_length)
-
-
-def _dry_run(start: Launch, *, as_json: bool) -> int:
-    if as_json:
-        print(
-            json.dumps({name: getattr(start, name) for name in ("command", "environment", "configuration")}, indent=1)
-        )
-    else:
-        print(report.plan_text(start.command, start.environment, start.configuration))
-    return 0
 
 
 def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, list[Pair]]:

@@ -22,6 +22,19 @@ from multimesh_maxtext.errors import UsageError
 
 _SOURCES = ("common/common_types.py", "configs/types.py")
 _ROOT = "MaxTextConfig"
+_CLOUD = "it is for Google Cloud, which a run does without; see --metrics-file and --metrics-hook"
+_PATHWAYS = "it is for Pathways; see --max-restarts and --fallback"
+_IDLE = {
+    **dict.fromkeys(
+        ("enable_goodput_recording", "monitor_goodput", "enable_pathways_goodput", "goodput_job_name"), _CLOUD
+    ),
+    **dict.fromkeys((f"report_{kind}_metric_for_gcp_monitoring" for kind in ("heartbeat", "performance")), _CLOUD),
+    **dict.fromkeys(("use_vertex_tensorboard", "enable_checkpoint_cloud_logger", "managed_mldiagnostics"), _CLOUD),
+    **dict.fromkeys(("elastic_enabled", "enable_single_controller", "subslice_shape"), _PATHWAYS),
+    "jax_distributed_initialization_timeout": "run.py starts the processes; use --start-timeout",
+}
+"""Settings of MaxText that would be accepted and do nothing in a run, and why. Switched off they are no error."""
+
 _MANY = 12  # more values than this are not listed where some are near
 
 
@@ -78,6 +91,13 @@ def find_wrong_settings(settings: Sequence[str], package: Path) -> Iterator[tupl
             why = f"MaxText has no setting {key}; {hint}"
         if why:
             yield setting, UsageError(f"{setting}: {why}")
+
+
+def find_idle_settings(settings: Sequence[str]) -> Iterator[UsageError]:
+    """Yield an error for each setting that would be accepted and do nothing."""
+    for key, value in read_values(settings).items():
+        if key in _IDLE and value:
+            yield UsageError(f"{key}={value} would do nothing here: {_IDLE[key]}; leave it out")
 
 
 def _refusal(make: Callable[[], Any], key: str, value: str) -> str:

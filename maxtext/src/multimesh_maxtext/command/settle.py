@@ -14,7 +14,7 @@ from multimesh_maxtext.command.launch import decided
 from multimesh_maxtext.command.member import find_alone
 from multimesh_maxtext.command.model import describe_model, has_package
 from multimesh_maxtext.command.options import Options, Parsed
-from multimesh_maxtext.command.settings import find_wrong_settings
+from multimesh_maxtext.command.settings import find_idle_settings, find_wrong_settings
 from multimesh_maxtext.errors import LauncherError, UsageError, raise_all
 
 _FLAG_OF = {
@@ -81,7 +81,7 @@ def settle(parsed: Parsed, package: Path) -> Settled:
     notes = tuple(_replace_kernels(options))
     flag = [f"attention_type={options.attention_type}"] if options.attention_type else []
     wrong = dict(find_wrong_settings([*options.settings, *flag], package))
-    found += wrong.values()
+    found += [*wrong.values(), *find_idle_settings(options.settings)]
     job, sound = None, copy.copy(options)
     sound.settings = [setting for setting in options.settings if setting not in wrong]
     try:
