@@ -31,7 +31,7 @@ def told(fn, *args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fn(*args)
-    return [str(w.message) for w in caught if "shards nothing" in str(w.message)]
+    return [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "shards nothing" in str(w.message)]
 
 
 def test_an_axis_that_shards_nothing_is_told_with_the_line_of_its_work():
@@ -77,7 +77,7 @@ with warnings.catch_warnings(record=True) as caught:
     print(len(caught))
     jax.jit(lambda x: task(x) + 2)(jnp.ones(2))  # line 17
     jax.jit(lambda x: task(x) + 3)(jnp.ones(2))
-    print(*(w.message for w in caught), sep="|")
+    print(*(f"{w.filename}:{w.lineno}: {w.message}" for w in caught), sep="|")
 """
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from multimesh.errors import MissingPartError, UsageError
 from multimesh.processes import secret
-from multimesh.processes.lines import Forwarder
+from multimesh.processes.forwarding import Forwarder
 
 __all__ = ["end_with_parent", "free_port", "job_variables", "process_variables", "run_together"]
 

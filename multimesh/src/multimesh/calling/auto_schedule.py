@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from multimesh.core import _compat
 from multimesh.core.text import amount
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import uncollected
@@ -96,10 +96,10 @@ def fitted(made: Made) -> Made:
     best = _first(tries, auto, limit, again)
     if best.over(limit) > 0:
         needs, has = (amount(size, "bytes") for size in (limit + best.over(limit), limit))
-        warnings.warn(
-            f"{loops[number].mark.where}: schedule auto: by the forecast no table fits into {has} on each device; took "
+        _compat.warn_at(
+            loops[number].mark.where,
+            f"schedule auto: by the forecast no table fits into {has} on each device; took "
             f"{best.choice.taken.name}, which needs {needs}; use smaller microbatches, jax.checkpoint or more devices",
-            stacklevel=2,
         )
     return best
 

@@ -1,17 +1,19 @@
-"""Keeps traces and compiled functions by signature, and the last arguments of a function."""
+"""Keep traces, plans and compiled functions by signature, and the last arguments of a function."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh.calling.arguments import Signature
+from multimesh.calling.transforms import Call
 from multimesh.core.specs import stripped
 
 
@@ -44,12 +46,30 @@ def traits(leaf: Any) -> tuple[Any, ...]:
     return (np.ndarray if type(leaf) is np.ndarray else None, None, np.shape(leaf), getattr(leaf, "dtype", None), False)
 
 
+class Trace(NamedTuple):
+    """A function that was traced: the call, the values of an enclosing transformation that it captures first."""
+
+    call: Call
+    captured: list[Any]
+    out_tree: Any
+
+    def bind(self, leaves: Sequence[Any]) -> Any:
+        """Run the call, or let ``jax.grad``, ``jax.vmap`` and the like transform it."""
+        arrays = [x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x) for x in (*self.captured, *leaves)]
+        return jax.tree.unflatten(self.out_tree, self.call(*arrays))
+
+    def run(self, *leaves: Any) -> Any:
+        """Evaluate the trace, inside of another one."""
+        return jax.tree.unflatten(self.out_tree, self.call.function(*leaves))
+
+
 @dataclass(eq=False)
 class Cache:
     """The cache of one function under one set of ``jit`` arguments. It never refers to the function."""
 
     compiled: dict[Any, Any] = field(default_factory=dict)
-    traced: dict[Any, Any] = field(default_factory=dict)
+    lowered: dict[Any, Any] = field(default_factory=dict)
+    traces: dict[Any, Trace] = field(default_factory=dict)
     recent: Recent | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -57,7 +77,8 @@ class Cache:
         """Forget everything."""
         with self.lock:
             self.compiled.clear()
-            self.traced.clear()
+            self.lowered.clear()
+            self.traces.clear()
             self.recent = None
 
 

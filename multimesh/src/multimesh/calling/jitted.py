@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from multimesh import ir
 from multimesh.calling.aot import Compiled, Lowered, Plain, TracedFunction, not_exported
 from multimesh.calling.arguments import (
     Given,
@@ -29,23 +26,20 @@ from multimesh.calling.arguments import (
     spec_of,
 )
 from multimesh.calling.auto_schedule import Made, fitted
-from multimesh.calling.cache import Cache, Recent, matching, traits
+from multimesh.calling.cache import Cache, Recent, Trace, matching, traits
+from multimesh.calling.remarks import Remarks, check_devices
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat, checks
-from multimesh.core.specs import axis_names, check_fits, stripped
-from multimesh.core.submesh import describe
-from multimesh.core.text import amount
+from multimesh.core.specs import stripped
 from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import MultiMeshError, UsageError
-from multimesh.ir.program import all_ops, has_tasks
+from multimesh.ir.program import has_tasks
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
 from multimesh.marking.flax_modules import unchanged
 from multimesh.marking.tracing import jit_is_known, partitioning, recorded, uncollected
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Traced
-from multimesh.passes.placing.owners import held
-from multimesh.plan.idle import idle_axes
 from multimesh.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -65,10 +59,6 @@ def _home(leaves: Iterable[Any]) -> Mesh | None:
     meshes = {s.mesh for s in (getattr(leaf, "sharding", None) for leaf in leaves) if isinstance(s, NamedSharding)}
     mesh = meshes.pop() if len(meshes) == 1 else None
     return mesh if isinstance(mesh, Mesh) else None
-
-
-class _CapturesError(MultiMeshError):
-    """The arguments are arrays, but the function captures a value of a ``jax.grad`` or ``jax.vmap`` around it."""
 
 
 class Jitted:
@@ -111,14 +101,18 @@ class Jitted:
         given = self._parameters.given(args, kwargs)
         leaves, tree = jax.tree.flatten(given.dynamic)
         if not _compat.eager() or any(map(_compat.is_tracer, leaves)):
-            return self._fn(*args, **kwargs) if recorded() else self._transformed(given, leaves, tree)
+            if recorded():
+                return self._fn(*args, **kwargs)
+            return self._trace(given, self._signature(leaves, tree, given)).bind(leaves)
         recent, key, context = self._cache.recent, given.key, self._context()
         if recent is not None and recent.fits(leaves, tree, key, context):
             return recent.compiled.run_flat(leaves)
-        try:
-            compiled = self._compiled(given, self._signature(leaves, tree, given))
-        except _CapturesError:
-            return self._transformed(given, leaves, tree)
+        signature = self._signature(leaves, tree, given)
+        if signature not in self._cache.compiled and not signature.context.options.ignore_transforms:
+            trace = self._trace(given, signature)
+            if trace.captured:  # of a jax.grad or jax.vmap around the function
+                return trace.bind(leaves)
+        compiled = self._compiled(given, signature)
         self._cache.recent = Recent(tree, key, context, tuple(map(traits, leaves)), compiled)
         return compiled.run_flat(leaves)
 
@@ -128,26 +122,20 @@ class Jitted:
             return x
         return jax.device_put(x, (self._devices or jax.devices())[0])
 
-    def _transformed(self, given: Given, leaves: Sequence[Any], tree: Any) -> Any:
-        """Handle a call under ``jax.grad``, ``jax.vmap`` and the like: bind a primitive that runs as a plan."""
-        call, captured, out_tree = self._traced(given, leaves, tree)
-        arrays = [x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x) for x in (*captured, *leaves)]
-        return jax.tree.unflatten(out_tree, call(*arrays))
-
-    def _traced(self, given: Given, leaves: Sequence[Any], tree: Any) -> tuple[Call, list[Any], Any]:
-        """Trace: the call, the values that it captures from an enclosing transformation, the tree of its result."""
-        signature = replace(self._signature(leaves, tree, given), specs=())
-        if signature in self._cache.traced:
-            return self._cache.traced[signature]
-        flat, structs = self._flat(given, signature)
-        with _compat.devices_free(), _compat.traced_as(lambda: self._name):
-            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
-            closed, captured = _compat.hoisted(closed)
-        alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
-        made = Call(closed, alike), captured, jax.tree.structure(shapes)
-        if not captured:
-            self._cache.traced[signature] = made
-        return made
+    def _trace(self, given: Given, signature: Signature) -> Trace:
+        """Trace the function, once for all layouts of these types. A trace that captures values is not kept."""
+        key = replace(signature, specs=(), home=None)
+        trace = self._cache.traces.get(key)
+        if trace is None:
+            flat, structs = self._flat(given, signature)
+            with uncollected(), _compat.devices_free(), _compat.traced_as(lambda: self._name):
+                closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
+                closed, captured = _compat.hoisted(closed)
+            alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
+            trace = Trace(Call(closed, alike), captured, jax.tree.structure(shapes))
+            if not captured:
+                trace = self._cache.traces.setdefault(key, trace)
+        return trace
 
     def _compiled(self, given: Given, signature: Signature) -> Compiled | Plain:
         known = self._cache.compiled
@@ -158,8 +146,7 @@ class Jitted:
             if compiled is None and signature.context.options.autoshard:
                 compiled = matching(signature, known)
             if compiled is None:
-                with uncollected():
-                    lowered = self._lower(given, signature)
+                lowered = self._partition(given, signature)
                 compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
             known[signature] = compiled
             return compiled
@@ -173,8 +160,7 @@ class Jitted:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
         given = self._parameters.given(args, kwargs)
-        with uncollected():
-            lowered = self._lower(given, self._signature_of(given))
+        lowered = self._partition(given, self._signature_of(given))
         if isinstance(lowered, Plain):
             raise self._without_tasks()
         return lowered
@@ -182,14 +168,14 @@ class Jitted:
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
         """Trace for these arguments; ``lower()`` of the result partitions."""
         given = self._parameters.given(args, kwargs)
-        call, _, out_tree = self._traced(given, *jax.tree.flatten(given.dynamic))
+        trace = self._trace(given, self._signature_of(given))
 
         def lower(**options: Any) -> Lowered:
             if options:  # of jax.export
                 raise not_exported(self._name)
             return self.lower(*args, **kwargs)
 
-        return TracedFunction(self._name, call.closed, jax.tree.structure(given.trees()), out_tree, lower)
+        return TracedFunction(self._name, trace.call.closed, jax.tree.structure(given.trees()), trace.out_tree, lower)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result with a ``jax.ShapeDtypeStruct`` for each array; nothing is partitioned, compiled or run."""
@@ -266,20 +252,26 @@ class Jitted:
 
         return flat, structs
 
+    def _partition(self, given: Given, signature: Signature) -> Lowered | Plain:
+        """Partition the function, once for each signature."""
+        lowered = self._cache.lowered.get(signature)
+        if lowered is None:
+            with uncollected():
+                lowered = self._cache.lowered.setdefault(signature, self._lower(given, signature))
+        return lowered
+
     def _lower(self, given: Given, signature: Signature) -> Lowered | Plain:
-        flat, structs = self._flat(given, signature)
         donated = given.donated_leaves(signature.tree)
         options: Options = signature.context.options
         devices = self._devices or tuple(jax.devices())
         if options.ignore_transforms:
-            return Plain(jax.jit(flat, donate_argnums=tuple(donated)), devices[0])
-        with _compat.devices_free(), _compat.traced_as(lambda: self._name):
-            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
-        if any(map(_compat.is_tracer, closed.consts)):
-            raise _CapturesError(f"{self._name}: captures a value of an enclosing transformation")
-        out_tree = jax.tree.structure(shapes)
+            return Plain(jax.jit(self._flat(given, signature)[0], donate_argnums=tuple(donated)), devices[0])
+        trace = self._trace(given, signature)
+        if trace.captured:
+            raise MultiMeshError(f"{self._name}: captures a value of an enclosing transformation")
+        closed, out_tree = trace.call.closed, trace.out_tree
         parameters = self._parameters.names(given)
-        alike = replaced(signature, out_tree, jax.tree.leaves(shapes), donated, parameters)
+        alike = replaced(signature, out_tree, list(map(_compat.shape_of, closed.out_avals)), donated, parameters)
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
         results = per_leaf(self._out_shardings, out_tree, "out_shardings")
         out_specs = {i: spec for i, spec in enumerate(results) if spec is not None}
@@ -292,77 +284,24 @@ class Jitted:
                     f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no "
                     "submesh; use jax.jit"
                 )
-            return Plain(jax.jit(flat, donate_argnums=tuple(donated)))
+            return Plain(
+                jax.jit(_compat.named(lambda *leaves: trace.run(*leaves), self._name), donate_argnums=tuple(donated))
+            )
         fit = fitted(Made(traced, {stage.name: stage for stage in stages}))
-        traced, plan = fit.traced, fit.plan
-        self._check_devices(fit.passes["reductions"].made)
-        names = leaf_names(signature.tree, parameters)
-        self._tell_held(fit.passes["place"].made, names)
-        _tell_idle(plan)
-        self._check_layouts(plan, names, per_leaf(self._in_shardings, signature.tree, "in_shardings"), out_specs)
+        if self._devices is not None:
+            check_devices(fit.passes["reductions"].made, self._devices)
+        remarks = Remarks(self._name, fit.plan, leaf_names(signature.tree, parameters))
+        remarks.warn_of_copies(fit.passes["place"].made)
+        remarks.warn_of_idle_axes()
+        remarks.check_layouts(per_leaf(self._in_shardings, signature.tree, "in_shardings"), out_specs)
         return Lowered(
-            plan,
-            traced,
+            fit.plan,
+            fit.traced,
             out_tree,
             jax.tree.structure(given.trees()),
-            names,
+            remarks.names,
             memory_kinds(self._out_shardings, out_tree, "out_shardings"),
             self._name,
-        )
-
-    def _tell_held(self, program: ir.Program, names: Sequence[str]) -> None:
-        """Warn of arguments that an operation outside of tasks places on one more submesh."""
-        for argument, meshes, op in held(program):
-            size = amount(program.inputs[argument].nbytes, "bytes")
-            warnings.warn(
-                f"{_compat.user_line(op.source)}: {names[argument]} ({size}) lies on {len(meshes)} submeshes: outside "
-                f"of tasks, {op.prim.name} reads it on {describe(meshes[-1])} too; make that part of a task on the "
-                "submesh that it belongs to",
-                stacklevel=2,
-            )
-
-    def _check_layouts(
-        self, plan: Plan, names: Sequence[str], given: Sequence[PartitionSpec | None], out: Mapping[int, PartitionSpec]
-    ) -> None:
-        """Refuse a given layout if no submesh has its axes, or if the array can't have it there."""
-        known = {axis for mesh in plan.submeshes for axis in mesh.axis_names}
-        for spec in filter(None, (*given, *out.values())):
-            missing = set(axis_names(spec)) - known
-            if missing:
-                raise UsageError(
-                    f"{self._name}: in_shardings or out_shardings name axis {min(missing)!r}, which no "
-                    f"submesh has; axes are {sorted(known)}"
-                )
-        asked = [(f"in_shardings: {names[n]}", given[n], slot) for n, slot in plan.inputs if n < len(given)]
-        made = {n: slot for n, (kind, slot) in enumerate(plan.outputs) if kind == "slot"}
-        asked += [(f"out_shardings: result {n}", out[n], made[n]) for n in out if n in made]
-        for what, spec, slot in asked:
-            if spec is not None:
-                check_fits(f"{self._name}: {what}", plan.slots[slot].shape, spec, plan.layouts[slot].mesh)
-
-    def _check_devices(self, program: ir.Program) -> None:
-        if self._devices is None:
-            return
-        known = set(self._devices)
-        for op in all_ops(program):
-            if op.task is not None and not known.issuperset(op.task.mesh.devices.flat):
-                raise UsageError(
-                    f"{_compat.user_line(op.source)}: task {op.task.name!r} is on devices that are not among "
-                    "jit(devices=...)"
-                )
-
-
-def _tell_idle(plan: Plan) -> None:
-    """Warn of axes of submeshes along which nothing is laid out."""
-    found = list(idle_axes(plan))
-    if found:
-        submesh, axis, op = found[0]
-        more = f", nor do {len(found) - 1} more axes of submeshes" if len(found) > 1 else ""
-        warnings.warn(
-            f"{_compat.user_line(op.source)}: axis {axis!r} of submesh {describe(plan.submeshes[submesh])} shards "
-            f"nothing{more}: its devices all compute the same; lay out an argument along it, as jax.device_put(x, "
-            "NamedSharding(mesh, P(axis))), or a value in a task by with_sharding_constraint",
-            stacklevel=2,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,10 +42,10 @@ def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
         return None
     lost = [axis for axis in axis_names(sharding.spec) if axis not in mesh.axis_names]
     if lost:
-        warnings.warn(
-            f"{_compat.user_line(op.source)}: a sharding constraint names axis {lost[0]!r}, which submesh "
+        _compat.warn_at(
+            _compat.user_line(op.source),
+            f"a sharding constraint names axis {lost[0]!r}, which submesh "
             f"{describe(mesh)} does not have, so that its dimension is replicated there; name an axis of the submesh, "
             "or a logical axis with multimesh.with_sharding_constraint",
-            stacklevel=2,
         )
     return [lax.with_sharding_constraint(x, carry_over(sharding.spec, x.shape, mesh))]

@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import gc
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,11 +58,11 @@ def tell_one_program(name: str) -> None:
     global _told
     if not _told and _compat.in_a_jit_of_jax():
         _told = True
-        warnings.warn(
-            f"{_compat.caller_line()}: task {name!r} is a part of one program here, and runs on the devices of that: "
+        _compat.warn_at(
+            _compat.caller_line(),
+            f"task {name!r} is a part of one program here, and runs on the devices of that: "
             "jax.jit, nnx.jit or a loop is around it, and no multimesh.jit; call multimesh.jit in its place, or say "
             "that one program is meant: with multimesh.ignore_transforms()",
-            stacklevel=2,
         )
 
 

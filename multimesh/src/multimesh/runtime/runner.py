@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -176,10 +175,10 @@ class Runner:
         self._moved[arg] = self._moved.get(arg, 0) + 1
         if self._moved[arg] == 2:
             there = " and ".join(map(_where, uses))
-            warnings.warn(
-                f"{_compat.caller_line()}: {self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
+            _compat.warn_at(
+                _compat.caller_line(),
+                f"{self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
                 f"and is moved to {there} in every call; place it there once, with jax.device_put",
-                stacklevel=2,
             )
 
 

@@ -58,6 +58,7 @@ with tried_version():
         scopes,
         traced_as,
         user_line,
+        warn_at,
     )
     from multimesh.core._compat.processes import (
         backends_started,

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,15 @@ def user_line(source_info: Any, *, libraries: bool = True) -> str:
     found = [place for place in places if not place.startswith(_NOT_USERS)]
     own = found if libraries else [place for place in found if "site-packages" not in place]
     return next(iter(own or found), "")
+
+
+_warned: dict[Any, Any] = {}  # Python's record of the warnings of each place
+
+
+def warn_at(line: str, message: str) -> None:
+    """Warn at ``file:line`` of the user, as if that line had warned; where it is not known, at the caller's line."""
+    file, _, number = (line or caller_line()).rpartition(":")
+    warnings.warn_explicit(message, UserWarning, file, int(number), registry=_warned)
 
 
 def caller_line() -> str:

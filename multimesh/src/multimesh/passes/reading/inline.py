@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,12 +91,10 @@ class _Inliner:
             near = difflib.get_close_matches(literal, dict.fromkeys((*names, *self._paths)), n=4)
             if placed and not near:
                 continue
-            what = (
-                f"{r.where}: register_task({r.pattern.pattern!r}) matches no named scope of a function that is traced"
-            )
+            what = f"register_task({r.pattern.pattern!r}) matches no named scope of a function that is traced"
             known = f"near names are {', '.join(map(repr, near))}"
             if near and not placed:
-                raise UsageError(f"{what}, and nothing else in it is a task; {known}")
+                raise UsageError(f"{r.where}: {what}, and nothing else in it is a task; {known}")
             remedy = (
                 known
                 if near
@@ -105,7 +102,7 @@ class _Inliner:
                 if names
                 else "it has none and runs without tasks; Flax NNX modules get scopes from multimesh.scope_nnx"
             )
-            warnings.warn(f"{what}: {remedy}", stacklevel=2)
+            _compat.warn_at(r.where, f"{what}: {remedy}")
 
     def jaxpr(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[ir.Atom], where: _Where, out: list[ir.Item]

@@ -1,0 +1,87 @@
+"""One trace and one partition for each signature, in every order of calls: as often as ``jax.jit`` traces."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import multimesh as mm
+from multimesh.passes import pipeline
+
+CALLS = {
+    "call": lambda g, *args: g(*args),
+    "plan": lambda g, *args: g.plan(*args) if isinstance(g, mm.Jitted) else g.lower(*args),
+    "lower": lambda g, *args: g.lower(*args),
+    "compile": lambda g, *args: g.lower(*args).compile(),
+    "trace": lambda g, *args: g.trace(*args),
+    "trace.lower": lambda g, *args: g.trace(*args).lower(),
+    "eval_shape": lambda g, *args: g.eval_shape(*args),
+    "prepare": lambda g, *args: g.prepare(*args) if isinstance(g, mm.Jitted) else g.lower(*args),
+    "grad": lambda g, *args: jax.grad(g)(*args),
+    "vmap": lambda g, w, x: jax.vmap(g, (None, 0))(w, x[None]),
+}
+PARTITIONS = {"call", "plan", "lower", "compile", "trace.lower", "prepare"}  # of the function itself
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, tasks: bool):
+    """The function, the list that has an entry for each trace of it, and one for each run of the passes."""
+    traces: list[str] = []
+    partitions: list[pipeline.Traced] = []
+
+    def loss(w, x):
+        traces.append("trace")
+        layer = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+        if tasks:
+            mesh = jax.sharding.Mesh(jax.devices()[1:2], ("data",))
+            layer = mm.task(layer, "only", mesh=mesh)
+        return jnp.sum(layer(w, x))
+
+    run = pipeline.run
+
+    def counting(traced, after=None):
+        partitions.append(traced)
+        return run(traced, after)
+
+    monkeypatch.setattr(pipeline, "run", counting)
+    return loss, traces, partitions
+
+
+@pytest.mark.parametrize(("first", "second"), itertools.product(CALLS, repeat=2))
+def test_traces_and_partitions_are_those_that_jit_needs(monkeypatch, first, second):
+    loss, traces, partitions = counted(monkeypatch, tasks=True)
+    w, x = jnp.eye(4), jnp.ones((2, 4))
+    own = mm.jit(loss)
+    for name in (first, second):
+        CALLS[name](own, w, x)
+    ours, cut = len(traces), len({id(traced.closed) for traced in partitions})
+    assert ours == 1
+    by_value = {"grad": 2, "vmap": 1}  # plans of the transformed function
+    assert len(partitions) == cut
+    assert len(partitions) == bool(PARTITIONS & {first, second}) + sum(by_value.get(n, 0) for n in {first, second})
+
+
+def test_a_function_without_tasks_is_traced_once(monkeypatch):
+    loss, traces, _ = counted(monkeypatch, tasks=False)
+    own = mm.jit(loss)
+    own(jnp.eye(4), jnp.ones((2, 4)))
+    own(jnp.eye(4), jnp.ones((2, 4)))
+    assert len(traces) == 1
+
+
+def test_another_layout_partitions_again_without_a_trace(monkeypatch):
+    loss, traces, partitions = counted(monkeypatch, tasks=True)
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    own = mm.jit(loss)
+    own(jnp.eye(4), jnp.ones((2, 4)))
+    own.plan(jnp.eye(4), jax.device_put(jnp.ones((2, 4)), jax.sharding.NamedSharding(mesh, jax.P("data"))))
+    assert (len(traces), len(partitions)) == (1, 2)
+
+
+def test_captured_values_trace_once_in_each_transformation(monkeypatch):
+    loss, traces, _ = counted(monkeypatch, tasks=True)
+    w, x = jnp.eye(4), jnp.ones((2, 4))
+    jax.grad(lambda w: mm.jit(lambda x: loss(w, x))(x))(w)
+    assert len(traces) == 1
