@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.calling.aot import Compiled, Lowered, Plain, TracedFunction, not_exported
 from multimesh.calling.arguments import (
