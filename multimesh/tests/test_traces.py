@@ -7,9 +7,9 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from multimesh.passes import pipeline
 
 import multimesh as mm
-from multimesh.passes import pipeline
 
 CALLS = {
     "call": lambda g, *args: g(*args),
