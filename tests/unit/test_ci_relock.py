@@ -14,8 +14,6 @@ import pytest
 
 from tests import locks
 from tooling.ci import relock
-from tooling.ci.relock import Move
-from tooling.core import errors
 
 JAX = ("jax", "jax-cuda12-pjrt", "jax-cuda12-plugin")
 EARLIER, NEWEST = 'python_version < "3.12"', 'python_version >= "3.12"'
@@ -98,45 +96,6 @@ def test_a_lock_holds_what_each_python_is_offered(here: Path, index: Index) -> N
     assert locks.locked_versions(run) == locks.locked_versions(run, sys.version.split()[0])
 
 
-@pytest.mark.longer  # uv resolves several times
-def test_each_line_of_pythons_gets_its_newest_jax(here: Path, index: Index) -> None:
-    assert relock.move(here) == [Move(relock.EARLIER, "0.10.2", "0.10.2"), Move(relock.NEWEST, "0.12.0", "0.12.0")]
-    for name in JAX:
-        index.release(name, "0.13.0", ">=3.12")
-        index.release(name, "0.14.0rc1", ">=3.12")
-    before = texts(here)
-    assert relock.move(here) == [Move(relock.EARLIER, "0.10.2", "0.10.2"), Move(relock.NEWEST, "0.12.0", "0.13.0")]
-    after = texts(here)
-    for name in ("run.in", "cuda12.in"):
-        assert after[name] == before[name].replace("0.12.0", "0.13.0"), "the other line stays"
-    folder = here / "requirements"
-    assert locks.locked_versions(folder / "cuda12.txt", "3.13.0") == dict.fromkeys(JAX[1:], "0.13.0")
-    assert locks.locked_versions(folder / "cuda12.txt", "3.11.7") == dict.fromkeys(JAX[1:], "0.10.2")
-    assert locks.locked_versions(folder / "docs.txt", "3.13.0")["jax"] == "0.13.0", "who is constrained by it follows"
-
-    for name in JAX:
-        index.release(name, "0.10.3", ">=3.11")
-    assert relock.move(here) == [Move(relock.EARLIER, "0.10.2", "0.10.3"), Move(relock.NEWEST, "0.13.0", "0.13.0")]
-    assert locks.locked_versions(folder / "run.txt", "3.11.7")["jax"] == "0.10.3"
-
-
-@pytest.mark.full  # uv resolves several times
-def test_a_line_that_cannot_move_stays_whole_and_alone(here: Path, index: Index) -> None:
-    """The newest JAX has no plugin for GPUs yet."""
-    assert relock.move(here)
-    before = texts(here)
-    index.release("jax", "0.13.0", ">=3.12")
-    for name in JAX:
-        index.release(name, "0.10.3", ">=3.11")
-    earlier, newest = relock.move(here)
-    assert earlier == Move(relock.EARLIER, "0.10.2", "0.10.3")
-    assert (newest.old, newest.new) == ("0.12.0", "0.13.0")
-    assert "jax-cuda12-p" in newest.fault
-    after = texts(here)
-    assert after["run.in"] == before["run.in"].replace("0.10.2", "0.10.3")
-    assert "0.13.0" not in "".join(after.values())
-
-
 def test_what_is_locked_stays_unless_the_newest_is_asked_for(here: Path, index: Index) -> None:
     relock.lock(here, "run")
     index.release("flax", "1.2", ">=3.12")
@@ -148,12 +107,6 @@ def test_what_is_locked_stays_unless_the_newest_is_asked_for(here: Path, index: 
         "1.2",
         "1.0",
     )
-
-
-def test_a_requirements_file_without_its_lines_is_named(here: Path, index: Index) -> None:
-    (here / "requirements" / "run.in").write_text("jax==0.12.0\n")
-    with pytest.raises(errors.ManifestError, match=r"run.in: has no line 'jax==VERSION ; python_version < \"3.12\"'"):
-        relock.move(here)
 
 
 def test_our_locks_hold_the_jax_of_both_lines(root: Path, tmp_path: Path) -> None:

@@ -102,10 +102,6 @@ def test_platform_network_and_cache_are_options() -> None:
     assert asked[asked.index("--network") + 1] == "host"
 
 
-def test_a_build_into_the_cache_leaves_no_image() -> None:
-    assert argv(result=None)[-3:] == ["--output", "type=cacheonly", "."]
-
-
 def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.ImageLock) -> None:
     got = buildx.labels(root, spec(), buildx.bases(spec(), pinned), "c0ffee", "beef")
     assert got["org.opencontainers.image.revision"] == "c0ffee"
@@ -137,7 +133,7 @@ def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_pa
     build.proc.run(["git", "init", "-q", tree])
     name = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
     build.proc.run(["git", "-C", tree, *name, "commit", "-q", "--allow-empty", "-m", "m"])
-    with pytest.raises(errors.PinError, match="the lock says"):
+    with pytest.raises(errors.PinError, match=r"third_party/maxtext is at [0-9a-f]{12}, not at "):
         build._component(tmp_path, "maxtext", "run")
 
 

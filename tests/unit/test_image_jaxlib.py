@@ -1,13 +1,22 @@
+"""The arguments that jax's own build program gets."""
+
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tooling.image import jaxlib
+SCRIPT = Path(__file__).resolve().parents[2] / "docker" / "scripts" / "jaxlib.py"
+_spec = importlib.util.spec_from_file_location("jaxlib_from_source", SCRIPT)
+assert _spec
+assert _spec.loader
+jaxlib: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(jaxlib)
 
 RECIPE = {"ACCELERATOR": "cuda12", "CUDA_VERSION": "12.8.1", "CUDNN_VERSION": "9.8.0", "BUILD_TYPE": "Release"}
 

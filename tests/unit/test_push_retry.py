@@ -87,12 +87,6 @@ def test_complaints_of_engines(said: str, again: bool) -> None:
     assert said in str(fault)
 
 
-def test_a_version_that_is_taken_is_found_before_a_build() -> None:
-    tags.check_taken(("main", "v1.2.3", "v1.2", "latest"), ["main", "v1.2", "latest", "v1.2.2"])
-    with pytest.raises(errors.UsageError, match=r"tag v1\.2\.3: is in the registry already"):
-        tags.check_taken(("main", "v1.2.3", "v1.2"), ["v1.2.3"])
-
-
 def test_tags_of_a_release_end_with_latest() -> None:
     name = reference.make("r.example/team", "image", "main")
     assert tags.tags(name, latest=False, version=None) == ("main",)

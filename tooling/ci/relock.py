@@ -1,4 +1,4 @@
-"""Locks ``requirements/*.in`` for every Python that we support, and moves the JAX of each."""
+"""Locks ``requirements/*.in`` for every Python that we support; the sources of JAX follow."""
 
 from __future__ import annotations
 
@@ -6,36 +6,16 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-from tooling.core import errors, proc
+from tooling.core import console, errors, proc
 from tooling.core.console import Subparsers, command
-from tooling.sources.workspace import ROOT
+from tooling.sources import manifest, named, pins
+from tooling.sources.workspace import Workspace
 
 # Those that others are constrained by come first.
 GROUPS = ("run", "dev", "tooling", "bench", "docs", "inventory", "jupyter", "data", "torch", "cuda12", "cuda13")
 OLDEST = "3.11"
 SOURCES_ONLY = ("docopt", "promise")
-# Pythons with a JAX of their own: the names of their moves, the markers of their lines, the oldest Python of each.
-EARLIER, NEWEST = "JAX for Python < 3.12", "JAX for Python >= 3.12"
-_LINES = ((EARLIER, 'python_version < "3.12"', OLDEST), (NEWEST, 'python_version >= "3.12"', "3.12"))
-_JAX = re.compile(r"^(jax|jax-cuda1[23]-pjrt|jax-cuda1[23]-plugin\[with-cuda\])==(\S+) ; (.+)$", re.MULTILINE)
-
-
-class Move(NamedTuple):
-    """The old and the new value of one pin; ``fault`` says why it stayed."""
-
-    name: str
-    old: str
-    new: str
-    fault: str = ""
-
-    @property
-    def line(self) -> str:
-        """A row of the report's table."""
-        old, new = (value.removeprefix("sha256:")[:12] for value in (self.old, self.new))
-        outcome = " ".join(self.fault.split()).replace("|", "/") or "moved"
-        return f"| {self.name} | {old} | {new} | {outcome} |"
 
 
 def add_step(parts: Subparsers) -> None:
@@ -47,12 +27,26 @@ def add_step(parts: Subparsers) -> None:
 
 
 def run_lock(args: argparse.Namespace) -> None:
-    """Print nothing: git shows what changed."""
+    """Print what follows in ``sources.yaml``; git shows what else changed."""
     if strange := sorted(set(args.group) - set(GROUPS)):
         raise errors.UsageError(f"{strange[0]}: is no group; choose from {' '.join(GROUPS)}")
+    here = Workspace()
     for group in GROUPS:
         if not args.group or group in args.group:
-            lock(ROOT, group, *(["--upgrade"] if args.upgrade else []))
+            lock(here.root, group, *(["--upgrade"] if args.upgrade else []))
+    follow(here)
+
+
+def follow(here: Workspace) -> None:
+    """Pin the sources of the locked wheels that name their commit, as those of JAX do."""
+    for component in manifest.load(here.manifest).components:
+        if component.commit is None or component.follows:
+            continue
+        version, _ = named.locked(here, component.commit.wheel)
+        if version != component.version:
+            with here.exclusive(), console.Reporter() as reporter:
+                pin = pins.bump(here, component.name, version, None, reporter)
+            print(f"{component.name}: {version} is {pin.commit}, as its wheel says")
 
 
 def lock(root: Path, name: str, *options: str) -> None:
@@ -65,52 +59,8 @@ def lock(root: Path, name: str, *options: str) -> None:
     style = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--quiet")
     unbuilt = ("--only-binary=:all:", *(word for each in SOURCES_ONLY for word in ("--no-binary", each)))
     asked = ("--universal", *unbuilt, "--python-version", OLDEST, "--generate-hashes", *style, *options)
-    _uv(root, f"{name}.in", *asked, "-o", f"{name}.txt")
-
-
-def move(root: Path) -> list[Move]:
-    """Give each line of Pythons the newest JAX that an index offers it, and lock anew; a line that cannot stays."""
-    return [_move(root, *line) for line in _LINES]
-
-
-def _move(root: Path, name: str, marker: str, oldest: str) -> Move:
-    folder = root / "requirements"
-    before = {path: path.read_bytes() for group in GROUPS for path in folder.glob(f"{group}.*")}
-    old = _jax(folder / "run.in", marker)
-    new = old
-    try:
-        new = newest(root, "jax", oldest)
-        if new != old:
-            for path in (path for path in before if path.suffix == ".in"):
-                text = path.read_text(encoding="utf-8")
-                text = _JAX.sub(lambda found: f"{found[1]}=={new} ; {marker}" if found[3] == marker else found[0], text)
-                path.write_text(text, encoding="utf-8")
-            for group in GROUPS:
-                lock(root, group)
-    except errors.ToolingError as error:
-        for path, content in before.items():
-            path.write_bytes(content)
-        return Move(name, old, new, str(error))
-    return Move(name, old, new)
-
-
-def newest(root: Path, package: str, python: str) -> str:
-    """Return the newest release of a package that an index offers to a Python; a pre-release is none."""
-    said = _uv(root, "-", "--no-deps", "--no-header", "--no-annotate", "--python-version", python, stdin=package)
-    return re.findall(r"^[^=\s]+==(\S+)", said, re.MULTILINE)[0]
-
-
-def _jax(path: Path, marker: str) -> str:
-    for found in _JAX.finditer(path.read_text(encoding="utf-8")):
-        if found[3] == marker:
-            return found[2]
-    raise errors.ManifestError(f"{path}: has no line 'jax==VERSION ; {marker}'; restore it with git")
-
-
-def _uv(root: Path, source: str, *options: str, stdin: str = "") -> str:
-    argv = [sys.executable, "-m", "uv", "pip", "compile", *options, source]
-    result = proc.run(argv, cwd=root / "requirements", stdin=stdin.encode(), check=False)
+    argv = [sys.executable, "-m", "uv", "pip", "compile", *asked, "-o", f"{name}.txt", f"{name}.in"]
+    result = proc.run(argv, cwd=root / "requirements", check=False)
     if result.returncode:
         cause = re.search(r"^\s*cause: (.+)$", result.stderr.decode("utf-8", "replace"), re.MULTILINE)
-        raise errors.ToolError(f"{source}: uv cannot lock it: {cause[1] if cause else result.complaint}")
-    return result.text
+        raise errors.ToolError(f"{name}.in: uv cannot lock it: {cause[1] if cause else result.complaint}")

@@ -14,12 +14,12 @@ from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
-from tooling.ci import bump, relock
+from tooling.ci import relock
 from tooling.core import errors, files, proc
 from tooling.core.console import Subparsers, command
-from tooling.image import buildx, reference, release, tags
-from tooling.image.registry import Registry
+from tooling.image import buildx, engine, reference, release, tags
 from tooling.image.request import ImageSpec, add_options, from_options
+from tooling.sources import manifest
 from tooling.sources.workspace import ROOT
 
 _TAG = re.compile(r"v\d+\.\d+\.\d+")
@@ -57,16 +57,15 @@ def register(subparsers: Subparsers) -> None:
     part.add_argument("file", type=Path, help="the release.json of its image")
     part.add_argument("--gpu", action="store_true", help="its image was checked on a GPU")
     relock.add_step(parts)
-    bump.add_steps(parts, os.environ.get("MULTIMESH_MIRROR") or None)
 
 
 def run_preflight(args: argparse.Namespace) -> None:
     """Print the tags that the image would get."""
     wanted = reference.make(args.image, None, args.tag)
     names = tags.tags(wanted, latest=args.latest, version=args.release)
-    registry = Registry(wanted)
-    registry.check_push()
-    tags.check_taken(names, registry.tags())
+    where = engine.detect()
+    tags.check_push(where, wanted)
+    tags.check_taken(where, wanted, names)
     print(" ".join(names))
 
 
@@ -181,7 +180,13 @@ def notes(root: Path, tag: str, image: Mapping[str, Any], *, gpu: bool) -> str:
     wheel = f"{server}/{repository}/releases/download/{tag}/multimesh_jax-{tag[1:]}-py3-none-any.whl"
     install = f"pip install {wheel}\n" if server and repository else ""
     checked = "trained on GPUs" if gpu else "trained on the CPU; no GPU checked it"
+    pins = manifest.load_lock(root / "sources.lock").items()
+    unnamed = "".join(
+        f"{name} {pin.version} is pinned by its bytes (tree {pin.tree}); the commit of its tag was read nowhere.\n\n"
+        for name, pin in pins
+        if pin.commit is None
+    )
     return (
         f"```console\n{image['image']['pull']}\ndocker run --rm {how}{name} /opt/maxtext/{job}\n{install}```\n\n"
-        f"Before its release the image {checked}.\n\n{since}\n\n{log or '- no commits'}\n"
+        f"Before its release the image {checked}.\n\n{unnamed}{since}\n\n{log or '- no commits'}\n"
     )

@@ -20,7 +20,9 @@ from tooling.core import console, errors, proc
 from tooling.image import buildx, digests, network
 from tooling.image.engine import Engine
 from tooling.image.request import Built, ImageSpec, Means
-from tooling.sources import manifest
+from tooling.sources import manifest, patch
+from tooling.sources.named import resolve
+from tooling.sources.workspace import Workspace, read_record
 
 IGNORE = f"{buildx.DOCKERFILE}.dockerignore"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
@@ -53,7 +55,7 @@ def plan(
     engine: Engine,
     spec: ImageSpec,
     means: Means,
-    result: Path | None,
+    result: Path,
     *,
     more: tuple[str, ...] = (),
     only_plan: bool = False,
@@ -80,13 +82,19 @@ def plan(
     if from_source and held != locked:
         raise errors.PinError(
             f"third_party/jax is {held}, the packages of an image go with jax {locked}; take --jaxlib wheel, "
-            "or move jax and its xla with `python -m tooling bump`"
+            f"or run `python -m tooling bump jax {locked}`"
         )
     override = root / "third_party" / "multimesh"
     library = "third_party/multimesh" if override.is_dir() and not override.is_symlink() else "multimesh"
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
     build_args = buildx.arguments(spec, pins, base, machine=machine, multimesh=library, cached=means.use_bazel_cache)
     labels = buildx.labels(root, spec, base, ours, maxtext, source, build_args["PYTHON_SHA256"])
+    wants = root / "third_party" / "jax" / ".bazelversion"
+    if from_source and wants.is_file() and f"/{(version := wants.read_text().strip())}/" not in build_args["BAZEL_URL"]:
+        raise errors.PinError(
+            f"third_party/jax wants Bazel {version}, and {digests.FILE} has {build_args['BAZEL_URL']}; write its "
+            "address there, and run `python -m tooling bump images`"
+        )
     if from_source and not build_args["BAZEL_SHA256"]:
         raise errors.PinError(
             "Bazel is not pinned for this platform; run `python -m tooling bump images` where github.com answers"
@@ -96,16 +104,15 @@ def plan(
     return Plan(tuple(argv), access, base, labels, others)
 
 
-def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool = True) -> Built | None:
-    """Build an image, with all that it needs beside it; it has no name yet. None where only the cache was filled."""
+def run(root: Path, engine: Engine, spec: ImageSpec, means: Means) -> Built:
+    """Build an image, with all that it needs beside it; it has no name yet."""
     started, cache = time.monotonic(), network.find_cache(spec, means)
     with tempfile.TemporaryDirectory(prefix="multimesh-image-") as place, _archive(root, spec):
         result = Path(place) / "result"
         means, secret = network.through_cache(cache, means, Path(place))
-        kept = result if save else None
         before, todo = proc.together(
             partial(engine.inspect, str(spec.reference)),  # without an engine, a builder may wait for ever
-            partial(plan, root, engine, spec, means, kept, more=secret),
+            partial(plan, root, engine, spec, means, result, more=secret),
         )
         for name in todo.untracked:
             console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
@@ -117,8 +124,6 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means, *, save: bool
         done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=console.note)
         if done.returncode:
             raise explain(done, todo.base.build.reference)
-        if not save:
-            return None
         told = json.loads(result.read_text(encoding="utf-8"))
     # By the configuration or, in a containerd store, by the manifest.
     names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
@@ -311,17 +316,34 @@ def _component(root: Path, name: str, group: str, only_plan: bool = False) -> st
     place = root / "third_party" / name
     inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
     pinned = manifest.locked(root / "sources.lock", name, "patched_commit")
-    if pinned is None:
+    if name == "xla":
+        pinned = _followed(root, name)
+    elif pinned is None:
         raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m tooling lock {name}`")
     if not inside.exists():
         said = f"third_party/{name} is not there; run ./bootstrap.sh --group {group}"
         if not only_plan:
             raise errors.PinError(said)
         console.note(said)
-        return pinned
+        return pinned or "unknown"
     held = _revision(place) if (place / ".git").exists() else None  # without git, its content is not known
     if held is not None and held.removesuffix("-dirty") != pinned:
         raise errors.PinError(
-            f"third_party/{name} is at {held[:12]}, the lock says {pinned[:12]}; run ./bootstrap.sh --group {group}"
+            f"third_party/{name} is at {held[:12]}, not at {(pinned or 'what jax names')[:12]}; "
+            f"run ./bootstrap.sh --group {group}"
         )
     return held or f"{pinned}-dirty"
+
+
+def _followed(root: Path, name: str) -> str | None:
+    """Return the commit that a tree without a pin of its own was made with, if that is what its component names now."""
+    here = Workspace(root)
+    component = manifest.load(here.manifest).named(name)
+    record = read_record(here.place(name))
+    try:
+        pin = resolve(here, component, {})[1]
+    except errors.PinError:
+        return None
+    series = patch.digest(patch.load_series(root, name))
+    right = record is not None and (record.version, record.series) == (pin.version, series)
+    return record.commit if record and right else pin.commit

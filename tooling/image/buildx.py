@@ -143,12 +143,9 @@ def build_argv(
     build_args: Mapping[str, str],
     labels: Mapping[str, str],
     access: Access,
-    result: Path | None,
+    result: Path,
 ) -> list[str]:
-    """Return the command, to be run in the repository.
-
-    Buildx writes what it made to ``result``; with None it builds into its cache only.
-    """
+    """Return the command, to be run in the repository. Buildx writes what it made to ``result``."""
     argv = [*engine.buildx, "build", "--progress=plain", "--file", DOCKERFILE, "--target", spec.target]
     argv += ["--platform", spec.platform] if spec.platform else []
     argv += ["--network", means.network] if means.network != "default" else []
@@ -157,5 +154,4 @@ def build_argv(
     argv += [word for each in labels.items() for word in ("--label", "=".join(each))]
     argv += access.options
     # A separate builder keeps its image, unless it is told to hand it over.
-    argv += ["--load", "--metadata-file", str(result)] if result else ["--output", "type=cacheonly"]
-    return [*argv, "."]
+    return [*argv, "--load", "--metadata-file", str(result), "."]

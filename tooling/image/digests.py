@@ -10,7 +10,6 @@ from typing import NamedTuple
 from tooling.core import errors, files
 
 FILE, DEVCONTAINER = "docker/images.lock", ".devcontainer/devcontainer.json"
-_BAZEL = re.compile(r"/bazel-(\d[^/-]*)-linux")
 
 
 class ImagePin(NamedTuple):
@@ -63,18 +62,6 @@ def save(root: Path, lock: ImageLock) -> None:
             name: {key: value for key, value in pin._asdict().items() if value != ""} for name, pin in pins.items()
         }
     files.write_json(root / FILE, raw)
-
-
-def move_bazel(root: Path, version: str) -> str:
-    """Name another Bazel in ``images.lock`` and return the version before; a checksum is for ``bump`` to ask."""
-    held, before, moved = load(root), version, dict[str, FilePin]()
-    for name, file in held.files.items():
-        found = _BAZEL.search(file.url)
-        if found and found[1] != version:
-            before = found[1]
-            moved[name] = FilePin(file.url.replace(before, version), None)
-    save(root, held._replace(files=held.files | moved))
-    return before
 
 
 def arguments(lock: ImageLock) -> dict[str, str]:

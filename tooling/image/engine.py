@@ -21,10 +21,10 @@ class Engine(NamedTuple):
     """An engine that answered.
 
     ``plugin`` is buildx itself, to be started without docker's client, which first would start it once more to ask what
-    it is; None where only the client knows the way (``--context``).
+    it is; None where nobody looked for it.
     """
 
-    cli: tuple[str, ...]  # how every call begins, e.g. ("docker", "--context", "big")
+    cli: tuple[str, ...]  # how every call begins
     plugin: str | None = None
 
     @property
@@ -50,7 +50,7 @@ class Engine(NamedTuple):
 
     def check(self) -> Engine:
         """Return this engine. ``EngineError``: it does not answer within seconds, or cannot build; says what to do."""
-        where = f"context {self.cli[-1]}" if len(self.cli) > 1 else os.environ.get("DOCKER_HOST", "its socket")
+        where = os.environ.get("DOCKER_HOST", "its socket")
         try:
             result = self.run("version", "--format", "{{json .Server}}", check=False, timeout_s=_PATIENCE_S)
         except TimeoutError:
@@ -72,19 +72,19 @@ class Engine(NamedTuple):
         return self
 
 
-def find(context: str | None = None) -> Engine:
-    """Return the engine of this machine, or of a docker context; nobody asked yet whether it is there."""
+def find() -> Engine:
+    """Return the engine that docker's client would take; nobody asked yet whether it is there."""
     docker = shutil.which("docker")
     if docker is None:
         raise errors.EngineError(f"docker is not installed; install docker.io and docker-buildx. {_WITHOUT}")
     plugin = find_buildx()
-    found = Engine((docker, "--context", context)) if context else Engine((docker,), plugin)
+    found = Engine((docker,), plugin)
     return found if plugin else found.check()
 
 
-def detect(context: str | None = None) -> Engine:
+def detect() -> Engine:
     """Return such an engine that answered, or raise as ``check`` does."""
-    return find(context).check()
+    return find().check()
 
 
 def find_buildx() -> str | None:

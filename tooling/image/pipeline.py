@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import shlex
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,16 +45,14 @@ def run(args: argparse.Namespace) -> None:
     if request.actions.dry_run:
         dry_run(request)
         return
-    where = engine.find(request.actions.remote)
+    where = engine.find()
     if request.actions.upload or not request.actions.build:
         where.check()  # else a build asks it, besides
     if request.actions.upload:
         release.check_before(ROOT, where, request)
-    spec, built = request.spec, None
+    spec = request.spec
     if request.actions.build:
-        built = build.run(ROOT, where, spec, request.means, save=not request.actions.skip_save)
-        if built is None:
-            return
+        built = build.run(ROOT, where, spec, request.means)
     else:
         built = build.describe(where, spec, str(spec.reference))
     check = smoke.check(ROOT, where, built, request.actions.validate)
@@ -63,8 +60,6 @@ def run(args: argparse.Namespace) -> None:
     for each in names:
         if each not in built.names:
             where.run("tag", built.image_id, each)
-    if request.actions.remote and not request.actions.save_remote:
-        where, built = bring(where, built, names)
     pushed = release.publish(ROOT, where, built, check, request) if request.actions.upload else None
     report(where, built, check, names, pushed, as_json=request.actions.json)
 
@@ -75,27 +70,10 @@ def _names(request: Request) -> list[str]:
     return [str(reference), *([str(reference.tagged("latest"))] if request.actions.latest else [])]
 
 
-def bring(where: Engine, built: Built, names: Sequence[str]) -> tuple[Engine, Built]:
-    """Bring an image from a remote engine to the local one; return that, and the image as it knows it.
-
-    Engines that keep their images in different ways give the same image different ids.
-    """
-    local = engine.detect()
-    with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder:
-        archive = str(Path(folder) / "image.tar")
-        console.note(f"bringing {names[0]} here")
-        where.run("save", "--output", archive, *names)
-        local.run("load", "--input", archive)
-    found = local.inspect(names[0])
-    if found is None:
-        raise errors.EngineError(f"{names[0]}: cannot be brought here; run it where it is with --save-remote")
-    return local, built._replace(image_id=str(found["Id"]))
-
-
 def dry_run(request: Request) -> None:
     """Print every command that would run, and refuse what a run would refuse; no engine is needed, nothing touched."""
     try:
-        where = engine.detect(request.actions.remote)
+        where = engine.detect()
     except errors.EngineError as error:
         console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
         where = Engine(("docker",))
@@ -112,15 +90,13 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
     # RESULT stands for a file that the builder writes.
     cache = network.find_cache(spec, request.means)
     means, secret = network.through_cache(cache, request.means, None)
-    result = None if actions.skip_save else Path("RESULT")
-    todo = build.plan(ROOT, where, spec, means, result, more=secret, only_plan=True)
+    todo = build.plan(ROOT, where, spec, means, Path("RESULT"), more=secret, only_plan=True)
     if network.PIP_VARIABLE in todo.access.variables:
         console.note(f"{network.PIP_VARIABLE} in the environment holds your pip's package indexes")
     commands, image = [list(todo.argv)] * actions.build, "IMAGE" if actions.build else str(spec.reference)
-    if not actions.skip_save:
-        if spec.target != "devcontainer" and actions.validate != "none":
-            commands.append(smoke.argv(where, image, actions.validate, "multimesh-check"))
-        commands += [[*where.cli, "tag", image, each] for each in _names(request)]
+    if spec.target != "devcontainer" and actions.validate != "none":
+        commands.append(smoke.argv(where, image, actions.validate, "multimesh-check"))
+    commands += [[*where.cli, "tag", image, each] for each in _names(request)]
     if actions.upload:
         from tooling.image import release
 

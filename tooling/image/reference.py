@@ -12,6 +12,7 @@ _PART = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LONGEST = 255
+_OWNED = ("ghcr.io/", "docker.io/", "quay.io/")  # registries whose images are all OWNER/NAME
 
 
 class Reference(NamedTuple):
@@ -54,6 +55,10 @@ def make(repo: str | None, name: str | None, tag: str) -> Reference:
         raise errors.UsageError(f"{'--repo' if repo == '' else '--name'} is empty; give a name or leave it out")
     if "/" not in repository and _split(f"{repository}/")[0]:
         raise errors.UsageError(f"--repo {repository}: is a registry alone; name an owner too, e.g. {repository}/OWNER")
+    if repository.lower().startswith(_OWNED) and repository.count("/") == 1:
+        raise errors.UsageError(
+            f"--repo {repository}: has an owner and no name, which this registry refuses; add --name multimesh-jax"
+        )
     return Reference(check_repository(repository), check_tag(tag))
 
 

@@ -77,16 +77,16 @@ def load_locks(root: Path) -> Locks:
 
 
 def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool) -> list[str]:
-    """Return a line for each part of an image that is not pinned. All parts of a release must be.
+    """Return a line for each part of an image whose bytes are not pinned. All parts of a release must be.
 
-    What only a jaxlib from source needs (jax, xla, Bazel) counts where the image has one. ``unpinned`` are the images
-    without a digest that it was made from.
+    What only a jaxlib from source needs (jax, which fixes xla, and Bazel) counts where the image has one. ``unpinned``
+    are the images without a digest that it was made from.
     """
     sources, images = locks
     said = [
-        f"{name}: sources.lock has no {', '.join(pin.missing)}; `python -m tooling bump` reads it"
+        f"{name}: sources.lock has neither commit nor tree; run `python -m tooling bump {name} {pin.version}`"
         for name, pin in sources.items()
-        if pin.missing and (jaxlib_from_source or name not in ("jax", "xla"))
+        if not pin.fixed and (jaxlib_from_source or name != "jax")
     ]
     remedy = "run `python -m tooling bump images`"
     said += [f"{name}: has no digest; {remedy}, or give one by digest" for name in unpinned]
@@ -145,11 +145,8 @@ def check_sources(root: Path, request: Request, labels: Mapping[str, str], bases
 
 def check_before(root: Path, engine: Engine, request: Request) -> None:
     """Raise all errors that would stop a push after the build, those of ``check_sources`` and: no right to push."""
-    from tooling.image.registry import Registry
-
-    Registry(request.spec.reference).check_push()
     if request.actions.build:
-        plan = build.plan(root, engine, request.spec, request.means, None)
+        plan = build.plan(root, engine, request.spec, request.means, Path("RESULT"))
         check_sources(root, request, plan.labels, plan.base.unpinned)
     else:
         labels = build.describe(engine, request.spec, str(request.spec.reference)).labels
@@ -158,6 +155,7 @@ def check_before(root: Path, engine: Engine, request: Request) -> None:
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
         raise errors.DiskError(f"{place}: cannot be written, and release.json belongs there; make it writable")
+    tags.check_push(engine, request.spec.reference)
 
 
 def publish(root: Path, engine: Engine, built: Built, check: Check, request: Request) -> dict[str, Any]:

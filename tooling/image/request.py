@@ -16,7 +16,6 @@ CUDA_VERSION, CACHE_PORT = "12.8.1", 9090
 _IMAGES = {"dev": "dev", "opt": "runtime"}
 _STAGES = {"devcontainer": "devcontainer", "dev": "dev", "runtime": "runtime", "final_image": "runtime"}
 _VERSION = r"\d{1,3}(\.\d{1,3}){1,3}"
-_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
 _ADDRESS = r"(?:[A-Za-z0-9][A-Za-z0-9.-]{0,251}|\[[0-9A-Fa-f:]+\])(:\d{1,5})?"
 
 
@@ -61,9 +60,6 @@ class Actions(NamedTuple):
     promote: bool = True
     release: str | None = None
     release_file: Path | None = None
-    remote: str | None = None
-    save_remote: bool = False
-    skip_save: bool = False
     dry_run: bool = False
     json: bool = False
 
@@ -103,7 +99,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--image", choices=_IMAGES, help=text)
     text = "a stage of the Dockerfile, in place of --image; final_image is the original's name of runtime"
     add("--stage", choices=_STAGES, help=text)
-    add("--framework", choices=["maxtext"], default="maxtext", help="MaxText is the only one")
     add("--accelerator", choices=("cuda12", "cpu"), default="cuda12", help="default: %(default)s")
     ways = ["wheel", "source"]
     add("--jaxlib", choices=ways, default="wheel", help="locked wheels (default), or built from third_party/")
@@ -145,9 +140,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "also the tags vX.Y.Z and vX.Y; refuses pins that are null and dirty trees"
     add("--release", metavar="VERSION", help=text)
     add("--release-file", metavar="FILE", type=Path, help="what was pushed; default: build/image/release.json")
-    add("--remote", metavar="NAME", help="build on the engine of this docker context, and bring the image here")
-    add("--save-remote", action="store_true", help="leave the image on the --remote engine")
-    add("--skip-save", action="store_true", help="build into the engine's cache only; no image")
     add("--dry-run", action="store_true", help="print the exact commands; touch nothing")
     add("--json", action="store_true", help="print the result as JSON on stdout")
 
@@ -199,18 +191,12 @@ def _check_together(args: argparse.Namespace) -> None:
     refuse(args.allow_dirty and not upload, "--allow-dirty is about what is pushed; add --upload")
     later = not args.promote and (args.latest or args.release)
     refuse(later, "--no-promote moves no tag; give --latest and --release to `python -m tooling promote`")
-    refuse(args.save_remote and not args.remote, "--save-remote: there is no remote engine; add --remote NAME")
-    nothing = args.skip_save and (upload or args.latest or args.save_remote)
-    refuse(nothing, "--skip-save leaves no image to push, tag or save; give one")
-    refuse(args.save_remote and upload, "--save-remote and --upload: an image is pushed from here; give one")
-    refuse(not args.build and args.skip_save, "--no-build and --skip-save leave nothing to do")
 
 
 def _check_values(args: argparse.Namespace) -> None:
     for flag, value, pattern, wanted in (
         ("--cuda-version", args.cuda_version, _VERSION, "numbers with dots, e.g. 12.8.1"),
         ("--cudnn-version", args.cudnn_version, _VERSION, "numbers with dots, e.g. 9.8.0"),
-        ("--remote", args.remote, _NAME, "the name of a docker context; `docker context ls` shows them"),
         ("--bazel-cache", args.bazel_cache, _ADDRESS, "HOST or HOST:PORT, e.g. 127.0.0.1:9090"),
     ):
         if value is not None and not re.fullmatch(pattern, value):

@@ -20,6 +20,7 @@ _VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _RELEASE = re.compile(rf"(.+-)?{_VERSION.pattern}")
 _FIXED = re.compile(rf"{_RELEASE.pattern}(-[0-9A-Za-z.-]+)?")
 _ATTEMPTS, _LONGEST_WAIT_S = 6, 60.0
+_EMPTY_TAR = bytes(1024)
 
 
 class Transient(Exception):
@@ -72,6 +73,19 @@ def candidate(reference: Reference, labels: Mapping[str, str], image_id: str) ->
     return reference.tagged("-".join(["sha", commit, *odd]))
 
 
+def check_push(engine: Engine, reference: Reference) -> None:
+    """Raise ``RegistryError`` unless this login may push to a repository: push an empty image there, as ``push-check``.
+
+    Nothing else asks a registry in the words of whoever pushes later.
+    """
+    name = reference.tagged("push-check")
+    proc.run([*engine.cli, "import", "-", str(name)], stdin=_EMPTY_TAR)
+    try:
+        _send(engine, name, time.sleep)
+    finally:
+        engine.run("image", "rm", str(name), check=False)
+
+
 def push(engine: Engine, image_id: str, name: Reference, sleep: Callable[[float], None] = time.sleep) -> Pushed:
     """Push a tag of the engine, again after faults that pass, and read it back.
 
@@ -79,13 +93,7 @@ def push(engine: Engine, image_id: str, name: Reference, sleep: Callable[[float]
     ``IntegrityError``: it holds another image than the one that was checked.
     """
     started = time.monotonic()
-
-    def send() -> None:
-        result = proc.run([*engine.cli, "push", str(name)], check=False, on_line=console.note)
-        if result.returncode:
-            raise fault(result.stderr.decode("utf-8", "replace") or result.text, str(name))
-
-    retrying(send, str(name.repository), sleep)
+    _send(engine, name, sleep)
     manifest = get(engine, str(name), sleep)
     entries = manifest.document.get("manifests", [])
     images = [get(engine, name.at(each["digest"]), sleep) for each in entries] or [manifest]
@@ -98,6 +106,15 @@ def push(engine: Engine, image_id: str, name: Reference, sleep: Callable[[float]
     size = sum(int(each["size"]) for i in images for each in (i.document["config"], *i.document["layers"]))
     media_type = str(manifest.document.get("mediaType", "application/vnd.oci.image.manifest.v1+json"))
     return Pushed(manifest.digest, media_type, size, time.monotonic() - started)
+
+
+def _send(engine: Engine, name: Reference, sleep: Callable[[float], None]) -> None:
+    def send() -> None:
+        result = proc.run([*engine.cli, "push", str(name)], check=False, on_line=console.note)
+        if result.returncode:
+            raise fault(result.stderr.decode("utf-8", "replace") or result.text, str(name))
+
+    retrying(send, str(name.repository), sleep)
 
 
 def retrying(action: Callable[[], T], label: str, sleep: Callable[[float], None] = time.sleep) -> T:
@@ -206,7 +223,7 @@ def promote(
     had = {each.tag: each.before for each in earlier if each.digest == digest}
     for fixed in filter(_FIXED.fullmatch, names):
         _check_free(reference.tagged(fixed), digest, digest_of(engine, reference.tagged(fixed)))
-    names, moved = _still(names, reference), list[Moved]()
+    names, moved = _still(engine, names, reference), list[Moved]()
     for name in names:
         tag = reference.tagged(name)
         try:
@@ -226,10 +243,11 @@ def promote(
     return tuple(moved)
 
 
-def check_taken(names: Sequence[str], held: Sequence[str]) -> None:
+def check_taken(engine: Engine, reference: Reference, names: Sequence[str]) -> None:
     """Raise ``UsageError`` where a repository has a version of ours already, whatever image that is."""
-    if taken := [name for name in names if _FIXED.fullmatch(name) and name in held]:
-        raise errors.UsageError(f"tag {taken[0]}: is in the registry already, and a version never moves; take the next")
+    for name in filter(_FIXED.fullmatch, names):
+        if digest_of(engine, reference.tagged(name)) is not None:
+            raise errors.UsageError(f"tag {name}: is in the registry already, and a version never moves; take the next")
 
 
 def _check_free(tag: Reference, digest: str, held: str | None) -> None:
@@ -240,22 +258,17 @@ def _check_free(tag: Reference, digest: str, held: str | None) -> None:
         )
 
 
-def _still(names: Sequence[str], reference: Reference) -> Sequence[str]:
-    """Return the tags of a release, without the tags of a newer one."""
-    release = next(filter(None, map(_RELEASE.fullmatch, names)), None)
-    if release is None:
-        return names
-    from tooling.image.registry import Registry  # an HTTP client, which a dry run does without
-
-    held = map(_RELEASE.fullmatch, Registry(reference).tags())
-    others = [each for each in held if each and each[1] == release[1]]
-    newer = [_numbers(each) for each in others if _numbers(each) > _numbers(release)]
-    same = any(each[:2] == _numbers(release)[:2] for each in newer)
-    taken = {"latest" if newer else "", release[0].rpartition(".")[0] if same else ""}
-    for name in taken.intersection(names):
-        console.note(f"{reference.repository}: {name} stays with a newer release")
-    return [name for name in names if name not in taken]
+def _still(engine: Engine, names: Sequence[str], reference: Reference) -> list[str]:
+    """Return the tags of a release, without ``latest`` and ``v1.2`` where the image that has them is of a newer one."""
+    release, left = next(filter(None, map(_RELEASE.fullmatch, names)), None), list(names)
+    for name in names if release else ():
+        if release and name in ("latest", release[0].rpartition(".")[0]):
+            held = _VERSION.fullmatch(labels_of(engine, str(reference.tagged(name))).get(f"{OCI}.version", ""))
+            if held and _numbers(held) > _numbers(release):
+                console.note(f"{reference.repository}: {name} stays with a newer release, {held[0]}")
+                left.remove(name)
+    return left
 
 
 def _numbers(version: re.Match[str]) -> tuple[int, ...]:
-    return tuple(map(int, version.groups()[1:]))
+    return tuple(map(int, version.groups()[-3:]))

@@ -66,8 +66,9 @@ def build(recipe: Recipe, means: Means, *, verify: bool = True) -> Record:
     commit = patch.apply_series(repo, base, recipe.patches)
     patched = repo.object(f"{commit}^{{tree}}") or ""
     if verify and recipe.override is None:
-        _expect(f"{name}: patched commit", pin.patched_commit, commit)
-        _expect(f"{name}: patched tree", pin.patched_tree, patched)
+        meant = f"run `python -m tooling lock {name}` if you changed the patches"
+        _expect(f"{name}: patched commit", pin.patched_commit, commit, meant)
+        _expect(f"{name}: patched tree", pin.patched_tree, patched, meant)
     reporter.phase(name, "checking out")
     repo("update-ref", git.BRANCH, commit)
     repo("symbolic-ref", "HEAD", git.BRANCH)
@@ -83,11 +84,11 @@ def build(recipe: Recipe, means: Means, *, verify: bool = True) -> Record:
     return record
 
 
-def _expect(what: str, pinned: str | None, found: str) -> None:
+def _expect(
+    what: str, pinned: str | None, found: str, remedy: str = "do not use this source; take another --mirror"
+) -> None:
     if pinned is not None and pinned != found:
-        raise errors.IntegrityError(
-            f"{what} is {found}, sources.lock pins {pinned}; `python -m tooling lock` if you changed it"
-        )
+        raise errors.IntegrityError(f"{what} is {found}, sources.lock pins {pinned}; {remedy}")
 
 
 def _seed(repo: git.Repo, seeds: Iterable[Path]) -> None:
@@ -141,7 +142,7 @@ def _download(repo: git.Repo, component: Component, pin: Pin, asked: Wheel, mean
     if pin.tree is None:
         raise errors.PinError(f"{name}: sources.lock has no tree for {asked.file} to be held against")
     means.reporter.phase(name, f"downloading {asked.file}")
-    path = wheel.download(component, asked, sha256, means.stage / f"{name}.download")
+    path = wheel.download(component, asked, [sha256], means.stage / f"{name}.download")
     means.reporter.phase(name, "importing")
     found = wheel.import_tree(repo, path, asked.root, label=name)
     _expect(f"{name}: tree of {asked.file}", pin.tree, found)

@@ -18,7 +18,7 @@ _OBJECTS = ("commit", "root_tree", "tree", "patched_commit", "patched_tree")
 _HASH = re.compile(r"[0-9a-f]{40}")
 _ABOUT = [
     "The exact bytes of third_party/; written by `python -m tooling lock` and `bump`.",
-    "null: no source was read that says.",
+    "null: no source was read that says. A commit fixes its tree, and a tree its bytes.",
 ]
 Digests = tuple[tuple[str, str | None], ...]
 """File names with their sha256."""
@@ -32,11 +32,25 @@ class Wheel(NamedTuple):
     root: str
 
 
+class Named(NamedTuple):
+    """The file that names a component's commit, as ``name = "COMMIT"``.
+
+    It is in the locked wheel of the package ``wheel``, or in the tree of another ``component``.
+    """
+
+    file: str
+    name: str
+    wheel: str = ""
+    component: str = ""
+
+
 class Component(NamedTuple):
     """One folder of ``third_party/``: a subtree of an upstream, or a link to a folder of this repository.
 
     ``path`` is where the component lies both in the upstream's tree and under ``third_party/<name>``; empty for a
     whole upstream. ``link`` is set for links only. Git is asked where there is no ``wheel``, or nobody offers it.
+    ``commit`` is set where a file says it; where that is one of another component, ``version`` is empty, and the lock
+    has no pin: the pin of the other fixes its bytes.
     """
 
     name: str
@@ -47,6 +61,12 @@ class Component(NamedTuple):
     path: str = ""
     wheel: Wheel | None = None
     link: str = ""
+    commit: Named | None = None
+
+    @property
+    def follows(self) -> str:
+        """The component whose tree names this one's commit, or nothing."""
+        return self.commit.component if self.commit else ""
 
     @property
     def keeps_upstream_commit(self) -> bool:
@@ -84,8 +104,8 @@ class Pin(NamedTuple):
     """The pinned bytes of one component; None where no source was read that says.
 
     ``commit`` is the upstream's, and ``root_tree`` the hash of its whole tree where the component is only a part of it.
-    ``tree`` is git's hash of the component before patches, which ``archives`` hold as well. ``patches`` are in their
-    order, and must give ``patched_commit`` and ``patched_tree``.
+    ``tree`` is git's hash of the component before patches, which ``archives`` hold as well: either of the two fixes all
+    bytes. ``patches`` are in their order, and must give ``patched_commit`` and ``patched_tree``.
     """
 
     version: str
@@ -98,10 +118,9 @@ class Pin(NamedTuple):
     patched_tree: str | None = None
 
     @property
-    def missing(self) -> tuple[str, ...]:
-        """Return the names of the pins that are null."""
-        names = tuple(field for field in _OBJECTS if field != "root_tree" and getattr(self, field) is None)
-        return names + tuple(f"sha256 of {file}" for file, digest in self.archives if digest is None)
+    def fixed(self) -> bool:
+        """Whether the bytes before patches are fixed: a commit of git fixes its tree, and a tree is its bytes."""
+        return bool(self.commit or self.tree)
 
 
 def load(path: Path) -> Manifest:
@@ -121,7 +140,11 @@ def load(path: Path) -> Manifest:
     if fault is not None:
         where = ".".join(str(part) for part in fault.absolute_path) or "the document"
         raise errors.ManifestError(f"{path.name}: {where}: {' '.join(fault.message.split())[:300]}")
-    return Manifest(tuple(_component(name, entry) for name, entry in document["components"].items()))
+    wanted = Manifest(tuple(_component(name, entry) for name, entry in document["components"].items()))
+    for each in wanted.components:
+        if each.follows and wanted.named(each.follows).follows:
+            raise errors.ManifestError(f"{path.name}: {each.name}: {each.follows} has no version of its own")
+    return wanted
 
 
 def _component(name: str, entry: dict[str, Any]) -> Component:
@@ -129,7 +152,10 @@ def _component(name: str, entry: dict[str, Any]) -> Component:
     fields = {key: entry.get(key, "") for key in ("url", "path", "link", "version")}
     tag = entry.get("tag", "").replace("{version}", version)
     wheel = {key: text.replace("{version}", version) for key, text in entry.get("wheel", {}).items()}
-    return Component(name, tuple(entry["groups"]), tag=tag, wheel=Wheel(**wheel) if wheel else None, **fields)
+    named = Named(**entry["commit"]) if "commit" in entry else None
+    return Component(
+        name, tuple(entry["groups"]), tag=tag, wheel=Wheel(**wheel) if wheel else None, commit=named, **fields
+    )
 
 
 def load_lock(path: Path) -> dict[str, Pin]:
@@ -171,7 +197,7 @@ def save_lock(path: Path, wanted: Manifest, pins: Mapping[str, Pin]) -> None:
     """Write ``sources.lock`` whole or not at all, components in the order of the manifest."""
     entries = {}
     for component in wanted.components:
-        if component.name in pins:
+        if component.name in pins and not component.follows:
             entry = pins[component.name]._asdict()
             entry |= {key: dict(entry[key]) for key in ("archives", "patches")}
             entries[component.name] = {key: held for key, held in entry.items() if held or key != "root_tree"}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tooling.core import errors
 from tooling.sources import git
+from tooling.sources.paths import link_fault
 
 SERIES = "series"
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*\.patch")
@@ -93,5 +94,17 @@ def apply_series(repo: git.Repo, base: str, patches: Sequence[Patch]) -> str:
         tree = repo("write-tree").text
         if tree == repo.object(f"{commit}^{{tree}}"):
             raise errors.PatchError(f"{label}: changes nothing; remove it from the series")
+        _check_links(repo, commit, tree, label)
         commit = repo("commit-tree", tree, "-p", commit, stdin=patch.message.encode(), env=git.IDENTITY).text
     return commit
+
+
+def _check_links(repo: git.Repo, before: str, after: str, label: str) -> None:
+    """Refuse a symbolic link of a patch that points out of the component's tree."""
+    told = repo("diff-tree", "-r", "-z", "--no-renames", "--diff-filter=AMT", before, after).stdout.split(b"\0")
+    for entry, name in zip(told[::2], told[1::2], strict=False):
+        _, mode, _, blob, _ = entry.decode().split()
+        if mode == "120000":
+            path, target = name.decode("utf-8", "replace"), repo("cat-file", "blob", blob).text
+            if fault := link_fault(path, target):
+                raise errors.PatchError(f"{label}: makes a link {path} that {fault}; no patch may")

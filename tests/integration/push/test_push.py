@@ -155,11 +155,11 @@ def test_a_version_taken_between_the_check_and_the_move_stays(
     mine, theirs = send(make_tiny("mine"), target), send(make_tiny("theirs"), target)
     names, still = tags.tags(target, latest=False, version="v1.0.0"), tags._still
 
-    def meanwhile(names, reference):
+    def meanwhile(engine, names, reference):
         tags.promote(engine, target, theirs.digest, ("v1.0.0-x",))
         create = ("create", "--prefer-index=false", "--tag", str(target.tagged("v1.0.0")), target.at(theirs.digest))
         tags.imagetools(engine, *create, label="theirs")
-        return still(names, reference)
+        return still(engine, names, reference)
 
     monkeypatch.setattr(tags, "_still", lambda *args: (monkeypatch.undo(), meanwhile(*args))[1])
     with pytest.raises(errors.RegistryError, match=r"v1\.0\.0: is another image already; .* Tags moved: v1; as they"):
@@ -193,7 +193,9 @@ def test_release_tag_never_moves(make_tiny, send, engine: Engine, target: Refere
 
 @pytest.mark.stand_in("a registry on this machine")
 def test_tags_stay_with_the_highest_version(make_tiny, send, engine: Engine, target: Reference, capfd) -> None:
-    images = {each: send(make_tiny(each), target).digest for each in ("v1.9.0", "v1.10.0", "v1.9.1", "v1.8.7")}
+    labels = "org.opencontainers.image.version"
+    versions = ("v1.9.0", "v1.10.0", "v1.9.1", "v1.8.7")
+    images = {each: send(make_tiny(each, labels={labels: each[1:]}), target).digest for each in versions}
     for version, digest in images.items():
         moved = tags.promote(engine, target, digest, tags.tags(target, latest=True, version=version))
         assert "v1" in [each.tag for each in moved]
@@ -255,3 +257,20 @@ def test_interrupted_push(
     assert digest_of(target, "v1") == document["image"]["digest"]
     # An engine with containerd's store names an image by its manifest.
     assert image.id in (digest_of(target, "v1"), tags.get(engine, str(target)).document["config"]["digest"])
+
+
+@pytest.mark.stand_in("a registry on this machine")
+def test_what_would_stop_a_push_is_asked_with_an_empty_image(
+    make_tiny, send, engine: Engine, target: Reference, faulty: FaultyProxy
+) -> None:
+    tags.check_push(engine, target)
+    assert tags.get(engine, str(target.tagged("push-check"))).document["layers"]
+    assert engine.inspect(str(target.tagged("push-check"))) is None, "nothing stays in the engine"
+    tags.check_taken(engine, target, ("main", "v1.0.0", "latest"))
+    tags.promote(engine, target, send(make_tiny(), target).digest, ("main", "v1.0.0"))
+    tags.check_taken(engine, target, ("main", "v1.0", "latest"))
+    with pytest.raises(errors.UsageError, match=r"tag v1\.0\.0: is in the registry already"):
+        tags.check_taken(engine, target, ("main", "v1.0.0"))
+    faulty.faults = [Fault("POST ", 100, status=403)]
+    with pytest.raises(errors.RegistryError, match=r"refused \("):
+        tags.check_push(engine, target)

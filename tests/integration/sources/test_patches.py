@@ -45,11 +45,15 @@ def lock_by_hand(clone: Clone) -> None:
         ("this is no patch\n", "does not apply"),
         ("", "does not apply"),
         (patch_text("README", "hello", "hello"), "changes nothing"),
+        (new_file("l", "/etc/passwd", "120000", newline=False), "makes a link l that points out of its tree"),
+        (new_file("src/l", "../../x", "120000", newline=False), "makes a link src/l that points out of its tree"),
+        (new_file("l", "src/../../x", "120000", newline=False), "makes a link l that leaves its tree by '..'"),
+        (new_file("l", ".git/config", "120000", newline=False), "makes a link l that goes into .git"),
     ],
     ids=[
         "conflict", "absent-file", "second-hunk-conflicts", "git-hooks", "git-upper-case", "git-short-name", "escape",
         "absolute", "through-link",
-        "rename-into-git", "garbage", "empty", "no-change",
+        "rename-into-git", "garbage", "empty", "no-change", "link-absolute", "link-up", "link-through", "link-into-git",
     ],
 )  # fmt: skip
 def test_bad_patch_is_refused_and_the_old_tree_stays(synced: Clone, text: str, says: str, tmp_path: Path) -> None:

@@ -311,14 +311,6 @@ def test_output_that_cannot_be_written_is_an_error_in_one_line(clone: Clone, alp
     ]
 
 
-def test_null_pins_are_reported(clone: Clone, alpha: Upstream) -> None:
-    clone.add("alpha", clone.components["alpha"]["url"], alpha.head, None)
-
-    clone.ok("sync")
-
-    assert "alpha: sources.lock has no tree" in clone.ok("status")
-
-
 def test_works_from_any_folder(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(clone.root)}
     subprocess.run([sys.executable, "-m", "tooling", "sync"], cwd=tmp_path, env=env, check=True, capture_output=True)

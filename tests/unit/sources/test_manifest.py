@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tooling.core import errors
-from tooling.sources import manifest
+from tooling.image import buildx
+from tooling.sources import manifest, named
+from tooling.sources.workspace import Workspace
 
 BAD = sorted((Path(__file__).parent / "bad_manifests").glob("*.yaml"))
 
@@ -43,10 +46,23 @@ def test_manifest_of_this_repository(root: Path) -> None:
 
     assert [each.name for each in wanted.of(["run"])] == ["maxtext", "multimesh"]
     assert [each.name for each in wanted.of(["source"])] == ["jax", "xla"]
-    # No source that was read says the commit of MaxText's tag (its wheel says the tree), nor the tree of xla.
-    assert [name for name, pin in pins.items() if pin.missing] == ["maxtext", "xla"]
+    assert wanted.named("xla").follows == "jax"
+    assert pins.keys() == {"maxtext", "jax"}, "the tree of jax names xla's commit"
+    assert all(pin.fixed for pin in pins.values())
     for name, pin in pins.items():
         assert manifest.pin_of(wanted.named(name), pins) == pin
+
+
+def test_the_locked_source_of_jax_is_that_of_the_locked_wheel(root: Path) -> None:
+    """JAX's wheel says the commit that it was built from; so does the installed one, where it is the locked one."""
+    held = manifest.load_lock(root / "sources.lock")["jax"]
+    version, hashes = named.locked(Workspace(root), "jax")
+    assert held.version == version == buildx.jax(root)
+    assert hashes
+    installed = metadata.distribution("jax")
+    if installed.version == version:
+        told = Path(str(installed.locate_file("jax/version.py"))).read_text(encoding="utf-8")
+        assert f"_git_hash: str = '{held.commit}'" in told
 
 
 def test_lock_of_this_repository_is_as_it_would_be_written(root: Path, tmp_path: Path) -> None:
@@ -68,11 +84,10 @@ def test_one_value_is_read_without_the_rest(root: Path, tmp_path: Path) -> None:
 
 def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
     from tooling.sources import sync
-    from tooling.sources.workspace import Workspace
 
     wanted, pins = manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
     for component in wanted.components:
-        if not component.link:
+        if not component.link and not component.follows:
             recipe = sync.locked_recipe(Workspace(root), component, pins)
             assert [each.file for each in recipe.patches] == [file for file, _ in pins[component.name].patches]
 

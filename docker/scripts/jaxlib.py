@@ -1,6 +1,6 @@
 """Build jax and jaxlib wheels from ``third_party/`` with jax's own build program; runs inside the image's build.
 
-Uses the standard library only and imports nothing of this package: the Dockerfile mounts this one file. jax's program
+Uses the standard library only: the Dockerfile mounts this one file. jax's program
 hands its options to a shell, so every value is checked against a strict pattern first.
 """
 
