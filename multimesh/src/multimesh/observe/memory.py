@@ -82,8 +82,8 @@ def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterabl
 
 def _reused(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
     """Results that take over the buffer of a donated argument."""
-    donated = {args[slot] for slot in plan.donated_by(run) if slot in args}
-    return {slot for slot in run.outs if plan.like.get(slot, (None,))[0] in donated}
+    donated = {(args[slot],) for slot in plan.donated_by(run) if slot in args}
+    return {slot for slot in run.outs if plan.like.get(slot) in donated}
 
 
 def _workspace(plan: Plan, run: Run, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
