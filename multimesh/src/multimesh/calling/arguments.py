@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import SequenceKey
 
 from multimesh.core import _compat, checks
+from multimesh.core.prefixes import spread
 from multimesh.core.specs import stripped
 from multimesh.errors import UsageError
 
@@ -174,7 +175,12 @@ def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _paths(tree: Any) -> list[tuple[Any, ...]]:
-    return [path for path, _ in jax.tree.flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]]
+    return [path for path, _ in jax.tree.flatten_with_path(_dummy(tree))[0]]
+
+
+def _dummy(tree: Any) -> Any:
+    """Return a pytree whose leaves are bare objects: what JAX asks of a container is that it can hold these."""
+    return jax.tree.unflatten(tree, [object() for _ in range(tree.num_leaves)])
 
 
 def abstract(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
@@ -219,14 +225,13 @@ def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | Partit
     """Give each leaf its entry of a pytree prefix."""
     if isinstance(shardings, list) and tree.num_leaves:
         shardings = tuple(shardings)
-    dummy = jax.tree.unflatten(tree, range(tree.num_leaves))
+    dummy = _dummy(tree)
     if isinstance(dummy, list) and isinstance(shardings, tuple):
         dummy = tuple(dummy)
     try:
-        spread = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), shardings, dummy, is_leaf=is_sharding)
+        leaves = spread(shardings, dummy, is_leaf=is_sharding)
     except ValueError as error:
         raise UsageError(f"{what}: not a pytree prefix of the arguments: {error}") from None
-    leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
     for leaf in leaves:
         if not (leaf is None or isinstance(leaf, NamedSharding | PartitionSpec)):
             raise UsageError(f"{what}: use NamedSharding, PartitionSpec or None, not {type(leaf).__name__}")
