@@ -26,6 +26,7 @@ class Signature:
     tree: Any
     avals: tuple[Any, ...]
     specs: tuple[PartitionSpec | None, ...]  # None: the layout is derived
+    kinds: tuple[str | None, ...]  # of memory; None: that of the device
     static: tuple[Any, ...]
     context: Any
     home: Mesh | None = None  # submesh of a function without tasks, if it gets a plan
@@ -203,6 +204,16 @@ def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
     if isinstance(sharding, NamedSharding):
         return stripped(sharding.spec)
     return None if or_none else PartitionSpec()
+
+
+def kind_of(x: Any) -> str | None:
+    """Return the kind of memory of an array or of anything with a ``sharding``; None for that of the device."""
+    return host_kind(getattr(getattr(x, "sharding", None), "memory_kind", None))
+
+
+def host_kind(kind: str | None) -> str | None:
+    """Return a kind of memory if it is one that types of JAX tell from that of the device; else None."""
+    return kind if kind == "pinned_host" else None
 
 
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:

@@ -50,6 +50,8 @@ def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
     kernels, bodies = kernel_axes(plan)
     sizes = [
         slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
+        if slot.memory is None  # what waits on the host takes none of a device
+        else 0
         for slot, layout in zip(plan.slots, plan.layouts, strict=True)
     ]
     work = {number: _workspace(plan, plan.first_runs[number], known, bodies) for number, known in kernels.items()}
