@@ -51,6 +51,7 @@ class Interned(Generic[T]):
 TASKS: Interned[Placement] = Interned("multimesh.task:")
 CONSTRAINTS: Interned[tuple[PartitionSpec, int]] = Interned("multimesh.constraint:")  # spec and rank
 LOOPS: Interned[LoopMark] = Interned("multimesh.loop:")
+BACKWARD = "multimesh.backward"  # scope around a task whose operations are of the backward pass, whatever made them
 BODY = "multimesh.body"  # name of the inner jit that is the body of a microbatch loop
 _loop_uid = itertools.count()
 

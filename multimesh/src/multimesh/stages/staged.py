@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh.core import _compat
 from multimesh.core.submesh import Placement
+from multimesh.marking import marks
 from multimesh.marking.tasks import marked, scope
 from multimesh.stages.chains import in_pieces
 from multimesh.stages.units import Rows, Unit, Units
@@ -41,9 +42,15 @@ def run(
         call = marked(_evaluation(units, ins[number], outs, placed.mesh), placed)
         env.update(zip(outs, call(*env.many(ins[number])), strict=True))
     for (behind, _), units in zip(back, whole[len(stages) :], strict=True):
-        with contextlib.nullcontext() if behind is None else scope(places[behind]):
+        with contextlib.nullcontext() if behind is None else _backward_scope(places[behind]):
             _evaluate(units, env, None if behind is None else places[behind].mesh)
     return env.many(found.outs)
+
+
+@contextlib.contextmanager
+def _backward_scope(placed: Placement) -> Iterator[None]:
+    with jax.named_scope(marks.BACKWARD), scope(placed):
+        yield
 
 
 def _backward_stages(

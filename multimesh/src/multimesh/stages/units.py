@@ -7,7 +7,7 @@ A unit is an equation, or some rows of a scan. Calls are looked into, so that a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,7 +202,12 @@ def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
     outs = reader.walk(closed.jaxpr, names, (), None)
     given = (*closed.jaxpr.invars, *reader.consts)
     free, units = _parted(reader.found, given)
-    before, after = _turned(units)
+    before, after = _turned(units, lambda unit: _compat.scopes(unit.eqn)[1])
+    if _leads_to_scalar(after, outs):  # a gradient inside is a part of this loss; its own backward comes after that
+        before, after = _turned(units, lambda unit: _compat.is_transposed_last(unit.eqn))
+        if _leads_to_scalar(after, outs):
+            before, after = units, ()
+        free = tuple(map(_compat.without_transpositions, free))
     return Units(given, reader.consts, free, before, outs, frozenset(given[i] for i in trained), after).live()
 
 
@@ -358,16 +363,22 @@ def _is_of(atom: Any, values: set[Any]) -> bool:
     return not isinstance(atom, _compat.Literal) and atom in values
 
 
-def _turned(units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-    """Units before the first backward pass, and its own with all that need them."""
+def _turned(units: Sequence[Unit], is_backward: Callable[[Unit], bool]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """Return the units before the first backward pass, and its own with all that need them."""
     before, after, made = list[Unit](), list[Unit](), set[Any]()
     for unit in units:
-        if _compat.scopes(unit.eqn)[1] or any(_is_of(a, made) for a in unit.eqn.invars):
+        if is_backward(unit) or any(_is_of(a, made) for a in unit.eqn.invars):
             after.append(unit)
             made.update(unit.eqn.outvars)
         else:
             before.append(unit)
     return tuple(before), tuple(after)
+
+
+def _leads_to_scalar(after: Sequence[Unit], outs: Sequence[Any]) -> bool:
+    """Whether units make the first result, and that is a scalar, as a loss of forces is."""
+    made = {v for unit in after for v in unit.eqn.outvars if getattr(v.aval, "shape", None) == ()}
+    return any(_is_of(v, made) for v in outs[:1])
 
 
 def _parted(found: Sequence[Unit], given: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Unit, ...]]:

@@ -55,11 +55,14 @@ with tried_version():
         caller_line,
         error_line,
         invalid_value,
+        is_transposed_last,
         named,
         scopes,
+        scopes_and_transpositions,
         traced_as,
         user_line,
         warn_at,
+        without_transpositions,
     )
     from multimesh.core._compat.processes import (
         backends_started,

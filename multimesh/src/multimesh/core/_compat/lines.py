@@ -23,16 +23,37 @@ _NOT_USERS = (_OWN_FILES, _JAX_FILES, contextlib.__file__)
 _ALL = 1000  # frames
 _FRAME = re.compile(r"(.+?:\d+)(?::\d+)? \(")  # file:line:column (function), where there is a column
 
+_TRANSPOSITION = ("Transform", "transpose")
+
 REMATTED = "rematted_computation"
 """Scope of the operations that a backward pass repeats under ``jax.checkpoint``."""
 
 
 def scopes(eqn: Any) -> tuple[tuple[str, ...], bool]:
-    """Named scopes around an equation, outermost first, and whether a transposition (backward pass) made it."""
-    stack = eqn.source_info.name_stack.stack
-    names = tuple(s.name for s in stack if type(s).__name__ == "Scope")
-    backward = any(type(s).__name__ == "Transform" and s.name == "transpose" for s in stack)
-    return names, backward
+    """Return the named scopes around an equation, outermost first, and whether a transposition made it."""
+    steps = scopes_and_transpositions(eqn)
+    return tuple(step for step in steps if step is not None), None in steps
+
+
+def scopes_and_transpositions(eqn: Any) -> tuple[str | None, ...]:
+    """Return the named scopes around an equation, outermost first, and None for each transposition among them."""
+    stack = [(type(s).__name__, s.name) for s in eqn.source_info.name_stack.stack]
+    return tuple(
+        name if kind == "Scope" else None for kind, name in stack if kind == "Scope" or (kind, name) == _TRANSPOSITION
+    )
+
+
+def is_transposed_last(eqn: Any) -> bool:
+    """Whether a transposition made the equation, and no differentiation came after it: the outermost one is it."""
+    steps = (s.name for s in eqn.source_info.name_stack.stack if type(s).__name__ == "Transform")
+    return next((name for name in steps if name in ("jvp", "transpose")), None) == "transpose"
+
+
+def without_transpositions(eqn: Any) -> Any:
+    """Return the equation as if no transposition had made it."""
+    names = eqn.source_info.name_stack
+    kept = tuple(s for s in names.stack if (type(s).__name__, s.name) != _TRANSPOSITION)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=type(names)(kept)))
 
 
 def user_line(source_info: Any, *, libraries: bool = True) -> str:

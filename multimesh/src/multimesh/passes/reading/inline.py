@@ -52,7 +52,6 @@ class _Where:
     """Context of an equation, inherited by everything that it calls."""
 
     task: Placement | None = None
-    called: bool = False  # inside the call of a task, not only in its scope
     registered: bool = False  # the task is that of a scope, by `register_task`
     backward: bool = False
     loop: tuple[marks.LoopMark, str] | None = None
@@ -168,14 +167,22 @@ class _Inliner:
         return given is not None and isinstance(sharding, NamedSharding) and stripped(sharding.spec) == stripped(given)
 
     def _at(self, eqn: Any, where: _Where) -> _Where:
-        names, backward = _compat.scopes(eqn)
-        backward = backward and not where.called  # a gradient taken inside a task is part of the task
-        if not names and backward <= where.backward:
-            return where
-        where = replace(where, backward=where.backward or backward, scope=where.scope + names)
-        for marked in filter(None, map(marks.TASKS.find, names)):
+        """Enter the scopes of an equation, from the outermost inwards.
+
+        A gradient that is taken inside of a task is a part of the task, and no backward pass of the pipeline.
+        """
+        for step in _compat.scopes_and_transpositions(eqn):
+            if step is None or step == marks.BACKWARD:
+                where = where if where.task is not None or where.backward else replace(where, backward=True)
+            else:
+                where = self._in_scope(eqn, replace(where, scope=(*where.scope, step)), step)
+        return where
+
+    def _in_scope(self, eqn: Any, where: _Where, name: str) -> _Where:
+        marked = marks.TASKS.find(name)
+        if marked is not None:
             where = replace(where, task=_nested(eqn, where, marked), registered=False)
-        found = self._registered(where) if names and self._registrations else None
+        found = self._registered(where) if self._registrations else None
         if found is None:
             return where
         if where.task is not None and not where.registered:
@@ -208,7 +215,7 @@ class _Inliner:
                 where = replace(where, loop=(loop, name), backward=where.backward and not again)
             task = marks.TASKS.find(name)
             if task is not None:
-                where = replace(where, task=_nested(eqn, where, task), called=True, registered=False)
+                where = replace(where, task=_nested(eqn, where, task), registered=False)
                 return self._task(eqn, jaxpr, consts, ins, where, out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
             whole = _calls(jaxpr, marks.LOOPS.find)  # runs stage by stage, in kernels apart from those of the forward
