@@ -1,12 +1,14 @@
 """`jax.checkpoint` inside tasks, around them, around losses and around loops, with every kind of policy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from models import MLP, TRANSFORMER, mlp_block, plain, squared_error
-from pipelines import SCHEDULES, assert_same, both, gradient, split_two
+from pipelines import SCHEDULES, Split, assert_same, both, gradient, microbatched, split_two, submeshes
 
 import multimesh as mm
 
@@ -144,3 +146,24 @@ def test_checkpoint_in_the_new_way_to_recompute():
         both(make, MLP.init(2)["stages"], MLP.batch(ROWS, 0)["x"])
     finally:
         jax.config.update("jax_remat3", False)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", None])
+def test_checkpoint_around_the_last_of_several_stages(schedule):
+    """What the recomputation waits for on other submeshes is no operand of its kernel."""
+    split = Split(submeshes(3))
+
+    def make(stage, microbatch):
+        def loss(params, batch):
+            def last(x):
+                return stage(2, mlp_block)(params["stages"][2], stage(1, mlp_block)(params["stages"][1], x))
+
+            x = stage(0, mlp_block)(params["stages"][0], batch["x"])
+            return stage(2, squared_error)(jax.checkpoint(last)(x), batch["y"])
+
+        both_of = jax.value_and_grad(loss)
+        return both_of if schedule is None else microbatch(both_of, size=SIZE, argnum=1)
+
+    params, batch = MLP.init(3), MLP.batch(ROWS, 0)
+    loop = functools.partial(mm.microbatch, schedule=schedule)
+    assert_same(mm.jit(make(split, loop))(params, batch), jax.jit(make(plain, microbatched))(params, batch))

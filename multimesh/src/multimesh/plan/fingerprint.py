@@ -67,7 +67,6 @@ def _version(name: str) -> str:
 
 def _operation(op: Op, numbers: dict[Any, int]) -> str:
     ins, outs = atoms(op.ins, numbers), atoms(op.outs, numbers)
-    after = f" after {atoms(op.after, numbers)}" if op.after else ""
     task = f" @{text((op.task.name, op.task.logical_axes))}" if op.task is not None else ""
     back = " [backward]" if op.backward else ""
-    return f"{outs} = {op.prim.name} {ins} {text(op.params)}{after}{task}{back}"
+    return f"{outs} = {op.prim.name} {ins} {text(op.params)}{task}{back}"
