@@ -379,5 +379,5 @@ def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[In
 
 
 def _ordered(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:
-    """Return operations without the values of other submeshes that they wait for: the order of fragments sees to that."""
+    """Return operations without the values of other submeshes that they wait for, which the order has seen to."""
     return tuple(replace(op, after=()) if op.after else op for op in ops)
