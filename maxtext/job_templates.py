@@ -325,7 +325,7 @@ _PLANNED = """## What the planner would choose
 
 {found}
 
-All of this is [forecast](../../docs/forecasts.md), with a band of 10 %; nothing was measured.
+All of this is [forecast](../../docs/forecasts.md), within 20 %; nothing was measured.
 [Which configuration](../../docs/suggesting.md) says how the search goes:
 
 ```

@@ -51,6 +51,7 @@ OURS = [
     "--forecast",
     "--suggest",
     "--budget",
+    "--precision",
     "--picture",
     "--confirm",
     "--dry-run",

@@ -1,12 +1,13 @@
-"""Fit the constants of devices and stacks to published runs, and print them as TOML.
+"""Fit the constants of devices and stacks to published runs, and print or write them.
 
-    python multimesh/benchmarks/fit.py [--runs FILE] [--rounds 3000] [--seed 0] [--leave-out SOURCE]
+    python multimesh/benchmarks/fit.py [--leave-out SOURCE] [--write]
 
-A random search: each round changes one or two constants by about a tenth, and keeps the change if the forecasts are
-nearer. Constants belong to a generation of devices or to a stack, never to a row or a model. Each source weighs as
-the root of its rows, and an error above 35 % counts as 35 %. While constants move, a closed form stands for the loop,
-scaled to the simulated one; loops are simulated before each of three turns. ``--leave-out`` starts in the middle of
-all bounds, fits without the rows whose id begins so, or without half of all rows, and shows the errors of the rest.
+Each constant has a prior: what tables of kernels and collectives that others published say, and how sure that is. The
+fit is the most probable one: least squares of the logarithms of forecast over measured, and of constants over priors.
+Constants belong to a generation of devices or to a stack, never to a row or a model. Rows of a source share their
+surroundings, so n of them weigh as the root of n; large errors weigh less (Huber). While constants move, a closed form
+stands for the loop, scaled to the simulated one. ``--leave-out`` fits without the sources that are named, and shows
+the errors of the rest.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import hashlib
-import json
 import math
-import random
 import statistics
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import rows
 from multimesh.hardware.devices import Device, Rates
 from multimesh.hardware.stacks import Stack, made
@@ -31,69 +31,84 @@ from multimesh.planner import layer, stage_layers, step
 
 Values = dict[str, float]
 
-_GROUPS: Mapping[str, tuple[tuple[str, ...], float, float]] = {
-    **{
-        f"{generation} {name}": ((f"fitted.{generation}.{name}",), least, most)
-        for generation in ("ampere", "hopper", "blackwell")
-        for name, least, most in (
-            ("matmul_bf16", 0.3, 0.95),
-            ("matmul_fp8", 0.2, 0.95),
-            ("attention", 0.2, 0.9),
-        )
-        if (generation, name) not in {("ampere", "matmul_fp8"), ("ampere", "attention")}
-    },
-    "passes": (("modern.passes",), 5.0, 80.0),
-    "passes, 2021": (("megatron-2021.passes",), 5.0, 80.0),
-    "passes, deepspeed": (("deepspeed-2021.passes",), 5.0, 160.0),
-    "kernel, deepspeed": (("deepspeed-2021.kernel",), 1e-6, 2e-4),
-    "eager passes": (("eager.passes",), 5.0, 800.0),
-    "kernel": (tuple(f"{s}.kernel" for s in ("modern", "megatron-2021", "eager")), 1e-6, 5e-5),
-    "head passes": (tuple(f"{s}.head_passes" for s in ("modern", "megatron-2021", "eager")), 1.0, 24.0),
-    "score passes": (("megatron-2021.score_passes",), 2.0, 30.0),
-    "misaligned": (("megatron-2021.misaligned",), 1.0, 32.0),
-    "exposed tensor": (("modern.exposed_tensor",), 0.0, 1.0),
-    "exposed gradients": (tuple(f"{s}.exposed_gradients" for s in ("modern", "eager")), 0.0, 1.0),
-    "exposed gradients, 2021": (("megatron-2021.exposed_gradients",), 0.0, 1.0),
-    "exposed parameters": (tuple(f"{s}.exposed_parameters" for s in ("modern", "eager")), 0.0, 1.0),
-    "exposed parameters, 2021": (("megatron-2021.exposed_parameters",), 0.0, 1.0),
-    "exposed context": (("modern.exposed_context",), 0.0, 1.0),
-    "blocking": (("modern.blocking", "eager.blocking"), 0.0, 1.0),
-    "blocking, 2021": (("megatron-2021.blocking",), 0.0, 1.0),
-    "blocking interleaved": (tuple(f"{s}.blocking_interleaved" for s in ("modern", "megatron-2021")), 0.0, 1.0),
-    "layer": (("eager.layer",), 1e-4, 1e-2),
-    "step": (("modern.step", "eager.step"), 0.0, 0.2),
-    "step, 2021": (("megatron-2021.step",), 0.0, 0.2),
+_NOISE, _LARGE = 0.05, 1.5  # of a row, relative; times that, from which on an error weighs less
+
+_PRIORS: Mapping[str, tuple[float, float]] = {
+    "fitted.ampere.matmul_bf16": (0.80, 0.05),  # cuBLAS: 250 to 280 TFLOP/s
+    "fitted.ampere.attention": (0.50, 0.15),  # FlashAttention 2, forward, causal: 150 to 190
+    "fitted.hopper.matmul_bf16": (0.70, 0.05),  # cuBLAS under the power limit: 650 to 750
+    "fitted.hopper.matmul_fp8": (0.64, 0.07),  # 1,200 to 1,400
+    "fitted.hopper.attention": (0.60, 0.12),  # FlashAttention 3 and cuDNN, forward, causal: 550 to 650
+    "fitted.blackwell.matmul_bf16": (0.70, 0.06),  # 1,500 to 1,700
+    "fitted.blackwell.matmul_fp8": (0.64, 0.08),
+    "fitted.blackwell.matmul_fp4": (0.50, 0.15),
+    "fitted.blackwell.attention": (0.58, 0.15),  # cuDNN, forward, causal: 1,200 to 1,400
+    "fitted.blackwell.early": (0.20, 0.5),
+    "fitted.blackwell-ultra.matmul_bf16": (0.75, 0.08),
+    "fitted.blackwell-ultra.matmul_fp8": (0.70, 0.10),
+    "fitted.ampere.network": (0.80, 0.15),
+    "fitted.hopper.network": (0.80, 0.15),
+    "modern.passes": (40, 0.3),
+    "modern.head_passes": (15, 0.4),
+    "modern.exposed_tensor": (0.25, 0.5),
+    "modern.exposed_gradients": (0.15, 0.6),
+    "modern.exposed_parameters": (0.25, 0.7),
+    "modern.exposed_context": (0.5, 0.5),
+    "modern.blocking": (0.9, 0.3),
+    "modern.blocking_interleaved": (0.2, 0.7),
+    "modern.kernel": (1e-5, 0.5),
+    "modern.step": (0.03, 0.7),
+    "modern.jitter": (0.004, 0.7),
+    "megatron-2025.expert_passes": (8, 0.5),
+    "megatron-2025.grouped": (1.3, 0.2),
+    "megatron-2025.exposed_experts": (0.9, 0.3),
+    "megatron-2025.expert_layer": (3e-3, 0.5),
+    "megatron-2026.expert_passes": (4, 0.5),
+    "megatron-2026.grouped": (1.1, 0.1),
+    "megatron-2026.exposed_experts": (0.5, 0.4),
+    "megatron-2026.expert_layer": (1.5e-3, 0.5),
+    "pytorch.passes": (60, 0.3),
+    "pytorch.exposed_tensor": (0.9, 0.2),
+    "pytorch.exposed_gradients": (0.3, 0.6),
+    "pytorch.exposed_parameters": (0.3, 0.7),
+    "pytorch.kernel": (1e-5, 0.5),
+    "megatron-2021.passes": (20, 0.4),
+    "megatron-2021.score_passes": (15, 0.3),
+    "megatron-2021.misaligned": (16, 0.5),
+    "megatron-2021.exposed_parameters": (0.5, 0.5),
+    "megatron-2021.blocking": (0.9, 0.3),
+    "megatron-2021.kernel": (1.5e-5, 0.5),
+    "deepspeed-2021.passes": (60, 0.5),
+    "deepspeed-2021.kernel": (1e-4, 0.5),
+    "eager.passes": (300, 0.5),
+    "eager.layer": (2.5e-3, 0.5),
 }
-"""Constants that move together, with their bounds."""
+"""Constants, with the middle of the prior and the standard deviation of its logarithm."""
+
+_AT_MOST_ONE = ("matmul", "attention", "network", "exposed", "blocking")
 
 
 @functools.cache
 def tables() -> Mapping[str, Values]:
-    """The numbers of both files, by table."""
+    """Return the numbers of both files, by table."""
     folder = resources.files("multimesh.hardware")
     devices, stacks = (tomllib.loads((folder / name).read_text()) for name in ("devices.toml", "stacks.toml"))
     found = {f"fitted.{name}": dict(values) for name, values in devices["fitted"].items()}
     return {**found, **{name: dict(values) for name, values in stacks.items()}}
 
 
-def start() -> Values:
-    """The value of each group now."""
+def now() -> Values:
+    """Return the values of the constants that the files have."""
     known = tables()
-    return {group: _get(known, paths[0]) for group, (paths, _, _) in _GROUPS.items()}
-
-
-def _get(known: Mapping[str, Values], path: str) -> float:
-    table, _, field = path.rpartition(".")
-    return float(known[table].get(field, 0.0))
+    return {path: float(known[path.rpartition(".")[0]][path.rpartition(".")[2]]) for path in _PRIORS}
 
 
 def applied(values: Values) -> dict[str, Values]:
-    """The tables with the values of the groups."""
+    """Return the tables with other values of the constants."""
     known = {table: dict(fields) for table, fields in tables().items()}
-    for group, value in values.items():
-        for path in _GROUPS[group][0]:
-            table, _, field = path.rpartition(".")
-            known[table][field] = value
+    for path, value in values.items():
+        table, _, field = path.rpartition(".")
+        known[table][field] = value
     return known
 
 
@@ -102,12 +117,13 @@ class Model:
 
     def __init__(self, runs: Sequence[rows.Run]) -> None:
         self.runs = runs
-        self.generation = {run.id: _generation(run.device) for run in runs}
+        self.generation = {run.id: run.device.generation for run in runs}
         self.ratio = [1.0] * len(runs)
 
     def _of(self, run: rows.Run, known: Mapping[str, Values]) -> tuple[Device, Stack]:
         rates = Rates(**known[f"fitted.{self.generation[run.id]}"])
-        return dataclasses.replace(run.device, rates=rates), made(run.stack, known)
+        on = dataclasses.replace(run.device, rates=rates)
+        return on, dataclasses.replace(made(run.stack.name, known), year=run.stack.year)
 
     def settle(self, values: Values) -> None:
         """Simulate every loop, for the scale of the closed form."""
@@ -117,73 +133,86 @@ class Model:
             self.ratio[number] = step.forecast(run.model, run.how, on, stack).loop / self._closed(run, on, stack)[0]
 
     @staticmethod
-    def _closed(run: rows.Run, on: Device, stack: Stack) -> tuple[float, float]:
-        how = run.how
-        parts = layer.parts(run.model, how, on, stack)
+    def _closed(run: rows.Run, on: Device, stack: Stack) -> tuple[float, float, float]:
+        how, used = run.how, on.with_software(stack.year)
+        parts = layer.parts(run.model, how, used, stack)
         of = stage_layers.times(run.model, how, parts)
         per = [sum(s.total for s in of[row :: how.pp]) + 2 * how.interleave * parts.blocked for row in range(how.pp)]
         fill = (how.pp - 1) / how.interleave * (sum(per) / how.pp + 2 * how.interleave * parts.hop)
         loop = how.microbatches * max(per) + (fill if how.pp > 1 else 0.0)
-        return loop, step.after(run.model, how, on, stack)
+        slower = 1 + step.stragglers(how, used, stack)
+        return loop, slower, sum(step.after(run.model, how, used, stack, parts))
 
-    def errors(self, values: Values) -> list[float]:
-        """Logarithm of forecast over measured, for each run."""
+    def errors(self, values: Values, rows_of: Sequence[int] | None = None) -> list[float]:
+        """Return the logarithm of forecast over measured, for each run or those of some numbers."""
         known, found = applied(values), []
-        for run, ratio in zip(self.runs, self.ratio, strict=True):
-            loop, rest = self._closed(run, *self._of(run, known))
-            found.append(math.log((loop * ratio + rest) / run.seconds))
+        for number in range(len(self.runs)) if rows_of is None else rows_of:
+            run = self.runs[number]
+            loop, slower, rest = self._closed(run, *self._of(run, known))
+            found.append(math.log((loop * self.ratio[number] * slower + rest) / run.seconds))
         return found
 
-
-def _generation(on: Device) -> str:
-    known = tables()
-    return next(n for n in ("ampere", "hopper", "blackwell") if Rates(**known[f"fitted.{n}"]) == on.rates)
-
-
-def middle() -> Values:
-    """A start that knows no run: the middle of each group's bounds, by their ratio."""
-    return {group: math.sqrt(max(low, high / 100) * high) for group, (_, low, high) in _GROUPS.items()}
-
-
-def fit(runs: Sequence[rows.Run], rounds: int, seed: int, best: Values) -> Values:
-    """Constants whose forecasts are nearest to these runs, from ``best`` on."""
-    draw, model = random.Random(seed), Model(runs)
-    count: dict[str, int] = {}
-    for run in runs:
-        count[rows.prefix(run)] = count.get(rows.prefix(run), 0) + 1
-    weights = [1 / math.sqrt(count[rows.prefix(run)]) for run in runs]
-
-    def loss(values: Values) -> float:
-        return sum(w * min(abs(e), 0.35) for w, e in zip(weights, model.errors(values), strict=True)) / sum(weights)
-
-    for _ in range(3):
-        model.settle(best)
-        least = loss(best)
-        for _ in range(rounds // 3):
-            values = dict(best)
-            for group in draw.sample(list(_GROUPS), draw.choice((1, 1, 2))):
-                _, low, high = _GROUPS[group]
-                moved = (values[group] or high / 100) * math.exp(draw.gauss(0, 0.12))
-                values[group] = min(high, max(low, moved))
-            found = loss(values)
-            if found < least:
-                best, least = values, found
-    return best
+    def touched(self, path: str) -> list[int]:
+        """Return the numbers of the runs whose forecast a constant may change."""
+        table = path.rpartition(".")[0]
+        return [
+            number
+            for number, run in enumerate(self.runs)
+            if table in (f"fitted.{self.generation[run.id]}", *_lineage(run.stack.name))
+        ]
 
 
-def left_out(run: rows.Run, what: str) -> bool:
-    """Whether a run is left out: one of a source, or of a half that the hash of its id tells."""
-    if what == "half":
-        return hashlib.sha256(run.id.encode()).digest()[1] % 2 == 0
-    return bool(what) and run.id.startswith(what)
+@functools.cache
+def _lineage(name: str) -> tuple[str, ...]:
+    """Return a stack and those that it is like."""
+    base = str(tables()[name].get("like", ""))
+    return (name, *(_lineage(base) if base else ()))
+
+
+def weights(runs: Sequence[rows.Run]) -> list[float]:
+    """Return the weight of each row: n rows of a source on a generation of devices weigh as the root of n."""
+    keys = [(rows.prefix(run), run.device.name, bool(run.model.experts)) for run in runs]
+    count = Counter(keys)
+    return [count[key] ** -0.25 for key in keys]
+
+
+def fit(runs: Sequence[rows.Run], turns: int = 8, start: Values | None = None) -> Values:
+    """Return the most probable constants: Gauss-Newton steps in their logarithms."""
+    names = list(_PRIORS)
+    middle = np.log([_PRIORS[name][0] for name in names])
+    spread = np.array([_PRIORS[name][1] for name in names])
+    most = np.log([0.98 if any(word in name for word in _AT_MOST_ONE) else 1e9 for name in names])
+    at = np.log([start[name] for name in names]) if start else middle.copy()
+    model, weight = Model(runs), np.array(weights(runs))
+
+    def values(of: np.ndarray) -> Values:
+        return dict(zip(names, map(float, np.exp(of)), strict=True))
+
+    for turn in range(turns):
+        if turn in (0, 2, 5):
+            model.settle(values(at))
+        errors = np.array(model.errors(values(at)))
+        slopes = np.zeros((len(errors), len(names)))
+        for number, name in enumerate(names):
+            moved = at.copy()
+            moved[number] += 0.02
+            some = model.touched(name)
+            slopes[some, number] = (np.array(model.errors(values(moved), some)) - errors[some]) / 0.02
+        size = np.abs(errors) / (_NOISE * _LARGE)
+        scale = weight / _NOISE / np.sqrt(np.maximum(1, size))
+        left = np.concatenate([slopes * scale[:, None], np.diag(1 / spread)])
+        right = np.concatenate([-errors * scale, (middle - at) / spread])
+        change = np.linalg.lstsq(left, right, rcond=None)[0]
+        at = np.minimum(at + np.clip(change, -0.5, 0.5), most)
+    return values(at)
 
 
 def shown(name: str, errors: Sequence[float]) -> str:
-    """Median, 90th percentile and mean of some errors."""
+    """Return median, 90th percentile and mean of some errors."""
     sizes = sorted(map(abs, errors))
     last = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
     return (
-        f"{name:12s} {len(sizes):4d} rows  median {100 * statistics.median(sizes):5.1f} %  "
+        f"{name:24s} {len(sizes):4d} rows  median {100 * statistics.median(sizes):5.1f} %  "
         f"p90 {100 * last:5.1f} %  mean {100 * statistics.mean(errors):+5.1f} %"
     )
 
@@ -197,7 +226,7 @@ def write(known: Mapping[str, Values]) -> None:
             field, equals, _ = line.partition(" = ")
             if line.startswith("["):
                 table = line.strip("[]")
-            value = known.get(table, {}).get(field) if equals else None
+            value = known.get(table, {}).get(field) if equals and f"{table}.{field}" in _PRIORS else None
             lines.append(f"{field} = {value:.3g}" if isinstance(value, float) else line)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -205,30 +234,26 @@ def write(known: Mapping[str, Values]) -> None:
 def main() -> None:
     """Fit and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=rows.RUNS / "dense.csv")
-    parser.add_argument("--rounds", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--leave-out", default="", help="prefix of the ids of rows to leave out, or half")
+    parser.add_argument("--runs", type=Path, nargs="+", default=rows.FILES)
+    parser.add_argument("--leave-out", nargs="+", default=[], help="prefixes of the ids of rows to leave out")
     parser.add_argument("--write", action="store_true", help="write the constants into the package's TOML files")
     args = parser.parse_args()
-    runs, _ = rows.read(args.runs)
-    used = [run for run in runs if not left_out(run, args.leave_out)]
-    values = fit(used, args.rounds, args.seed, middle() if args.leave_out else start())
+    runs, _ = rows.read(*args.runs)
+    used = [run for run in runs if rows.prefix(run) not in args.leave_out]
+    values = fit(used)
     model = Model(runs)
     model.settle(values)
-    errors = dict(zip(runs, model.errors(values), strict=True))
-    for name in dict.fromkeys(map(rows.prefix, runs)):
-        for mark, group in (("", used), (" (left out)", [run for run in runs if run not in used])):
-            if found := [errors[run] for run in group if rows.prefix(run) == name]:
-                print("#", shown(name, found) + mark)
-    print("#", shown("all", [e for run, e in errors.items() if run in used]))
+    errors = dict(zip((run.id for run in runs), model.errors(values), strict=True))
+    groups: dict[str, list[float]] = {}
+    for run in runs:
+        kind = "experts" if run.model.experts else run.how.precision
+        groups.setdefault(f"{rows.prefix(run)} {run.device.name} {kind}", []).append(errors[run.id])
+    for name, found in groups.items():
+        print("#", shown(name, found) + (" (left out)" if name.split(" ")[0] in args.leave_out else ""))
+    for name, value in values.items():
+        print(f"{name:36s} {value:10.3g}   prior {_PRIORS[name][0]:g}, {_PRIORS[name][1]:g}")
     if args.write:
         write(applied(values))
-        return
-    for table, fields in applied(values).items():
-        print(f"\n[{table}]")
-        for field, value in fields.items():
-            print(f"{field} = {value:.3g}" if isinstance(value, float) else f"{field} = {json.dumps(value)}")
 
 
 if __name__ == "__main__":

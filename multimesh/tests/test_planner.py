@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import math
 import random
+import re
+import statistics
+from pathlib import Path
 
+import loso
 import pytest
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import device
-from multimesh.planner import bands, loop
+from multimesh.hardware.stacks import stack
+from multimesh.planner import bands, calibration, loop, models
 from multimesh.planner.configuration import Configuration
-from multimesh.planner.layer import Times
+from multimesh.planner.products import Times
 from multimesh.planner.step import forecast
 from multimesh.planner.transformer import Transformer
 from multimesh.schedules.costs import StageCosts
@@ -91,9 +98,105 @@ def test_what_cannot_be_is_refused():
         forecast(LLAMA, how(precision="fp8"), "a100")
 
 
+def test_a_band_is_what_nearest_runs_of_unseen_sources_were_off():
+    usual = forecast(LLAMA, how(), "h100")
+    assert 0.05 < bands.band(usual) < 0.25
+    assert re.fullmatch(r"\w+-\d+, \d+ % off", str(bands.nearest(usual)))
+    experts = forecast(models.model("qwen3-235b-a22b"), how(tp=1, dp=4, ep=4), "mi300x")
+    assert bands.band(experts) > 1.5 * bands.band(usual)
+    assert any("no published run is like this one" in text for text in bands.warnings(experts))
+    assert not list(bands.warnings(usual))
+
+
+def test_bands_hold_for_sources_that_no_constant_was_fitted_to():
+    runs, widths = bands.measured(), loso.inside(bands.measured())
+    inside = [abs(math.expm1(run.error)) <= widths[run.id] for run in runs]
+    assert statistics.mean(inside) >= 0.85
+    error = statistics.median(abs(math.expm1(run.error)) for run in runs)
+    assert statistics.median(widths.values()) <= 2.5 * error
+
+
+def test_a_measured_run_narrows_the_band_and_moves_the_forecast():
+    software = stack("modern")
+    seconds = 1.2 * forecast(LLAMA, how(), "h100").seconds
+    found = calibration.fit(LLAMA, how(), device("h100"), software, seconds, calibration.Calibration())
+    assert found.run is not None
+    assert found.after == pytest.approx(1, abs=0.02)
+    other = forecast(LLAMA, how(tp=2), found.device(device("h100")), found.stack(software))
+    assert other.seconds > 1.1 * forecast(LLAMA, how(tp=2), "h100").seconds
+    assert bands.after_run(other, found.run) < bands.band(other)
+
+
+def test_models_have_the_parameters_that_they_are_known_for():
+    for name, total, active in (
+        ("deepseek-v3", 671e9, 37e9),
+        ("kimi-k2", 1026e9, 32e9),
+        ("qwen3-235b-a22b", 235e9, 22e9),
+        ("gpt-oss-120b", 117e9, 5.1e9),
+        ("mixtral-8x7b", 46.7e9, 12.9e9),
+        ("llama3.1-405b", 405.8e9, 403.7e9),
+    ):
+        model = models.model(name)
+        assert model.parameters == pytest.approx(total, rel=0.01), name
+        assert model.active_parameters == pytest.approx(active, rel=0.03), name
+
+
+def test_a_configuration_of_hugging_face_is_a_model(tmp_path: Path):
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "intermediate_size": 18432,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = models.model(str(tmp_path))
+    assert dataclasses.replace(found, name="deepseek-v3") == models.model("deepseek-v3")
+
+
 @pytest.mark.parametrize(
-    ("device", "tp", "band"), [("h100", 8, 0.1), ("gb200", 8, 0.2), ("h100", 1, 0.3), ("h200", 8, 0.3)]
+    ("config", "message"),
+    [
+        ({"hidden_size": 64}, "states no num_hidden_layers"),
+        ({"hidden_size": "wide"}, "hidden_size must be a whole number, got 'wide'"),
+        ({"model_type": "mamba2", "hidden_size": 64}, "layers that are no attention"),
+        ([1], "no JSON object of sizes"),
+    ],
 )
-def test_a_band_is_narrow_only_where_published_runs_were_compared(device: str, tp: int, band: float):
-    model = Transformer("llama3-8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocabulary=128256)
-    assert bands.band(forecast(model, Configuration(batch=8, sequence=4096, tp=tp), device)) == band
+def test_a_configuration_that_is_no_transformer_is_refused(config: object, message: str):
+    with pytest.raises(UsageError, match=message):
+        models.of_config(config)
+
+
+def test_experts_cost_what_they_add():
+    small = models.model("qwen3-30b-a3b")
+    base = how(tp=1, pp=1, dp=8, batch=64, sequence=4096)
+    alone = forecast(small, base, "h100", "megatron-2025")
+    spread = forecast(small, base.changed(ep=8), "h100", "megatron-2025")
+    assert dict(spread.shares)["expert parallelism"] > 0
+    assert spread.bytes < 0.5 * alone.bytes
+    uneven = forecast(small, base.changed(ep=8, microbatch=8, load=1.5), "h100", "megatron-2025")
+    assert uneven.seconds > 1.1 * forecast(small, base.changed(ep=8, microbatch=8), "h100", "megatron-2025").seconds
+    shared = dataclasses.replace(small, shared_ffn=4096)
+    assert forecast(shared, base, "h100").bytes > forecast(small, base, "h100").bytes
+    with pytest.raises(UsageError, match="ep 16 x etp 1 does not divide the 8 devices"):
+        base.changed(ep=16)
+
+
+def test_local_attention_takes_less_than_whole():
+    whole, long = models.model("llama3-8b"), how(sequence=65536, batch=8, dp=1)
+    local = dataclasses.replace(whole, window=1024, windowed=0.75)
+    assert forecast(local, long, "h100").seconds < 0.7 * forecast(whole, long, "h100").seconds
+    assert local.operations(65536) < whole.operations(65536)
+
+
+def test_what_is_kept_shrinks_with_recomputation_and_offload():
+    kept = [forecast(LLAMA, how(recompute=name), "h100").memory[0].activations for name in ("none", "minimal", "full")]
+    assert kept == sorted(kept, reverse=True)
+    half = forecast(LLAMA, how(recompute="full", recomputed=0.5), "h100").memory[0].activations
+    assert kept[2] < half < kept[0]
+    offloaded = forecast(LLAMA, how(offload=True), "h100")
+    assert offloaded.memory[0].activations == 0
+    assert offloaded.seconds >= forecast(LLAMA, how(), "h100").seconds
+    fp8 = forecast(LLAMA, how(precision="fp8"), "h100").memory[0].activations
+    assert fp8 == kept[0]  # two copies of a byte, by rows and by columns

@@ -12,16 +12,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from multimesh import schedules
-from multimesh.commands import forecast, suggest
+from multimesh.commands import forecast, suggest, suggest_flags, values
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
-from multimesh.hardware import devices
-from multimesh.hardware.devices import PRECISIONS
-from multimesh.planner.configuration import RECOMPUTE, SHARDED
 from multimesh.schedules.costs import parsed_costs
 from multimesh.timelines.timeline import Timeline
 
@@ -56,14 +53,6 @@ Simulate pipeline schedules on ideal submeshes, and compare how long each submes
 submeshes, v stages on each, m microbatches; tF, tB, tW are the times of forward, backward and weight gradients of one
 microbatch on a whole submesh. Each of its stages takes an equal share. Needs neither devices nor JAX."""
 
-_SUGGEST = """\
-  python -m multimesh suggest --layers 80 --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --vocab 128256 --nodes 8
-  python -m multimesh suggest --params 70e9 --nodes 8 --tp 8
-
-Find the fastest ways to spread the training of a transformer over a cluster: axes of the mesh, schedule, microbatch,
-recomputation, layers of the stages. What a flag fixes stays. Seconds are forecasts, with the band in which measured
-runs lay. Needs neither devices nor JAX. maxtext/run.py --suggest does the same for MaxText's models."""
-
 _SPAWN = """\
   python -m multimesh spawn -n 4 train.py --steps 100
   python -m multimesh spawn -n 2 --label examples/fft3d.py 16
@@ -85,12 +74,6 @@ _FORECAST_EXIT_CODES = """\
    14  the simulation gives another idle time than the published"""
 
 
-_SUGGEST_EXIT_CODES = """\
-    0  there are configurations that fit
-    2  flags that do not fit together, or a budget that no number of these devices reaches
-   16  no configuration fits into memory"""
-
-
 _SPAWN_EXIT_CODES = """\
     0  all processes ended well
     2  flags that do not fit together, or no such program
@@ -105,35 +88,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; {self.prog} --help lists every flag")
 
 
-def _schedule(name: str) -> str:
-    schedules.get(name)  # its error names the nearest one
-    return name
-
-
-def _at_least(least: int, kind: Callable[[str], float], what: str) -> Callable[[str], Any]:
-    def number(text: str) -> float:
-        try:
-            found = kind(text)
-        except ValueError:
-            found = -1
-        if not least <= found < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, got {text!r}")
-        return found
-
-    return number
-
-
-_positive = _at_least(1, int, "a whole number")
-_time = _at_least(0, float, "a time")
-
-
-def _file(text: str) -> Path:
-    """The path of a file that can be written, as far as one can tell before."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
-        raise argparse.ArgumentTypeError(f"can't write {text!r}: {reason}")
-    return path
+_positive, _time, _file, _schedule = values.positive, values.time, values.file, values.schedule
 
 
 def parser() -> argparse.ArgumentParser:
@@ -252,66 +207,7 @@ def _add_forecast(commands: Any) -> None:
 
 def _add_suggest(commands: Any) -> None:
     words = "find the configurations that suit a model and a cluster"
-    command = _command(commands, "suggest", words, _SUGGEST, _SUGGEST_EXIT_CODES)
-    model = command.add_argument_group("model")
-    for flag, text in (
-        ("--layers", "decoder layers"),
-        ("--hidden", "width of the model"),
-        ("--ffn", "width of the MLP, of each expert (default: 4 x hidden)"),
-        ("--heads", "heads of attention"),
-        ("--kv-heads", "heads of keys and values (default: as --heads)"),
-        ("--vocab", "tokens of the vocabulary"),
-    ):
-        model.add_argument(flag, type=_positive, metavar="N", help=text)
-    model.add_argument("--experts", type=_positive, default=0, metavar="N", help="experts of a layer")
-    model.add_argument("--active", type=_positive, default=0, metavar="N", help="experts that a token passes")
-    model.add_argument("--plain-mlp", action="store_true", help="the MLP has no gate: two matrices in place of three")
-    model.add_argument("--tied", action="store_true", help="the head is the embedding transposed")
-    model.add_argument(
-        "--params",
-        type=_time,
-        metavar="N",
-        help="parameters, where no more is known: 70e9; the band is wider then",
-    )
-    model.add_argument("--name", metavar="NAME", help="for the title")
-    cluster = command.add_argument_group("cluster and batch")
-    cluster.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(devices.names())}; default h100")
-    cluster.add_argument("--devices-file", type=Path, metavar="FILE", help="TOML file of further devices")
-    cluster.add_argument("--gpus", type=_positive, default=8, metavar="N", help="GPUs of a node (default: %(default)s)")
-    cluster.add_argument("--nodes", type=_positive, default=1, metavar="N", help="default: %(default)s")
-    cluster.add_argument("--sequence-length", type=_positive, default=8192, metavar="N", help="default: %(default)s")
-    cluster.add_argument("--batch-size", type=_positive, metavar="N", help="sequences of a step (default: 2 x devices)")
-    cluster.add_argument(
-        "--memory",
-        type=_time,
-        metavar="BYTES",
-        help="of a device that may be used: 72e9 (default: 3/4, as JAX takes)",
-    )
-    cluster.add_argument(
-        "--budget",
-        type=_time,
-        metavar="TOKENS",
-        help="find the fewest nodes up to --nodes that reach so many a second",
-    )
-    fixed = command.add_argument_group("what stays as you say; all else is searched")
-    for name in ("dp", "fsdp", "tp", "pp", "cp", "ep", "interleave", "microbatch"):
-        fixed.add_argument(f"--{name}", type=_positive, metavar="N")
-    fixed.add_argument(
-        "--schedule", type=_schedule, choices=schedules.names(), metavar="NAME", help=", ".join(schedules.names())
-    )
-    fixed.add_argument("--recompute", choices=RECOMPUTE, help="what the backward pass computes again")
-    fixed.add_argument(
-        "--sharded", choices=SHARDED, help="over data parallelism beside the batch (default none; not searched)"
-    )
-    fixed.add_argument("--precision", choices=PRECISIONS, help="of products (default bf16; not searched)")
-    fixed.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help="default: wherever tp > 1")
-    fixed.add_argument("--partition", type=_sizes, metavar="N,N,...", help="layers of each stage")
-    command.add_argument("--picture", type=_file, metavar="FILE", help="draw memory against the time of a step, as SVG")
-    command.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(map(_positive, text.split(",")))
+    suggest_flags.add(_command(commands, "suggest", words, suggest_flags.ABOUT, suggest_flags.EXIT_CODES))
 
 
 def virtual_devices(environ: dict[str, str], count: int) -> dict[str, str]:

@@ -217,7 +217,7 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
     for name, needed in (
         *((name, "checkpoint") for name in ("checkpoint_every", "resume", "export", "max_restarts", "fallback")),
         *(("eval_steps", "eval_every"), ("fallback", "max_restarts"), ("device", "forecast"), ("overwrite", "output")),
-        *(("budget", "suggest"), ("picture", "suggest")),
+        *(("budget", "suggest"), ("picture", "suggest"), ("precision", "suggest")),
     ):
         yield (
             getattr(o, name) and not o.has(needed),

@@ -390,6 +390,11 @@ def _runtime(root: argparse.ArgumentParser) -> None:
         help="with --suggest: for the fewest nodes, up to --nodes, that reach so many tokens a second",
     )
     group.add_argument(
+        "--precision",
+        choices=("bf16", "fp8"),
+        help="with --suggest: of products; fp8 adds quantization=fp8_full by Qwix to the command line (default: bf16)",
+    )
+    group.add_argument(
         "--picture", type=Path, metavar="FILE", help="with --suggest: draw memory against the time of a step, as SVG"
     )
     group.add_argument(

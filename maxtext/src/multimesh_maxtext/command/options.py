@@ -96,6 +96,7 @@ class Options(argparse.Namespace):
     forecast: bool
     suggest: bool
     budget: float | None
+    precision: str | None
     picture: Path | None
     confirm: bool
     device_memory: int | None

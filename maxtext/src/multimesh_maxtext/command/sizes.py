@@ -11,25 +11,43 @@ from multimesh_maxtext.command.model import Model
 
 
 def transformer(model: Model) -> Transformer:
-    """The model's sizes. Layers that differ from each other count as equal ones."""
+    """Return the model's sizes. Layers that differ from each other count as equal ones, but dense ones at the start."""
     found = model.resolved
     experts = model.experts if model.experts > 1 else 0
     gates = len(found.get("mlp_activations") or ["silu"])
-    wide = int(found.get("base_moe_mlp_dim") or model.mlp) if experts else model.mlp
+
+    def number(name: str) -> int:
+        return int(found.get(name) or 0)
+
+    latent = found.get("attention_type") == "mla"
+    expert = number("base_moe_mlp_dim") or model.mlp
     return Transformer(
         name=model.name or "this model",
         layers=model.layers,
         hidden=model.embedding,
-        ffn=wide,
+        ffn=model.mlp,
         heads=model.query_heads,
-        kv_heads=model.kv_heads,
+        kv_heads=model.query_heads if latent else model.kv_heads,
         vocabulary=model.vocabulary,
-        head=int(found.get("head_dim") or 0),
+        head=number("qk_nope_head_dim") + number("qk_rope_head_dim") if latent else number("head_dim"),
         gated=gates > 1,
         experts=experts,
-        active=int(found.get("num_experts_per_tok") or 1) if experts else 0,
+        active=max(1, number("num_experts_per_tok")) if experts else 0,
         tied=bool(found.get("logits_via_embedding")),
+        expert_ffn=expert if experts else 0,
+        shared_ffn=expert * number("shared_experts") if experts else 0,
+        dense_layers=min(model.layers, number("first_num_dense_layers")) if experts else 0,
+        value_head=number("v_head_dim") if latent else 0,
+        query_rank=number("q_lora_rank") if latent else 0,
+        kv_rank=number("kv_lora_rank") if latent else 0,
+        rope_head=number("qk_rope_head_dim") if latent else 0,
+        predicted=number("mtp_num_layers"),
     )
+
+
+def precision(model: Model) -> str:
+    """Return the precision of products: that of ``quantization``."""
+    return "fp8" if "fp8" in str(model.resolved.get("quantization") or "") else "bf16"
 
 
 def configuration(job: Job) -> Configuration:
@@ -62,6 +80,7 @@ def configuration(job: Job) -> Configuration:
         schedule=name,
         sequence_parallel=bool(o.sequence_parallel),
         recompute="full" if o.remat in (None, "none", "full") else "minimal",
+        precision=precision(job.model),
         layers=job.pieces if o.pp > 1 else (),
     )
 

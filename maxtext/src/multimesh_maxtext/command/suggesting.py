@@ -23,7 +23,7 @@ from multimesh_maxtext.command.launch import forecasting
 from multimesh_maxtext.command.model import Model, describe_model
 from multimesh_maxtext.command.options import Options, Parsed, read
 from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.sizes import transformer
+from multimesh_maxtext.command.sizes import precision, transformer
 from multimesh_maxtext.command.training import forecast
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import DoesNotFitError, FileError, LauncherError, UnsupportedError, UsageError, raise_all
@@ -32,8 +32,20 @@ from multimesh_maxtext.handoff import Forecast
 POLICIES = ("minimal", "full")
 """Policies of MaxText that are searched; both are also names of `Configuration.recompute`."""
 
+FP8 = ("quantization=fp8_full", "use_qwix_quantization=true")
+"""Settings of MaxText for products in fp8, as pipelines were compared with it."""
+
 _AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "interleave")
-_OURS = {"--suggest": 0, "--confirm": 0, "--no-confirm": 0, "--json": 0, "--budget": 1, "--picture": 1, "--device": 1}
+_OURS = {
+    "--suggest": 0,
+    "--confirm": 0,
+    "--no-confirm": 0,
+    "--json": 0,
+    "--budget": 1,
+    "--picture": 1,
+    "--device": 1,
+    "--precision": 1,
+}
 """Flags that the suggested command lines have not, and how many values follow."""
 
 _CONFIRMED, _TRIED = 3, 6  # plans that must suffice, and that are made at most
@@ -88,6 +100,7 @@ class Asked:
             found["layers"] = o.partition
         if o.sequence_parallel is not None:
             found["sequence_parallel"] = o.sequence_parallel
+        found["precision"] = o.precision or precision(self.model)
         return found
 
     def words(self, how: Configuration, nodes: int | None = None) -> list[str]:
@@ -109,6 +122,8 @@ class Asked:
                 more += [flag, str(value)]
         if how.sequence_parallel and how.tp > 1 and o.sequence_parallel is None:
             more.append("--sequence-parallel")
+        if o.precision == "fp8" and precision(self.model) != "fp8":
+            more += FP8
         at = words.index("--text") if "--text" in words else len(words)
         return [*words[:at], *more, *words[at:]]
 
@@ -195,6 +210,7 @@ def wanted(asked: Asked, limit: float) -> planner.Training:
         max(0.0, limit - _WORKSPACE),
         planner.UNKNOWN if asked.model.resolved.get("decoder_block") in UNLIKE else 0.0,
         POLICIES,
+        sharded="none",  # every group of dp has the whole state of the optimizer
     )
 
 

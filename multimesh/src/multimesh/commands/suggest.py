@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from multimesh.errors import UsageError
-from multimesh.hardware import devices
-from multimesh.planner.bands import UNKNOWN
+from multimesh.hardware import devices, stacks
+from multimesh.hardware.devices import Device
+from multimesh.hardware.stacks import Stack
+from multimesh.planner import bands, bill, calibration, models, page
+from multimesh.planner.bands import UNKNOWN, Measured
 from multimesh.planner.best_first import Option
+from multimesh.planner.bill import Bill, Terms
+from multimesh.planner.step import forecast
 from multimesh.planner.suggesting import Training, fewest, suggest
+from multimesh.planner.suggestions import Suggestions
 from multimesh.planner.transformer import Transformer
 
 _AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
-_FIXES = (*_AXES, "interleave", "schedule", "microbatch", "recompute", "sharded", "precision")
+_FIXES = (*_AXES, "etp", "load", "interleave", "schedule", "microbatch", "recompute", "sharded", "precision")
 _SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 
 SHAPES = (
@@ -34,6 +44,12 @@ def transformer(options: argparse.Namespace) -> Transformer:
     UsageError
         If there are neither sizes nor ``--params``, or both.
     """
+    if options.model is not None:
+        given = [name for name in (*_SIZES, "params", "experts", "active") if getattr(options, name)]
+        if given:
+            raise UsageError(f"--model has all sizes; leave out --{given[0].replace('_', '-')}, or --model")
+        found = models.model(options.model)
+        return dataclasses.replace(found, name=options.name) if options.name else found
     if options.params is not None:
         given = [name for name in _SIZES if getattr(options, name) is not None]
         if given:
@@ -41,7 +57,7 @@ def transformer(options: argparse.Namespace) -> Transformer:
         return like(options.params)
     missing = [name for name in ("layers", "hidden", "heads", "vocab") if getattr(options, name) is None]
     if missing:
-        raise UsageError(f"--{missing[0]} is missing; give the sizes of the model, or --params alone")
+        raise UsageError(f"--{missing[0]} is missing; give the sizes of the model, or --model or --params alone")
     return Transformer(
         options.name or f"{options.layers} layers of {options.hidden}",
         options.layers,
@@ -67,54 +83,136 @@ def like(parameters: float) -> Transformer:
     return Transformer(f"{parameters / 1e9:.4g}e9 parameters", number, hidden, ffn, heads, keys, _VOCABULARY)
 
 
+@dataclass(frozen=True)
+class Found:
+    """What was found for a device: its suggestions, what they stand on, and the bill."""
+
+    device: Device
+    software: Stack
+    devices: int
+    suggestions: Suggestions
+    bill: Bill | None
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Search, print unless ``--json`` is given, and return the table as data."""
-    device = devices.device(options.device, options.devices_file)
+    terms = _terms(options)
+    progress = Progress() if sys.stderr.isatty() and not options.json else None
+    try:
+        names = options.device.split(",")
+        found = [_one(options, name, terms, progress) for name in names]
+    finally:
+        if progress:
+            progress.clear()
+    best = min(found, key=lambda each: each.suggestions.best.seconds)
+    bills = [each.bill for each in found if each.bill is not None]
+    model = transformer(options)
+    _write(options, "--picture", options.picture, best.suggestions.to_svg)
+    if options.html is not None:
+        drawn = page.timeline(model, best.suggestions.best, best.device, best.software)
+        text = page.page(best.suggestions, [(each, terms) for each in bills if terms], drawn)
+        _write(options, "--html", options.html, lambda path: Path(path).write_text(text, encoding="utf-8"))
+    if not options.json:
+        for each in found:
+            if options.budget is not None:
+                print(reached(each.suggestions.best, each.devices, options.budget))
+            print(each.suggestions, end="\n\n" if each is not found[-1] else "\n")
+        if terms and bills:
+            print("\n" + "\n".join(bill.table(bills, terms)))
+        for path in (options.picture, options.html):
+            if path is not None:
+                print(f"wrote {path}")
+    data = {"devices": best.devices, **best.suggestions.to_json(), "bills": [each.to_json() for each in bills]}
+    if len(found) > 1:
+        data["by_device"] = {each.device.name: each.suggestions.to_json() for each in found}
+    return data
+
+
+def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: Progress | None) -> Found:
+    """Search for one device."""
+    on, software = devices.device(name, options.devices_file), stacks.stack(options.software)
+    if options.network is not None:
+        on = dataclasses.replace(on, network=options.network)
+    job = training(options, on, software)
+    calibrated = None
+    if options.calibrate is not None:
+        calibrated = calibration.read(options.calibrate, on, software)
+        job = dataclasses.replace(job, device=calibrated.device(on), software=calibrated.stack(software))
+    count = options.gpus * options.nodes
+    if options.budget is not None:
+        count, _ = fewest(job, count, options.gpus, options.budget, progress)
+    drawn = options.picture is not None or options.html is not None
+    found = suggest(job, count, told=progress, front=drawn)
+    notes = list(_notes(options, job, found.best))
+    best = list(found.options)
+    if calibrated is not None:
+        notes.append(str(calibrated))
+        if calibrated.run is not None:
+            best = [_narrowed(job, option, calibrated.run) for option in best]
+            wide, narrow = found.best.band or 0.0, next(o for o in best if o.how == found.best.how).band or 0.0
+            notes.append(f"your run narrows the band of the suggestion from {100 * wide:.0f} to {100 * narrow:.0f} %")
+    found = found.changed(best, notes)
+    return Found(job.device, job.software, count, found, bill.bill(found.best, job.device, terms) if terms else None)
+
+
+def training(options: argparse.Namespace, on: Device, software: Stack) -> Training:
+    """Return what is searched."""
     fixed = {name: getattr(options, name) for name in _FIXES if getattr(options, name) is not None}
+    precisions: tuple[str, ...] = ("bf16",)
+    if fixed.get("precision") == "any":
+        del fixed["precision"]
+        precisions = tuple(name for name in devices.PRECISIONS if getattr(on, name))
     if options.sequence_parallel is not None:
         fixed["sequence_parallel"] = options.sequence_parallel
     if options.partition:
         fixed["layers"] = options.partition
-    count = options.gpus * options.nodes
-    job = Training(
+    return Training(
         transformer(options),
-        options.batch_size or 2 * count,
+        options.batch_size or 2 * options.gpus * options.nodes,
         options.sequence_length,
-        device,
+        on,
         options.gpus,
         fixed,
+        software,
         limit=options.memory or 0.0,
         least_band=UNKNOWN if options.params is not None else 0.0,
+        precisions=precisions,
+        offloads=options.offload,
     )
-    progress = Progress() if sys.stderr.isatty() and not options.json else None
-    try:
-        if options.budget is not None:
-            count, _ = fewest(job, count, options.gpus, options.budget, progress)
-        found = suggest(job, count, told=progress, front=options.picture is not None)
-    finally:
-        if progress:
-            progress.clear()
+
+
+def _narrowed(job: Training, option: Option, run: Measured) -> Option:
+    """Return an option with the band after a run of the user's own."""
+    step = forecast(job.model, option.how, job.device, job.software)
+    return dataclasses.replace(option, band=bands.after_run(step, run))
+
+
+def _notes(options: argparse.Namespace, job: Training, best: Option) -> Iterator[str]:
+    model = job.model
     if options.params is not None:
-        model = job.model
-        found = found.changed(
-            found.options,
-            [
-                f"sizes are guessed from --params: {model.layers} layers, hidden {model.hidden}, ffn {model.ffn}, "
-                f"{model.heads} heads, {model.kv_heads} for keys, vocabulary {model.vocabulary}"
-            ],
+        yield (
+            f"sizes are guessed from --params: {model.layers} layers, hidden {model.hidden}, ffn {model.ffn}, "
+            f"{model.heads} heads, {model.kv_heads} for keys, vocabulary {model.vocabulary}"
         )
-    if options.picture is not None:
-        try:
-            found.to_svg(options.picture)
-        except OSError as error:
-            raise UsageError(f"--picture {options.picture}: {error.strerror}") from None
-    if not options.json:
-        if options.budget is not None:
-            print(reached(found.best, count, options.budget))
-        print(found)
-        if options.picture is not None:
-            print(f"wrote {options.picture}")
-    return {"devices": count, **found.to_json()}
+    yield from bands.warnings(forecast(model, best.how, job.device, job.software))
+
+
+def _terms(options: argparse.Namespace) -> Terms | None:
+    if options.tokens is None:
+        for name in ("price", "power", "goodput"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name} is for the bill; add --tokens, such as --tokens 15e12")
+        return None
+    return Terms(options.tokens, options.price, options.power, *(options.goodput or (0.0, 0.0)))
+
+
+def _write(options: argparse.Namespace, flag: str, path: Path | None, write: Callable[[Path], object]) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
 
 
 def reached(best: Option, devices: int, budget: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from multimesh.hardware import measured
 
 _MANY = 2**20
 PRECISIONS = ("bf16", "fp8", "fp4")
+_YOUNG = 2.0  # years
+_GROWING = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "attention")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Rates:
         Fused attention, of the bfloat16 peak.
     memory, link, network
         Of the bandwidth of the memory, the fast link and the network.
+    since, early
+        The year in which software began to know the device, and the share of the rates of products and attention that
+        it lacked then; it is gone after two years.
     """
 
     matmul_bf16: float
@@ -39,6 +45,8 @@ class Rates:
     network: float
     matmul_fp8: float = 0.0
     matmul_fp4: float = 0.0
+    since: float = 0.0
+    early: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class Device:
         Bytes a second that a device sends over the fast link, and to other domains, in one direction.
     rates
         Shares of these rates that are reached.
+    generation
+        Whose fitted rates it has; ``own``: it came with rates.
     sources
         Where the numbers are from.
     """
@@ -75,6 +85,10 @@ class Device:
     rates: Rates
     fp8: float = 0.0
     fp4: float = 0.0
+    host: float = 25e9
+    power: float = 0.0
+    clock: float = 1.0
+    generation: str = "own"
     sources: str = ""
 
     def __post_init__(self) -> None:
@@ -85,7 +99,7 @@ class Device:
             if getattr(self, name):
                 _positive(self.name, name, getattr(self, name))
         for name, share in vars(self.rates).items():
-            if share or name not in ("matmul_fp8", "matmul_fp4"):
+            if share or name not in ("matmul_fp8", "matmul_fp4", "since", "early"):
                 _positive(self.name, f"rates.{name}", share)
 
     def peak(self, precision: str) -> float:
@@ -109,6 +123,15 @@ class Device:
         shares = self.rates.matmul_bf16, self.rates.matmul_fp8, self.rates.matmul_fp4
         wider = shares[: PRECISIONS.index(_known(precision)) + 1]
         return self.peak(precision) * next(share for share in reversed(wider) if share)
+
+    def with_software(self, year: float) -> Device:
+        """Return the device as software of a year uses it."""
+        young = min(1.0, max(0.0, 1 - (year - self.rates.since) / _YOUNG))
+        share = self.clock * (1 - self.rates.early * young)
+        if share == 1:
+            return self
+        slower = {name: getattr(self.rates, name) * share for name in _GROWING}
+        return dataclasses.replace(self, rates=dataclasses.replace(self.rates, **slower))
 
     @property
     def memory_rate(self) -> float:
@@ -190,7 +213,8 @@ def _made(name: str, tables: Mapping[str, Any]) -> Device:
     if rates is None and generation not in tables["fitted"]:
         raise UsageError(f"device {name}: generation must be one of {', '.join(tables['fitted'])}, or give rates")
     try:
-        return Device(name=name, rates=Rates(**(rates or tables["fitted"][generation])), **fields)
+        known = Rates(**(rates or tables["fitted"][generation]))
+        return Device(name=name, rates=known, generation="own" if rates else generation, **fields)
     except TypeError as error:
         raise UsageError(f"device {name}: {str(error).split('__init__() ')[-1]}; see the fields of Device") from None
 

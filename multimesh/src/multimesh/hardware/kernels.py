@@ -7,36 +7,56 @@ from multimesh.hardware.devices import Device
 BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Of an element of an operand; blocks of 16 elements of fp4 share a scale."""
 
-_LATENCY = 1e-6  # of a step of a ring, in seconds
+_LATENCY = 2e-6  # of a step of a ring, in seconds
 _NETWORK_LATENCY = 10e-6  # of a message to another domain, in seconds
+_TILE = 128  # rows of a product that run together
+_HEAD, _HALF = 128, 0.4  # elements of a head that fill the units of attention; a head of half has 2 ** -0.4 of the rate
+_LENGTH = 550.0  # tokens at which attention has half of its rate
 
 
-def matmul(device: Device, m: float, k: float, n: float, precision: str = "bf16") -> float:
-    """Seconds of a product of ``[m, k]`` and ``[k, n]``.
+def matmul(device: Device, m: float, k: float, n: float, precision: str = "bf16", count: float = 1.0) -> float:
+    """Return the seconds of ``count`` products of ``[m, k]`` and ``[k, n]`` that run together.
 
     The operations take their time at the rate of large products, and the operands and the bfloat16 result take theirs
     through the memory, so small and narrow products are slow. In fp8 and fp4 the left operand is also read as bfloat16
-    and written in its type.
+    and written in its type. Of several products none begins at the middle of a tile.
     """
     size = BYTES[precision]
     passed = (m * k + k * n) * size + 2.0 * m * n
     if precision != "bf16":
         passed += m * k * (2.0 + size)
-    return 2.0 * m * n * k / device.matmul_rate(precision) + moved(device, passed)
+    rows = m if count == 1 else m + _TILE / 2
+    return count * (2.0 * rows * n * k / device.matmul_rate(precision) + moved(device, passed))
 
 
-def attention(device: Device, operations: float) -> float:
-    """Seconds of fused attention."""
-    return operations / (device.bf16 * device.rates.attention)
+def attention(device: Device, operations: float, head: float = _HEAD, length: float = float("inf")) -> float:
+    """Return the seconds of fused attention.
+
+    Short sequences and small heads reach a part of the rate of long and wide ones, as published tables of
+    FlashAttention 2 and 3 and of cuDNN show on each generation.
+
+    Parameters
+    ----------
+    device
+        Where it runs.
+    operations
+        Multiplications and additions of both products.
+    head
+        Elements of a head.
+    length
+        Tokens of a sequence on a device.
+    """
+    rate = device.bf16 * device.rates.attention
+    return operations / (rate * min(1.0, head / _HEAD) ** _HALF) * (1 + _LENGTH / length)
 
 
 def moved(device: Device, size: float) -> float:
-    """Seconds in which kernels read and write this many bytes."""
+    """Return the seconds in which kernels read and write this many bytes."""
     return size / device.memory_rate
 
 
 def ring(device: Device, ranks: float, within: float = 1) -> float:
-    """Bytes a second that a rank of a ring sends.
+    """Return the bytes a second that a rank of a ring sends.
 
     Parameters
     ----------
@@ -54,15 +74,46 @@ def ring(device: Device, ranks: float, within: float = 1) -> float:
     return min(link, network * max(1.0, device.domain // within))
 
 
+def latency(device: Device, ranks: float, within: float = 1) -> float:
+    """Return the seconds of a collective of no bytes: a step of the ring for each device, and for each domain."""
+    domains = ranks * within / device.domain
+    inside = min(ranks, max(1.0, device.domain / within)) - 1
+    return inside * _LATENCY + (min(ranks, domains) * _NETWORK_LATENCY if domains > 1 else 0.0)
+
+
 def gathered(device: Device, size: float, ranks: float, within: float = 1) -> float:
-    """Seconds of an all-gather, or a reduce-scatter, of an array of ``size`` bytes. An all-reduce takes both."""
+    """Return the seconds of an all-gather, or a reduce-scatter, of ``size`` bytes. An all-reduce takes both."""
     if ranks <= 1:
         return 0.0
-    return (ranks - 1) / ranks * size / ring(device, ranks, within) + (ranks - 1) * _LATENCY
+    return (ranks - 1) / ranks * size / ring(device, ranks, within) + latency(device, ranks, within)
+
+
+def exchanged(device: Device, size: float, ranks: float, within: float = 1, copies: float = 1.0) -> float:
+    """Return the seconds of an all-to-all.
+
+    Parameters
+    ----------
+    device
+        Where a rank runs.
+    size
+        Bytes of a rank, with those that it keeps.
+    ranks, within
+        As in `ring`.
+    copies
+        How many times each token is in ``size``. It crosses the network once for each domain, and is copied there.
+    """
+    if ranks <= 1:
+        return 0.0
+    near = min(ranks, max(1.0, device.domain // within))
+    domains = max(1.0, ranks / near)
+    inside = size * (ranks - 1) / ranks / (device.link * device.rates.link)
+    sent = size / copies * domains * (1 - (1 - 1 / domains) ** copies) * (domains - 1) / domains
+    across = sent / (device.network * device.rates.network)
+    return max(inside, across) + 0.5 * min(inside, across) + latency(device, ranks, within)
 
 
 def sent(device: Device, size: float, *, far: bool) -> float:
-    """Seconds of a message of ``size`` bytes to a device of the same domain, or of another one."""
+    """Return the seconds of a message of ``size`` bytes to a device of the same domain, or of another one."""
     if far:
         return size / (device.network * device.rates.network) + _NETWORK_LATENCY
     return size / (device.link * device.rates.link) + _LATENCY

@@ -40,8 +40,19 @@ class Stack:
         where a submesh has several stages.
     rails
         Share of a ring's bandwidth that sharded parameters get; 0: that of one network adapter a device.
-    layer
-        Least seconds of a layer forward: what the host takes to start its kernels.
+    year
+        When it was measured, such as 2025.5.
+    expert_passes
+        Times that the kernels around experts (routing, permutation, quantization) read or write the tokens of each
+        expert, forward.
+    grouped
+        Times that the products of experts take longer than equal ones of their own.
+    exposed_experts
+        Share of the time of all-to-alls of expert parallelism that computation does not hide.
+    jitter
+        Share of a step that each doubling of the devices beyond a domain adds: the slowest of many.
+    layer, expert_layer
+        Least seconds of a layer forward, and of one with experts: what the host takes to start its kernels.
     kernel
         Seconds between the kernels of a layer for each matrix product.
     step
@@ -71,7 +82,13 @@ class Stack:
     blocking: float = 1.0
     blocking_interleaved: float = 1.0
     rails: float = 1.0
+    year: float = 2026.0
+    expert_passes: float = 2.0
+    grouped: float = 1.2
+    exposed_experts: float = 1.0
+    jitter: float = 0.0
     layer: float = 0.0
+    expert_layer: float = 0.0
     kernel: float = 0.0
     step: float = 0.0
     parameter_bytes: float = 2.0
@@ -96,6 +113,11 @@ def stack(name: str | Stack) -> Stack:
     if name not in tables:
         raise UsageError(f"stack: there is no {name!r}; known are {', '.join(tables)}")
     return tables[name]
+
+
+def names() -> tuple[str, ...]:
+    """Return the stacks of the table that comes with MultiMesh."""
+    return tuple(_table())
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multimesh.errors import UsageError
-from multimesh.planner.bands import band
+from multimesh.planner import bands
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.step import Step
 
@@ -51,6 +51,10 @@ class Option:
         Of the fullest device.
     shares
         What the seconds consist of, by name.
+    nearest
+        The measured run that is most like it, and how far its forecast was off.
+    memory_band
+        Half width of the band around ``bytes``, relative; None: not known.
     checked
         What else was found out about it, such as that the plan of the whole step needs as many bytes.
     """
@@ -64,6 +68,8 @@ class Option:
     bytes: float
     shares: tuple[tuple[str, float], ...]
     checked: str = ""
+    nearest: str = ""
+    memory_band: float | None = None
 
     @classmethod
     def of_step(cls, step: Step, least_band: float = 0.0) -> Option:
@@ -71,12 +77,14 @@ class Option:
         return cls(
             step.how,
             step.seconds,
-            max(band(step), least_band),
+            max(bands.band(step), least_band),
             step.tokens_per_second,
             step.utilization,
             step.bubble,
             step.bytes,
             step.shares,
+            nearest=str(bands.nearest(step)),
+            memory_band=bands.memory_band(step),
         )
 
     @property

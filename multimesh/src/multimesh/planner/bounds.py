@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from multimesh import schedules
 from multimesh.hardware.stacks import Stack
-from multimesh.planner import footprint, layer, stage_layers, step
+from multimesh.planner import footprint, layer, loop, stage_layers, step
 from multimesh.planner.best_first import Bounded, Option
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.layer import LayerParts
@@ -32,6 +32,7 @@ class Transformers:
 
     def __init__(self, space: Space, software: Stack, limit: float, least_band: float = 0.0) -> None:
         self.space, self.software, self.limit, self.least_band = space, software, limit, least_band
+        self._device = space.device.with_software(software.year)
         self._parts: dict[tuple[object, ...], LayerParts] = {}
         self._after: dict[tuple[object, ...], float] = {}
         self._balanced: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -78,9 +79,12 @@ class Transformers:
         """
         model, parts = self.space.model, self.parts(how)
         sizes, count, each = stage_layers.layers(model, how), how.microbatches, parts.blocked + parts.hop
-        after = self._beside(how)
+        after, slower = self._beside(how), 1 + step.stragglers(how, self._device, self.software)
         if how.pp == 1:
-            return count * (model.layers * parts.layer.total + parts.embedding.total + parts.head.total) + after
+            return count * sum(s.total for s in stage_layers.times(model, how, parts)) * slower + after
+        if model.dense_layers:
+            of = stage_layers.times(model, how, parts)
+            return loop.least_seconds(how.schedule, how.pp, count, of, parts.hop, parts.blocked) * slower + after
         schedule = schedules.get(how.schedule)
         places = stage_layers.placement(how, schedule.placement(how.pp))
         work = [2 * how.interleave * parts.blocked] * how.pp
@@ -96,22 +100,23 @@ class Transformers:
             if row == 0:
                 ahead += parts.embedding.forward
                 behind += parts.embedding.backward + parts.embedding.weights
-        return longest + after
+        return longest * slower + after
 
     def parts(self, how: Configuration) -> LayerParts:
         """Seconds of a layer and so on; only some fields change them."""
         key = (
-            *(how.microbatch, how.tp, how.ep, how.fsdp, how.pp > 1, how.interleave > 1, how.recompute),
+            *(how.microbatch, how.tp, how.cp, how.ep, how.etp, how.fsdp, how.pp > 1, how.interleave > 1),
+            *(how.recompute, how.precision, how.offload, how.microbatches if how.gather_once else 0),
             *(how.sequence_parallel, how.dp if how.sharded == "parameters" else 0),
         )
         if key not in self._parts:
-            self._parts[key] = layer.parts(self.space.model, how, self.space.device, self.software)
+            self._parts[key] = layer.parts(self.space.model, how, self._device, self.software)
         return self._parts[key]
 
     def _beside(self, how: Configuration) -> float:
-        key = how.dp, how.fsdp, how.tp, how.pp, how.ep
+        key = how.dp, how.fsdp, how.cp, how.pp, how.sharded, id(self.parts(how))
         if key not in self._after:
-            self._after[key] = sum(step.after(self.space.model, how, self.space.device, self.software))
+            self._after[key] = sum(step.after(self.space.model, how, self._device, self.software, self.parts(how)))
         return self._after[key]
 
     def _least(self, how: Configuration, in_flight: int) -> float:

@@ -26,7 +26,11 @@ class Configuration:
         Sequences of a microbatch on each group of ``tp * cp * pp`` devices.
     dp, fsdp, tp, pp, cp, ep
         Devices along each axis: data parallelism, data parallelism with sharded parameters, tensor, pipeline, context
-        and expert parallelism. Experts are spread over devices of ``dp * fsdp``, so ep adds none.
+        and expert parallelism. Experts are spread over devices of the other axes but pp, so ep adds none.
+    etp
+        Devices that share the matrices of an expert; 0: those of tp.
+    load
+        Tokens of the busiest device's experts, over the mean; with a fixed capacity, its factor.
     interleave
         Stages on each submesh.
     schedule
@@ -36,9 +40,15 @@ class Configuration:
     recompute
         What the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the results of
         matrix products, as MaxText's policy of that name), or ``full``.
+    recomputed
+        Share of the layers that do so; the others keep everything.
     sharded
         What is sharded over data parallelism beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
         ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp.
+    gather_once
+        Whether sharded parameters are gathered once a step and stay, in place of once for each microbatch.
+    offload
+        Whether what the layers keep for the backward pass waits in the host's memory.
     precision
         Of the products of the layers: ``bf16``, ``fp8`` or ``fp4``.
     layers
@@ -54,11 +64,16 @@ class Configuration:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 0
+    load: float = 1.0
     interleave: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = True
     recompute: str = "none"
+    recomputed: float = 1.0
     sharded: str = "none"
+    gather_once: bool = False
+    offload: bool = False
     precision: str = "bf16"
     layers: tuple[int, ...] = ()
 
@@ -74,6 +89,16 @@ class Configuration:
         ):
             if getattr(self, name) not in known:
                 raise checks.refuse(f"configuration: {name}", f"one of {', '.join(known)}", getattr(self, name))
+        checks.whole("configuration: etp", self.etp, 0)
+        if not 0 <= self.recomputed <= 1:
+            raise checks.refuse("configuration: recomputed", "a share from 0 to 1", self.recomputed)
+        if not 1 <= self.load < float("inf"):
+            raise checks.refuse("configuration: load", "a number of at least 1", self.load)
+        if self.ep > 1 and (self.replicas * self.tp) % (self.ep * self.expert_tp):
+            raise UsageError(
+                f"configuration: ep {self.ep} x etp {self.expert_tp} does not divide the {self.replicas * self.tp} "
+                "devices of a submesh"
+            )
         if self.batch % (self.microbatch * self.dp * self.fsdp):
             raise UsageError(
                 f"configuration: a batch of {self.batch} is not made of whole microbatches of {self.microbatch} "
@@ -93,6 +118,16 @@ class Configuration:
     def replicas(self) -> int:
         """Devices that hold the same part of the model, or share it by FSDP."""
         return self.dp * self.fsdp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Devices that share the matrices of an expert."""
+        return self.etp or self.tp
+
+    @property
+    def expert_replicas(self) -> float:
+        """Devices that hold the same experts, or share them by FSDP."""
+        return self.replicas * self.tp / (self.ep * self.expert_tp)
 
     @property
     def state_shards(self) -> int:

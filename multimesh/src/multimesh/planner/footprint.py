@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from multimesh import schedules
 from multimesh.hardware.stacks import Stack
-from multimesh.planner import loop, stage_layers
+from multimesh.planner import activations, loop, stage_layers, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
-
-_SCORES = 5.0  # bytes that unfused attention keeps for a score: of softmax, of its dropout, and the mask
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Footprint:
 
 
 def held(model: Transformer, how: Configuration, software: Stack) -> tuple[Footprint, ...]:
-    """Bytes of a device of each submesh at the peak."""
+    """Return the bytes of a device of each submesh at the peak."""
     if how.pp == 1:
         in_flight: tuple[int, ...] = (how.stages,)
     else:
@@ -55,17 +53,15 @@ def held(model: Transformer, how: Configuration, software: Stack) -> tuple[Footp
 def of_rows(
     model: Transformer, how: Configuration, software: Stack, in_flight: Mapping[int, int]
 ) -> tuple[Footprint, ...]:
-    """Bytes of a device of some submeshes, each with so many activations of stages in flight."""
+    """Return the bytes of a device of some submeshes, each with so many activations of stages in flight."""
     sizes = stage_layers.layers(model, how)
     route = schedules.get(how.schedule).placement(how.pp) if how.pp > 1 else (0,)
     own: dict[int, list[int]] = {row: [] for row in range(how.pp)}
     for stage, row in enumerate(stage_layers.placement(how, route)):
         own[row].append(stage)
-    keeps = kept(model, how, software)
-    whole = kept(model, how.changed(recompute="none"), software) if how.recompute in ("minimal", "full") else 0.0
-    return tuple(
-        _row(model, how, software, sizes, own[row], number * keeps, whole) for row, number in in_flight.items()
-    )
+    keeps = activations.kept(model, how, software)
+    runs = activations.running(model, how, software)
+    return tuple(_row(model, how, software, sizes, own[row], number * keeps, runs) for row, number in in_flight.items())
 
 
 def _row(
@@ -75,40 +71,43 @@ def _row(
     sizes: Sequence[int],
     own: Sequence[int],
     keeps: float,
-    whole: float,
+    runs: float,
 ) -> Footprint:
-    """Bytes of a device whose submesh has these stages, and keeps so many bytes of microbatches of a layer."""
+    """Return the bytes of a device whose submesh has these stages, and keeps so many bytes of a layer."""
+    last = how.stages - 1 in own
     layers = sum(sizes[stage] for stage in own)
-    ends = (0 in own) + ((how.stages - 1 in own) and not (model.tied and 0 in own))
-    parameters = (layers * model.held_parameters(how.ep) + ends * model.embedding_parameters) / how.tp / how.fsdp
-    spread = parameters / (how.dp if how.sharded == "parameters" else 1)
-    state = parameters * how.fsdp / how.state_shards
-    logits = software.logit_bytes * how.tokens * model.vocabulary / how.tp if how.stages - 1 in own else 0.0
+    ends = (0 in own) + (last and not (model.tied and 0 in own))
+    spread = how.fsdp * (how.dp if how.sharded == "parameters" else 1)
+    always, routed = _parameters(model, how, layers, 0 in own, last)
+    always += ends * model.embedding_parameters / how.tp
+    split = max(1.0, spread / how.ep) if how.ep > 1 else spread
+    parameters = always / spread + routed / split
+    state = always / how.state_shards
+    state += routed / (how.expert_replicas if how.sharded != "none" else split)
+    logits = software.logit_bytes * how.tokens * model.vocabulary / how.tp if last else 0.0
+    if traffic.shards(how) > 1:
+        logits += 2.0 * model.embedding_parameters / how.tp
+    once = 2.0 * (always + routed - parameters) if how.gather_once else 0.0
     return Footprint(
-        spread * software.parameter_bytes,
-        spread * software.gradient_bytes,
+        parameters * software.parameter_bytes + once,
+        parameters * software.gradient_bytes + once,
         state * software.optimizer_bytes,
         layers / len(own) * keeps,
-        max(logits, whole),
+        max(logits, runs),
         software.reserved,
     )
 
 
+def _parameters(model: Transformer, how: Configuration, layers: int, first: bool, last: bool) -> tuple[float, float]:
+    """Return the parameters of a device's layers that are not of routed experts, and those that are, without FSDP."""
+    if not model.experts:
+        return layers * model.dense_layer_parameters / how.tp, 0.0
+    dense = min(layers, model.dense_layers) if first else 0
+    sparse = layers - dense + (model.predicted if last else 0)
+    always = dense * model.dense_layer_parameters + sparse * model.always_parameters
+    return always / how.tp, sparse * model.expert_parameters / (how.ep * how.expert_tp)
+
+
 def _few(how: Configuration) -> int:
-    """Microbatches of a table that holds as much as that of all."""
+    """Return the microbatches of a table that holds as much as that of all."""
     return min(how.microbatches, 4 * how.pp + how.microbatches % how.pp)
-
-
-def kept(model: Transformer, how: Configuration, software: Stack) -> float:
-    """Bytes that a layer keeps of a microbatch for its backward pass."""
-    spread = how.tp if how.sequence_parallel else 1
-    if how.recompute == "full":
-        return 2.0 * how.tokens * model.hidden / spread
-    if how.recompute == "minimal":
-        products = model.queries + 2 * model.keys + model.up * max(1, model.active)
-        return 2.0 * how.tokens * (2 * model.hidden + products) / how.tp
-    inner = 2 * model.queries + 2 * model.keys + (model.up + model.ffn) * max(1, model.active)
-    found = 2.0 * how.tokens * (4 * model.hidden / spread + inner / how.tp) * software.kept
-    if not software.fused_attention and how.recompute != "selective":
-        found += _SCORES * how.tokens * how.sequence * model.heads / how.tp
-    return found

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from multimesh import schedules
-from multimesh.planner.layer import Times
+from multimesh.planner.products import Times
 from multimesh.schedules.costs import covered
 
 _TURNS = 3  # rounds of microbatches after which a table repeats itself

@@ -19,8 +19,8 @@ from multimesh.planner import loop, lost
 from multimesh.planner.bands import UNKNOWN
 from multimesh.planner.best_first import Bounded, Option, Search
 from multimesh.planner.configuration import Configuration
-from multimesh.planner.layer import Times
 from multimesh.planner.pieces import Portion, pieces
+from multimesh.planner.products import Times
 from multimesh.planner.space import Space
 from multimesh.planner.step import OPTIMIZER
 from multimesh.planner.suggesting import COUNT, SHARE

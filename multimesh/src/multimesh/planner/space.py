@@ -25,6 +25,9 @@ ONE_STAGE, TWO_STAGES, MORE_STAGES = (
 """Schedules that are searched, for submeshes of one stage, of two, of more. Others take no less time or memory."""
 
 _MOST_CHUNKS = 12  # stages of a submesh
+_PART = 8192  # tokens of a sequence on a device at least, where context parallelism is searched
+_NARROW = 4096  # width of an expert that tensor parallelism does not cut
+_KEPT = ("etp", "load", "recomputed", "sharded", "gather_once", "offload")
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,16 @@ class Space:
     devices, batch, sequence
         As in `Configuration`.
     fixed
-        Fields of `Configuration` that keep a value. Those that are never searched have their defaults: cp 1, sharded
-        ``none``, bf16. Sequence parallelism is on wherever tp is above 1.
+        Fields of `Configuration` that keep a value. Sequence parallelism is on wherever tp is above 1. Experts that are
+        narrow are not cut by tp.
     policies
         Of recomputation: those that the software has, the most frugal last.
+    precisions
+        Of products, all of which are tried.
+    sharded
+        What data parallelism shards beside the batch. To shard the optimizer costs no time and less memory.
+    offloads
+        Whether activations in the host's memory are tried, where nothing is computed again.
     """
 
     model: Transformer
@@ -51,6 +60,9 @@ class Space:
     sequence: int
     fixed: Mapping[str, object]
     policies: tuple[str, ...] = RECOMPUTE
+    precisions: tuple[str, ...] = ("bf16",)
+    sharded: str = "optimizer"
+    offloads: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers and the names of what is fixed, and that its values can be."""
@@ -78,35 +90,45 @@ class Space:
         names: tuple[str, ...] = ("1f1b",)
         if grid.pp > 1:
             names = {1: ONE_STAGE, 2: TWO_STAGES}.get(grid.interleave, MORE_STAGES)
-        for recompute in self._names("recompute", self.policies):
-            for name in self._names("schedule", names):
-                schedule = schedules.get(name)
-                chunks = schedule.chunks or grid.interleave
-                if grid.pp == 1 or (chunks == grid.interleave and not schedule.usual > grid.interleave == 1):
-                    yield grid.changed(recompute=recompute, schedule=name)
+        fit = tuple(name for name in self._names("schedule", names) if _fits(name, grid))
+        for precision in self._names("precision", self.precisions):
+            for recompute in self._names("recompute", self.policies):
+                for name in fit:
+                    how = grid.changed(recompute=recompute, schedule=name, precision=precision)
+                    if self.offloads and recompute == "none" and "offload" not in self.fixed:
+                        yield how.changed(offload=True)
+                    yield how
 
     def _meshes(self) -> Iterator[Configuration]:
-        known = {name: self.fixed[name] for name in ("cp", "sharded", "precision") if name in self.fixed}
-        cp = self._size("cp")
-        for tp in self._sizes("tp", divisors(self.devices)):
-            within = tp * cp <= self.device.domain or "tp" in self.fixed
-            if not within or self.undivided("tp", tp):
+        known = {name: value for name, value in self.fixed.items() if name in _KEPT}
+        for tp, cp, pp in itertools.product(
+            self._sizes("tp", divisors(self.devices)), self._sizes("cp", self._contexts()), self._pipelines()
+        ):
+            within = tp * cp <= self.device.domain or "tp" in self.fixed or (cp > 1 and tp <= self.device.domain)
+            rest, over = divmod(self.devices, tp * pp * cp)
+            if not within or self.undivided("tp", tp) or over or not rest or self.batch % rest:
                 continue
             together = self.fixed.get("sequence_parallel", tp > 1 and self.sequence % tp == 0)
-            for pp in self._sizes("pp", divisors(self.devices)):
-                rest, over = divmod(self.devices, tp * pp * cp)
-                if over or not rest or pp > self.model.layers or self.batch % rest:
+            for fsdp in self._sizes("fsdp", divisors(rest)):
+                dp, over = divmod(rest, fsdp)
+                if over or self.undivided("fsdp", fsdp) or self.fixed.get("dp", dp) != dp:
                     continue
-                for fsdp in self._sizes("fsdp", divisors(rest)):
-                    dp, over = divmod(rest, fsdp)
-                    if over or self.undivided("fsdp", fsdp) or self.fixed.get("dp", dp) != dp:
+                for ep in self._sizes("ep", divisors(rest) if self.model.experts else (1,)):
+                    if (rest * cp) % ep or self.undivided("ep", ep):
                         continue
-                    for ep in self._sizes("ep", divisors(dp) if self.model.experts else (1,)):
-                        if dp % ep or self.undivided("ep", ep):
-                            continue
-                        yield Configuration(self.batch, self.sequence, dp=dp, fsdp=fsdp, tp=tp, pp=pp, ep=ep).changed(
-                            sequence_parallel=together, **known
-                        )
+                    etp = 1 if self.model.experts and ep > 1 and self.model.expert < _NARROW else 0
+                    one = Configuration(self.batch, self.sequence, dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
+                    sharded = self.sharded if dp * cp > 1 else "none"
+                    fields = {"sharded": sharded, "ep": ep, "etp": etp, "sequence_parallel": together, **known}
+                    yield one.changed(**fields)
+
+    def _pipelines(self) -> tuple[int, ...]:
+        """Return the numbers of submeshes that have a layer each."""
+        return tuple(pp for pp in self._sizes("pp", divisors(self.devices)) if pp <= self.model.layers)
+
+    def _contexts(self) -> tuple[int, ...]:
+        """Return the sizes of context parallelism that leave each device a part that keeps attention fast."""
+        return tuple(cp for cp in divisors(self.devices) if cp == 1 or self.sequence // cp >= _PART)
 
     def _sizes(self, name: str, values: tuple[int, ...]) -> tuple[int, ...]:
         return (self._size(name),) if name in self.fixed else values
@@ -159,6 +181,13 @@ class Space:
             f"no axes of {self.devices} devices divide a batch of {self.batch} and the model; use another batch, or "
             "other devices"
         )
+
+
+def _fits(name: str, grid: Configuration) -> bool:
+    """Return whether a schedule has stages as a mesh has."""
+    schedule = schedules.get(name)
+    chunks = schedule.chunks or grid.interleave
+    return grid.pp == 1 or (chunks == grid.interleave and not schedule.usual > grid.interleave == 1)
 
 
 def divisors(number: int) -> tuple[int, ...]:

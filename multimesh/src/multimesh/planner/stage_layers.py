@@ -6,7 +6,8 @@ import heapq
 import itertools
 
 from multimesh.planner.configuration import Configuration
-from multimesh.planner.layer import LayerParts, Times
+from multimesh.planner.layer import LayerParts
+from multimesh.planner.products import Times
 from multimesh.planner.transformer import Transformer
 
 
@@ -58,8 +59,12 @@ def placement(how: Configuration, route: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def times(model: Transformer, how: Configuration, parts: LayerParts) -> tuple[Times, ...]:
-    """Seconds of each stage: its layers, the embedding on the first and the head on the last."""
-    found = [parts.layer * number for number in layers(model, how)]
+    """Return the seconds of each stage: its layers, the embedding on the first and the head on the last."""
+    dense, found = model.dense_layers, []
+    for number in layers(model, how):
+        first = min(dense, number)
+        dense -= first
+        found.append(parts.layer * (number - first) + parts.first * first if first else parts.layer * number)
     found[0] += parts.embedding
     found[-1] += parts.head
     return tuple(found)

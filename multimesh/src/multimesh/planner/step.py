@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device, device
 from multimesh.hardware.stacks import Stack, stack
-from multimesh.planner import footprint, layer, loop, stage_layers
+from multimesh.planner import footprint, layer, loop, stage_layers, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
 
@@ -36,6 +37,8 @@ class Step:
         Bytes of a device at the peak, for each submesh.
     shares
         What the seconds of the fullest submesh consist of, by name.
+    software
+        Name of the stack that runs it.
     """
 
     model: Transformer
@@ -48,6 +51,7 @@ class Step:
     bubble: float
     memory: tuple[footprint.Footprint, ...]
     shares: tuple[tuple[str, float], ...]
+    software: str = "modern"
 
     @property
     def tokens_per_second(self) -> float:
@@ -91,42 +95,66 @@ def forecast(model: Transformer, how: Configuration, on: str | Device, software:
         For a device or stack that no table has, and a schedule that has no table for these stages.
     """
     on, software = device(on), stack(software)
-    parts = layer.parts(model, how, on, software)
+    used = on.with_software(software.year)
+    parts = layer.parts(model, how, used, software)
     of = stage_layers.times(model, how, parts)
     span = busy = how.microbatches * sum(s.total for s in of) / how.pp
     if how.pp > 1:
         span = loop.seconds(how.schedule, how.pp, how.microbatches, of, parts.hop, parts.blocked)
-    gradients, optimizer, host = after(model, how, on, software)
-    total = span + gradients + optimizer + host
+    gradients, optimizer, rest = after(model, how, used, software, parts)
+    waits = stragglers(how, used, software) * span
+    total = span + gradients + optimizer + rest + waits
     scale = busy / max(1e-30, sum(s for _, s in parts.shares))
     shares = {name: s * scale for name, s in parts.shares}
-    shares |= {"bubble": span - busy, "gradients": gradients, "optimizer": optimizer, "host": host}
+    shares |= {"bubble": span - busy, "gradients": gradients, "optimizer": optimizer, "host": rest, "stragglers": waits}
     held = footprint.held(model, how, software)
     found = tuple((name, s) for name, s in shares.items() if s > 0)
-    return Step(model, how, on, total, span, gradients, optimizer, 1 - busy / span, held, found)
+    return Step(model, how, on, total, span, gradients, optimizer, 1 - busy / span, held, found, software.name)
 
 
-def after(model: Transformer, how: Configuration, on: Device, software: Stack) -> tuple[float, float, float]:
-    """Seconds of a step beside its loop: for gradients that nothing hides, for the optimizer, and on the host."""
-    optimizer = kernels.moved(on, _owned(model, how) * OPTIMIZER / how.state_shards)
-    return _gradients(model, how, on, software), optimizer, software.step
+def stragglers(how: Configuration, on: Device, software: Stack) -> float:
+    """Return the share of the loop by which the slowest of many devices makes it longer."""
+    return software.jitter * max(0.0, math.log2(how.devices / on.domain))
 
 
-def _owned(model: Transformer, how: Configuration) -> float:
-    """Parameters of a device, as if FSDP did not shard them."""
-    layers = model.layers / how.pp * model.held_parameters(how.ep)
-    return (layers + model.embedding_parameters) / how.tp
+def after(
+    model: Transformer, how: Configuration, on: Device, software: Stack, parts: layer.LayerParts
+) -> tuple[float, float, float]:
+    """Return the seconds of a step beside its loop: gradients that nothing hides, the optimizer, and the host."""
+    always, routed = _owned(model, how)
+    held = always / how.state_shards
+    held += routed / (how.expert_replicas if how.sharded != "none" else max(1.0, how.fsdp / how.ep))
+    optimizer = kernels.moved(on, held * OPTIMIZER)
+    return _gradients(model, how, on, software, parts), optimizer, software.step
 
 
-def _gradients(model: Transformer, how: Configuration, on: Device, software: Stack) -> float:
-    """Seconds of the reduction of gradients, and of the gather of parameters where the optimizer is sharded."""
-    own, inner = _owned(model, how), how.tp
-    if layer.shards(how) == 1:
-        size = own * (_GRADIENT + _PARAMETER)
-        ranks = how.replicas
+def _owned(model: Transformer, how: Configuration) -> tuple[float, float]:
+    """Return the parameters of a device as if FSDP did not shard them: those of routed experts apart."""
+    sparse = (model.layers - model.dense_layers + model.predicted) / how.pp if model.experts else 0.0
+    dense = model.layers / how.pp - (model.layers - model.dense_layers) / how.pp * bool(model.experts)
+    always = dense * model.dense_layer_parameters + sparse * model.always_parameters + model.embedding_parameters
+    return always / how.tp, sparse * model.expert_parameters / (how.ep * how.expert_tp)
+
+
+def _gradients(model: Transformer, how: Configuration, on: Device, software: Stack, parts: layer.LayerParts) -> float:
+    """Return the seconds of the reduction of gradients, and of the gather of parameters where the optimizer is sharded.
+
+    Computation hides them only while the last microbatches go back and the first go forward.
+    """
+    always, routed = _owned(model, how)
+    inner = how.tp
+    if traffic.shards(how) == 1:
+        size, ranks = _GRADIENT + _PARAMETER, how.replicas
     elif how.sharded != "parameters" and how.dp > 1:
-        size, ranks = own / how.fsdp * 2 * _GRADIENT, how.dp
+        size, ranks = 2 * _GRADIENT / how.fsdp, how.dp
         inner *= how.fsdp * how.cp
     else:
         return 0.0
-    return software.exposed_gradients * kernels.gathered(on, size, ranks, inner)
+    buckets = model.layers / how.pp
+    waits = 2 * buckets * kernels.latency(on, ranks, inner) if ranks > 1 else 0.0
+    whole = kernels.gathered(on, always * size, ranks, inner) + waits
+    if routed:
+        whole += kernels.gathered(on, routed * size, min(ranks, how.expert_replicas), inner * how.ep)
+    rounds = min(how.microbatches, how.pp) if how.interleave > 1 else 1  # one stage ends while others go on
+    hides = rounds * model.layers / how.pp * parts.layer.total
+    return max(software.exposed_gradients * whole, whole - hides)

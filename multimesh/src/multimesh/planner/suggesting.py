@@ -24,6 +24,9 @@ SHARE = 0.75
 """Part of a device's memory that JAX takes by default."""
 
 COUNT = 10
+EQUAL = 0.05
+"""Two configurations of one model and cluster whose forecasts differ by less are about as fast."""
+
 _MOST_TIMES = 64  # so many times the devices are tried at most to find out what would fit
 
 
@@ -49,6 +52,8 @@ class Training:
         Half width of the bands at least.
     policies
         Of recomputation: those that the software has, the most frugal last.
+    precisions, sharded, offloads
+        As in `multimesh.planner.space.Space`.
     """
 
     model: Transformer
@@ -61,6 +66,9 @@ class Training:
     limit: float = 0.0
     least_band: float = 0.0
     policies: tuple[str, ...] = RECOMPUTE
+    precisions: tuple[str, ...] = ("bf16",)
+    sharded: str = "optimizer"
+    offloads: bool = False
 
     @property
     def bytes(self) -> float:
@@ -93,7 +101,8 @@ class Training:
         where = self.device
         if 0 < self.gpus < where.domain <= 8:  # larger domains span nodes
             where = dataclasses.replace(where, domain=self.gpus)
-        space = Space(self.model, where, devices, self.batch, self.sequence, self.fixed, self.policies)
+        more = self.policies, self.precisions, self.sharded, self.offloads
+        space = Space(self.model, where, devices, self.batch, self.sequence, self.fixed, *more)
         return Transformers(space, dataclasses.replace(self.software, reserved=0.0), self.bytes, self.least_band), space
 
 
@@ -134,6 +143,9 @@ def suggest(
     options = search.best(count, accepts=accepts)
     if not options:
         raise DoesNotFitError(_too_large(job, devices, search))
+    simple = _simplest(search, options[0], accepts)
+    if simple not in options:
+        options = sorted((*options, simple), key=lambda option: option.seconds)
     return Suggestions(
         f"{job.model.name} on {devices} {job.device.name}, batch {job.batch} x {job.sequence} tokens",
         tuple(options),
@@ -142,7 +154,28 @@ def suggest(
         len(search.candidates),
         search.simulated,
         front=tuple(search.front(accepts)) if front else (),
+        simplest=simple.how,
     )
+
+
+_SIMPLE: tuple[Where, ...] = (
+    lambda how: how.pp == how.tp == how.cp == 1 and how.recompute == "none",
+    lambda how: how.pp == how.tp == how.cp == 1,
+    lambda how: how.pp == 1,
+    lambda how: how.interleave == 1 and how.schedule == "1f1b",
+)
+"""What is simple, the simplest first."""
+
+
+def _simplest(search: Search, fastest: Option, accepts: Where) -> Option:
+    """Return the fastest of the simplest configurations that are about as fast as the fastest of all."""
+    within = (1 + EQUAL) * fastest.seconds
+    for simple in _SIMPLE:
+        if simple(fastest.how):
+            return fastest
+        if found := search.best(1, simple, accepts=accepts, within=within, what="the simplest"):
+            return found[0]
+    return fastest
 
 
 def fewest(job: Training, most: int, each: int, tokens: float, told: Told | None = None) -> tuple[int, Option]:
@@ -167,7 +200,7 @@ def fewest(job: Training, most: int, each: int, tokens: float, told: Told | None
     if not tokens > 0:
         raise checks.refuse("suggest: budget", "a number of tokens a second above 0", tokens)
     seconds = job.batch * job.sequence / tokens
-    peak = job.device.peak(str(job.fixed.get("precision", "bf16")))
+    peak = max(job.device.peak(str(job.fixed.get("precision", name))) for name in job.precisions)
     least = job.batch * job.sequence * job.model.operations(job.sequence) / peak / seconds
     nodes = max(1, int(least / each))
     fastest: Option | None = None

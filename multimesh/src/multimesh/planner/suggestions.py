@@ -12,6 +12,7 @@ from typing import Any
 from multimesh.core.text import amount, columns
 from multimesh.planner import picture
 from multimesh.planner.best_first import Option
+from multimesh.planner.configuration import Configuration
 from multimesh.planner.lost import shown
 
 _WIDTH = 100  # of the table
@@ -50,6 +51,8 @@ class Suggestions:
         What `Option.tokens_per_second` counts.
     notes
         What the cost model does not see.
+    simplest
+        The simplest of those that are about as fast as the fastest; None: it is the fastest.
     front
         The fastest, the fastest in less memory, and so on, if that was asked for.
     """
@@ -63,11 +66,17 @@ class Suggestions:
     unit: str = "tok"
     notes: tuple[str, ...] = ()
     front: tuple[Option, ...] = ()
+    simplest: Configuration | None = None
+
+    @property
+    def fastest(self) -> Option:
+        """The fastest."""
+        return self.options[0]
 
     @property
     def best(self) -> Option:
-        """The fastest."""
-        return self.options[0]
+        """The simplest of those that are about as fast as the fastest."""
+        return next((option for option in self.options if option.how == self.simplest), self.fastest)
 
     def changed(self, options: Sequence[Option], notes: Sequence[str] = ()) -> Suggestions:
         """The same with other options, and further notes."""
@@ -76,7 +85,7 @@ class Suggestions:
     def __str__(self) -> str:
         lines = [f"{self.title}; up to {amount(self.limit, 'bytes')} of a device", ""]
         lines += [line.rstrip() for line in columns(_table(self.options, self.unit), left=_left(self.options), gap=" ")]
-        consists = f"the best, by its {self.best.seconds:.4g} s: {_consists(self.best)}"
+        consists = f"{self._number(self.best)}, by its {self.best.seconds:.4g} s: {_consists(self.best)}"
         lines += ["", *(line for text in (*self.legend(), consists) for line in _wrapped(text, ""))]
         if self.lost:
             lines += ["", "why others lost", *(line for sentence in self.lost for line in _wrapped(sentence, "  "))]
@@ -91,10 +100,17 @@ class Suggestions:
             f"mb: {what} of a microbatch; v: stages of a submesh; GB: of the fullest stage's devices",
             f"{self.considered} configurations, of which bounds leave {self.simulated} to be simulated",
         ]
+        if self.best is not self.fastest:
+            found.append(f"suggested: {self._number(self.best)}, the simplest of those about as fast as the fastest")
+        if self.best.nearest:
+            found.append(f"nearest measured run to {self._number(self.best)}: {self.best.nearest} by our forecast")
         for number, option in enumerate(self.options[:_DETAILED], 1):
             if option.how.layers and option.how.pp > 1:
                 found.append(f"{parts} of the stages of {number}: {_runs(option.how.layers)}")
         return found
+
+    def _number(self, option: Option) -> int:
+        return self.options.index(option) + 1
 
     def to_json(self) -> dict[str, Any]:
         """The same as data."""

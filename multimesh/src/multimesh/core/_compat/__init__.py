@@ -46,7 +46,6 @@ with tried_version():
         shape_of,
         sharding_constraint_p,
         stacked,
-        struct,
         subjaxprs,
         typed_as,
     )

@@ -24,20 +24,15 @@ from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.placing.owners import leading_to_tasks
 from multimesh.passes.placing.route import position
 from multimesh.schedules import Auto, Schedule
-from multimesh.schedules.published import VShaped
 
 
 def number_stages(pipeline: Pipeline) -> Pipeline:
-    """Number the stages of a loop; ``auto`` takes the way down and up where the tasks of the loop go that way.
-
-    They must go it once: no published table goes down and up twice.
-    """
+    """Number the stages of a loop; ``auto`` takes the way down and up where the tasks of the loop go that way."""
     schedule = pipeline.loop.mark.schedule
     straight = stages(pipeline, schedule)
     if isinstance(schedule, Auto) and not schedule.route and (count := len(straight.submeshes)) > 1:
-        turned = stages(pipeline, replace(schedule, route=VShaped().placement(count)))
-        shorter = turned.chunks < straight.chunks or not straight.complete
-        if turned.complete and turned.chunks == VShaped.chunks and shorter:
+        turned = stages(pipeline, replace(schedule, route=(*range(count), *reversed(range(count)))))
+        if turned.complete and (turned.chunks < straight.chunks or not straight.complete):
             return turned
     return straight
 

@@ -1,0 +1,167 @@
+"""Flags of ``python -m multimesh suggest``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from multimesh import schedules
+from multimesh.commands import values
+from multimesh.hardware import devices, stacks
+from multimesh.hardware.devices import PRECISIONS
+from multimesh.planner import models
+from multimesh.planner.configuration import RECOMPUTE, SHARDED
+
+ABOUT = """\
+  python -m multimesh suggest --model llama3-70b --nodes 8
+  python -m multimesh suggest --model deepseek-v3 --nodes 128 --sequence-length 4096 --batch-size 8192 --html page.html
+  python -m multimesh suggest --params 70e9 --nodes 8 --tp 8
+  python -m multimesh suggest --model llama3-8b --nodes 16 --device h100,b200 --tokens 15e12 --price 2.5
+
+Find the fastest ways to spread the training of a transformer over a cluster: axes of the mesh, schedule, microbatch,
+recomputation, layers of the stages. What a flag fixes stays. Seconds are forecasts, with the band in which measured
+runs of sources lay that the forecast had not seen. Needs neither devices nor JAX. maxtext/run.py --suggest does the
+same for MaxText's models."""
+
+EXIT_CODES = """\
+    0  there are configurations that fit
+    2  flags that do not fit together, or a budget that no number of these devices reaches
+   16  no configuration fits into memory"""
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    _model(command.add_argument_group("model"))
+    _cluster(command.add_argument_group("cluster and batch"))
+    _fixed(command.add_argument_group("what stays as you say; all else is searched"))
+    _bill(command.add_argument_group("the bill"))
+    out = command.add_argument_group("output")
+    out.add_argument(
+        "--picture", type=values.file, metavar="FILE", help="draw memory against the time of a step, as SVG"
+    )
+    out.add_argument(
+        "--html", type=values.file, metavar="FILE", help="write a page: the picture, parts of steps, timeline, bill"
+    )
+    out.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+
+
+def _model(model: argparse._ArgumentGroup) -> None:
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"a file config.json of Hugging Face or its folder, or one of {', '.join(models.names())}",
+    )
+    for flag, text in (
+        ("--layers", "decoder layers"),
+        ("--hidden", "width of the model"),
+        ("--ffn", "width of the MLP, of each expert (default: 4 x hidden)"),
+        ("--heads", "heads of attention"),
+        ("--kv-heads", "heads of keys and values (default: as --heads)"),
+        ("--vocab", "tokens of the vocabulary"),
+    ):
+        model.add_argument(flag, type=values.positive, metavar="N", help=text)
+    for flag, text in (("--experts", "experts of a layer"), ("--active", "experts that a token passes")):
+        model.add_argument(flag, type=values.positive, default=0, metavar="N", help=text)
+    model.add_argument("--plain-mlp", action="store_true", help="the MLP has no gate: two matrices in place of three")
+    model.add_argument("--tied", action="store_true", help="the head is the embedding transposed")
+    model.add_argument(
+        "--params",
+        type=values.time,
+        metavar="N",
+        help="parameters, where no more is known: 70e9; the band is wider then",
+    )
+    model.add_argument("--name", metavar="NAME", help="for the title")
+
+
+def _cluster(cluster: argparse._ArgumentGroup) -> None:
+    cluster.add_argument(
+        "--device",
+        default="h100",
+        metavar="NAME[,NAME]",
+        help=f"{', '.join(devices.names())}; several are compared; default h100",
+    )
+    cluster.add_argument("--devices-file", type=Path, metavar="FILE", help="TOML file of further devices")
+    cluster.add_argument(
+        "--network", type=values.amount, metavar="BYTES", help="that a device sends to other nodes in a second: 25e9"
+    )
+    cluster.add_argument(
+        "--software",
+        choices=stacks.names(),
+        default="modern",
+        help="what runs it: " + "; ".join(f"{name}: {stacks.stack(name).about}" for name in stacks.names()),
+    )
+    cluster.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="JSON file of a run of yours, to which three constants are fitted",
+    )
+    cluster.add_argument(
+        "--gpus", type=values.positive, default=8, metavar="N", help="GPUs of a node (default: %(default)s)"
+    )
+    cluster.add_argument("--nodes", type=values.positive, default=1, metavar="N", help="default: %(default)s")
+    cluster.add_argument(
+        "--sequence-length", type=values.positive, default=8192, metavar="N", help="default: %(default)s"
+    )
+    cluster.add_argument(
+        "--batch-size", type=values.positive, metavar="N", help="sequences of a step (default: 2 x devices)"
+    )
+    cluster.add_argument(
+        "--memory",
+        type=values.time,
+        metavar="BYTES",
+        help="of a device that may be used: 72e9 (default: 3/4, as JAX takes)",
+    )
+    cluster.add_argument(
+        "--budget",
+        type=values.time,
+        metavar="TOKENS",
+        help="find the fewest nodes up to --nodes that reach so many a second",
+    )
+
+
+def _fixed(fixed: argparse._ArgumentGroup) -> None:
+    for name in ("dp", "fsdp", "tp", "pp", "cp", "ep", "etp", "interleave", "microbatch"):
+        fixed.add_argument(f"--{name}", type=values.positive, metavar="N")
+    fixed.add_argument(
+        "--schedule", type=values.schedule, choices=schedules.names(), metavar="NAME", help=", ".join(schedules.names())
+    )
+    fixed.add_argument("--recompute", choices=RECOMPUTE, help="what the backward pass computes again")
+    fixed.add_argument(
+        "--sharded", choices=SHARDED, help="over data parallelism beside the batch (default: optimizer, ZeRO-1)"
+    )
+    fixed.add_argument(
+        "--precision", choices=(*PRECISIONS, "any"), help="of products (default bf16); any: all that the device has"
+    )
+    fixed.add_argument(
+        "--offload", action="store_true", help="try also activations in the host's memory (default: they are not)"
+    )
+    fixed.add_argument(
+        "--load", type=values.at_least(1, float, "a number"), metavar="X", help="of the busiest experts, over the mean"
+    )
+    fixed.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help="default: wherever tp > 1")
+    fixed.add_argument("--partition", type=values.sizes, metavar="N,N,...", help="layers of each stage")
+
+
+def _bill(bill: argparse._ArgumentGroup) -> None:
+    bill.add_argument("--tokens", type=values.amount, metavar="N", help="of the whole training: 15e12")
+    bill.add_argument("--price", type=values.amount, metavar="X", help="of a device for an hour")
+    bill.add_argument(
+        "--power",
+        type=values.amount,
+        metavar="WATTS",
+        help="of a device with its part of hosts, network and cooling (default: 1.5 times its own)",
+    )
+    bill.add_argument(
+        "--goodput",
+        type=_goodput,
+        metavar="FAILURES,SECONDS",
+        help="failures a day of 1,000 devices, and seconds of a checkpoint: 0.5,60 (default: none)",
+    )
+
+
+def _goodput(text: str) -> tuple[float, float]:
+    first, comma, second = text.partition(",")
+    if not comma:
+        raise argparse.ArgumentTypeError(f"must be failures and seconds, such as 0.5,60, got {text!r}")
+    return values.amount(first), values.amount(second)

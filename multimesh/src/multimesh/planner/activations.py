@@ -1,0 +1,56 @@
+"""Bytes that a layer keeps of a microbatch for its backward pass, and those of what runs at the peak."""
+
+from __future__ import annotations
+
+from multimesh.hardware import kernels
+from multimesh.hardware.stacks import Stack
+from multimesh.planner import traffic
+from multimesh.planner.configuration import Configuration
+from multimesh.planner.transformer import Transformer
+
+_SCORES = 5.0  # bytes that unfused attention keeps for a score: of softmax, of its dropout, and the mask
+_HELD = 2.0  # layers whose gathered parameters, or offloaded activations, are on the device at a time
+
+
+def kept(model: Transformer, how: Configuration, software: Stack) -> float:
+    """Return the bytes that a layer keeps of a microbatch for its backward pass."""
+    if how.offload:
+        return 0.0
+    if how.recompute != "none" and how.recomputed < 1:
+        whole = kept(model, how.changed(recompute="none"), software)
+        less = kept(model, how.changed(recomputed=1.0), software)
+        return how.recomputed * less + (1 - how.recomputed) * whole
+    spread = how.tp if how.sequence_parallel else 1
+    if how.recompute == "full":
+        return 2.0 * how.tokens * model.hidden / spread
+    routed = model.active * how.load if model.experts else 0.0
+    width = model.expert * routed + model.shared_ffn if model.experts else float(model.ffn)
+    up = width * model.gates
+    ranks = model.query_rank + model.kv_rank
+    if how.recompute == "minimal":
+        products = model.queries + model.keys_and_values + up
+        return 2.0 * how.tokens * (2 * model.hidden + ranks + products) / how.tp
+    size = min(2.0, 2 * kernels.BYTES[how.precision]) / 2  # of an input of a product; two copies where it is narrow
+    between = 2.0 * (model.hidden + ranks) / spread + (model.queries + model.keys_and_values + up) / how.tp
+    inputs = 2.0 * model.hidden / spread + (model.values + width) / how.tp
+    permuted = 2.0 * routed * model.hidden / how.tp
+    found = 2.0 * how.tokens * (between + size * (inputs + permuted)) * software.kept
+    if not software.fused_attention and how.recompute != "selective":
+        found += _SCORES * how.tokens * how.sequence * model.heads / how.tp
+    return found
+
+
+def running(model: Transformer, how: Configuration, software: Stack) -> float:
+    """Return the bytes of a layer that runs: what it computes again, and the parameters that it gathered."""
+    plain = how.changed(recompute="none", offload=False)
+    whole = kept(model, plain, software) if how.recompute in ("minimal", "full") else 0.0
+    if how.offload:
+        whole = max(whole, _HELD * kept(model, how.changed(offload=False), software))
+    return whole + gathered(model, how)
+
+
+def gathered(model: Transformer, how: Configuration) -> float:
+    """Return the bytes of the parameters that sharding brings to a device while a layer runs: two layers, bfloat16."""
+    if traffic.shards(how) == 1 or how.gather_once:
+        return 0.0
+    return _HELD * 2.0 * model.held_parameters(how.ep) / how.tp
