@@ -27,6 +27,7 @@ EXACT = ("bfloat16", "float16", "int8", "int16", "int32", "uint8", "uint32", "bo
 GRADIENTS = ("none", "inside", "outside")
 ONE_STAGE = ("zb-h1", "zb-h2")
 V_SHAPES = ("zb-v", "dualpipe-v")
+STARTS = ("argument", "argument", "zeros", "ones", "row")  # of a state
 LAYERS = ("product", "shift", "residual", "scan", "choose")
 BETWEEN = ("none", "none", "scale", "add weak", "cast", "centre")
 RESULTS = ("sum", "rows", "statistic", "literal", "identity", "plus zero", "slice", "split", "outside", "data", "again")
@@ -66,6 +67,8 @@ class Program:
     count: int
     rows: int
     clip: bool  # the gradients of each microbatch, by their norm
+    start: str  # what the state is before the first microbatch: an argument, or made in the function
+    apart: str  # a task outside of the loop on a submesh of its own: none, first, last
 
     @property
     def stages(self) -> int:
@@ -73,8 +76,8 @@ class Program:
         return len(self.layers)
 
     def meshes(self) -> list[Mesh]:
-        """Disjoint submeshes."""
-        starts = np.cumsum([0, *self.submeshes])
+        """Disjoint submeshes; the last one is that of the task apart."""
+        starts = np.cumsum([0, *self.submeshes, 1])
         return [Mesh(np.array(jax.devices()[a:b]), ("data",)) for a, b in itertools.pairwise(starts)]
 
     def submesh(self, stage: int) -> int:
@@ -93,7 +96,7 @@ def program(seed: int) -> Program:
     def maybe(share: float) -> bool:
         return bool(rng.random() < share)
 
-    schedule = choose(mm.schedules.names())
+    schedule = choose((*mm.schedules.names(), "auto", "auto"))
     p = 2 if schedule in V_SHAPES else choose((1, 2, 2, 3))
     rounds = 2 if schedule in V_SHAPES else 1 if schedule in ONE_STAGE else choose((1, 1, 2))
     stages = p * rounds
@@ -130,6 +133,8 @@ def program(seed: int) -> Program:
         choose((2, 4)) if p < 3 else 4,
         2,
         dtype == "float32" and gradient == "inside" and maybe(0.4),
+        choose(STARTS),
+        choose(("none", "none", "none", "first", "last")),
     )
 
 
@@ -269,7 +274,25 @@ def ways(given: Program) -> list[str]:
 
 
 def step(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
-    """The whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or `plainly`."""
+    """The whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or `plainly`.
+
+    It returns the result of the task apart too.
+    """
+    run = _pipeline(given, placed, loop)
+    apart = placed(given.stages, lambda c: c[::-1], "apart")
+    starts = {"zeros": jnp.zeros_like, "ones": jnp.ones_like}
+
+    def whole(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
+        state = x[0] if given.start == "row" else starts.get(given.start, lambda state: state)(state)
+        before = apart(c) if given.apart == "first" else None
+        made = run(weights, x, c, state, key)
+        return made, apart(c) if given.apart == "last" else before
+
+    return whole
+
+
+def _pipeline(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
+    """Return the loop, or its gradient; arguments as those of the whole function."""
     iteration, how = body(given, placed), ways(given)
     stack, reduce = tuple(w == "stack" for w in how), tuple("mean" if w == "mean" else "sum" for w in how)
 
@@ -283,8 +306,9 @@ def step(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
 
     def looped(fn: Any, stack: Any, reduce: Any) -> Any:
         carry = 3 if given.carry is not None else None
+        schedule = mm.schedules.Auto(evaluations=20) if given.schedule == "auto" else given.schedule
         return loop(
-            fn, size=given.rows, argnum=1, schedule=given.schedule, index="number", carry=carry, stack=stack,
+            fn, size=given.rows, argnum=1, schedule=schedule, index="number", carry=carry, stack=stack,
             reduce=reduce,
         )  # fmt: skip
 
@@ -323,7 +347,7 @@ def step(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
 
 
 def plainly(
-    fn: Any, *, size: int, argnum: int, schedule: str, index: str, carry: int | None, stack: Any, reduce: Any
+    fn: Any, *, size: int, argnum: int, schedule: Any, index: str, carry: int | None, stack: Any, reduce: Any
 ) -> Any:
     """What `mm.microbatch` means, as a loop in Python."""
 
@@ -364,6 +388,9 @@ def places(given: Program, got: Any) -> None:
         allowed = [where[given.submesh(stage)] for stage in stages]
         assert x.devices() in allowed, f"{what} lies on {x.devices()}, not on {allowed}"
 
+    got, apart = got
+    if apart is not None:
+        assert apart.devices() == where[-1], f"the result of the task apart lies on {apart.devices()}"
     state, got = got if given.carry is not None else (None, got)
     if state is not None:
         on(state, [given.carry], "state")  # type: ignore[list-item]
@@ -387,12 +414,14 @@ def check(given: Program) -> None:
     args = data(given)
 
     def placed(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return mm.task(fn, name=name, mesh=meshes[given.submesh(stage)])
+        return mm.task(fn, name=name, mesh=meshes[-1 if name == "apart" else given.submesh(stage)])
 
     def alone(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
         return fn
 
-    got = mm.jit(step(given, placed, mm.microbatch))(*args)
+    jitted = mm.jit(step(given, placed, mm.microbatch))
+    got = jitted(*args)
+    assert all(need.total for need in jitted.compiled[0].lowered.memory_forecast())
     want = jax.jit(step(given, alone, plainly))(*args)
     floats = [x for x in jax.tree.leaves(want) if jnp.issubdtype(x.dtype, jnp.inexact)]
     # Layers that centre make some gradients differences of larger ones.

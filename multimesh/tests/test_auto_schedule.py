@@ -1,11 +1,14 @@
 """``schedule="auto"`` takes a table only if the forecast of the whole plan is within the memory of a device."""
 
+import json
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from multimesh.schedules import Auto
-from pipelines import submeshes
+from pipelines import assert_same, microbatched, submeshes
 
 import multimesh as mm
 
@@ -110,3 +113,109 @@ def test_memory_for_activations_is_taken_at_its_word():
     assert free.taken.makespan <= bounded.taken.makespan
     with pytest.raises(mm.UsageError, match="bytes of a device must be a finite number of at least 0, got -1"):
         Auto(device=-1)
+
+
+def with_another(order, other, schedule, rows=ROWS):
+    """A step over stages on the submeshes of ``order``, and a task outside of the loop on one that may be none of them.
+
+    Its arguments, and the same without tasks.
+    """
+    meshes = submeshes(4, (1,))
+
+    def make(on, loop):
+        def loss(weights, x):
+            for n, w in enumerate(weights):
+                x = on(lambda w, x: jnp.tanh(x @ w), f"stage{n}", meshes[order[n]])(w, x)
+            return jnp.sum(x**2)
+
+        def step(weights, x, far):
+            far = on(lambda x: 2 * jnp.sin(x), "far", meshes[other])(far)
+            return far, loop(jax.value_and_grad(loss), size=ROWS, argnum=1)(weights, x)
+
+        return step
+
+    draw = np.random.default_rng(0)
+    weights = [draw.normal(size=(32, 32)).astype(np.float32) / 8 for _ in order]
+    args = weights, *(draw.normal(size=(n, 32)).astype(np.float32) for n in (ROWS * COUNT, rows))
+    got = mm.jit(make(lambda f, name, mesh: mm.task(f, name, mesh=mesh), partial(mm.microbatch, schedule=schedule)))
+    return got, args, jax.jit(make(lambda f, *_: f, microbatched))
+
+
+@pytest.mark.parametrize(("order", "other"), [((0, 1, 2), 3), ((2, 1, 0), 3), ((2, 1, 3), 0), ((2, 1, 0), 0)])
+def test_a_plan_with_other_submeshes_than_its_loop(order, other):
+    """The plan then has more submeshes than the table has rows, or the same in another order."""
+    auto, args, plain = with_another(order, other, Auto(evaluations=60))
+    assert_same(auto(*args), plain(*args))
+    (choice,) = auto.plan(*args).choices
+    assert len(choice.taken.table) == len(order)
+    usual, _, _ = with_another(order, other, "1f1b")
+    most = max(need.total for need in usual.lower(*args).memory_forecast())
+    assert max(need.total for need in auto.lower(*args).memory_forecast()) <= most
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2), (1, 2, 0)])
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_each_row_of_a_table_has_the_memory_of_its_own_submesh(order, other):
+    """The plan has another order than the loop. What one submesh holds leaves it the least for activations."""
+    auto, args, _ = with_another(order, other, Auto(device=600e3, evaluations=60), rows=2000)
+    (choice,) = auto.plan(*args).choices
+    assert np.argmin(choice.limits) == order.index(other)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", Auto(evaluations=60)], ids=str)
+@pytest.mark.parametrize("init", ["zeros", "made", "captured", "row"])
+def test_a_state_that_begins_as_no_argument(init, schedule):
+    """Its slots take the layout of no argument: forecasts and the choice of a table must not ask for one."""
+    meshes = submeshes(2, (1,))
+    captured = jnp.arange(32, dtype=jnp.float32)
+    starts = {"zeros": lambda x: jnp.zeros(32), "made": lambda x: jnp.cos(x[0]), "captured": lambda x: captured}
+    start = starts.get(init, lambda x: x[0])
+
+    def make(on, loop):
+        def body(weights, x, state):
+            for n, w in enumerate(weights):
+                x = on(lambda w, x: jnp.tanh(x @ w), f"stage{n}", meshes[n])(w, x)
+            state = on(lambda state, x: 0.9 * state + x.sum(0), "update", meshes[1])(state, x)
+            return state, jnp.sum(x**2)
+
+        return lambda weights, x: loop(body, size=ROWS, argnum=1, carry=2)(weights, x, start(x))
+
+    def plainly(body, *, size, argnum, carry):
+        def call(weights, x, state):
+            total = jnp.zeros(())
+            for k in range(COUNT):
+                state, loss = body(weights, x[k::COUNT], state)
+                total += loss
+            return state, total
+
+        return call
+
+    draw = np.random.default_rng(0)
+    args = [draw.normal(size=(32, 32)).astype(np.float32) / 8] * 2, draw.normal(size=(ROWS * COUNT, 32))
+    args = args[0], args[1].astype(np.float32)
+    step = mm.jit(make(lambda f, name, mesh: mm.task(f, name, mesh=mesh), partial(mm.microbatch, schedule=schedule)))
+    assert_same(step(*args), jax.jit(make(lambda f, *_: f, plainly))(*args))
+    needs = step.lower(*args).memory_forecast()
+    assert all(need.total > 0 for need in needs)
+
+
+DOUBLE_V = (0, 1, 1, 0, 0, 1, 1, 0)
+
+
+@pytest.mark.parametrize("schedule", ["auto", Auto(route=(0, 1, 1, 0), evaluations=60)], ids=["auto", "own route"])
+def test_a_loop_that_goes_down_and_up_twice(schedule):
+    """No published table goes that way: without a route of the user's own, stages are numbered round and round."""
+    step, args, plain = pipeline(schedule, (32,) * 8, DOUBLE_V)
+    for got, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(plain(*args)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    (choice,) = step.plan(*args).choices
+    assert choice.schedule.route == (() if schedule == "auto" else (0, 1, 1, 0))
+    assert "taken" in str(choice)
+
+
+def test_too_little_memory_where_there_is_no_published_table():
+    with pytest.raises(mm.UsageError, match="no table keeps activations within 1, 1"):
+        Auto(route=(0, 1, 1, 0), memory=1.0).choose(2, 4, 4)
+    free = Auto(route=(0, 1, 1, 0), evaluations=60).choose(2, 4, 4)
+    assert str(free)
+    json.loads(json.dumps(free.to_json(), allow_nan=False))

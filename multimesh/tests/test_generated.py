@@ -46,13 +46,15 @@ def test_many_pipelines(first):
 def test_the_seeds_draw_everything():
     """Every schedule, dtype, gradient, layer and result is among the default ones."""
     drawn = [generated.program(seed) for seed in range(SEEDS)]
-    assert {p.schedule for p in drawn} == set(mm.schedules.names())
+    assert {p.schedule for p in drawn} == {*mm.schedules.names(), "auto"}
     assert {p.dtype for p in drawn} == {*generated.SMOOTH, *generated.EXACT}
     assert {p.gradient for p in drawn} == set(generated.GRADIENTS)
     assert {kind for p in drawn for kind in p.layers} == set(generated.LAYERS)
     assert {r.kind for p in drawn for r in p.results} == set(generated.RESULTS)
     assert {p.checkpoint for p in drawn} == {"none", "stage", "model"}
     assert any(p.carry is not None and not p.read for p in drawn)
+    assert {p.start for p in drawn if p.carry is not None} == set(generated.STARTS)
+    assert {p.apart for p in drawn if p.schedule == "auto"} == {"none", "first", "last"}
     assert any(p.key is not None for p in drawn)
     assert any(p.clip for p in drawn)
 

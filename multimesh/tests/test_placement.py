@@ -339,3 +339,42 @@ def test_only_layers_are_tasks_and_the_table_is_tied(schedule):
     assert f"arguments on several submeshes: {tied} (16.4 kB) on " in str(plan)
     assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= table.nbytes
     assert sum(plan.slots[s].nbytes == table.nbytes for t in plan.transfers for s in t.ins) <= 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("way", ["sliced", "of what the other task made", "reduced"])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.filterwarnings("ignore:.*lies on 2 submeshes")
+def test_a_loop_gets_no_stage_on_a_submesh_that_only_others_use(stacked, way, first):
+    """What its iterations do outside of tasks with an argument of such a submesh runs on one of the loop's own."""
+    other = submeshes(STAGES + 1, (1,))[-1]
+
+    def make(stage, loop):
+        far = plain if stage is plain else Split((other,))
+
+        def step(weights, x, c):
+            before = far(0, jnp.sin)(c) if first else c
+
+            def one(weights, x):
+                for s, w in enumerate(weights):
+                    x = stage(s, lambda w, x: jnp.tanh(x @ w))(w, x)
+                late = {"sliced": c[:2], "reduced": (c * c).sum(), "of what the other task made": before[:2]}
+                return x.sum(), late[way]
+
+            given = {"stack": (False, stacked)} if stage is not plain else {}
+            made = jax.value_and_grad(lambda *args: loop(one, size=SIZE, argnum=1, **given)(*args), has_aux=True)
+            return made(weights, x), before if first else far(0, jnp.sin)(c)
+
+        return step
+
+    draw = np.random.default_rng(0)
+    weights = [draw.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 8 for _ in range(STAGES)]
+    args = weights, *(draw.normal(size=(n, WIDTH)).astype(np.float32) for n in (ROWS, 4))
+    step = mm.jit(make(SPLIT, mm.microbatch))
+    got, want = step(*args), jax.jit(make(plain, microbatched))(*args)
+    if stacked:
+        (loss, late), grads = got[0]
+        got = ((loss, late.sum(0)), grads), got[1]
+    assert_same(got, want)
+    on = {run.submesh for run in step.plan(*args).runs if run.cell is not None}
+    assert {step.plan(*args).submeshes[n] for n in on} == set(SPLIT.meshes)

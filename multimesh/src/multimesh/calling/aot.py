@@ -223,7 +223,7 @@ class Compiled:
             return profile(self.runner, leaves, repeats)
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
-        """Bytes per submesh, of whole arrays.
+        """Bytes per submesh, of whole arrays. What waits in the memory of the host does not count.
 
         Each entry has ``arguments``, ``results``, ``intermediates`` (alive at the peak), and ``scratch`` of the largest
         kernel that this process compiled.
@@ -240,8 +240,8 @@ class Compiled:
                 scratch[kernel.submesh] = max(scratch[kernel.submesh], size)
         return tuple(
             {
-                "arguments": sum(plan.slots[s].nbytes for s in given if plan.slots[s].submesh == i),
-                "results": sum(plan.slots[s].nbytes for s in results if plan.slots[s].submesh == i),
+                "arguments": plan.bytes_on(i, given),
+                "results": plan.bytes_on(i, results),
                 "intermediates": peaks[i],
                 "scratch": scratch[i],
             }

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import SequenceKey
 
 from multimesh.core import _compat, checks
+from multimesh.core.prefixes import spread
 from multimesh.core.specs import stripped
 from multimesh.errors import UsageError
 
@@ -25,6 +26,7 @@ class Signature:
     tree: Any
     avals: tuple[Any, ...]
     specs: tuple[PartitionSpec | None, ...]  # None: the layout is derived
+    kinds: tuple[str | None, ...]  # of memory; None: that of the device
     static: tuple[Any, ...]
     context: Any
     home: Mesh | None = None  # submesh of a function without tasks, if it gets a plan
@@ -174,7 +176,12 @@ def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _paths(tree: Any) -> list[tuple[Any, ...]]:
-    return [path for path, _ in jax.tree.flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]]
+    return [path for path, _ in jax.tree.flatten_with_path(_dummy(tree))[0]]
+
+
+def _dummy(tree: Any) -> Any:
+    """Return a pytree whose leaves are bare objects: what JAX asks of a container is that it can hold these."""
+    return jax.tree.unflatten(tree, [object() for _ in range(tree.num_leaves)])
 
 
 def abstract(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
@@ -199,6 +206,16 @@ def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
     return None if or_none else PartitionSpec()
 
 
+def kind_of(x: Any) -> str | None:
+    """Return the kind of memory of an array or of anything with a ``sharding``; None for that of the device."""
+    return host_kind(getattr(getattr(x, "sharding", None), "memory_kind", None))
+
+
+def host_kind(kind: str | None) -> str | None:
+    """Return a kind of memory if it is one that types of JAX tell from that of the device; else None."""
+    return kind if kind == "pinned_host" else None
+
+
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
     """A spec per leaf, from a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
     return [s.spec if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
@@ -219,14 +236,13 @@ def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | Partit
     """Give each leaf its entry of a pytree prefix."""
     if isinstance(shardings, list) and tree.num_leaves:
         shardings = tuple(shardings)
-    dummy = jax.tree.unflatten(tree, range(tree.num_leaves))
+    dummy = _dummy(tree)
     if isinstance(dummy, list) and isinstance(shardings, tuple):
         dummy = tuple(dummy)
     try:
-        spread = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), shardings, dummy, is_leaf=is_sharding)
+        leaves = spread(shardings, dummy, is_leaf=is_sharding)
     except ValueError as error:
         raise UsageError(f"{what}: not a pytree prefix of the arguments: {error}") from None
-    leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
     for leaf in leaves:
         if not (leaf is None or isinstance(leaf, NamedSharding | PartitionSpec)):
             raise UsageError(f"{what}: use NamedSharding, PartitionSpec or None, not {type(leaf).__name__}")

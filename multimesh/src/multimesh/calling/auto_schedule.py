@@ -15,6 +15,7 @@ from multimesh.errors import UsageError
 from multimesh.marking.tracing import uncollected
 from multimesh.observe.memory import MemoryForecast, forecast
 from multimesh.passes import pipeline
+from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.pipeline import LAST, Pass, Traced
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
@@ -52,11 +53,15 @@ class Made:
         return max(need.total for need in self.needs) - limit
 
     def room(self, limit: float) -> tuple[float, ...]:
-        """The memory that is left for activations on each submesh, within a limit for a device.
+        """Return the memory that is left for activations on each submesh of the loop, within a limit for a device.
 
-        The forecast counts bytes on a device, and the choice those of whole arrays.
+        The forecast counts bytes on a device, and the choice those of whole arrays. The plan may have other submeshes
+        besides, and those of the loop in another order.
         """
-        pairs = zip(self.needs, self.choice.taken.peaks, strict=True)
+        pipelines = (part for part in self.passes["table"].made.parts if isinstance(part, Pipeline))
+        (rows,) = (part.submeshes for part in pipelines if part.choice is not None)
+        needs = (self.needs[self.plan.submeshes.index(mesh)] for mesh in rows)
+        pairs = zip(needs, self.choice.taken.peaks, strict=True)
         return tuple(
             max(0.0, limit - need.total + need.values) * (peak / need.values if need.values else 1.0)
             for need, peak in pairs
@@ -126,9 +131,13 @@ def _first(tries: list[Made], auto: Auto, limit: float, again: Callable[[Schedul
 
 
 def _usual(made: Made, again: Callable[[Schedule], Made | None]) -> float:
-    """The largest need of 1F1B in bytes; without it, of the published table with the fewest activations."""
+    """Return the largest need of 1F1B in bytes, else of the published table with the fewest activations.
+
+    A route of the user's own may have no published table: then it is the need of the table that was found.
+    """
     published = {c.name: c for c in made.choice.candidates if c.name != FOUND}
-    name = "1f1b" if "1f1b" in published else min(published.values(), key=lambda c: max(c.peaks)).name
+    least = min(published.values(), key=lambda c: max(c.peaks), default=made.choice.taken).name
+    name = "1f1b" if "1f1b" in published else least
     usual = made if made.choice.taken.name == name else again(get(name)) or made
     return max(need.total for need in usual.needs)
 

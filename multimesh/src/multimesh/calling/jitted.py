@@ -18,7 +18,9 @@ from multimesh.calling.arguments import (
     Parameters,
     Signature,
     abstract,
+    host_kind,
     is_sharding,
+    kind_of,
     leaf_names,
     memory_kinds,
     per_leaf,
@@ -232,17 +234,21 @@ class Jitted:
         avals = tuple(map(abstract, leaves))
         context = self._context()
         specs = [spec_of(leaf, or_none=context.options.autoshard) for leaf in leaves]
+        kinds = tuple(map(kind_of, leaves))
         if self._in_shardings is not None:
             if given.names:
                 raise UsageError(f"{self._name}: in_shardings can't say where {given.names[0]}= is; drop one of them")
             layouts = per_leaf(self._in_shardings, tree, "in_shardings")
             specs = [spec if g is None else stripped(g) for spec, g in zip(specs, layouts, strict=True)]
+            given_kinds = memory_kinds(self._in_shardings, tree, "in_shardings")
+            kinds = tuple(host_kind(given_kinds.get(n, kind)) for n, kind in enumerate(kinds))
         home = None if context.options.enable_fast_path else _home(leaves)
-        return Signature(tree, avals, tuple(specs), given.key, context, home)
+        return Signature(tree, avals, tuple(specs), kinds, given.key, context, home)
 
     def _flat(self, given: Given, signature: Signature) -> tuple[Callable[..., Any], list[Any]]:
         """Return the function of flat leaves, and their types."""
-        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals]
+        kinds = zip(signature.avals, signature.kinds, strict=True)
+        structs = [_compat.struct(shape, dtype, weak, kind) for (shape, dtype, weak), kind in kinds]
         call = given.caller(weak(self._fn))
 
         def flat(*leaves: Any) -> Any:

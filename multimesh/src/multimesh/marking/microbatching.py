@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
+from multimesh.core.prefixes import spread
 from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import UsageError
@@ -291,17 +292,31 @@ def _ways(result: Any, stack: Any, reduce: Any, dim: int, size: int | None) -> t
 def _checked(made: Any, given: Any) -> tuple[Any, Any]:
     """Check that the function returned a state of the type it was ``given``, and return all of it."""
 
-    def kinds(state: Any) -> Any:
-        return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x))}", state)
-
     if not (isinstance(made, tuple) and len(made) == 2):
         raise UsageError("microbatch: with carry= the function returns (state, result)")
-    if jax.tree.structure(given) != jax.tree.structure(made[0]) or kinds(given) != kinds(made[0]):
-        raise UsageError(
-            f"microbatch: the state (carry=) goes in as {kinds(given)} and comes out as {kinds(made[0])}; "
-            "return it with the tree, shapes and dtypes that it was given"
-        )
+    if difference := _difference(given, made[0]):
+        raise UsageError(f"microbatch: the state (carry=) must come out as it went in, but {difference}")
     return made
+
+
+def _difference(given: Any, made: Any) -> str | None:
+    """Return in words the first leaf in which a new state differs from the old one; None if they are alike.
+
+    Only leaves and their paths are compared: the user's containers may have no ``==``, or one that makes arrays.
+    """
+    (before, old_tree), (after, new_tree) = map(jax.tree.flatten_with_path, (given, made))
+    old, new = (
+        {f"state{jax.tree_util.keystr(path)}": f"{jnp.result_type(x)}{[*np.shape(x)]}" for path, x in leaves}
+        for leaves in (before, after)
+    )
+    for name in old | new:
+        if name not in new:
+            return f"{name} is missing in what the function returns"
+        if name not in old:
+            return f"the function returns {name} too, which the argument does not have"
+        if old[name] != new[name]:
+            return f"{name} goes in as {old[name]} and comes out as {new[name]}"
+    return None if old_tree == new_tree else "it is in another container, or one with other static fields"
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -318,7 +333,6 @@ def _strong(x: Any) -> jax.Array:
 
 def _prefix(given: Any, shapes: Any, what: str) -> list[Any]:
     try:
-        full = jax.tree.map(lambda mark, part: jax.tree.map(lambda _: mark, part), given, shapes)
+        return spread(given, shapes)
     except ValueError as error:
         raise UsageError(f"microbatch: {what}= must be a pytree prefix of the result: {error}") from None
-    return jax.tree.leaves(full)

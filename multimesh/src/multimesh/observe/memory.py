@@ -50,6 +50,8 @@ def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
     kernels, bodies = kernel_axes(plan)
     sizes = [
         slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
+        if slot.memory is None  # what waits on the host takes none of a device
+        else 0
         for slot, layout in zip(plan.slots, plan.layouts, strict=True)
     ]
     work = {number: _workspace(plan, plan.first_runs[number], known, bodies) for number, known in kernels.items()}
@@ -82,8 +84,8 @@ def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterabl
 
 def _reused(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
     """Results that take over the buffer of a donated argument."""
-    donated = {args[slot] for slot in plan.donated_by(run) if slot in args}
-    return {slot for slot in run.outs if plan.like.get(slot, (None,))[0] in donated}
+    donated = {(args[slot],) for slot in plan.donated_by(run) if slot in args}
+    return {slot for slot in run.outs if plan.like.get(slot) in donated}
 
 
 def _workspace(plan: Plan, run: Run, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:

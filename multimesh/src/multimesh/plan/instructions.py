@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -172,12 +172,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for an array on a submesh; ``nbytes`` is the size of the whole array."""
+    """A place for an array on a submesh; ``nbytes`` is the size of the whole array.
+
+    ``memory`` is the kind of memory, or None for that of the device.
+    """
 
     submesh: int
     shape: tuple[int, ...]
     dtype: Any
     nbytes: int
+    memory: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +217,11 @@ class PlanData:
             return carry_over(spec, where.shape, mesh)
         kept = (entry(tuple(axis for axis in axes_of(each) if axis not in over)) for each in spec)
         return NamedSharding(mesh, PartitionSpec(over, *carry_over(PartitionSpec(*kept), where.shape[1:], mesh).spec))
+
+    def bytes_on(self, submesh: int, slots: Iterable[int]) -> int:
+        """Return the bytes of the slots among some that are in the memory of a submesh's devices."""
+        meant = (self.slots[slot] for slot in slots)
+        return sum(slot.nbytes for slot in meant if slot.submesh == submesh and slot.memory is None)
 
     @functools.cached_property
     def cuts(self) -> tuple[Cuts, ...]:

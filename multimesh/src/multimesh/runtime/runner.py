@@ -188,11 +188,13 @@ def is_placed(x: Any) -> bool:
 
 
 def _where(sharding: jax.sharding.Sharding) -> str:
-    """Short text of a layout: its mesh and spec, or its devices."""
+    """Short text of a layout: its mesh and spec, or its devices; and its memory, if that is not the devices' own."""
+    usual = next(iter(sharding.device_set)).default_memory().kind
+    memory = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, usual) else ""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return f"{describe(sharding.mesh)} as {sharding.spec}"
+        return f"{describe(sharding.mesh)} as {sharding.spec}{memory}"
     ids = sorted(device.id for device in sharding.device_set)
-    return f"device{'s' * (len(ids) > 1)} {','.join(map(str, ids))}"
+    return f"device{'s' * (len(ids) > 1)} {','.join(map(str, ids))}{memory}"
 
 
 _copy = jax.jit(lambda x: x)  # every result has a buffer of its own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -241,7 +241,8 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
         s: Problem(place, microbatches, costs, backward=backward, splits=s) for s in ((True, False)[: 1 + backward])
     }
     published = _published(auto, route, (submeshes, chunks, microbatches, backward), both)
-    limits = _limits(auto, submeshes, [found for found, _ in published.values()], published.get("1f1b"))
+    everything = microbatches * sum(costs.activations or (1.0,) * stages)
+    limits = _limits(auto, submeshes, [found for found, _ in published.values()], published.get("1f1b"), everything)
     fits = [f for name, (f, _) in published.items() if name not in auto.without and _fits(f, limits)]
     size = sum(len(problem.time) for problem in both.values()) / len(both)
     least, most = _EVALUATIONS
@@ -321,12 +322,12 @@ def _published(
 
 
 def _limits(
-    auto: Auto, submeshes: int, published: Sequence[Found], usual: tuple[Found, Table] | None
+    auto: Auto, submeshes: int, published: Sequence[Found], usual: tuple[Found, Table] | None, everything: float
 ) -> tuple[float, ...]:
-    """Memory for activations on each submesh."""
+    """Return the memory for activations on each submesh; ``everything`` is that of all microbatches in all stages."""
     if auto.memory is None:
         most = [max(map(f.problem.peak, f.rows)) for f in ([usual[0]] if usual else published)]
-        return (min(most, default=float("inf")),) * submeshes
+        return (min(most, default=everything),) * submeshes
     if isinstance(auto.memory, tuple):
         if len(auto.memory) != submeshes:
             raise UsageError(f"schedule auto: memory for {len(auto.memory)} submeshes, but the loop has {submeshes}")
@@ -346,11 +347,12 @@ def _candidate(name: str, found: Found, table: Table, limits: Sequence[float], *
 
 
 def _too_small(limits: Sequence[float], published: Sequence[Found], costs: StageCosts) -> str:
-    least = min(published, key=lambda f: max(map(f.problem.peak, f.rows)))
-    needs, have = (
-        ", ".join(amount(x, costs.sizes) for x in found) for found in (map(least.problem.peak, least.rows), limits)
-    )
+    def listed(sizes: Iterable[float]) -> str:
+        return ", ".join(amount(size, costs.sizes) for size in sizes)
+
+    peaks = min(([*map(f.problem.peak, f.rows)] for f in published), key=max, default=None)
+    least = f"; the published one that takes least takes {listed(peaks)}" if peaks else ""
     return (
-        f"schedule auto: no table keeps activations within {have} (memory=, of each submesh); the published one that "
-        f"takes least takes {needs}; give more memory, smaller microbatches, or recompute with jax.checkpoint"
+        f"schedule auto: no table keeps activations within {listed(limits)} (memory=, of each submesh){least}; give "
+        "more memory, smaller microbatches, or recompute with jax.checkpoint"
     )

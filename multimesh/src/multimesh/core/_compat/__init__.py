@@ -46,6 +46,7 @@ with tried_version():
         shape_of,
         sharding_constraint_p,
         stacked,
+        struct,
         subjaxprs,
         typed_as,
     )

@@ -186,7 +186,14 @@ def abstractify(x: Any) -> jax.ShapeDtypeStruct:
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """An abstract value as an argument to trace with."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    return struct(aval.shape, aval.dtype, getattr(aval, "weak_type", False), memory_kind(aval))
+
+
+def struct(shape: tuple[int, ...], dtype: Any, weak_type: bool, memory: str | None) -> jax.ShapeDtypeStruct:
+    """Return the type of an argument to trace with, without a layout; ``memory`` is None for that of the device."""
+    nowhere = jax.sharding.AbstractMesh((), ())
+    layout = None if memory is None else jax.NamedSharding(nowhere, jax.P(), memory_kind=memory)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=layout)
 
 
 def without_layout(aval: Any) -> Any:

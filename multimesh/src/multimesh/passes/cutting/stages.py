@@ -24,15 +24,20 @@ from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.placing.owners import leading_to_tasks
 from multimesh.passes.placing.route import position
 from multimesh.schedules import Auto, Schedule
+from multimesh.schedules.published import VShaped
 
 
 def number_stages(pipeline: Pipeline) -> Pipeline:
-    """Number the stages of a loop; ``auto`` takes the way down and up where the tasks of the loop go that way."""
+    """Number the stages of a loop; ``auto`` takes the way down and up where the tasks of the loop go that way.
+
+    They must go it once: no published table goes down and up twice.
+    """
     schedule = pipeline.loop.mark.schedule
     straight = stages(pipeline, schedule)
     if isinstance(schedule, Auto) and not schedule.route and (count := len(straight.submeshes)) > 1:
-        turned = stages(pipeline, replace(schedule, route=(*range(count), *reversed(range(count)))))
-        if turned.complete and (turned.chunks < straight.chunks or not straight.complete):
+        turned = stages(pipeline, replace(schedule, route=VShaped().placement(count)))
+        shorter = turned.chunks < straight.chunks or not straight.complete
+        if turned.complete and turned.chunks == VShaped.chunks and shorter:
             return turned
     return straight
 

@@ -112,6 +112,10 @@ class Follower:
         else:
             self._unmarked(op)
 
+    def near(self, mesh: Mesh) -> Mesh:
+        """Return the submesh; in a loop that never comes to it the first one of the loop, so that it gets no stage."""
+        return mesh if not self._route or mesh in self._route else self._route[0]
+
     def settle(self, awaited: Iterable[ir.Value] = (), pulled: Mapping[ir.Value, Mesh] = MappingProxyType({})) -> None:
         """Move what saves a stage or a transfer elsewhere; some values are ``pulled`` to a submesh when all is done."""
         numbers: list[int] = []
@@ -155,7 +159,7 @@ class Follower:
             self._state.mixed.append(op.outs[0])
         if floats and any(map(self._owners.is_read, op.outs)):
             home = self._owners.sliced_at_home(op)
-            if home is not None:
+            if home is not None and home == self.near(home):
                 self._anchor(op, home)
             else:
                 self._float(op, {o: mesh for o in op.outs if (mesh := self._owners.of(o)) is not None})
@@ -163,7 +167,7 @@ class Follower:
             self._float(op, roots)
         elif not roots:
             if op.effects:  # once, whoever reads it
-                self._anchor(op, next(iter(self._owners.order)))
+                self._anchor(op, self.near(next(iter(self._owners.order))))
             else:
                 self._float(op, {})
         elif op.prim.name == "cond" and not op.effects and len(set(roots.values())) > 1:
@@ -195,7 +199,7 @@ class Follower:
         """Submesh of most bytes; then of the result that it leads to, furthest along the pipeline, first."""
         load: dict[Mesh, int] = collections.defaultdict(int)
         furthest: dict[Mesh, int] = collections.defaultdict(int)
-        for v, mesh in self._without_turns(op, roots).items():
+        for v, mesh in self._without_turns(op, {v: self.near(mesh) for v, mesh in roots.items()}).items():
             load[mesh] += v.nbytes
             furthest[mesh] = max(furthest[mesh], self._at(op, v))
         pull = next((self._state.pulls[o] for o in op.outs if o in self._state.pulls), None)

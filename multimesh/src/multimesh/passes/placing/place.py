@@ -210,7 +210,7 @@ def _clone_floating(
                 home = state.largest(item.outs)
                 if home is None and not all(map(is_small, item.reads)):
                     state.lost += item.outs
-                on[i] = {home or default: None}
+                on[i] = {walked.near(home or default): None}
         for v in item.reads:
             needed[v].update(on[i])
     copy: dict[tuple[ir.Value, Mesh], ir.Value] = {}

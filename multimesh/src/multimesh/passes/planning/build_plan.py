@@ -85,7 +85,8 @@ class _Builder:
         return self._index[key]
 
     def _new_slot(self, aval: Any, submesh: int) -> int:
-        self.slots.append(Slot(submesh, tuple(aval.shape), aval.dtype, _compat.nbytes(aval)))
+        kind = _compat.memory_kind(aval)  # of an argument, or what jax.checkpoint offloads waits on the host
+        self.slots.append(Slot(submesh, tuple(aval.shape), aval.dtype, _compat.nbytes(aval), kind))
         return len(self.slots) - 1
 
     def _number_slot(self, number: int, submesh: int) -> int:
@@ -360,7 +361,9 @@ def _matched(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, int]) 
     open_results = list(run.outs)
     for i in free:
         arg = arg_of.get(run.ins[i])
-        same = next((o for o in open_results if arg is not None and plan.like.get(o) == (arg,)), None)
+        kind = plan.slots[run.ins[i]].memory
+        fit = (o for o in open_results if arg is not None and plan.like.get(o) == (arg,))
+        same = next((o for o in fit if plan.slots[o].memory == kind), None)
         if same is not None:
             open_results.remove(same)
             chosen.append(i)

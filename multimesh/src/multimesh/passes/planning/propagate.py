@@ -51,8 +51,7 @@ def fix_layouts(
     for number, slot in enumerate(plan.slots):
         spec = stripped(PartitionSpec(*map(entry, slots.array[number].divided)))
         layout = pinned.get(number) or NamedSharding(plan.submeshes[slot.submesh], spec)
-        kind = slots.memory_kinds.get(number)
-        found.append(layout if kind is None else layout.with_memory_kind(kind))
+        found.append(layout if slot.memory is None else layout.with_memory_kind(slot.memory))
     return tuple(found)
 
 
@@ -281,7 +280,6 @@ class _Slots(Flow):
         self._plan = plan
         self.array: dict[int, Array] = {}
         self.values: dict[int, dict[ir.Value, Array]] = {}  # of each kernel
-        self.memory_kinds: dict[int, str] = {}
         self._sent: dict[tuple[Array, int], Array] = {}
         self._settled: set[tuple[Array, Array]] = set()
         given: dict[tuple[tuple[int, ...], NamedSharding], Array] = {}  # nothing changes these, so one stands for all
@@ -302,8 +300,6 @@ class _Slots(Flow):
                 transfer = self._plan.transfers[instruction.transfer]
                 for source, target in zip(transfer.ins, transfer.outs, strict=True):
                     self._settle(target, self._received(self.array[source], transfer.target))
-                    if source in self.memory_kinds:
-                        self.memory_kinds[target] = self.memory_kinds[source]
             elif isinstance(instruction, Run):
                 number, outs = instruction.kernel, instruction.outs
                 kernel = self._plan.kernels[number]
@@ -311,10 +307,6 @@ class _Slots(Flow):
                     made[number] = self._kernel(number, kernel, instruction)
                 for slot, array in zip(outs, made[number], strict=True):
                     self._settle(slot, array)
-                for slot, value in zip(outs, (*kernel.sums, *kernel.outs), strict=True):
-                    kind = _compat.memory_kind(value.aval)  # what jax.checkpoint offloads waits on the host
-                    if kind is not None:
-                        self.memory_kinds[slot] = kind
 
     def _settle(self, slot: int, array: Array) -> None:
         """Let a slot hold an array; one with a layout of its own only hands it on."""
