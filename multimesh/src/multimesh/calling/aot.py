@@ -15,7 +15,7 @@ from multimesh.calling.arguments import abstract
 from multimesh.core import _compat, checks
 from multimesh.core.specs import stripped
 from multimesh.errors import UsageError
-from multimesh.marking.tracing import uncollected
+from multimesh.marking.tracing import pause_gc
 from multimesh.observe import collectives
 from multimesh.observe.memory import MemoryForecast, forecast
 from multimesh.observe.profile import Profile, profile
@@ -98,7 +98,7 @@ class Lowered:
         estimate of what XLA decides. See `MemoryForecast`; there is one per submesh, in the order of
         ``plan.submeshes``.
         """
-        with uncollected():
+        with pause_gc():
             return forecast(self.plan)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from multimesh.core import _compat
 from multimesh.core.text import amount
 from multimesh.errors import UsageError
-from multimesh.marking.tracing import uncollected
+from multimesh.marking.tracing import pause_gc
 from multimesh.observe.memory import MemoryForecast, forecast
 from multimesh.passes import pipeline
 from multimesh.passes.cutting.parts import Pipeline
@@ -45,7 +45,7 @@ class Made:
     @functools.cached_property
     def needs(self) -> tuple[MemoryForecast, ...]:
         """The bytes that a device of each submesh needs."""
-        with uncollected():
+        with pause_gc():
             return forecast(self.plan)
 
     def over(self, limit: float) -> float:

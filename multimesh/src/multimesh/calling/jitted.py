@@ -38,8 +38,8 @@ from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir.program import has_tasks
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
-from multimesh.marking.flax_modules import unchanged
-from multimesh.marking.tracing import jit_is_known, partitioning, recorded, uncollected
+from multimesh.marking.flax_modules import refuse_changes
+from multimesh.marking.tracing import is_recording, note_jit_called, partitioning, pause_gc
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Traced
 from multimesh.plan.plan import Plan
@@ -78,7 +78,7 @@ class Jitted:
         layouts: Sequence[PartitionSpec | None] = (),
     ):
         """``layouts`` are those of results, as far as their submeshes have the axes."""
-        jit_is_known()
+        note_jit_called()
         self._fn = fn
         self._autoshard = autoshard
         self._name = getattr(fn, "__name__", type(fn).__name__)
@@ -103,7 +103,7 @@ class Jitted:
         given = self._parameters.given(args, kwargs)
         leaves, tree = jax.tree.flatten(given.dynamic)
         if not _compat.eager() or any(map(_compat.is_tracer, leaves)):
-            if recorded():
+            if is_recording():
                 return self._fn(*args, **kwargs)
             return self._trace(given, self._signature(leaves, tree, given)).bind(leaves)
         recent, key, context = self._cache.recent, given.key, self._context()
@@ -130,7 +130,7 @@ class Jitted:
         trace = self._cache.traces.get(key)
         if trace is None:
             flat, structs = self._flat(given, signature)
-            with uncollected(), _compat.devices_free(), _compat.traced_as(lambda: self._name):
+            with pause_gc(), _compat.devices_free(), _compat.traced_as(lambda: self._name):
                 closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
                 closed, captured = _compat.hoisted(closed)
             alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
@@ -156,7 +156,7 @@ class Jitted:
     def _context(self) -> _Context:
         options = contexts.current()
         if self._autoshard:
-            options = contexts.autosharded(options)
+            options = contexts.with_autoshard(options)
         return _Context(options, registrations.in_force(), _compat.trace_context())
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -253,7 +253,7 @@ class Jitted:
 
         def flat(*leaves: Any) -> Any:
             args = jax.tree.unflatten(signature.tree, leaves)
-            with partitioning(), unchanged(lambda: self._name, args):
+            with partitioning(), refuse_changes(lambda: self._name, args):
                 return call(args)
 
         return flat, structs
@@ -262,7 +262,7 @@ class Jitted:
         """Partition the function, once for each signature."""
         lowered = self._cache.lowered.get(signature)
         if lowered is None:
-            with uncollected():
+            with pause_gc():
                 lowered = self._cache.lowered.setdefault(signature, self._lower(given, signature))
         return lowered
 

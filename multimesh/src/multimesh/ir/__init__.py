@@ -1,4 +1,4 @@
-"""What a pass sees: programs of frozen operations over single-assignment values."""
+"""The intermediate representation: programs of frozen operations over single-assignment values."""
 
 from multimesh.ir.program import Atom as Atom
 from multimesh.ir.program import Carry as Carry

@@ -1,4 +1,4 @@
-"""Carries mesh axes from the dimensions of arrays to those that go together with them.
+"""Propagation of mesh axes between dimensions of arrays that go together.
 
 `autoshard` reads a placed program as such a graph, to lay out arguments; `propagate` reads a plan, to lay out slots.
 """
@@ -16,7 +16,7 @@ from multimesh.core.specs import Axes, decided, size, translate
 
 
 class Array:
-    """An array on a submesh, with the axes of each dimension: None where they are open, () where it is replicated.
+    """An array on a submesh, with the mesh axes of each dimension: None while it is open, () if it is replicated.
 
     An axis of fewer devices than ``least`` is no axis to it.
     """
@@ -29,7 +29,7 @@ class Array:
         self.joined: list[list[Dimension]] = [[] for _ in self.shape]
 
     def take(self, d: int, axes: Axes) -> bool:
-        """Divide an open dimension over axes that are free; whether that was possible."""
+        """Divide an open dimension over axes that are free. Return whether that was possible."""
         if self.axes[d] is not None or any(self.mesh.shape.get(axis, 0) < self.least for axis in axes):
             return False
         used = {axis for other in self.axes for axis in other or ()}
@@ -39,7 +39,7 @@ class Array:
         return True
 
     def decide(self, given: Iterable[tuple[int, Axes]]) -> None:
-        """Fix dimensions; one that its axes do not divide is replicated."""
+        """Fix the axes of dimensions. One that its axes do not divide is replicated."""
         for d, axes in given:
             self.axes[d] = None
             if not self.take(d, self.present(axes)):
@@ -59,7 +59,7 @@ Dimension = tuple[Array, int]
 
 
 def join(dimensions: Iterable[Dimension]) -> None:
-    """Note that dimensions go together."""
+    """Note that dimensions go together, so that they take the same axes."""
     (array, d), *others = dimensions
     for other, at in others:
         array.joined[d].append((other, at))
@@ -67,7 +67,7 @@ def join(dimensions: Iterable[Dimension]) -> None:
 
 
 def spread(sources: Iterable[Dimension]) -> None:
-    """Carry axes on to open dimensions, the nearest first."""
+    """Propagate axes to open dimensions, the nearest first."""
     queue = collections.deque(sources)
     while queue:
         array, d = queue.popleft()
@@ -75,7 +75,7 @@ def spread(sources: Iterable[Dimension]) -> None:
 
 
 def constraint(op: ir.Op) -> Sequence[tuple[int, Axes]] | None:
-    """Dimensions that a constraint decides with their axes; None for what is no constraint."""
+    """Return the dimensions that a sharding constraint decides, with their axes; None for any other operation."""
     if op.prim is not _compat.sharding_constraint_p or op.params.get("identity"):
         return None
     rank = len(ir.shape(op.outs[0]))

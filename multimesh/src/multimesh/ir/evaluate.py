@@ -1,4 +1,4 @@
-"""Evaluates operations as calls of JAX: how kernels are traced for a submesh."""
+"""Evaluation of operations as calls of JAX: how kernels are traced for a submesh."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from multimesh.core.submesh import describe
 
 
 def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any], mesh: Mesh) -> None:
-    """Evaluate operations in order on ``mesh``; ``env`` holds the values and receives the results."""
+    """Evaluate operations in order on ``mesh``. ``env`` maps values to arrays; the results are added to it."""
     for op in ops:
         args = [env[i] if isinstance(i, ir.Value) else i.val for i in op.ins]
-        results = _constrained(op, args) if op.prim is _compat.sharding_constraint_p else None
+        results = _constrain(op, args) if op.prim is _compat.sharding_constraint_p else None
         if results is None:
             results = _compat.bind(op.prim, op.params, op.ctx, args, mesh)
         env.update(zip(op.outs, results, strict=True))
 
 
-def _constrained(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
-    """A sharding constraint on the submesh where the operation landed; None for what has no axes to translate."""
+def _constrain(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
+    """Apply a sharding constraint on the submesh of the operation. Return None if JAX can apply it as it is."""
     if op.params.get("identity"):
         return args
     (x,) = args

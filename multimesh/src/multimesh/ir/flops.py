@@ -1,4 +1,4 @@
-"""Counts floating-point operations, from shapes alone.
+"""The number of floating-point operations, from shapes alone.
 
 A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each element of
 its results.
@@ -14,18 +14,18 @@ from multimesh import ir
 from multimesh.core import _compat
 
 
-def of_ops(ops: Sequence[ir.Op]) -> float:
-    """Operations of all operations of a list."""
+def count_flops(ops: Sequence[ir.Op]) -> float:
+    """Return the number of floating-point operations of ``ops``."""
     return sum(operations(op.prim.name, op.params, op.ins, op.outs) for op in ops)
 
 
-def of_program(jaxpr: Any) -> float:
-    """Operations of all equations of a jaxpr."""
+def count_program(jaxpr: Any) -> float:
+    """Return the number of floating-point operations of a jaxpr's equations."""
     return sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in jaxpr.eqns)
 
 
 def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> float:
-    """Operations of a primitive on atoms with an ``aval``."""
+    """Return the number of floating-point operations of a primitive. ``ins`` and ``outs`` have an ``aval``."""
     size = float(sum(math.prod(ir.shape(o)) for o in outs))
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -33,7 +33,7 @@ def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequ
     if name == "conv_general_dilated":
         kernel = ir.shape(ins[1])
         return 2 * size * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
-    inner = [of_program(jaxpr) for jaxpr in _compat.subjaxprs(params)]
+    inner = [count_program(jaxpr) for jaxpr in _compat.subjaxprs(params)]
     if not inner:
         return size
     return max(inner) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)

@@ -1,4 +1,4 @@
-"""Who makes a value, who reads it, and the same operations under new names."""
+"""Producers and users of values, and operations with renamed values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Names = Mapping[Value, Atom]
 
 
 def makers(items: Iterable[AnyItem]) -> dict[Value, AnyItem]:
-    """Values to the item that makes each."""
+    """Map each value to the item that produces it."""
     return {o: item for item in items for o in item.outs}
 
 
 def readers(ops: Iterable[Op]) -> dict[Value, list[Op]]:
-    """Values to the operations that read each."""
+    """Map each value to the operations that use it."""
     return grouped((v, op) for op in ops for v in op.reads)
 
 
 def with_first_reader(ops: Sequence[Item], chosen: Sequence[int | None], rest: int) -> list[int]:
-    """Numbers of groups of operations: one without a number joins its first reader, or the group ``rest``."""
+    """Return a group number for each operation: its own, or that of its first user, or else ``rest``."""
     first: dict[Value, int] = {}
     done = [rest] * len(ops)
     for i in reversed(range(len(ops))):
@@ -34,29 +34,29 @@ def with_first_reader(ops: Sequence[Item], chosen: Sequence[int | None], rest: i
     return done
 
 
-def renamed(atom: Atom, names: Names) -> Atom:
-    """What stands in the place of an atom in the end; most often itself."""
+def resolve(atom: Atom, names: Names) -> Atom:
+    """Follow ``names`` from an atom to its final replacement; most often the atom itself."""
     while isinstance(atom, Value) and atom in names:
         atom = names[atom]
     return atom
 
 
 def rename_op(op: Op, names: Names) -> Op:
-    """The operation with its operands replaced."""
+    """Return the operation with its operands replaced."""
     if not any(v in names for v in op.reads):
         return op
-    return replace(op, ins=tuple(renamed(i, names) for i in op.ins))
+    return replace(op, ins=tuple(resolve(i, names) for i in op.ins))
 
 
 def repeat_op(op: Op, names: dict[Value, Atom]) -> Op:
-    """The operation once more, with its operands replaced; ``names`` receives its new results."""
+    """Return a copy of the operation with operands replaced and new results, which are added to ``names``."""
     again = replace(rename_op(op, names), outs=tuple(Value(o.aval) for o in op.outs))
     names.update(zip(op.outs, again.outs, strict=True))
     return again
 
 
-def chained(op: Op, operands: Sequence[Atom], out: Value) -> list[Op]:
-    """An operation of two operands, again and again: in order, until ``out`` is made of all."""
+def chain(op: Op, operands: Sequence[Atom], out: Value) -> list[Op]:
+    """Apply an operation of two operands repeatedly, in order, until ``out`` combines all operands."""
     again: list[Op] = []
     total = operands[0]
     for n, operand in enumerate(operands[1:], 2):
@@ -67,18 +67,18 @@ def chained(op: Op, operands: Sequence[Atom], out: Value) -> list[Op]:
 
 
 def rename_loop(loop: Loop, names: Names) -> Loop:
-    """The loop with outer values replaced."""
+    """Return the loop with outer values replaced."""
     return replace(
         loop,
-        consts={k: renamed(v, names) for k, v in loop.consts.items()},
-        slices={k: renamed(v, names) for k, v in loop.slices.items()},
-        sums=tuple(replace(s, init=renamed(s.init, names)) for s in loop.sums),
-        carries={k: replace(c, init=renamed(c.init, names)) for k, c in loop.carries.items()},
+        consts={k: resolve(v, names) for k, v in loop.consts.items()},
+        slices={k: resolve(v, names) for k, v in loop.slices.items()},
+        sums=tuple(replace(s, init=resolve(s.init, names)) for s in loop.sums),
+        carries={k: replace(c, init=resolve(c.init, names)) for k, c in loop.carries.items()},
     )
 
 
 def with_leaves(loop: Loop, leaves: Iterable[Atom]) -> Loop:
-    """The loop with other leaves, in the order of its own."""
+    """Return the loop with other leaves, given in the order of its own."""
     left = iter(leaves)
     return replace(
         loop,
@@ -89,11 +89,11 @@ def with_leaves(loop: Loop, leaves: Iterable[Atom]) -> Loop:
 
 
 def rename_body(loop: Loop, names: Names) -> Loop:
-    """The loop with values of its body replaced, in operations and leaves."""
+    """Return the loop with values of its body replaced, in operations and leaves."""
     ops = tuple(rename_op(op, names) for op in loop.ops)
-    return replace(with_leaves(loop, [renamed(leaf, names) for leaf in loop.leaves]), ops=ops)
+    return replace(with_leaves(loop, [resolve(leaf, names) for leaf in loop.leaves]), ops=ops)
 
 
 def rename_item(item: Item, names: Names) -> Item:
-    """The item with outer values replaced."""
+    """Return the item with outer values replaced."""
     return rename_op(item, names) if isinstance(item, Op) else rename_loop(item, names)

@@ -1,4 +1,4 @@
-"""One registry says what the passes may assume of an operation, by its primitive.
+"""The registry of primitives: what the passes may assume of an operation.
 
 The passes leave a primitive that is not here as it is. Operations without effects are pure: they may be repeated.
 
@@ -41,7 +41,7 @@ _SUMMABLE = frozenset(
 
 @dataclass(frozen=True)
 class Primitive:
-    """What is known of a primitive.
+    """The properties of a primitive that the passes use.
 
     ``buffer`` says where the compiler keeps its result: ``fused`` into the only operation that reads it, an array of
     its ``own``, its ``operand``, or made ``again`` wherever it is read.
@@ -60,19 +60,19 @@ class Primitive:
 
 
 def reorders(dtype: Any) -> bool:
-    """Whether a sum over this dtype is the same in every order: exactly, or up to rounding of its largest addends."""
+    """Return whether a sum over this dtype may be reordered: exactly, or up to rounding of its largest addends."""
     return getattr(dtype, "name", "") in _SUMMABLE
 
 
 def is_pure(eqn: Any) -> bool:
-    """Whether an equation and all inside it may be repeated: no effects, and no random numbers but those of a key."""
+    """Return whether an equation may be repeated: no effects inside, and no random numbers but those of a key."""
     if eqn.effects or eqn.primitive is _DRAWS:
         return False
     return all(is_pure(inner) for jaxpr in _compat.subjaxprs(eqn.params) for inner in jaxpr.eqns)
 
 
-def known(op: ir.Op) -> Primitive:
-    """What the registry has of an operation's primitive."""
+def lookup(op: ir.Op) -> Primitive:
+    """Return the properties of an operation's primitive; the defaults if it is not in the registry."""
     return _facts(op.prim)
 
 
@@ -81,23 +81,23 @@ def _facts(prim: Any) -> Primitive:
 
 
 def is_cheap(prim: Any) -> bool:
-    """Whether a primitive may be evaluated wherever its result is read."""
+    """Return whether a primitive may be evaluated wherever its result is used."""
     return _facts(prim).cheap
 
 
 def fuses(prim: Any) -> bool:
-    """Whether the compiler makes a primitive's result within the kernel that reads it."""
+    """Return whether the compiler computes a primitive's result within the kernel that uses it."""
     return _facts(prim).buffer != "own"
 
 
 def elementwise(op: ir.Op) -> bool:
-    """Whether each element of a result is made from the elements at that place, and scalars."""
-    return known(op).links is _same_shape and op.prim not in _ACROSS
+    """Return whether each element of a result depends only on the operands' elements at its place, and scalars."""
+    return lookup(op).links is _same_shape and op.prim not in _ACROSS
 
 
 def links(op: ir.Op) -> Iterator[Group]:
-    """Groups of dimensions that an operation keeps together."""
-    rule = known(op).links
+    """Yield groups of dimensions that an operation keeps together."""
+    rule = lookup(op).links
     for group in rule(op) if rule is not None else ():
         kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
         if len(kept) > 1:
@@ -105,16 +105,16 @@ def links(op: ir.Op) -> Iterator[Group]:
 
 
 def linear_in(op: ir.Op) -> tuple[int, ...]:
-    """Positions of the operands in each of which an operation is linear, so that it may come before their sum."""
-    rule = known(op).linear
+    """Return the positions of operands in which an operation is linear, so that it may come before their sum."""
+    rule = lookup(op).linear
     if rule is None or op.effects or not all(reorders(o.aval.dtype) for o in op.outs):
         return ()
     return tuple(i for i in rule(op) if reorders(op.ins[i].aval.dtype))
 
 
 def sums_over(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[Group]:
-    """Dimensions that a reduction sums over: each as that of every operand which has it, one operand once."""
-    rule = known(op).sums
+    """Yield the dimensions that a reduction sums over. A group has one dimension of each operand that has it."""
+    rule = lookup(op).sums
     if rule is None or op.effects or not all(reorders(o.aval.dtype) for o in op.outs):
         return
     if op.prim is _SCATTER_ADD and not is_zero(op.ins[0], maker):
@@ -126,7 +126,7 @@ def sums_over(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[Group]:
 
 
 def is_zero(atom: ir.Atom, maker: Mapping[ir.Value, ir.Op]) -> bool:
-    """Whether a value is zeros, made from a literal."""
+    """Return whether a value is all zeros, made from a literal."""
     while isinstance(atom, ir.Value):
         op = maker.get(atom)
         if op is None or op.prim not in _KEEP_ZERO:
@@ -136,7 +136,7 @@ def is_zero(atom: ir.Atom, maker: Mapping[ir.Value, ir.Op]) -> bool:
 
 
 def _same_shape(op: ir.Op) -> _Groups:
-    """Elementwise; several results (a barrier) each go with their own operand."""
+    """Link elementwise operands and results. Each of several results (of a barrier) goes with its own operand."""
     if len(op.outs) > 1:
         for given, out in zip(op.ins, op.outs, strict=False):
             yield from ([(given, d), (out, d)] for d in range(len(ir.shape(out))))
@@ -159,7 +159,7 @@ def _transpose(op: ir.Op) -> _Groups:
 
 
 def _reshape(op: ir.Op) -> _Groups:
-    """Dimensions that stay; of those that are split or merged the outermost, along which shards stay contiguous."""
+    """Link dimensions that stay, and the outermost of those split or merged: shards stay contiguous along it."""
     x, out = op.ins[0], op.outs[0]
     old, new = ir.shape(x), ir.shape(out)
     i = j = 0
@@ -194,7 +194,7 @@ def _reduce(op: ir.Op) -> _Groups:
 
 
 def _dot(op: ir.Op) -> _Groups:
-    """Batch dimensions, those that are summed over, and those of one operand."""
+    """Link batch dimensions, contracted dimensions, and those of one operand with the result's."""
     (left_sum, right_sum), (left_batch, right_batch) = op.params["dimension_numbers"]
     left, right, out = op.ins[0], op.ins[1], op.outs[0]
     yield from ([(left, a), (right, b)] for a, b in zip(left_sum, right_sum, strict=True))
@@ -210,7 +210,7 @@ def _dot(op: ir.Op) -> _Groups:
 
 
 def _gather(op: ir.Op) -> _Groups:
-    """Dimensions that are taken whole (the width of an embedding), and those of the indices (its tokens)."""
+    """Link dimensions that are taken whole (the width of an embedding), and those of the indices (its tokens)."""
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     x, indices, out = op.ins[0], op.ins[1], op.outs[0]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -225,7 +225,7 @@ def _gather(op: ir.Op) -> _Groups:
 
 
 def _same_index(op: ir.Op) -> _Groups:
-    """Slices, padding, concatenation: dimensions of one size at one place."""
+    """Link dimensions of one size at one place, as in slices, padding and concatenation."""
     for x in op.ins:
         for out in op.outs:
             if len(ir.shape(x)) == len(ir.shape(out)):
@@ -233,7 +233,7 @@ def _same_index(op: ir.Op) -> _Groups:
 
 
 def _scatter(op: ir.Op) -> _Groups:
-    """The operand's dimensions; those of the updates that hold whole dimensions of it, and those of the indices."""
+    """Link the operand's dimensions to the updates' that cover them whole, and the indices' to the updates'."""
     numbers = op.params["dimension_numbers"]
     x, indices, updates = op.ins
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -246,7 +246,7 @@ def _scatter(op: ir.Op) -> _Groups:
 
 
 def _convolution(op: ir.Op) -> _Groups:
-    """Rows, features, and places that stay as many."""
+    """Link rows, features, and spatial dimensions whose size stays."""
     numbers = op.params["dimension_numbers"]
     x, kernel, out = op.ins[0], op.ins[1], op.outs[0]
     (rows, features, *places), (outputs, inputs, *_) = numbers.lhs_spec, numbers.rhs_spec
@@ -262,7 +262,7 @@ def _convolution(op: ir.Op) -> _Groups:
 
 
 def _attention(op: ir.Op) -> _Groups:
-    """Fused attention: rows and heads. Gradients lie as their operands, the sums of softmax as the queries' heads."""
+    """Link rows and heads of fused attention. Gradients lie as their operands, the softmax sums as the queries."""
     gradients = "bwd" in op.prim.name
     for x, out in zip(op.ins[:3] if gradients else op.ins[:1], op.outs, strict=False):
         yield from ([(x, d), (out, d)] for d in range(len(ir.shape(out))))
@@ -303,8 +303,8 @@ def _dividend(op: ir.Op) -> tuple[int, ...]:
     return (0,) if jnp.issubdtype(op.outs[0].aval.dtype, jnp.inexact) else ()
 
 
-def _converted(op: ir.Op) -> tuple[int, ...]:
-    """A conversion to an inexact dtype that has all values of the other, which is inexact too."""
+def _widening(op: ir.Op) -> tuple[int, ...]:
+    """Return (0,) for a conversion from an inexact dtype to one that has all of its values, else ()."""
     old, new = op.ins[0].aval.dtype, op.outs[0].aval.dtype
     return (0,) if jnp.issubdtype(old, jnp.inexact) and np.can_cast(old, new, "safe") else ()
 
@@ -333,7 +333,7 @@ def _table() -> Iterator[tuple[str, Primitive]]:
         ("neg", Primitive(_same_shape, cheap=True, linear=_first, exact=True)),
         ("mul", Primitive(_same_shape, cheap=True, linear=_either)),
         ("div", Primitive(_same_shape, cheap=True, linear=_dividend)),
-        ("convert_element_type", Primitive(_same_shape, cheap=True, linear=_converted, exact=True)),
+        ("convert_element_type", Primitive(_same_shape, cheap=True, linear=_widening, exact=True)),
         ("copy", Primitive(_same_shape, cheap=True, linear=_first, exact=True)),
         ("iota", Primitive(cheap=True, exact=True)),
         ("broadcast_in_dim", Primitive(_broadcast, cheap=True, exact=True)),
@@ -407,12 +407,12 @@ _KEY = 4  # elements of the largest PRNG key; scalars and keys are copied rather
 
 
 def is_small(value: ir.Value) -> bool:
-    """Whether a value is a scalar or a PRNG key: it goes wherever it is read and attracts nothing."""
+    """Return whether a value is a scalar or a PRNG key: it goes wherever it is used and attracts no operation."""
     return value.aval.size <= _KEY
 
 
 def halves(op: ir.Op, given: ir.Value) -> bool:
-    """Whether an operation takes at most half of an operand, as a slice of stacked weights."""
+    """Return whether an operation takes at most half of an operand, as a slice of stacked weights does."""
     return 2 * sum(o.aval.size for o in op.outs) <= given.aval.size or (
         op.prim.name == "split" and all(2 * o.aval.size <= given.aval.size for o in op.outs)
     )

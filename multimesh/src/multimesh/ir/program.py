@@ -88,7 +88,8 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Carry:
-    """What one iteration of a loop leaves to the next: ``init`` goes into the first, ``out`` is the last ``leaf``.
+    """A state that one iteration of a loop leaves to the next: ``init`` goes into the first, ``out`` is the last
+    ``leaf``.
 
     Like a sum's, ``init`` may be a literal. It is None where no iteration reads the state.
     """
@@ -100,7 +101,7 @@ class Carry:
 
 @dataclass(frozen=True)
 class LoopMark:
-    """What ``microbatch`` was asked for: number of microbatches and schedule, where, and with a state or not."""
+    """The arguments of a ``microbatch`` call: number of microbatches, schedule, user's line, with a state or not."""
 
     count: int
     schedule: Any
@@ -185,7 +186,7 @@ class Program:
         return {v for loop in self.loops for v in loop.linked.values()}
 
     def each_loop(self, change: Callable[[Loop], Loop]) -> Program:
-        """The program with every loop changed."""
+        """Return the program with ``change`` applied to every loop."""
         return replace(self, items=tuple(change(i) if isinstance(i, Loop) else i for i in self.items))
 
     def __str__(self) -> str:
@@ -198,12 +199,12 @@ def _short(aval: Any) -> str:
 
 
 def shape(atom: Atom) -> tuple[int, ...]:
-    """Shape of a value or literal; () for what has none, such as a token."""
+    """Return the shape of a value or literal; () for a token or anything else without a shape."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
 def values(atoms: Iterable[Atom]) -> Iterator[Value]:
-    """Values among atoms (the rest are literals)."""
+    """Return the values among atoms, without literals."""
     return (a for a in atoms if isinstance(a, Value))
 
 
@@ -211,7 +212,7 @@ AnyItem = TypeVar("AnyItem", Op, Item)
 
 
 def live(items: Iterable[AnyItem], wanted: Iterable[Atom]) -> list[AnyItem]:
-    """Items that the wanted values need, and those with effects, in order."""
+    """Return the items that the wanted values need, and those with effects, in order: dead code is dropped."""
     needed = set(values(wanted))
     kept: list[AnyItem] = []
     for item in reversed(list(items)):
@@ -224,11 +225,11 @@ def live(items: Iterable[AnyItem], wanted: Iterable[Atom]) -> list[AnyItem]:
 
 
 def all_ops(program: Program) -> Iterator[Op]:
-    """Operations of a program and of the bodies of its loops, in order."""
+    """Yield the operations of a program and of the bodies of its loops, in order."""
     for item in program.items:
         yield from item.ops if isinstance(item, Loop) else (item,)
 
 
 def has_tasks(program: Program) -> bool:
-    """Whether anything in the program is marked."""
+    """Return whether any operation of the program is in a task."""
     return any(op.task is not None for op in all_ops(program))

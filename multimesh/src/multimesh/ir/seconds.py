@@ -36,8 +36,8 @@ class Costed:
         return list(_compat.subjaxprs(self.params))
 
 
-def of_ops(ops: Iterable[ir.Op], outs: Iterable[Any], device: Device, devices: int, start: float) -> float:
-    """Seconds of a kernel on each of ``devices`` devices that share its work evenly.
+def estimate_kernel(ops: Iterable[ir.Op], outs: Iterable[Any], device: Device, devices: int, start: float) -> float:
+    """Return the seconds of a kernel on each of ``devices`` devices that share its work evenly.
 
     Parameters
     ----------
@@ -56,8 +56,8 @@ def of_ops(ops: Iterable[ir.Op], outs: Iterable[Any], device: Device, devices: i
     return _seconds(lines, tuple(outs), device, devices, start)
 
 
-def of_lines(lines: Sequence[Costed], outs: Sequence[Any], device: Device, start: float) -> float:
-    """Seconds of operations on one device; others read their results ``outs``."""
+def estimate_lines(lines: Sequence[Costed], outs: Sequence[Any], device: Device, start: float) -> float:
+    """Return the seconds of operations on one device. Other kernels read their results ``outs``."""
     return _seconds(lines, outs, device, 1, start)
 
 
@@ -86,7 +86,7 @@ def _seconds(lines: Sequence[Costed], outs: Sequence[Any], device: Device, devic
 
 
 def _alone(line: Costed, device: Device, devices: int, start: float) -> float:
-    """Seconds of an operation that is not fused with others."""
+    """Return the seconds of an operation that is not fused with others."""
     if line.prim.name == "dot_general":
         (contracted, _), (batched, _) = line.params["dimension_numbers"]
         left, right = ir.shape(line.ins[0]), ir.shape(line.ins[1])
@@ -111,7 +111,7 @@ def _scale(atom: Any) -> float:
 
 
 def _is_value(atom: Any) -> bool:
-    """Whether an atom is computed or given, not a constant of the program."""
+    """Return whether an atom is computed or an argument, not a literal."""
     return not hasattr(atom, "val")
 
 

@@ -1,1 +1,1 @@
-"""What users put around their code: tasks, microbatches, contexts."""
+"""Tasks, microbatches and compiler contexts: the marks that users put around their code."""

@@ -1,4 +1,4 @@
-"""Compiler contexts: what `multimesh.jit` may do with a function, for the calls inside a ``with`` block.
+"""Compiler contexts: options for the calls of `multimesh.jit` inside a ``with`` block.
 
 The options in force are those of the calling thread (or asyncio task). They are part of the signature of a call, so a
 function is traced again under other options.
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from multimesh.errors import UsageError
-from multimesh.marking.tracing import partitioned_trace
+from multimesh.marking.tracing import is_partitioning
 
 Manager = contextlib.AbstractContextManager[None]
 
@@ -41,18 +41,18 @@ _traces = jax.make_user_context(False)  # JAX's own caches keep traces with and 
 
 
 def current() -> Options:
-    """The options in force."""
+    """Return the options in force."""
     return _options.get()
 
 
 @functools.cache
-def autosharded(options: Options) -> Options:
-    """The options with ``autoshard``; cached, since every call asks for them."""
+def with_autoshard(options: Options) -> Options:
+    """Return the options with ``autoshard`` on. Cached, since every call asks for them."""
     return dataclasses.replace(options, autoshard=True)
 
 
 def ignoring() -> bool:
-    """Whether tasks, microbatches and constraints are the identity here."""
+    """Return whether tasks, microbatches and constraints are the identity here."""
     return _options.get().ignore_transforms
 
 
@@ -96,13 +96,13 @@ def context(**options: bool | str | None) -> Manager:
         elif not isinstance(value, bool):
             raise UsageError(f"{name}: give True, False or None (as it is), not {value!r}")
         changes[name] = value
-    return _opened(changes)
+    return _apply_options(changes)
 
 
 @contextlib.contextmanager
-def _opened(changes: dict[str, Any]) -> Iterator[None]:
+def _apply_options(changes: dict[str, Any]) -> Iterator[None]:
     late = [name for name in changes if name != "ignore_transforms"]
-    if late and partitioned_trace():
+    if late and is_partitioning():
         raise UsageError(f"{late[0]}: opened inside a function that multimesh.jit traces; open it around the call")
     options = dataclasses.replace(_options.get(), **changes)
     token = _options.set(options)

@@ -20,7 +20,7 @@ def _flax(name: str) -> Any:
 
 
 def with_call(module: Any, wrap: Wrap) -> Any | None:
-    """A Flax module whose ``__call__`` is wrapped, or None if ``module`` is no Flax module.
+    """Return the Flax module with its ``__call__`` wrapped, or None if ``module`` is no Flax module.
 
     Class name, fields and parameters stay, so parent modules and checkpoints still fit. The result is a copy, except
     for a linen module that a parent has adopted already (as in ``@nn.compact``).
@@ -39,7 +39,7 @@ def with_call(module: Any, wrap: Wrap) -> Any | None:
 
 
 def subclass(cls: type, wrap: Wrap) -> type:
-    """A class of the same name whose ``__call__`` is wrapped."""
+    """Return a subclass of the same name whose ``__call__`` is wrapped."""
     body = {"__call__": wrap(cls.__call__), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls)(cls.__name__, (cls,), body)
 
@@ -55,8 +55,8 @@ def _linen_copy(module: Any, wrap: Wrap) -> Any:
 
 
 @contextlib.contextmanager
-def unchanged(what: Callable[[], str], args: Any) -> Iterator[None]:
-    """Refuse a change of NNX objects among the arguments of a traced function: it changes copies, which nobody sees.
+def refuse_changes(what: Callable[[], str], args: Any) -> Iterator[None]:
+    """Refuse changes of NNX objects among a traced function's arguments: they change copies, and would be lost.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def unchanged(what: Callable[[], str], args: Any) -> Iterator[None]:
 
 
 def _variables(args: Any) -> dict[str, Any]:
-    """Arrays of the NNX objects in a pytree, by their paths."""
+    """Return the arrays of the NNX objects in a pytree, by their paths."""
     nnx = _flax("nnx")
     if nnx is None:
         return {}

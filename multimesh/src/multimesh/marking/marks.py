@@ -23,7 +23,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Interned(Generic[T]):
-    """Descriptions behind marks, found by their digest. A name of a mark is the same in every process."""
+    """The descriptions behind marks, by their digest. The name of a mark is the same in every process."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix
@@ -32,7 +32,7 @@ class Interned(Generic[T]):
         self._lock = threading.Lock()
 
     def name(self, item: T, suffix: str = "") -> str:
-        """The reserved name of a mark for ``item``."""
+        """Return the reserved name of a mark for ``item``."""
         with self._lock:
             if item not in self._names:
                 short = hashlib.sha256(text(item).encode()).hexdigest()[:12]
@@ -42,7 +42,7 @@ class Interned(Generic[T]):
             return f"{self.prefix}{self._names[item]}{suffix}"
 
     def find(self, name: str) -> T | None:
-        """The description behind the name of a mark, or None for any other name."""
+        """Return the description behind the name of a mark, or None for any other name."""
         if not name.startswith(self.prefix):
             return None
         return self._items[name.removeprefix(self.prefix).partition(":")[0]]
@@ -57,5 +57,5 @@ _loop_uid = itertools.count()
 
 
 def loop_name(mark: LoopMark) -> str:
-    """A name for one microbatch loop. Its forward and its backward pass both carry it."""
+    """Return a name for one microbatch loop. Its forward and its backward pass both carry it."""
     return LOOPS.name(mark, f":{next(_loop_uid)}")

@@ -23,8 +23,8 @@ from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
-from multimesh.marking.tasks import marked_call
-from multimesh.marking.tracing import of_loop, partitioned_trace, recorded
+from multimesh.marking.tasks import call_under_mark
+from multimesh.marking.tracing import is_partitioning, is_recording, of_loop
 
 _APART = ("stack", "rows")  # results that are kept microbatch by microbatch
 
@@ -120,7 +120,7 @@ def microbatch(
             if any(jax.tree.leaves(stack)) or size is None:
                 raise UsageError("microbatch: stack= and size=None need the loop; leave ignore_transforms")
             return fn(*args, **kwargs, **({index: np.int32(0)} if index else {}))
-        if partitioned_trace():
+        if is_partitioning():
             args = jax.tree.map(_compat.leave_mesh, args)
         rows = _rows(args[argnum], dim, argnum)
         if size is not None and rows % size:
@@ -129,7 +129,7 @@ def microbatch(
             )
         count = rows if size is None else rows // size
         mark = marks.LoopMark(count, plan, num_stages, interleave, _compat.caller_line(), carry is not None)
-        alone = not recorded() and isinstance(fn, types.FunctionType)
+        alone = not is_recording() and isinstance(fn, types.FunctionType)
         called = weak(fn) if alone else of_loop(fn)
 
         def loop(*args: Any, **kwargs: Any) -> Any:
@@ -152,10 +152,10 @@ def microbatch(
             return results if carry is None else (last, results)
 
         if not alone:
-            return marked_call(marks.loop_name(mark), loop, args, kwargs)
+            return call_under_mark(marks.loop_name(mark), loop, args, kwargs)
         leaves, tree = jax.tree.flatten(wanted)
         key = dim, size, argnum, count, index, carry, tuple(leaves), tree
-        return marked_call("loop", loop, args, kwargs, lambda more, make: kept(fn, (*key, more), make))
+        return call_under_mark("loop", loop, args, kwargs, lambda more, make: kept(fn, (*key, more), make))
 
     if index is not None:
         _hide(looped, index)
@@ -200,7 +200,7 @@ def _rows(arg: Any, dim: int, argnum: int) -> int:
 
 
 def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:
-    """``[..., rows, ...]`` to ``[count, size, ...]``: microbatch ``i`` holds rows ``i, i + count, ...``."""
+    """Reshape ``[..., rows, ...]`` to ``[count, size, ...]``: microbatch ``i`` has rows ``i, i + count, ...``."""
     x = jnp.moveaxis(jnp.asarray(x), dim, 0)
     if size is None:
         return x
@@ -209,7 +209,7 @@ def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:
 
 
 def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
-    """The layout of split rows under Explicit axes: that of the rows, if it divides a microbatch."""
+    """Return the layout of split rows under Explicit axes: that of the rows, if it divides a microbatch."""
     layout = jax.typeof(x).sharding
     if not any(layout.spec):
         return None
@@ -217,8 +217,8 @@ def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
     return carry_over(P(rows, None, *others), shape, layout.mesh)
 
 
-def _joined(x: jax.Array, dim: int) -> jax.Array:
-    """``[count, ..., size, ...]`` to ``[..., rows, ...]``: each row where `_split` has taken it from."""
+def _join_rows(x: jax.Array, dim: int) -> jax.Array:
+    """Reshape ``[count, ..., size, ...]`` to ``[..., rows, ...]``, the inverse of `_split`."""
     x = jnp.moveaxis(x, dim + 1 if dim >= 0 else dim, 0)
     size, count, *others = x.shape
     shape, layout = (size * count, *others), jax.typeof(x).sharding
@@ -240,7 +240,7 @@ def _scan(
     if jax.config.jax_disable_jit:  # so ``fn`` prints and stops with values, once for each microbatch
         results = []
         for i in range(count):
-            state, result = _checked(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
+            state, result = _check_state(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
             results.append(jax.tree.map(jnp.asarray, result))
         tree, ways = ways_of(results[0])
         rows = zip(*map(jax.tree.leaves, results), strict=True)
@@ -249,7 +249,7 @@ def _scan(
         ]
     else:
         piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
-        shapes = _checked(jax.eval_shape(call, piece, state), state)[1]
+        shapes = _check_state(jax.eval_shape(call, piece, state), state)[1]
         tree, ways = ways_of(shapes)
 
         def body(carried: Any, piece: Any) -> tuple[Any, list[Any]]:
@@ -263,12 +263,12 @@ def _scan(
         (sums, state), stacks = lax.scan(body, (zeros, state), slices)
         sums_left, stacks_left = iter(sums), iter(stacks)
         made = [next(stacks_left if way in _APART else sums_left) for way in ways]
-    last = {"mean": lambda x: x / count, "rows": lambda x: _joined(x, dim)}
+    last = {"mean": lambda x: x / count, "rows": lambda x: _join_rows(x, dim)}
     return state, jax.tree.unflatten(tree, [last.get(way, lambda x: x)(x) for x, way in zip(made, ways, strict=True)])
 
 
 def _ways(result: Any, stack: Any, reduce: Any, dim: int, size: int | None) -> tuple[Any, list[str]]:
-    """The tree of a result, and ``"sum"``, ``"mean"``, ``"rows"`` or ``"stack"`` for each leaf."""
+    """Return the tree of a result, and ``"sum"``, ``"mean"``, ``"rows"`` or ``"stack"`` for each leaf."""
     leaves, tree = jax.tree.flatten(result)
     stacked, given = _prefix(stack or False, result, "stack"), _prefix(reduce, result, "reduce")
     ways = []
@@ -289,8 +289,8 @@ def _ways(result: Any, stack: Any, reduce: Any, dim: int, size: int | None) -> t
     return tree, ways
 
 
-def _checked(made: Any, given: Any) -> tuple[Any, Any]:
-    """Check that the function returned a state of the type it was ``given``, and return all of it."""
+def _check_state(made: Any, given: Any) -> tuple[Any, Any]:
+    """Check that the function returned ``(state, result)`` with a state of the type it was ``given``. Return both."""
 
     if not (isinstance(made, tuple) and len(made) == 2):
         raise UsageError("microbatch: with carry= the function returns (state, result)")
@@ -320,13 +320,13 @@ def _difference(given: Any, made: Any) -> str | None:
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The zero that a sum starts from. Under Explicit axes its type has a layout."""
+    """Return the zero that a sum starts from. Under Explicit axes its type has a layout."""
     layout = like.sharding if isinstance(like.sharding, NamedSharding) and any(like.sharding.spec) else None
     return jnp.zeros(like.shape, like.dtype, out_sharding=layout)
 
 
 def _strong(x: Any) -> jax.Array:
-    """Make ``x`` an array without weak type, so that a state keeps one type."""
+    """Convert ``x`` to an array without weak type, so that a state keeps one type."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
 

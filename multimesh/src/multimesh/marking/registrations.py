@@ -42,7 +42,7 @@ class Registration:
         self.remove()
 
     def resolve(self, path: str, backprop: bool, devices: tuple[jax.Device, ...]) -> Placement | None:
-        """The task of a scope path (``decoder/layers_3/mlp``), or None if the pattern does not match."""
+        """Return the task of a scope path (``decoder/layers_3/mlp``), or None if the pattern does not match."""
         match = [None, *self.pattern.finditer(path)][-1]  # the innermost counts
         if match is None:
             return None
@@ -83,7 +83,7 @@ _registrations_lock = threading.Lock()
 
 
 def in_force() -> tuple[Registration, ...]:
-    """The registrations in force, the newest first."""
+    """Return the registrations in force, the newest first."""
     return _registrations
 
 

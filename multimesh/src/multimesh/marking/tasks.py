@@ -16,8 +16,8 @@ from multimesh.core.specs import translate
 from multimesh.core.submesh import AxisMap, Placement, make_task
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
-from multimesh.marking.flax_modules import subclass, unchanged, with_call
-from multimesh.marking.tracing import current_task, in_a_mesh, inside, partitioned_trace, recorded, tell_one_program
+from multimesh.marking.flax_modules import refuse_changes, subclass, with_call
+from multimesh.marking.tracing import current_task, in_a_mesh, inside, is_partitioning, is_recording, tell_one_program
 
 
 def task(
@@ -70,12 +70,12 @@ def task(
             raise UsageError(f"task {label!r}: instances of {fn.__name__} can't be called; give it a __call__")
         return subclass(fn, scope(placed))
     module = with_call(fn, scope(placed))
-    return marked(fn, placed) if module is None else module
+    return mark_function(fn, placed) if module is None else module
 
 
 @contextlib.contextmanager
 def scope(placed: Placement) -> Iterator[None]:
-    """Mark operations that are traced in it as a part of the task of a place."""
+    """Mark operations that are traced in it as a part of the task ``placed``."""
     if contexts.ignoring():
         yield
         return
@@ -83,7 +83,7 @@ def scope(placed: Placement) -> Iterator[None]:
         yield
 
 
-def marked_call(
+def call_under_mark(
     name: str,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -116,11 +116,11 @@ def marked_call(
 
 @contextlib.contextmanager
 def _outside(label: str) -> Iterator[None]:
-    """If a task or loop runs outside `multimesh.jit` on arrays of several submeshes, say what to do."""
+    """Add the remedy to JAX's error if a task or loop outside `multimesh.jit` gets arrays of several submeshes."""
     try:
         yield
     except ValueError as error:
-        if partitioned_trace() or "incompatible devices" not in str(error):
+        if is_partitioning() or "incompatible devices" not in str(error):
             raise
         raise UsageError(
             f"{_compat.error_line(error)}: {label} outside multimesh.jit has arguments on several submeshes; jit the "
@@ -129,29 +129,29 @@ def _outside(label: str) -> Iterator[None]:
 
 
 def _label(name: str) -> str:
-    """The user's word for a marked call."""
+    """Return the user's word for a marked call."""
     placed = marks.TASKS.find(name)
     return f"task {placed.name!r}" if placed is not None else "microbatch"
 
 
-def marked(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
-    """``fn`` as the task of a place."""
+def mark_function(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:
+    """Return ``fn`` as the task ``placed``."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with inside(placed), unchanged(lambda: f"task {placed.name!r}", (args, kwargs)):
+        with inside(placed), refuse_changes(lambda: f"task {placed.name!r}", (args, kwargs)):
             return fn(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if contexts.ignoring():
             return fn(*args, **kwargs)
-        if not recorded():
+        if not is_recording():
             with _outside(f"task {placed.name!r}"), in_a_mesh(f"task {placed.name!r}"):
                 return fn(*args, **kwargs)
-        if not partitioned_trace():
+        if not is_partitioning():
             tell_one_program(placed.name)
-            return marked_call(marks.TASKS.name(placed), run, args, kwargs)
+            return call_under_mark(marks.TASKS.name(placed), run, args, kwargs)
         args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
-        return jax.tree.map(_compat.leave_mesh, marked_call(marks.TASKS.name(placed), run, args, kwargs))
+        return jax.tree.map(_compat.leave_mesh, call_under_mark(marks.TASKS.name(placed), run, args, kwargs))
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, fn)
@@ -190,4 +190,4 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
             return jax.lax.with_sharding_constraint(leaf, translate(spec, task))
         return jax.jit(_compat.named(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
-    return x if contexts.ignoring() or not recorded() else jax.tree.map(constrain, x)
+    return x if contexts.ignoring() or not is_recording() else jax.tree.map(constrain, x)

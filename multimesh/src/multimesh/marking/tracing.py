@@ -1,4 +1,4 @@
-"""Whether `multimesh.jit` traces the running code, and inside which task."""
+"""The state of a trace: whether `multimesh.jit` traces the running code, and inside which task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multim
 
 @contextlib.contextmanager
 def in_loops(change: Change) -> Iterator[None]:
-    """Give each microbatch loop that is traced what ``change`` makes of its function."""
+    """Apply ``change`` to the function of each microbatch loop that is traced inside the block."""
     token = _loops.set(change)
     try:
         yield
@@ -34,24 +34,24 @@ def in_loops(change: Change) -> Iterator[None]:
 
 
 def of_loop(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a microbatch loop, as `in_loops` changes it."""
+    """Return the function of a microbatch loop, as `in_loops` changes it."""
     change = _loops.get()
     return fn if change is None else change(fn)
 
 
-def partitioned_trace() -> bool:
-    """Whether this is a trace whose tasks will be placed on their submeshes."""
+def is_partitioning() -> bool:
+    """Return whether this is a trace whose tasks will be placed on their submeshes."""
     return _tracing.get()
 
 
-def jit_is_known() -> None:
-    """The user has called `multimesh.jit`."""
+def note_jit_called() -> None:
+    """Note that the user has called `multimesh.jit`, so that `tell_one_program` stays silent."""
     global _told
     _told = True
 
 
 def tell_one_program(name: str) -> None:
-    """Warn, once in a process, of a task that a jit of JAX makes a part of one program.
+    """Warn, once in a process, of a task that a jit of JAX compiles as a part of one program.
 
     Who has called `multimesh.jit` knows of it, and may compare with ``jax.jit``: then there is no warning.
     """
@@ -66,18 +66,18 @@ def tell_one_program(name: str) -> None:
         )
 
 
-def recorded() -> bool:
-    """Whether operations are recorded, by `multimesh.jit` or another trace, instead of run."""
-    return partitioned_trace() or _compat.staged()
+def is_recording() -> bool:
+    """Return whether operations are recorded, by `multimesh.jit` or another trace, instead of run."""
+    return is_partitioning() or _compat.staged()
 
 
 def current_task() -> Placement | None:
-    """The innermost task around the traced code."""
+    """Return the innermost task around the traced code."""
     return _task.get()
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Pause Python's garbage collector. It would walk a growing trace again and again, and find next to nothing."""
     if not gc.isenabled():
         yield
@@ -91,11 +91,11 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside(task: Placement) -> Iterator[None]:
-    """Trace code of a task: bare partition specs name the axes of its submesh. Outside of a trace it does nothing.
+    """Trace the code of a task: bare partition specs name the axes of its submesh. Outside of a trace do nothing.
 
     All axes are Auto inside, whatever they are in the user's mesh; code that needs Explicit axes is an error.
     """
-    if not partitioned_trace():
+    if not is_partitioning():
         with in_a_mesh(f"task {task.name!r}"):
             yield
         return
@@ -117,7 +117,7 @@ def inside(task: Placement) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_a_mesh(what: str) -> Iterator[None]:
-    """Say what to do if code with bare partition specs runs where no mesh has their axes.
+    """Add the remedy to JAX's error if code with bare partition specs runs where no mesh has their axes.
 
     Raises
     ------
@@ -137,7 +137,7 @@ def in_a_mesh(what: str) -> Iterator[None]:
 
 
 def _explicit_remedy(message: str, task: Placement) -> str | None:
-    """The remedy if an error of JAX is about code for Explicit axes; None for any other error."""
+    """Return the remedy if an error of JAX is about code for Explicit axes; None for any other error."""
     if "context mesh" in message and "shard_map" in message:
         return "drop mesh= of jax.shard_map, which takes the submesh from its context"
     if "context mesh" in message:

@@ -11,8 +11,8 @@ from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device, device
 from multimesh.hardware.kernels import sent
 from multimesh.hardware.stacks import stack
-from multimesh.ir.flops import of_ops
-from multimesh.ir.seconds import of_ops as of_device
+from multimesh.ir.flops import count_flops
+from multimesh.ir.seconds import estimate_kernel as of_device
 from multimesh.plan.instructions import PlanData, Run, Send
 from multimesh.schedules import Cell
 from multimesh.schedules.costs import PHASES, Key, StageCosts, cost
@@ -47,7 +47,7 @@ class Costs:
 
 def estimate(plan: PlanData) -> Costs:
     """Operations of every kernel of a plan on each of its devices."""
-    return Costs(tuple(of_ops(k.ops) / plan.submeshes[k.submesh].size for k in plan.kernels), note=f"costs {NOTE}")
+    return Costs(tuple(count_flops(k.ops) / plan.submeshes[k.submesh].size for k in plan.kernels), note=f"costs {NOTE}")
 
 
 def on_device(plan: PlanData, name: str | Device) -> Costs:

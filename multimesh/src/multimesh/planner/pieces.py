@@ -16,7 +16,7 @@ from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device
 from multimesh.ir.flops import operations
-from multimesh.ir.seconds import Costed, of_lines
+from multimesh.ir.seconds import Costed, estimate_lines
 
 _MOST = 64  # pieces
 _NARROW = 1.5  # times what crosses the narrowest place near by: where a pipeline may cut
@@ -208,9 +208,9 @@ def _piece(
             seconds += _seconds(item, last, group[-1], device, start)
     together = [items[n].line for n in group if items[n].share == 1]
     read = [out for line in together for out in line.outs if last.get(out, -1) > group[-1]]
-    return Portion(seconds + of_lines(together, read, device, start), work, held, numbers, kept, crossing)
+    return Portion(seconds + estimate_lines(together, read, device, start), work, held, numbers, kept, crossing)
 
 
 def _seconds(item: _Item, last: Mapping[Any, int], number: int, device: Device, start: float) -> float:
     read = [out for out in item.line.outs if last.get(out, -1) > number]
-    return item.share * of_lines([item.line], read, device, start)
+    return item.share * estimate_lines([item.line], read, device, start)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from multimesh.core import _compat, checks
 from multimesh.errors import UsageError
-from multimesh.ir.flops import of_program
+from multimesh.ir.flops import count_program
 from multimesh.marking.tasks import task
 from multimesh.schedules import LayerCosts, Partition, partition
 from multimesh.schedules.partitioning import cut
@@ -152,7 +152,7 @@ def estimated(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[L
         held = sum(map(_compat.nbytes, jax.tree.leaves(own)))
         activation = sum(_compat.nbytes(v.aval) for v in residuals)
         costs.append(
-            LayerCosts((3 if count else 2) * of_program(forward.jaxpr), float(_STATES * held), float(activation))
+            LayerCosts((3 if count else 2) * count_program(forward.jaxpr), float(_STATES * held), float(activation))
         )
         x = shapes
     return tuple(costs)

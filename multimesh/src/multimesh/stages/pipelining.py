@@ -18,8 +18,8 @@ from multimesh.core.submesh import AxisMap, make_task
 from multimesh.core.text import amount
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
-from multimesh.marking.flax_modules import unchanged
-from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, partitioned_trace, recorded
+from multimesh.marking.flax_modules import refuse_changes
+from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_partitioning, is_recording
 from multimesh.schedules.costs import cost
 from multimesh.schedules.cuts import SLACK, Chain, ChainCut, cut_chain
 from multimesh.schedules.partitioning import LayerCosts, alive
@@ -45,10 +45,10 @@ class Pipelined:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function; each stage is a task on its submesh."""
-        if not self.meshes or contexts.ignoring() or not recorded():
+        if not self.meshes or contexts.ignoring() or not is_recording():
             with in_a_mesh(self._name):
                 return self.fn(*args, **kwargs)
-        if partitioned_trace():
+        if is_partitioning():
             args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
         traced = self._traced(args, kwargs)
         if traced.loops:
@@ -115,7 +115,7 @@ class Pipelined:
             with (
                 in_loops(loops),
                 inside(first),
-                unchanged(lambda: self._name, (inner_args, inner_kwargs)),
+                refuse_changes(lambda: self._name, (inner_args, inner_kwargs)),
             ):
                 return self.fn(*inner_args, **inner_kwargs)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from multimesh.core import _compat
 from multimesh.core.submesh import Placement
 from multimesh.marking import marks
-from multimesh.marking.tasks import marked, scope
+from multimesh.marking.tasks import mark_function, scope
 from multimesh.stages.chains import in_pieces
 from multimesh.stages.units import Rows, Unit, Units
 
@@ -39,7 +39,7 @@ def run(
     ins = [_read(units) for units in whole]
     for number, (units, placed) in enumerate(zip(whole, places, strict=False)):
         outs = _needed(units, [*found.outs, *itertools.chain(*ins[number + 1 :])])
-        call = marked(_evaluation(units, ins[number], outs, placed.mesh), placed)
+        call = mark_function(_evaluation(units, ins[number], outs, placed.mesh), placed)
         env.update(zip(outs, call(*env.many(ins[number])), strict=True))
     for (behind, _), units in zip(back, whole[len(stages) :], strict=True):
         with contextlib.nullcontext() if behind is None else _backward_scope(places[behind]):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from multimesh import ir
 from multimesh.core.grouping import grouped
 from multimesh.ir import graph
-from multimesh.ir.primitives import known
+from multimesh.ir.primitives import lookup
 from multimesh.passes.cutting.fragment import Fragment, with_interfaces
 from multimesh.passes.cutting.parts import Pipeline
 
@@ -110,11 +110,11 @@ def _firm(ops: Sequence[ir.Op], maker: _Maker) -> set[ir.Value]:
 
 def _decides(op: ir.Op, maker: _Maker) -> bool:
     """Whether an operation compares two floats of which neither is a constant."""
-    return known(op).compares and not any(_is_constant(i, maker) for i in op.ins) and _inexact(op.ins[0])
+    return lookup(op).compares and not any(_is_constant(i, maker) for i in op.ins) and _inexact(op.ins[0])
 
 
 def _rounds(op: ir.Op) -> bool:
-    return not known(op).exact and any(map(_inexact, op.outs))
+    return not lookup(op).exact and any(map(_inexact, op.outs))
 
 
 def _inexact(atom: ir.Atom) -> bool:
@@ -163,7 +163,7 @@ class _Localiser:
         return self.maker[value][1]
 
     def _may_repeat(self, op: ir.Op) -> bool:
-        if not known(op).cheap or op.effects or not self.allowed(op) or _decides(op, self.maker):
+        if not lookup(op).cheap or op.effects or not self.allowed(op) or _decides(op, self.maker):
             return False
         return self.firm.isdisjoint(op.outs) or not _rounds(op)
 

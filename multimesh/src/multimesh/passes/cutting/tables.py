@@ -10,7 +10,7 @@ from multimesh.core import _compat
 from multimesh.core.grouping import grouped
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
-from multimesh.ir.flops import of_ops
+from multimesh.ir.flops import count_flops
 from multimesh.passes.cutting.fragment import Fragment
 from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.weights import split_weights
@@ -99,4 +99,4 @@ def estimate(pipeline: Pipeline) -> StageCosts:
 
 
 def _total(parts: Sequence[Fragment]) -> float:
-    return sum(of_ops(part.ops) / part.mesh.size for part in parts)
+    return sum(count_flops(part.ops) / part.mesh.size for part in parts)

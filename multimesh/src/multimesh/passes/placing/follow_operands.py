@@ -22,7 +22,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.grouping import grouped
 from multimesh.ir import graph
-from multimesh.ir.primitives import is_small, known
+from multimesh.ir.primitives import is_small, lookup
 from multimesh.passes.placing.owners import Owners, leading_to_tasks
 from multimesh.passes.placing.route import position
 from multimesh.passes.placing.settle import Node, settle
@@ -191,7 +191,7 @@ class Follower:
 
     def _spreads(self, op: ir.Op, roots: Roots, floats: bool) -> bool:
         """Whether the sources of a result have at most half of its bytes."""
-        if op.effects or known(op).control or not (floats or known(op).spreads):
+        if op.effects or lookup(op).control or not (floats or lookup(op).spreads):
             return False
         return 0 < 2 * sum(v.nbytes for v in roots) <= sum(o.nbytes for o in op.outs)
 
@@ -270,7 +270,7 @@ def _is_mixed(roots: Roots) -> bool:
 
 def _keeps(op: ir.Op, roots: Roots) -> bool:
     """Whether a result is as large as what it is made from (the square of a weight): its reader says where it goes."""
-    return not known(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
+    return not lookup(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
 
 
 def _split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Mesh]) -> list[tuple[ir.Op, Mesh]]:

@@ -151,7 +151,7 @@ class _Cutter:
         ops: list[ir.Op] = []
         result: list[ir.Atom] = []
         for atom in atoms:
-            atom = graph.renamed(atom, self._rename)
+            atom = graph.resolve(atom, self._rename)
             if isinstance(atom, ir.Value) and atom in self._pieces:
                 pieces = self._pieces.pop(atom)
                 ops.append(ir.Op(primitives.concatenate_p, {"dimension": pieces.dim}, pieces.parts, (atom,)))
@@ -183,7 +183,7 @@ class _Cutter:
         carries = {inner: replace(c, leaf=leaf) for (inner, c), leaf in last}
         sums: list[ir.Sum] = []
         for s in loop.sums:
-            leaf = graph.renamed(s.leaf, self._rename)
+            leaf = graph.resolve(s.leaf, self._rename)
             if isinstance(leaf, ir.Value) and leaf in self._pieces:
                 dim, parts = self._pieces[leaf]
                 totals = tuple(ir.Value(part.aval) for part in parts)
@@ -192,7 +192,7 @@ class _Cutter:
             else:
                 sums.append(replace(s, leaf=leaf))
         kept = ir.live(ops, [*(s.leaf for s in sums), *wholes])
-        linked = {inner: graph.renamed(outer, self._rename) for inner, outer in loop.linked.items()}
+        linked = {inner: graph.resolve(outer, self._rename) for inner, outer in loop.linked.items()}
         made = replace(loop, ops=tuple(kept), consts=consts, sums=tuple(sums), stacks=stacks)
         yield replace(made, carries=carries, linked=linked)
 
@@ -282,7 +282,7 @@ class _Cutter:
         out = op.outs[0]
         partial = [ir.Value(out.aval) for _ in operands] if len(operands) > 1 else [out]
         ops = [replace(op, ins=ins, outs=(part,)) for ins, part in zip(operands, partial, strict=True)]
-        return ops + graph.chained(replace(op, prim=combine, params={}, ctx=None), partial, out)
+        return ops + graph.chain(replace(op, prim=combine, params={}, ctx=None), partial, out)
 
 
 def _cut(op: ir.Op, value: ir.Value, dim: int, begin: int, end: int, ops: list[ir.Op]) -> ir.Value:

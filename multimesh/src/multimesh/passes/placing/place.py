@@ -71,7 +71,7 @@ def _placed(
         else:
             loop = graph.rename_loop(item, walked.renamed)
             walked.items.append(_place_loop(loop, state, default, rows, moved))
-    results = [graph.renamed(o, walked.renamed) for o in program.outputs]
+    results = [graph.resolve(o, walked.renamed) for o in program.outputs]
     wanted = {v: mesh for i, mesh in replaced.items() for v in ir.values([results[i]])}
     walked.settle(pulled=wanted)
     items, outputs = _clone_floating(walked, state, tuple(results), wanted, default)
@@ -166,10 +166,10 @@ def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value],
     homes.update({inner: homes[row] for inner, row in loop.linked.items() if row in homes})
     order = in_order(loop.ops) or tuple(state.owners.order)
     walked = Follower(state, [order[rank] for rank in loop.mark.schedule.placement(len(order))]).run(loop.ops)
-    states = [graph.renamed(c.leaf, walked.renamed) for c in loop.carries.values()]
+    states = [graph.resolve(c.leaf, walked.renamed) for c in loop.carries.values()]
     walked.settle(ir.values(states))
     given = [o for op in loop.ops for o in op.outs if o in rows]
-    wanted = tuple(graph.renamed(a, walked.renamed) for a in (*loop.leaves, *given))
+    wanted = tuple(graph.resolve(a, walked.renamed) for a in (*loop.leaves, *given))
     placed, results = _clone_floating(walked, state, wanted, {}, default, set(states))
     count = len(loop.leaves)
     moved.update(zip(given, results[count:], strict=True))

@@ -317,7 +317,7 @@ class _Inliner:
             raise MultiMeshError(f"{mark.where}: a microbatch loop inside another; use one loop")
         fixed, carried = _compat.scan_counts(eqn.params)
         states = args[fixed : fixed + carried]
-        originals = {copy: graph.renamed(copy, self.passed) for copy in self.passed}
+        originals = {copy: graph.resolve(copy, self.passed) for copy in self.passed}
         passed = {copy: arg for copy, arg in originals.items() if arg in states}  # a sum or none is one
         ops = [graph.rename_op(op, passed) for op in ops]
         kept = [

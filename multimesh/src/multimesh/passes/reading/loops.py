@@ -17,7 +17,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.errors import MultiMeshError
 from multimesh.ir import graph
-from multimesh.ir.primitives import is_zero, known, reorders
+from multimesh.ir.primitives import is_zero, lookup, reorders
 from multimesh.ir.program import LoopMark
 from multimesh.passes.reading.twins import live_with_originals
 
@@ -57,7 +57,7 @@ def from_scan(
             leaves, chain = found
             spent |= chain
             total = leaves[0] if len(leaves) == 1 else ir.Value(out.aval)
-            joins += graph.chained(ir.Op(_compat.PRIMITIVES["add_any"], {}, (), ()), leaves, total)
+            joins += graph.chain(ir.Op(_compat.PRIMITIVES["add_any"], {}, (), ()), leaves, total)
             sums.append(ir.Sum(out, init, total))
         elif mark.carries and not eqn.params["reverse"]:
             carries[carry_in] = ir.Carry(out, init, carry_out)
@@ -114,7 +114,7 @@ def _addends(
             leaves.append(atom)
         else:
             adds = producer.get(atom)
-            if adds is None or not known(adds).adds:
+            if adds is None or not lookup(adds).adds:
                 return None
             chain.add(id(adds))
             stack += reversed(adds.ins)
@@ -145,7 +145,7 @@ def _without_passed(program: ir.Program) -> ir.Program:
         replace(item, sums=tuple(s for s in item.sums if s.leaf is not None)) if isinstance(item, ir.Loop) else item
         for item in (graph.rename_item(item, rename) for item in program.items)
     ]
-    outputs = tuple(graph.renamed(o, rename) for o in program.outputs)
+    outputs = tuple(graph.resolve(o, rename) for o in program.outputs)
     return replace(program, items=tuple(_topological(items)), outputs=outputs)
 
 
@@ -236,7 +236,7 @@ def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.L
             continue
         sums += made
         add = ir.Op(_compat.add_p, {}, (), (), backward=loop.backward, source=loop.source)
-        joins += graph.chained(add, addends, s.out)
+        joins += graph.chain(add, addends, s.out)
     ops = [op for op in loop.ops if id(op) not in dropped]
     loop = replace(loop, sums=tuple(sums))
     leaves = [
