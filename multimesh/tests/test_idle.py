@@ -73,7 +73,7 @@ with warnings.catch_warnings(record=True) as caught:
     jax.eval_shape(task, jnp.ones(2))
     jax.make_jaxpr(task)(jnp.ones(2))
     with mm.ignore_transforms():
-        jax.jit(lambda x: task(x) + 1)(jnp.ones(2))
+        jax.jit(lambda x: mm.task(jnp.tanh, "front", mesh=front)(x) + 1)(jnp.ones(2))
     print(len(caught))
     jax.jit(lambda x: task(x) + 2)(jnp.ones(2))  # line 17
     jax.jit(lambda x: task(x) + 3)(jnp.ones(2))
@@ -81,18 +81,25 @@ with warnings.catch_warnings(record=True) as caught:
 """
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_task_in_one_program_is_told_once_to_who_never_called_our_jit(known, tmp_path):
+USED_BEFORE = {
+    "nothing": "",
+    "multimesh.jit": "mm.jit(task)(jnp.ones(2))",
+    "multimesh.jit, of a jit that keeps its trace": "task = jax.jit(task); mm.jit(task)(jnp.ones(2))",
+    "a loop of ours": "mm.jit(lambda x: jax.lax.scan(lambda c, r: (task(c), r), x, x)[0])(jnp.ones(2))",
+}
+
+
+@pytest.mark.parametrize("before", USED_BEFORE)
+def test_a_task_in_one_program_is_told_once(before, tmp_path):
+    """Also where JAX has kept the trace of the task: then the line is that of the first call."""
     script = tmp_path / "script.py"
-    script.write_text(PROGRAM.replace("# known", "mm.jit(task)(jnp.ones(2))") if known else PROGRAM)
+    script.write_text(PROGRAM.replace("# known", USED_BEFORE[before]))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=CLEAN, check=True)
-    before, message = done.stdout.split("\n")[:2]
-    assert before == "0"
-    if known:
-        assert message == ""
-        return
+    told_before, message = done.stdout.split("\n")[:2]
+    assert told_before == "0"
     assert message.count("|") == 0
-    assert "script.py:17: task 'front' is a part of one program here" in message
+    line = 11 if "keeps" in before else 17
+    assert f"script.py:{line}: task 'front' is a part of one program here" in message
 
 
 def constrained(x):

@@ -39,7 +39,7 @@ from multimesh.ir.program import has_tasks
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
 from multimesh.marking.flax_modules import refuse_changes
-from multimesh.marking.tracing import is_recording, note_jit_called, partitioning, pause_gc
+from multimesh.marking.tracing import is_recording, partitioning, pause_gc
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Traced
 from multimesh.plan.plan import Plan
@@ -78,7 +78,6 @@ class Jitted:
         layouts: Sequence[PartitionSpec | None] = (),
     ):
         """``layouts`` are those of results, as far as their submeshes have the axes."""
-        note_jit_called()
         self._fn = fn
         self._autoshard = autoshard
         self._name = getattr(fn, "__name__", type(fn).__name__)

@@ -17,7 +17,7 @@ from multimesh.core.submesh import AxisMap, Placement, make_task
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.flax_modules import refuse_changes, subclass, with_call
-from multimesh.marking.tracing import current_task, in_a_mesh, inside, is_partitioning, is_recording, tell_one_program
+from multimesh.marking.tracing import current_task, in_a_mesh, inside, is_partitioning, is_recording, note_task
 
 
 def task(
@@ -147,11 +147,12 @@ def mark_function(fn: Callable[..., Any], placed: Placement) -> Callable[..., An
         if not is_recording():
             with _outside(f"task {placed.name!r}"), in_a_mesh(f"task {placed.name!r}"):
                 return fn(*args, **kwargs)
+        mark = marks.TASKS.name(placed)
         if not is_partitioning():
-            tell_one_program(placed.name)
-            return call_under_mark(marks.TASKS.name(placed), run, args, kwargs)
+            return note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
         args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
-        return jax.tree.map(_compat.leave_mesh, call_under_mark(marks.TASKS.name(placed), run, args, kwargs))
+        made = note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
+        return jax.tree.map(_compat.leave_mesh, made)
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, fn)

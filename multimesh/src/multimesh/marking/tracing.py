@@ -20,6 +20,8 @@ Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_tracing", default=False)
 _loops: contextvars.ContextVar[Change | None] = contextvars.ContextVar("multimesh_loops", default=None)
 _told = False
+_called: dict[str, tuple[str, str]] = {}  # a task by its mark: its name, and the line that last called it in a trace
+_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_compiling", default=False)
 _task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multimesh_task", default=None)
 
 
@@ -44,26 +46,43 @@ def is_partitioning() -> bool:
     return _tracing.get()
 
 
-def note_jit_called() -> None:
-    """Note that the user has called `multimesh.jit`, so that `tell_one_program` stays silent."""
-    global _told
-    _told = True
+def _tell_one_program(mark: str) -> None:
+    """Warn, once in a process, of a task that becomes a part of somebody else's program.
 
-
-def tell_one_program(name: str) -> None:
-    """Warn, once in a process, of a task that a jit of JAX compiles as a part of one program.
-
-    Who has called `multimesh.jit` knows of it, and may compare with ``jax.jit``: then there is no warning.
+    JAX keeps traces: the task may have been traced for `multimesh.jit`, long before.
     """
     global _told
-    if not _told and _compat.in_a_jit_of_jax():
+    if not _told and not _compiling.get():
         _told = True
+        name, line = _called[mark]
         _compat.warn_at(
-            _compat.caller_line(),
+            line,
             f"task {name!r} is a part of one program here, and runs on the devices of that: "
             "jax.jit, nnx.jit or a loop is around it, and no multimesh.jit; call multimesh.jit in its place, or say "
             "that one program is meant: with multimesh.ignore_transforms()",
         )
+
+
+_task_p = _compat.identity_primitive("multimesh_task", lowered=_tell_one_program)
+
+
+def note_task(mark: str, name: str, result: Any) -> Any:
+    """Note that a task made a result, so that a program that it becomes a part of can be told of."""
+    leaves, tree = jax.tree.flatten(result)
+    if not leaves:
+        return result
+    _called[mark] = name, _compat.caller_line()
+    return jax.tree.unflatten(tree, [_task_p.bind(leaves[0], mark=mark), *leaves[1:]])
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Lower kernels of a plan: tasks in a loop of theirs are where they should be."""
+    token = _compiling.set(True)
+    try:
+        yield
+    finally:
+        _compiling.reset(token)
 
 
 def is_recording() -> bool:

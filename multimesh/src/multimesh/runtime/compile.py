@@ -20,6 +20,7 @@ from multimesh.core._compat import executables
 from multimesh.core.progress import progress
 from multimesh.errors import MultiMeshError
 from multimesh.ir.evaluate import evaluate
+from multimesh.marking.tracing import compiling
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
 from multimesh.processes.arrays import here
@@ -94,7 +95,7 @@ def _lower(plan: Plan, run: Run) -> _Lowered:
         donate_argnums=plan.donations.get(number, ()),
         keep_unused=True,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), compiling():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         try:
             return _Lowered(number, plan.submeshes[kernel.submesh], jitted, jitted.lower(*given))

@@ -83,7 +83,7 @@ with tried_version():
         fitted_to_mesh,
         fitted_to_type,
         has_rows,
-        in_a_jit_of_jax,
+        identity_primitive,
         leave_mesh,
         staged,
         without_mesh,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -85,6 +83,22 @@ def abstract_mesh_context(mesh: Mesh) -> Iterator[None]:
         yield
 
 
+def identity_primitive(name: str, lowered: Callable[..., None]) -> Any:
+    """Make a primitive that does nothing, whose parameters ``lowered`` gets when it becomes a part of a program."""
+    prim = core.Primitive(name)
+
+    def lower(_: Any, x: Any, **params: Any) -> list[Any]:
+        lowered(**params)
+        return [x]
+
+    prim.def_impl(lambda x, **_: x)
+    prim.def_abstract_eval(lambda x, **_: x)
+    ad.deflinear2(prim, lambda cotangent, _, **params: [cotangent])
+    batching.defvectorized(prim)
+    mlir.register_lowering(prim, lower)
+    return prim
+
+
 _leave_p = core.Primitive("multimesh_leave")
 _leave_p.def_impl(versions.without_type)
 _leave_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
@@ -134,9 +148,6 @@ def is_explicit(given: Any) -> bool:
     return isinstance(given, NamedSharding) and given.mesh != auto(given.mesh)
 
 
-_PJIT = os.path.join(os.path.dirname(jax.__file__), "_src", "pjit.py")
-
-
 def _trace_in_force() -> Any:
     return _without_trace(lambda trace: trace)
 
@@ -174,14 +185,6 @@ def staged() -> bool:
 def eager() -> bool:
     """Whether no transformation is in force."""
     return isinstance(_trace_in_force(), _RUNS)
-
-
-def in_a_jit_of_jax() -> bool:
-    """Whether a call of a function of ``jax.jit`` traces it now, as JAX's own frames on the stack say."""
-    frame = sys._getframe(1).f_back
-    while frame is not None and not (frame.f_code.co_name == "cache_miss" and frame.f_code.co_filename == _PJIT):
-        frame = frame.f_back
-    return frame is not None
 
 
 def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh) -> Sequence[Any]:

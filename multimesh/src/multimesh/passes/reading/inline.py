@@ -35,6 +35,9 @@ _CALLS = {  # primitive name -> parameter that holds the called jaxpr
 }
 
 
+_NOTHING = frozenset(("multimesh_leave", "multimesh_task"))  # primitives of our own that compute nothing
+
+
 def _unstack(x: jax.Array, *, axis: int) -> list[jax.Array]:
     return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
 
@@ -126,7 +129,7 @@ class _Inliner:
             return self._in_smaller(eqn, ins, where, out)
         if name == "scan" and where.loop is not None and _is_microbatch_loop(eqn, where.loop[0].count):
             return self._loop(eqn, ins, where, out)
-        if name == "multimesh_leave" or (name == "convert_element_type" and _same_type(ins[0], eqn.outvars[0])):
+        if name in _NOTHING or (name == "convert_element_type" and _same_type(ins[0], eqn.outvars[0])):
             return ins
         if eqn.primitive is _compat.device_put_p and any(map(_is_place, eqn.params["devices"])):
             return self._device_put(eqn, ins, where, out)
