@@ -96,11 +96,11 @@ class Found:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Search, print unless ``--json`` is given, and return the table as data."""
-    terms = _terms(options)
+    names = options.device.split(",")
+    terms = _terms(options, len(names))
     progress = Progress() if sys.stderr.isatty() and not options.json else None
     try:
-        names = options.device.split(",")
-        found = [_one(options, name, terms, progress) for name in names]
+        found = [_one(options, name, its, progress) for name, its in zip(names, terms, strict=True)]
     finally:
         if progress:
             progress.clear()
@@ -110,15 +110,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     _write(options, "--picture", options.picture, best.suggestions.to_svg)
     if options.html is not None:
         drawn = page.timeline(model, best.suggestions.best, best.device, best.software)
-        text = page.page(best.suggestions, [(each, terms) for each in bills if terms], drawn)
+        text = page.page(best.suggestions, bills, terms[0], drawn)
         _write(options, "--html", options.html, lambda path: Path(path).write_text(text, encoding="utf-8"))
     if not options.json:
         for each in found:
             if options.budget is not None:
                 print(reached(each.suggestions.best, each.devices, options.budget))
             print(each.suggestions, end="\n\n" if each is not found[-1] else "\n")
-        if terms and bills:
-            print("\n" + "\n".join(bill.table(bills, terms)))
+        if terms[0] is not None:
+            print("\n" + "\n".join(bill.table(bills, terms[0])))
         for path in (options.picture, options.html):
             if path is not None:
                 print(f"wrote {path}")
@@ -197,13 +197,18 @@ def _notes(options: argparse.Namespace, job: Training, best: Option) -> Iterator
     yield from bands.warnings(forecast(model, best.how, job.device, job.software))
 
 
-def _terms(options: argparse.Namespace) -> Terms | None:
+def _terms(options: argparse.Namespace, count: int) -> list[Terms | None]:
+    """Return the terms of the bill of each device."""
     if options.tokens is None:
         for name in ("price", "power", "goodput"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--{name} is for the bill; add --tokens, such as --tokens 15e12")
-        return None
-    return Terms(options.tokens, options.price, options.power, *(options.goodput or (0.0, 0.0)))
+        return [None] * count
+    prices = options.price or (None,)
+    if len(prices) not in (1, count):
+        raise UsageError(f"--price has {len(prices)} prices, --device {count} devices; give one, or as many")
+    lost = options.goodput or (0.0, 0.0)
+    return [Terms(options.tokens, price, options.power, *lost) for price in (prices * count)[:count]]
 
 
 def _write(options: argparse.Namespace, flag: str, path: Path | None, write: Callable[[Path], object]) -> None:

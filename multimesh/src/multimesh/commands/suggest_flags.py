@@ -145,7 +145,9 @@ def _fixed(fixed: argparse._ArgumentGroup) -> None:
 
 def _bill(bill: argparse._ArgumentGroup) -> None:
     bill.add_argument("--tokens", type=values.amount, metavar="N", help="of the whole training: 15e12")
-    bill.add_argument("--price", type=values.amount, metavar="X", help="of a device for an hour")
+    bill.add_argument(
+        "--price", type=_prices, metavar="X[,X]", help="of a device for an hour; several are those of --device in turn"
+    )
     bill.add_argument(
         "--power",
         type=values.amount,
@@ -158,6 +160,10 @@ def _bill(bill: argparse._ArgumentGroup) -> None:
         metavar="FAILURES,SECONDS",
         help="failures a day of 1,000 devices, and seconds of a checkpoint: 0.5,60 (default: none)",
     )
+
+
+def _prices(text: str) -> tuple[float, ...]:
+    return tuple(map(values.amount, text.split(",")))
 
 
 def _goodput(text: str) -> tuple[float, float]:

@@ -21,7 +21,7 @@ UNKNOWN = 0.30
 
 _INSIDE = 0.87  # share of the errors of similar runs that a band has inside
 _LEAST = (0.45, 0.30, 0.22, 0.15, 0.10)  # band at least, by the sources that have runs of the kind and generation
-_MOST = 0.80
+_LEAST_MEMORY, _MOST = 0.15, 0.80
 _CALIBRATED, _ENOUGH, _REACH, _SOME = 0.03, 20, 0.4, 40  # least band; pairs that tell; their distances; of a group
 _STRANGE, _ABOVE = 1.9, 1.1  # a distance; times the utilization of the best run of a kind
 _FAR = 1.0  # distance from which on a band grows with the distance
@@ -115,7 +115,8 @@ def described(
 ) -> Measured:
     """Return what a forecast is to measured runs; ``seconds`` are those measured, where it is one."""
     model, how = step.model, step.how
-    kinds = ("1" if model.experts else "0", step.device.generation, step.software, how.precision, step.device.name)
+    family = step.device.generation.split("-")[0]
+    kinds = ("1" if model.experts else "0", family, step.software, how.precision, step.device.name)
     sizes = tuple(math.log2(size) for size in (model.hidden, how.sequence, how.tokens, how.devices))
     of = dict(step.shares)
     shares = tuple(of.get(share, 0.0) / step.seconds for share in _SHARES)
@@ -224,5 +225,5 @@ def width(own: Measured, runs: Sequence[Measured], *, memory: bool = False) -> f
     totals = itertools.accumulate(weight for _, weight in errors)
     found = next((error for (error, _), total in zip(errors, totals, strict=True) if total >= wanted), errors[-1][0])
     sources = len({run.source for run in runs if run.kinds[:2] == own.kinds[:2]})
-    least = _LEAST[min(sources, len(_LEAST) - 1)]
+    least = _LEAST[min(sources, len(_LEAST) - 1)] if not memory else _LEAST_MEMORY
     return min(_MOST, max(least, found * (1 + _GROWTH * max(0.0, first - _FAR))))

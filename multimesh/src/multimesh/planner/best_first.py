@@ -55,6 +55,8 @@ class Option:
         The measured run that is most like it, and how far its forecast was off.
     memory_band
         Half width of the band around ``bytes``, relative; None: not known.
+    memory_parts
+        What ``bytes`` consist of, by name.
     checked
         What else was found out about it, such as that the plan of the whole step needs as many bytes.
     """
@@ -70,6 +72,7 @@ class Option:
     checked: str = ""
     nearest: str = ""
     memory_band: float | None = None
+    memory_parts: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def of_step(cls, step: Step, least_band: float = 0.0) -> Option:
@@ -85,6 +88,7 @@ class Option:
             step.shares,
             nearest=str(bands.nearest(step)),
             memory_band=bands.memory_band(step),
+            memory_parts=tuple(vars(max(step.memory, key=lambda held: held.total)).items()),
         )
 
     @property

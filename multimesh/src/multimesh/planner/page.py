@@ -49,24 +49,26 @@ def timeline(model: Transformer, option: Option, device: Device, software: Stack
     return simulate(table, StageCosts(times, (parts.hop,) * (len(of) - 1)), title=title)
 
 
-def page(found: Suggestions, bills: Sequence[tuple[Bill, Terms]] = (), drawn: Timeline | None = None) -> str:
+def page(
+    found: Suggestions, bills: Sequence[Bill] = (), terms: Terms | None = None, drawn: Timeline | None = None
+) -> str:
     """Return the page as HTML.
 
     Parameters
     ----------
     found
         Suggestions, with their front.
-    bills
-        Of devices, with the terms.
+    bills, terms
+        Of devices, and what they were asked for.
     drawn
         The timeline of the best.
     """
     text = resources.files("multimesh.planner").joinpath("page.html").read_text(encoding="utf-8")
-    body = "\n".join(_body(found, bills, drawn))
+    body = "\n".join(_body(found, bills, terms, drawn))
     return text.replace("TITLE", escape(found.title)).replace("<!-- BODY -->", body)
 
 
-def _body(found: Suggestions, bills: Sequence[tuple[Bill, Terms]], drawn: Timeline | None) -> Iterator[str]:
+def _body(found: Suggestions, bills: Sequence[Bill], terms: Terms | None, drawn: Timeline | None) -> Iterator[str]:
     best = found.best
     band = "" if best.band is None else f", within {100 * best.band:.0f} %"
     yield f"<p>The fastest: {escape(shown(best.how))}. A step takes {best.seconds:.4g} s{band}: a forecast.</p>"
@@ -82,9 +84,9 @@ def _body(found: Suggestions, bills: Sequence[tuple[Bill, Terms]], drawn: Timeli
     if drawn is not None:
         yield "<section id=timeline><h2>The schedule of the fastest</h2><div class=wide>"
         yield drawn._repr_svg_() + "</div></section>"
-    if bills:
+    if terms is not None:
         yield "<section id=bill><h2>The bill</h2>"
-        yield from _bills(bills)
+        yield from _bills(bills, terms)
         yield "</section>"
     if found.lost:
         yield "<section id=lost><h2>Why others lost</h2>"
@@ -110,13 +112,12 @@ def _bars(options: Sequence[Option]) -> Iterator[str]:
         yield f"</span><span class=time>{option.seconds:.4g} s</span></div>"
 
 
-def _bills(bills: Sequence[tuple[Bill, Terms]]) -> Iterator[str]:
-    terms = bills[0][1]
+def _bills(bills: Sequence[Bill], terms: Terms) -> Iterator[str]:
     power = f"{terms.power:g} W a device" if terms.power is not None else f"{OVERHEAD:g} times the device's own watts"
     yield f"<p>{terms.tokens:.3g} tokens, {power}; each number is within the band.</p><div class=wide><table>"
     heads = ("device", "number", "step", "days", "device hours", "tokens a day", "cost", "MWh", "goodput", "band")
     yield f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"
-    for each, _ in bills:
+    for each in bills:
         cells = (
             each.device,
             f"{each.devices:,}",

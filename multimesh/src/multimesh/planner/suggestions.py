@@ -102,6 +102,10 @@ class Suggestions:
         ]
         if self.best is not self.fastest:
             found.append(f"suggested: {self._number(self.best)}, the simplest of those about as fast as the fastest")
+        if self.best.memory_parts:
+            band = "" if self.best.memory_band is None else f", within {100 * self.best.memory_band:.0f} %"
+            sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.best.memory_parts if size > 5e7)
+            found.append(f"GB of {self._number(self.best)}: {sizes}{band}")
         if self.best.nearest:
             found.append(f"nearest measured run to {self._number(self.best)}: {self.best.nearest} by our forecast")
         for number, option in enumerate(self.options[:_DETAILED], 1):
@@ -141,6 +145,10 @@ def _table(options: Sequence[Option], unit: str) -> list[tuple[str, Sequence[str
             parts.append((head, [str(size) for size in sizes]))
     if any(option.how.pp > 1 for option in options):
         parts.append(("schedule", [option.how.schedule if option.how.pp > 1 else "-" for option in options]))
+    if len({option.how.precision for option in options}) > 1 or options[0].how.precision != "bf16":
+        parts.append(("type", [option.how.precision for option in options]))
+    if any(option.how.offload for option in options):
+        parts.append(("host", ["keeps" if option.how.offload else "-" for option in options]))
     parts += [
         ("remat", [option.how.recompute for option in options]),
         ("step s", [f"{option.seconds:.4g}{_band(option)}" for option in options]),
@@ -157,7 +165,9 @@ def _table(options: Sequence[Option], unit: str) -> list[tuple[str, Sequence[str
 
 def _left(options: Sequence[Option]) -> tuple[int, ...]:
     heads = [head for head, _ in _table(options, "")]
-    return tuple(number for number, head in enumerate(heads) if head in ("schedule", "remat", "bound by", "plan"))
+    return tuple(
+        number for number, head in enumerate(heads) if head in ("schedule", "type", "host", "remat", "bound by", "plan")
+    )
 
 
 def _band(option: Option) -> str:
