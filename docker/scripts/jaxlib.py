@@ -71,7 +71,7 @@ def fetch_bazel(url: str, sha256: str, path: Path, ca: Path) -> None:
     if not url.startswith("https://"):
         raise Refused(f"Bazel's address {url!r} is not https")
     if not sha256:
-        raise Refused("Bazel is not pinned; run `python -m tooling bump images` where github.com answers")
+        raise Refused("Bazel is not pinned; write its checksum into docker/images.lock")
     context = ssl.create_default_context(cafile=str(ca) if ca.is_file() and ca.stat().st_size else None)
     with urllib.request.urlopen(url, context=context, timeout=60) as answer:  # noqa: S310
         content = answer.read()

@@ -27,21 +27,6 @@ def test_a_repository_is_lower_cased_and_a_tag_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("repo", "host", "path"),
-    [
-        ("ghcr.io/owner/image", "ghcr.io", "owner/image"),
-        ("localhost/image", "localhost", "image"),
-        ("registry:5000/image", "registry:5000", "image"),
-        ("owner/image", None, "owner/image"),
-        ("image", None, "image"),
-    ],
-)
-def test_the_host_is_told_from_the_path(repo: str, host: str | None, path: str) -> None:
-    made = reference.make(repo, None, "1")
-    assert (made.host, made.path) == (host, path)
-
-
-@pytest.mark.parametrize(
     "tag",
     [
         "",

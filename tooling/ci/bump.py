@@ -1,10 +1,8 @@
-"""``bump``: pins another version of a component, or what registries and servers have for ``images.lock`` now."""
+"""``bump``: pins another version of a component, or what registries have for ``images.lock`` now."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +12,6 @@ from tooling.core.console import Subparsers, command
 from tooling.image import digests, engine, reference, tags
 from tooling.sources import pins
 from tooling.sources.workspace import Workspace
-
-_SHA256 = re.compile(r"\b[0-9a-f]{64}\b")
 
 
 class Move(NamedTuple):
@@ -50,58 +46,34 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.version is None:
         raise errors.UsageError(f"bump {args.name}: to which version? Give it after the name")
-    with here.exclusive(), console.Reporter() as reporter:
-        pin = pins.bump(here, args.name, args.version, args.mirror, reporter)
+    with here.exclusive():
+        pin = pins.bump(here, args.name, args.version, args.mirror, console.Reporter())
     said = pin.commit or f"tree {pin.tree}, of a commit that nobody told"
     print(f"{args.name}: {args.version} is {said}; run `python -m tooling sync` to bring it in")
 
 
 def images(root: Path) -> list[Move]:
-    """Ask for every pin of ``images.lock`` that has a source to ask, all at once.
+    """Ask the registry of every image of ``images.lock`` for its digest, all at once.
 
-    The devcontainer that is built from it changes together with it.
-    A standalone Python's checksum comes from a table that a person reads, so it is not asked for.
+    The devcontainer that is built from one changes together with it. Checksums of files come from tables that a person
+    reads, so nobody is asked for them.
     """
     held = digests.load(root)
-    downloads = {name: file for name, file in held.files.items() if name.startswith("bazel ")}
-    moves: list[Move] = proc.together(
-        *(partial(_asked, name, pin.digest, partial(_digest, pin.reference)) for name, pin in held.images.items()),
-        *(partial(_asked, k, file.sha256, partial(_published, f"{file.url}.sha256")) for k, file in downloads.items()),
-    )
+    moves: list[Move] = proc.together(*(partial(_asked, name, pin) for name, pin in held.images.items()))
     new = {move.name: move.new for move in moves if not move.fault}
-    others = {name: file._replace(sha256=new[name], read_in="") for name, file in downloads.items() if name in new}
     pulled = {name: pin._replace(digest=new[name], read_in="") for name, pin in held.images.items() if name in new}
-    moved = digests.ImageLock(held.images | pulled, held.files | others)
+    moved = held._replace(images=held.images | pulled)
     digests.save(root, moved)
     digests.follow(root, moved)
     return moves
 
 
-def _asked(name: str, old: str | None, find: Callable[[], str]) -> Move:
+def _asked(name: str, pin: digests.ImagePin) -> Move:
+    """Ask for the digest that a registry gives for a reference; for all platforms where it has several."""
+    repository, _, tag = pin.reference.rpartition(":")
+    old = pin.digest or "null"
     try:
-        return Move(name, old or "null", find())
+        asked = str(reference.make(repository, None, tag))
+        return Move(name, old, tags.get(engine.detect(), asked, sleep=lambda _: None).digest)
     except errors.ToolingError as error:
-        return Move(name, old or "null", old or "null", str(error))
-
-
-def _digest(image: str) -> str:
-    """Return the digest that a registry gives for a reference; for all platforms where it has several."""
-    repository, _, tag = image.rpartition(":")
-    try:
-        return tags.get(engine.detect(), str(reference.make(repository, None, tag)), sleep=lambda _: None).digest
-    except errors.ToolingError as error:
-        raise errors.NetworkError(f"{image}: its registry does not answer ({error})") from error
-
-
-def _published(url: str) -> str:
-    """Return the checksum that a project publishes beside a file."""
-    import requests
-
-    try:
-        answer = requests.get(url, timeout=60)
-        answer.raise_for_status()
-    except requests.RequestException as error:
-        raise errors.NetworkError(f"{url}: cannot be fetched ({type(error).__name__})") from error
-    if found := _SHA256.search(answer.text[:1000]):
-        return found.group()
-    raise errors.NetworkError(f"{url}: holds no sha256")
+        return Move(name, old, old, f"{pin.reference}: its registry does not answer ({error})")

@@ -7,10 +7,13 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from tooling.core import errors
 
 
 def write(path: Path, text: str, *, private: bool = False) -> None:
@@ -29,6 +32,13 @@ def write(path: Path, text: str, *, private: bool = False) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file."""
     write(path, json.dumps(value, indent=1) + "\n")
+
+
+def check_values(name: str, found: Mapping[str, object], pattern: str, kind: str) -> None:
+    """Raise ``ManifestError`` unless each value of a lock has the shape of its kind, or is null: nobody told it yet."""
+    for where, held in found.items():
+        if held is not None and not (isinstance(held, str) and re.fullmatch(pattern, held)):
+            raise errors.ManifestError(f"{name}: {where} is no {kind}; restore it with git")
 
 
 def read_object(path: Path) -> dict[str, Any]:

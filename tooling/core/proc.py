@@ -78,7 +78,7 @@ def run(
     check
         Raise ``ToolError`` when the program fails.
     on_line
-        Called with every line of output, or piece of a progress line, while the program runs; from two threads.
+        Called with every line of output while the program runs; from two threads.
     timeout_s
         Stop the program after so long and raise ``TimeoutError``; not together with ``on_line``.
     """

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tooling.core import errors, files, proc
+from tooling.core import console, errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.image import digests
 from tooling.image.digests import ImagePin
@@ -47,7 +47,6 @@ class Settings(NamedTuple):
 
     host: str
     port: int
-    grpc_port: int
     max_gib: int
     container: str = ""
 
@@ -156,7 +155,7 @@ class Cache(NamedTuple):
         self._remove()
         mine = f"--user={os.getuid()}:{os.getgid()}"
         confined = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", mine]
-        ports = [f"--publish={host}:{wanted.port}:8080", f"--publish={host}:{wanted.grpc_port}:9092"]
+        ports = [f"--publish={host}:{wanted.port}:8080"]
         mounts = [f"--volume={self.folder / 'content'}:/data", f"--volume={self.folder / 'htpasswd'}:/htpasswd:ro"]
         # The image's entry point names the addresses and the folder already.
         own = ["--max_size", str(wanted.max_gib), "--htpasswd_file", "/htpasswd"]
@@ -214,8 +213,7 @@ def register(subparsers: Subparsers) -> None:
     text = "start: does nothing if it runs (default); stop: entries stay"
     add("action", nargs="?", default="start", choices=("start", "stop", "status"), help=text)
     add("--host", type=ipaddress.ip_address, default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=port, default=9090, help="of HTTP (default: %(default)s)")
-    add("--grpc-port", type=port, default=9092, metavar="PORT", help="(default: %(default)s)")
+    add("--port", type=port, default=9090, help="default: %(default)s")
     add("--max-size", type=gib, default="50G", metavar="SIZE", help="bound, e.g. 50G or 1T (default: %(default)s)")
     add("--folder", type=Path, help="where entries lie (default: ~/.cache/multimesh-jax/bazel)")
 
@@ -239,7 +237,9 @@ def run(args: argparse.Namespace) -> int:
     cache, done = Cache(args.folder.absolute()) if args.folder else default(), ""
     if args.action == "start":
         pin = digests.load(Path(__file__).resolve().parents[2]).images["bazel-remote"]
-        wanted = Settings(str(args.host), args.port, args.grpc_port, args.max_size)
+        wanted = Settings(str(args.host), args.port, args.max_size)
+        if not ipaddress.ip_address(wanted.host).is_loopback:
+            console.note(f"--host {wanted.host}: HTTP without TLS, so other machines send the password in clear")
         done = "started; " if cache.start(wanted, pin) else "runs already; "
     elif args.action == "stop":
         done = "stopped; " if cache.stop() else "was not running; "

@@ -93,11 +93,12 @@ def plan(
     if from_source and wants.is_file() and f"/{(version := wants.read_text().strip())}/" not in build_args["BAZEL_URL"]:
         raise errors.PinError(
             f"third_party/jax wants Bazel {version}, and {digests.FILE} has {build_args['BAZEL_URL']}; write its "
-            "address there, and run `python -m tooling bump images`"
+            "address there, and the checksum that bazelbuild publishes beside it"
         )
     if from_source and not build_args["BAZEL_SHA256"]:
         raise errors.PinError(
-            "Bazel is not pinned for this platform; run `python -m tooling bump images` where github.com answers"
+            f"Bazel is not pinned for this platform; write the checksum of {build_args['BAZEL_URL']}, which "
+            f"bazelbuild publishes as {build_args['BAZEL_URL'].rpartition('/')[2]}.sha256, into {digests.FILE}"
         )
     access = access._replace(options=(*access.options, *more))
     argv = buildx.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
@@ -167,9 +168,9 @@ def explain(result: proc.Result, base: str) -> errors.ToolingError:
             "another --base-image"
         )
     if re.search(proc.NETWORK_FAILED, text):
-        return errors.NetworkError(
-            f"{where}: cannot reach what it needs ({last}); check --pip-config, --ca-bundle and --network"
-        )
+        own = "python.sh" in step and "curl: (" in text  # apt was reached, the address of the pinned Python was not
+        remedy = "give that Python with --python-archive, or check" if own else "check --pip-config,"
+        return errors.NetworkError(f"{where}: cannot reach what it needs ({last}); {remedy} --ca-bundle and --network")
     return errors.BuildError(f"{where} failed: {last}")
 
 

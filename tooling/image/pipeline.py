@@ -34,7 +34,7 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run a command line."""
     request = from_options(args)
-    if not request.actions.dry_run and importlib.util.find_spec("requests") is None:
+    if not request.actions.dry_run and importlib.util.find_spec("jsonschema") is None:
         raise errors.ToolError("there is no .venv with the tools to build and push; run ./bootstrap.sh --group image")
     smoke.check_means(request.actions.validate)
     if request.actions.upload:

@@ -24,16 +24,6 @@ class Reference(NamedTuple):
     def __str__(self) -> str:
         return f"{self.repository}:{self.tag}"
 
-    @property
-    def host(self) -> str | None:
-        """The registry, or None where the name says none."""
-        return _split(self.repository)[0]
-
-    @property
-    def path(self) -> str:
-        """The repository without its host."""
-        return _split(self.repository)[1]
-
     def tagged(self, tag: str) -> Reference:
         """Return the same repository with another tag."""
         return Reference(self.repository, check_tag(tag))

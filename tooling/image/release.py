@@ -91,7 +91,7 @@ def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool
     remedy = "run `python -m tooling bump images`"
     said += [f"{name}: has no digest; {remedy}, or give one by digest" for name in unpinned]
     bazels = [name for name, file in images.files.items() if name.startswith("bazel ") and file.sha256 is None]
-    return said + [f"{name}: images.lock has no sha256; {remedy}" for name in bazels if jaxlib_from_source]
+    return said + [f"{name}: images.lock has no sha256; write it there" for name in bazels if jaxlib_from_source]
 
 
 def check_release(version: str, labels: Mapping[str, str], locks: Locks, unpinned: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
 ALL_GROUPS = (*GROUPS, "image", *CUDA, "data")  # data, too, is 2 GB; image is what building an image needs
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
 _OBJECTS = ("commit", "root_tree", "tree", "patched_commit", "patched_tree")
-_HASH = re.compile(r"[0-9a-f]{40}")
 _ABOUT = [
     "The exact bytes of third_party/; written by `python -m tooling lock` and `bump`.",
     "null: no source was read that says. A commit fixes its tree, and a tree its bytes.",
@@ -166,12 +164,12 @@ def load_lock(path: Path) -> dict[str, Pin]:
             name: Pin(**{**entry, **{key: tuple(entry[key].items()) for key in ("archives", "patches")}})
             for name, entry in entries.items()
         }
-        found = {f"{name}.{field}": getattr(pin, field) for name, pin in pins.items() for field in _OBJECTS}
-        odd = [where for where, held in found.items() if held is not None and not _HASH.fullmatch(held)]
+        found = {f"components.{name}.{field}": getattr(pin, field) for name, pin in pins.items() for field in _OBJECTS}
+        sums = {f"{name}: {file}": sha for name, pin in pins.items() for file, sha in (*pin.archives, *pin.patches)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise errors.ManifestError(f"{path.name}: is malformed ({error}); restore it with git") from error
-    if odd:
-        raise errors.ManifestError(f"{path.name}: components.{odd[0]} is no hash of git; restore it with git")
+    files.check_values(path.name, found, "[0-9a-f]{40}", "hash of git")
+    files.check_values(path.name, sums, "[0-9a-f]{64}", "sha256")
     return pins
 
 

@@ -63,7 +63,7 @@ def test_start_cache_serves_a_real_bazel_and_nobody_without_its_password(
     clone: Path, bazel: Bazel, tmp_path: Path
 ) -> None:
     port, folder = processes.free_port(), tmp_path / "cache"
-    ports = ["--port", str(port), "--grpc-port", str(processes.free_port())]
+    ports = ["--port", str(port)]
 
     def start_cache(*argv: str) -> subprocess.CompletedProcess[str]:
         door = [clone / "docker" / "start-cache.sh", *argv, "--folder", folder]

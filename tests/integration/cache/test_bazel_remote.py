@@ -58,7 +58,7 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
 
 
 def settings(**changes: object) -> Settings:
-    plain = {"host": "127.0.0.1", "port": processes.free_port(), "grpc_port": processes.free_port(), "max_gib": 5}
+    plain = {"host": "127.0.0.1", "port": processes.free_port(), "max_gib": 5}
     return Settings(**(plain | changes))
 
 

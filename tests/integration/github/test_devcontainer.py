@@ -23,6 +23,12 @@ from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
 from tooling.image import digests
 
+# A program of one file, configured and built twice: the second time its object comes from the cache.
+CMAKE = """
+set -e; cd "$(mktemp -d)"; echo 'int main() { return 0; }' >a.cc
+printf 'cmake_minimum_required(VERSION 3.16)\\nproject(a CXX)\\nadd_executable(a a.cc)\\n' >CMakeLists.txt
+for each in one two; do cmake -S . -B $each; ccache --zero-stats >/dev/null; cmake --build $each; done; ccache -s
+"""
 CLI = "@devcontainers/cli@0.89.0"
 
 
@@ -237,6 +243,8 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
             assert "ready: .venv/bin/pytest" in up.stderr
             assert call("exec", "id", "-u").stdout == f"{uid}\n"
             assert re.search(r"\d+ passed", call("exec", ".venv/bin/pytest", "-q", "-n0", "tests/unit/cache").stdout)
+            built = call("exec", "sh", "-c", CMAKE)
+            assert re.search(r"Hits: +1 /", built.stdout), built.stdout + built.stderr
             again = call("up")  # the second open finds the container
             assert again.returncode == 0, again.stderr[-3000:]
             assert "requirements/run.txt: installing" not in again.stderr

@@ -36,7 +36,7 @@ def test_a_newer_base_image(repository: Path, registry: str, trixie: str) -> Non
     first = {name: registries.push(trixie, f"{registry}/{name}:1") for name in ("cuda-devel", "ubuntu")}
     answers = {answer.name: answer for answer in bump.images(repository)}
     assert {name: move.new for name, move in answers.items() if not move.fault} == first
-    assert answers.keys() - first == {"cuda-base", "bazel-remote", "bazel linux/amd64", "bazel linux/arm64"}
+    assert answers.keys() - first == {"cuda-base", "bazel-remote"}
     assert NOWHERE in str(answers["cuda-base"].fault)
 
     second = registries.push(registries.labelled(trixie, {"built": "later"}), f"{registry}/cuda-devel:1")

@@ -62,6 +62,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict], 
     return write
 
 
+def host(target: Reference) -> str:
+    return target.repository.partition("/")[0]
+
+
 def auth(secret: str) -> dict[str, str]:
     return {"auth": base64.b64encode(f"{USER}:{secret}".encode()).decode()}
 
@@ -70,7 +74,7 @@ def auth(secret: str) -> dict[str, str]:
 def test_nobody_and_somebody_else_are_refused(docker_engine, target: Reference, config) -> None:
     for document, said in (
         ({}, "no basic auth credentials); log in to the registry"),
-        ({"auths": {target.host: auth("a-wrong-password")}}, "; log in to the registry"),
+        ({"auths": {host(target): auth("a-wrong-password")}}, "; log in to the registry"),
     ):
         config(document)
         done = tooling("ci", "preflight", target.repository, "--tag", "v1")
@@ -89,9 +93,9 @@ def test_push_with_a_login(
     helper.chmod(0o755)
     monkeypatch.setenv("PATH", str(helper.parent), prepend=":")
     ways = {
-        "file": {"auths": {target.host: auth(SECRET)}},
-        "helper": {"credHelpers": {target.host: "here"}},
-        "store": {"credsStore": "here", "auths": {target.host: {}}},
+        "file": {"auths": {host(target): auth(SECRET)}},
+        "helper": {"credHelpers": {host(target): "here"}},
+        "store": {"credsStore": "here", "auths": {host(target): {}}},
     }
     config(ways[way])
     image: Tiny = make_tiny(way)
@@ -112,7 +116,7 @@ def test_push_with_a_login(
     "document", [{"credHelpers": {"HOST": "no-such-helper"}}, {"auths": {"HOST": {"auth": "%%%"}}}]
 )
 def test_a_broken_configuration_ends_in_one_line(docker_engine, target: Reference, config, document: dict) -> None:
-    config(json.loads(json.dumps(document).replace("HOST", target.host or "")))
+    config(json.loads(json.dumps(document).replace("HOST", host(target))))
     done = tooling("ci", "preflight", target.repository, "--tag", "v1")
     assert (done.returncode, done.stdout) == (16, ""), done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")
@@ -125,7 +129,7 @@ def test_a_login_at_home_counts_as_docker_reads_it(
     """`DOCKER_CONFIG` hides the login in the home folder from the client, so it hides it from us."""
     home = tmp_path / "home"
     (home / ".docker").mkdir(parents=True)
-    (home / ".docker" / "config.json").write_text(json.dumps({"auths": {target.host: auth(SECRET)}} | BUILDX))
+    (home / ".docker" / "config.json").write_text(json.dumps({"auths": {host(target): auth(SECRET)}} | BUILDX))
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("DOCKER_CONFIG", raising=False)
     tags.check_push(engine, target)

@@ -13,7 +13,7 @@ from tooling.image import bazel_cache
 from tooling.image.bazel_cache import Cache, Server, Settings
 from tooling.image.digests import ImagePin
 
-WANTED = Settings("127.0.0.1", 9090, 9092, 50)
+WANTED = Settings("127.0.0.1", 9090, 50)
 
 
 def test_sizes() -> None:
@@ -28,7 +28,7 @@ def test_sizes() -> None:
     [
         (["--host", "localhost"], "argument --host: invalid ip_address value: 'localhost'"),
         (["--port", "0"], "argument --port: 0: must be from 1 to 65535"),
-        (["--grpc-port", "70000"], "argument --grpc-port: 70000: must be from 1 to 65535"),
+        (["--port", "70000"], "argument --port: 70000: must be from 1 to 65535"),
         (["--max-size", "5"], "argument --max-size: '5': write a whole number and G or T, e.g. 50G"),
     ],
 )
@@ -41,9 +41,9 @@ def test_settings_that_are_refused(options: list[str], said: str, capsys: pytest
 
 def test_settings_that_are_taken() -> None:
     args = cli.parse(["cache", "--host", "0.0.0.0", "--port", "1"])
-    assert (str(args.host), args.port, args.grpc_port, args.max_size) == ("0.0.0.0", 1, 9092, 50)
-    assert Settings(str(args.host), args.port, args.grpc_port, args.max_size).address == "127.0.0.1:1"
-    assert Settings("::1", 2, 3, 50).address == "[::1]:2"
+    assert (str(args.host), args.port, args.max_size) == ("0.0.0.0", 1, 50)
+    assert Settings(str(args.host), args.port, args.max_size).address == "127.0.0.1:1"
+    assert Settings("::1", 2, 50).address == "[::1]:2"
 
 
 def test_a_password_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
