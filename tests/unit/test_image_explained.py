@@ -82,7 +82,7 @@ def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
 
 
 def test_a_python_that_cannot_be_fetched_may_be_given() -> None:
-    said = broken("before", "curl: (6) Could not resolve host: github.com").replace("/opt/pip.sh", "/scripts/python.sh")
+    said = broken("before", "curl: (6) Could not resolve host: github.com").replace("/opt/pip.sh", "/opt/python.sh")
     error = build.explain(result(said), "base:1")
     assert isinstance(error, errors.NetworkError)
     assert str(error).endswith("; give that Python with --python-archive, or check --ca-bundle and --network")

@@ -54,7 +54,7 @@ def load(root: Path) -> ImageLock:
     for field, held, pattern in (
         ("digest", {f"images.{k}.digest": pin.digest for k, pin in images.items()}, "sha256:[0-9a-f]{64}"),
         ("sha256", {f"files.{k}.sha256": file.sha256 for k, file in downloads.items()}, "[0-9a-f]{64}"),
-        ("address", {f"files.{k}.url": file.url for k, file in downloads.items()}, r"https://[\w.:/%+~-]+"),
+        ("address", {f"files.{k}.url": file.url for k, file in downloads.items()}, r"https:/{2}[\w.:/%+~-]+"),
         ("name", {f"images.{k}.reference": pin.reference for k, pin in images.items()}, r"\w[\w.:/-]*:[\w.-]+"),
     ):
         files.check_values(FILE, held, pattern, field)
