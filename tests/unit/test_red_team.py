@@ -93,7 +93,7 @@ INJECTIONS: list[Callable[[], object]] = [
     lambda: reference.make("ghcr.io/o/i", None, "1").at("sha256:12"),
     *(
         (lambda text=text: sync._override(text))
-        for text in (f"a=ext::sh@{HEX}", f"a=--upload-pack=x@{HEX}", f"a=https://u:p@r.example/a@{HEX}", "a=https://r/a@main")
+        for text in (f"a=ext::sh@{HEX}", f"a=--upload-pack=x@{HEX}", f"a=https://u:p@r.example/a@{HEX}", "a=https://r.example/a@main")
     ),
 ]  # fmt: skip
 
