@@ -25,10 +25,13 @@ def dumps(step: Any, *args: Any) -> dict[str, str]:
 
     made = {done.name: done.made for done in mm.jit(step).lower(*args).passes()}
     found = {name: text(made[name]) for name in ("inline", "fuse", "separate", "place")}
-    for name in ("stages", "recompute", "order"):
+    for name in ("stages", "keep_less", "order"):
         (pipeline,) = (part for part in made[name].parts if isinstance(part, Pipeline))
         found[name] = text(pipeline) if name == "order" else text(*pipeline.fragments)
-    return found | {"fragment": found["stages"], "planning": text(made["planning"], *made["planning"].instructions)}
+    return found | {
+        "fragment": found["stages"],
+        "build_plan": text(made["build_plan"], *made["build_plan"].instructions),
+    }
 
 
 def renewed(page: str) -> str:

@@ -14,8 +14,9 @@ from multimesh.marking.tracing import partitioning
 from multimesh.passes.cutting.parts import Parts
 from multimesh.passes.pipeline import PASSES, Traced
 from multimesh.passes.placing.place import place
+from multimesh.passes.reading.fuse import fuse
 from multimesh.passes.reading.inline import inline
-from multimesh.passes.reading.loops import fuse, separate
+from multimesh.passes.reading.separate import separate
 
 import multimesh as mm
 from multimesh import ir
@@ -55,11 +56,11 @@ def placed(fn: Callable[..., Any], *args: Any) -> ir.Program:
 
 
 def pipelined(program: ir.Program, upto: str = "states", **options: bool) -> Parts:
-    """The passes of a placed program up to one of those that cut it and order its loops."""
+    """The passes of a placed program, but those for layouts, up to one of those that cut it and order its loops."""
     traced = Traced(None, (), Options(**options), None, (), frozenset(), {}, {})
     parts: Any = program
     names = [*PASSES]
-    for name in names[names.index("route") : names.index(upto) + 1]:
+    for name in ("route", *names[names.index("repeats") : names.index(upto) + 1]):
         parts = PASSES[name](parts, traced)
     return parts
 

@@ -8,7 +8,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from multimesh.passes.placing.autoshard import autoshard
 from multimesh.passes.placing.place import place
-from multimesh.passes.reading.loops import fuse, separate
+from multimesh.passes.reading.fuse import fuse
+from multimesh.passes.reading.separate import separate
 from programs import inlined, ones
 
 import multimesh as mm

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from multimesh.passes.cutting.fragment import fragment, with_interfaces
-from multimesh.passes.cutting.parts import Pipeline
-from multimesh.passes.cutting.recompute import keep_less
+from multimesh.passes.cutting.fragment import fragment
+from multimesh.passes.cutting.keep_less import keep_less
+from multimesh.passes.cutting.parts import Pipeline, with_interfaces
 from programs import loops, names, on, ones, placed
 
 import multimesh as mm

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from multimesh.core import _compat
 from multimesh.marking import marks
-from multimesh.passes.reading.loops import fuse
+from multimesh.passes.reading.fuse import fuse
 from programs import inlined, loops, names, on, ones, separated, text
 
 import multimesh as mm

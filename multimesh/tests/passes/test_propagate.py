@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER
 from multimesh.core.specs import axes_of
-from multimesh.passes.planning.propagate import Flow, ways
+from multimesh.passes.planning.layouts import Flow, ways
 from multimesh.passes.reading.inline import inline
 from multimesh.runtime.compile import kernel_function
 from pipelines import Split, gradient, submeshes

@@ -75,7 +75,7 @@ def fitted(made: Made) -> Made:
     runs again with less memory. Then the published tables are tried, the shortest first. If none fits, a warning says
     so, and the table with the least need is taken. If there are several such loops, each only bounds its activations.
     """
-    start = made.passes["autoshard"]  # schedules decide nothing before it has run
+    start = made.passes["send_less"]  # schedules decide nothing before it has run
     loops = start.made.loops
     autos = [(n, loop.mark.schedule) for n, loop in enumerate(loops) if isinstance(loop.mark.schedule, Auto)]
     if len(autos) != 1 or len(made.plan.choices) != 1:

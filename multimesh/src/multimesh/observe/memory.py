@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from multimesh import ir
 from multimesh.core.text import amount
 from multimesh.ir.primitives import lookup as facts
-from multimesh.passes.planning.propagate import Inner, Known, kernel_axes, ways
+from multimesh.passes.planning.layouts import Inner, Known, kernel_axes, ways
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
 

@@ -16,23 +16,30 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.marking.contexts import Options
 from multimesh.passes import verifying
-from multimesh.passes.cutting.order import check_states, with_order, with_turns_joined, with_weights_apart
-from multimesh.passes.cutting.parts import Parts, Pipeline, cut
-from multimesh.passes.cutting.recompute import keep_less, send_less
+from multimesh.passes.cutting.fragment import cut
+from multimesh.passes.cutting.keep_less import keep_less
+from multimesh.passes.cutting.order import with_order
+from multimesh.passes.cutting.parts import Parts, Pipeline
+from multimesh.passes.cutting.schedules import replace_schedules
 from multimesh.passes.cutting.stages import number_stages
+from multimesh.passes.cutting.states import check_states
 from multimesh.passes.cutting.tables import with_table
+from multimesh.passes.cutting.turns import with_turns_joined
 from multimesh.passes.cutting.unfuse import unfused
+from multimesh.passes.cutting.weights import with_weights_apart
 from multimesh.passes.placing.autoshard import autoshard
 from multimesh.passes.placing.place import place, task_meshes
 from multimesh.passes.placing.route import routed
 from multimesh.passes.planning.build_plan import build
-from multimesh.passes.planning.propagate import fix_layouts
+from multimesh.passes.planning.layouts import fix_layouts
 from multimesh.passes.planning.transposes import transposes_folded
+from multimesh.passes.reading.fuse import fuse
 from multimesh.passes.reading.inline import inline
-from multimesh.passes.reading.loops import fuse, separate
+from multimesh.passes.reading.separate import separate
 from multimesh.passes.reading.slices import slices_outside
 from multimesh.passes.trimming.reductions import delay_reductions
 from multimesh.passes.trimming.repeats import cut_repeats
+from multimesh.passes.trimming.send_less import send_less
 from multimesh.plan.plan import Plan
 from multimesh.schedules import Schedule
 
@@ -58,19 +65,6 @@ def _inline(_: None, traced: Traced) -> ir.Program:
     return replace(program, home=next(iter(task_meshes(program)), traced.home))
 
 
-def _schedules(program: ir.Program, traced: Traced) -> ir.Program:
-    """Give loops the schedules that stand for their own."""
-    if not traced.schedules:
-        return program
-    number = {loop: n for n, loop in enumerate(program.loops)}
-
-    def change(loop: ir.Loop) -> ir.Loop:
-        schedule = traced.schedules.get(number[loop], loop.mark.schedule)
-        return replace(loop, mark=replace(loop.mark, schedule=schedule))
-
-    return program.each_loop(change)
-
-
 def _layouts(plan: Plan, traced: Traced) -> Plan:
     layouts = fix_layouts(plan, traced.specs, traced.out_specs)
     settings = {"options": traced.options, "arguments": traced.specs, "results": traced.out_specs}
@@ -82,22 +76,26 @@ def _each(change: Callable[[Pipeline], Pipeline]) -> Callable[[Parts, Traced], P
 
 
 PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
+    # reading
     "inline": _inline,
     "fuse": lambda program, _: fuse(program),
     "separate": lambda program, _: separate(program),
     "slices": lambda program, _: slices_outside(program),
+    # placing
     "place": lambda program, traced: place(program, traced.alike),
-    "reductions": lambda program, traced: delay_reductions(program, traced.specs),
-    "autoshard": lambda program, traced: autoshard(program, traced.specs),
-    "schedules": _schedules,
     "route": lambda program, _: routed(program),
+    "autoshard": lambda program, traced: autoshard(program, traced.specs),
+    # trimming
+    "reductions": lambda program, traced: delay_reductions(program, traced.specs),
     "repeats": lambda program, _: cut_repeats(program),
     "send_less": lambda program, traced: send_less(program) if traced.options.enable_recomputation else program,
+    # cutting
+    "schedules": lambda program, traced: replace_schedules(program, traced.schedules),
     "fragment": lambda program, _: cut(program),
     "stages": _each(number_stages),
-    "table": _each(with_table),
+    "tables": _each(with_table),
     "weights": _each(with_weights_apart),
-    "recompute": lambda parts, traced: parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts,
+    "keep_less": lambda parts, traced: parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts,
     "turns": _each(with_turns_joined),
     "order": _each(with_order),
     "unfuse": lambda parts, traced: unfused(
@@ -106,11 +104,12 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
         loops=not traced.options.enable_task_fusion,
     ),
     "states": _each(check_states),
-    "planning": lambda parts, traced: build(parts, traced.donated, traced.alike),
+    # planning
+    "build_plan": lambda parts, traced: build(parts, traced.donated, traced.alike),
     "layouts": _layouts,
     "transposes": lambda plan, _: transposes_folded(plan),
 }
-"""Every pass by name, in order. Each takes the value that the one before it made."""
+"""Every pass by name, in order. Each takes the value that the one before it made, and has a file of its name."""
 
 LAST = [*PASSES][-1]
 """The pass that makes the plan that is compiled."""

@@ -1,19 +1,55 @@
-"""Cuts a placed program into its parts until planning: straight segments, and pipelines, both of fragments."""
+"""The parts of a placed program until planning: straight segments, and pipelines, both of fragments."""
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
 from multimesh import ir
-from multimesh.core.grouping import grouped
-from multimesh.ir import graph
-from multimesh.passes.cutting.fragment import Fragment, fragment
 from multimesh.schedules import Choice, Table
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """One kernel of a submesh. In a microbatch loop it has a ``phase``, F, B or W, and the number of its ``stage``."""
+
+    mesh: Mesh
+    phase: str | None
+    level: int
+    ops: tuple[ir.Op, ...]
+    ins: tuple[ir.Value, ...] = ()
+    outs: tuple[ir.Value, ...] = ()
+    stage: int | None = None
+
+    @functools.cached_property
+    def task(self) -> str:
+        """Names of the tasks inside, in order."""
+        return "+".join(dict.fromkeys(op.task.name for op in self.ops if op.task is not None))
+
+    @functools.cached_property
+    def made(self) -> set[ir.Value]:
+        """Values that its operations make."""
+        return {o for op in self.ops for o in op.outs}
+
+    @property
+    def after(self) -> set[ir.Value]:
+        """Values that must exist before it runs although it does not read them."""
+        return {v for op in self.ops for v in op.after}
+
+    @property
+    def needs(self) -> Iterator[ir.Value]:
+        """Values that must exist before it runs."""
+        return itertools.chain(self.ins, self.after)
+
+    def __str__(self) -> str:
+        head = f"{self.phase or '-'} level {self.level} {self.task or 'unmarked'} @{self.mesh.devices.flat[0]}"
+        names = f"({' '.join(map(str, self.ins))}) -> ({' '.join(map(str, self.outs))})"
+        return "\n".join([f"{head} {names}", *(f"  {op}" for op in self.ops)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +77,7 @@ class Pipeline:
     results: frozenset[ir.Value]  # values of an iteration that are read outside of it
     submeshes: tuple[Mesh, ...] = ()  # from `stages` on, in the order of the stages
     chunks: int = 1  # stages on each of them
-    table: Table = ()  # from `table` on: for each submesh its cells in order
+    table: Table = ()  # from `tables` on: for each submesh its cells in order
     cells: tuple[tuple[int, int], ...] = ()  # from `order` on: (index of a fragment, microbatch) as dispatched
     fronts: tuple[int, ...] | None = None  # of each cell
     ahead: int = 0
@@ -96,39 +132,16 @@ class Parts:
         return "\n\n".join(filter(None, map(str, self.parts)))
 
 
-def cut(program: ir.Program) -> Parts:
-    """Cut a placed program into straight segments and loops, and these into fragments."""
-    epochs = _epochs(program)
-    rows = program.linked
-    straight = [(i, e) for i, e in zip(program.items, epochs, strict=True) if isinstance(i, ir.Op)]
-    read_at = grouped((v, epoch) for op, epoch in straight for v in op.needs)
-    outside = {v for loop in program.loops for v in loop.reads} | set(ir.values(program.outputs))
-
-    def segment(epoch: int) -> Segment:
-        ops = [op for op, e in straight if e == epoch]
-        results = {o for op in ops for o in op.outs if o in outside or {*read_at[o]} - {epoch}}
-        return Segment(fragment(ops, results, phased=False), frozenset(results))
-
-    parts: list[Segment | Pipeline] = [segment(0)]
-    for number, loop in enumerate(program.loops):
-        results = {*ir.values(loop.leaves), *(o for op in loop.ops for o in op.outs if o in rows)}
-        parts.append(Pipeline(loop, fragment(loop.ops, results, phased=True), frozenset(results)))
-        parts.append(segment(number + 1))
-    return Parts(program, tuple(parts))
-
-
-def _epochs(program: ir.Program) -> list[int]:
-    """For each operation the number of loops it must come after; what needs none waits for its first reader."""
-    epoch_of: dict[ir.Value, int] = {}
-    chosen: list[int | None] = []
-    loops = 0
-    for item in program.items:
-        epoch = max((epoch_of.get(v, 0) for v in item.reads), default=0)
-        if isinstance(item, ir.Loop):
-            chosen.append(loops)  # what only it reads comes before it
-            loops += 1
-            epoch = loops
-        else:
-            chosen.append(epoch if epoch or item.effects else None)
-        epoch_of.update(dict.fromkeys(item.outs, epoch))
-    return graph.with_first_reader(program.items, chosen, 0)
+def with_interfaces(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fragment, ...]:
+    """Drop operations that nobody needs and fill in what each fragment reads and gives."""
+    wanted = set(results)
+    kept: list[Fragment] = []
+    for part in reversed(fragments):
+        ops = tuple(ir.live(part.ops, wanted))
+        if ops:
+            made = {o for op in ops for o in op.outs}
+            ins = dict.fromkeys(v for op in ops for v in op.reads if v not in made)
+            outs = dict.fromkeys(o for op in ops for o in op.outs if o in wanted)
+            kept.append(replace(part, ops=ops, ins=tuple(ins), outs=tuple(outs)))
+            wanted.update(v for op in ops for v in op.needs if v not in made)
+    return tuple(reversed(kept))

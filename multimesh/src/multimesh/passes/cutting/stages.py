@@ -19,8 +19,7 @@ from multimesh import ir
 from multimesh.core.grouping import grouped
 from multimesh.core.submesh import Placement
 from multimesh.ir import graph
-from multimesh.passes.cutting.fragment import Fragment, with_interfaces
-from multimesh.passes.cutting.parts import Pipeline
+from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
 from multimesh.passes.placing.owners import leading_to_tasks
 from multimesh.passes.placing.route import position
 from multimesh.schedules import Auto, Schedule

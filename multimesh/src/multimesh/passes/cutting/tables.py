@@ -11,8 +11,7 @@ from multimesh.core.grouping import grouped
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
 from multimesh.ir.flops import count_flops
-from multimesh.passes.cutting.fragment import Fragment
-from multimesh.passes.cutting.parts import Pipeline
+from multimesh.passes.cutting.parts import Fragment, Pipeline
 from multimesh.passes.cutting.weights import split_weights
 from multimesh.plan.kernel_costs import NOTE
 from multimesh.schedules import Table

@@ -10,8 +10,7 @@ from dataclasses import replace
 from multimesh import ir
 from multimesh.core.submesh import Placement
 from multimesh.ir import graph
-from multimesh.passes.cutting.fragment import Fragment, with_interfaces
-from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
+from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment, with_interfaces
 
 
 def unfused(parts: Parts, *, segments: bool, loops: bool) -> Parts:

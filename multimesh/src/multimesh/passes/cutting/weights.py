@@ -7,14 +7,34 @@ makes the weight gradients from what the first stacks. W computes again what nee
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.ir import graph
-from multimesh.passes.cutting.fragment import Fragment, with_interfaces
+from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
 from multimesh.passes.cutting.scans import split_scan
+from multimesh.schedules import Cell
+
+
+def with_weights_apart(pipeline: Pipeline) -> Pipeline:
+    """Split the backward fragments of those stages whose B and W the table has apart.
+
+    A first stage that always runs them back to back is not split; where others wait for B, its result leaves before W.
+    """
+    apart = {c.stage for c in itertools.chain(*pipeline.table) if c.phase == "W"}
+    apart -= back_to_back(pipeline.table, "B", "W") & {0}
+    return replace(pipeline, fragments=split_weights(pipeline.fragments, apart, set(pipeline.results)))
+
+
+def back_to_back(table: Sequence[Sequence[Cell]], first: str, second: str) -> set[int]:
+    """Stages whose ``second`` phase always follows ``first`` at once."""
+    pairs = {pair for row in table for pair in itertools.pairwise(row)}
+    cells = [c for c in itertools.chain(*table) if c.phase == first]
+    apart = {c.stage for c in cells if (c, Cell(second, c.stage, c.microbatch)) not in pairs}
+    return {c.stage for c in cells} - apart
 
 
 def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: set[ir.Value]) -> tuple[Fragment, ...]:

@@ -14,8 +14,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.grouping import grouped
 from multimesh.ir import graph
-from multimesh.passes.cutting.fragment import Fragment
-from multimesh.passes.cutting.parts import Parts, Pipeline, Segment
+from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment
 from multimesh.passes.placing.place import task_meshes
 from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send, Slot, Transfer
 from multimesh.plan.plan import Plan

@@ -8,8 +8,7 @@ from typing import TypeGuard
 
 from multimesh import ir
 from multimesh.core.submesh import describe
-from multimesh.passes.cutting.fragment import Fragment
-from multimesh.passes.cutting.parts import Pipeline, Segment
+from multimesh.passes.cutting.parts import Fragment, Pipeline, Segment
 from multimesh.passes.placing.owners import leading_to_tasks
 from multimesh.passes.placing.route import position
 from multimesh.passes.verifying.faults import Fault, in_order, shown, twice

@@ -129,7 +129,8 @@ def rules_after(name: str) -> tuple[Rule, ...]:
     known = list(_SINCE)
     upto = known.index(name) + 1 if name in known else len(known)
     rules = (rule for rules in list(_SINCE.values())[:upto] for rule in rules)
-    return tuple(rule for rule in rules if name != "send_less" or rule is not tasks_are_at_home)
+    copied = name in ("send_less", "schedules")  # operations of tasks, to where they are read
+    return tuple(rule for rule in rules if not copied or rule is not tasks_are_at_home)
 
 
 def _arguments(loop: ir.Loop) -> tuple[ir.Value, ...]:

@@ -11,88 +11,22 @@ what equals it: comparisons of two computed floats are not repeated, and what th
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
 from multimesh import ir
-from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.ir.primitives import lookup
-from multimesh.passes.cutting.fragment import Fragment, with_interfaces
-from multimesh.passes.cutting.parts import Pipeline
 
 _DEPTH = 24  # operations between a repeated value and what it is computed from
 
-_Position = tuple[int, ...]
-_Maker = dict[ir.Value, tuple[_Position, ir.Op]]
+Position = tuple[int, ...]
+Maker = dict[ir.Value, tuple[Position, ir.Op]]
 
 
-def send_less(program: ir.Program) -> ir.Program:
-    """Repeat forward operations of loops on a submesh that reads their results, where that sends fewer bytes.
-
-    For the backward pass, all that the forward pass does not send anyway; for the forward pass only operations outside
-    of tasks, as a task runs where it was placed. Forward values that the forward pass sends are at hand on both sides.
-    """
-    return program.each_loop(
-        lambda loop: replace(loop, ops=_send_less(_send_less(loop.ops, backward=False), backward=True))
-    )
-
-
-def _send_less(ops: Sequence[ir.Op], *, backward: bool) -> tuple[ir.Op, ...]:
-    maker: _Maker = {o: ((i,), op) for i, op in enumerate(ops) for o in op.outs}
-    copies: dict[int, list[ir.Op]] = collections.defaultdict(list)
-    done = list(ops)
-
-    def allowed(op: ir.Op) -> bool:
-        return not op.backward and (backward or op.task is None)
-
-    for mesh in dict.fromkeys(op.mesh for op in ops):
-        mine = [i for i, op in enumerate(ops) if op.mesh == mesh]
-        readers = [i for i in mine if ops[i].backward == backward]
-        forward = {v for i in mine if not ops[i].backward for v in ops[i].reads}
-        made = {o for i in mine for o in ops[i].outs}
-        at_hand = made | forward if backward else made
-        crossing = dict.fromkeys(
-            v for i in readers for v in ops[i].reads if v in maker and v not in at_hand and allowed(maker[v][1])
-        )
-        if not crossing:
-            continue
-        own_inputs = {v for i in mine for v in ops[i].reads if v not in maker}
-        firm = _firm([ops[i] for i in readers], maker)
-        local = _Localiser(maker, own_inputs, {*crossing, *made, *forward}, firm, allowed)
-        rename = local.run(crossing)
-        for (position, *_), copy in local.copies:
-            copies[position].append(replace(copy, mesh=mesh, backward=backward))
-        for i in readers if backward else mine:
-            done[i] = graph.rename_op(done[i], rename)
-    return tuple(op for i, given in enumerate(done) for op in (given, *copies[i]))
-
-
-def keep_less(pipeline: Pipeline) -> Pipeline:
-    """Repeat operations in the fragments that read their results, where that takes fewer bytes across.
-
-    Only those of the same submesh: forward, a task runs where it was placed.
-    """
-    fragments = pipeline.fragments
-    maker: _Maker = {o: ((part.level, i), op) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
-    inputs = grouped((part.mesh, v) for part in fragments for v in part.ins if v not in maker)  # that it reads anyway
-    parts = [_localised(part, maker, set(inputs[part.mesh])) for part in fragments]
-    return replace(pipeline, fragments=with_interfaces(parts, set(pipeline.results)))
-
-
-def _localised(part: Fragment, maker: _Maker, own_inputs: set[ir.Value]) -> Fragment:
-    firm = _firm(part.ops, maker)
-    local = _Localiser(maker, own_inputs, set(part.ins), firm, lambda op: op.mesh == part.mesh)
-    rename = local.run(v for v in part.ins if v in maker)
-    if not rename:
-        return part
-    return replace(part, ops=(*(op for _, op in local.copies), *(graph.rename_op(op, rename) for op in part.ops)))
-
-
-def _firm(ops: Sequence[ir.Op], maker: _Maker) -> set[ir.Value]:
+def firm_values(ops: Sequence[ir.Op], maker: Maker) -> set[ir.Value]:
     """Values that operations compare with others, or what they compare is made of: a last bit of them decides."""
     firm: set[ir.Value] = set()
     for op in reversed(ops):
@@ -108,7 +42,7 @@ def _firm(ops: Sequence[ir.Op], maker: _Maker) -> set[ir.Value]:
     return firm
 
 
-def _decides(op: ir.Op, maker: _Maker) -> bool:
+def _decides(op: ir.Op, maker: Maker) -> bool:
     """Whether an operation compares two floats of which neither is a constant."""
     return lookup(op).compares and not any(_is_constant(i, maker) for i in op.ins) and _inexact(op.ins[0])
 
@@ -121,7 +55,7 @@ def _inexact(atom: ir.Atom) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
-def _is_constant(atom: ir.Atom, maker: _Maker) -> bool:
+def _is_constant(atom: ir.Atom, maker: Maker) -> bool:
     while isinstance(atom, ir.Value):
         if atom not in maker or len(maker[atom][1].ins) != 1:
             return False
@@ -130,15 +64,15 @@ def _is_constant(atom: ir.Atom, maker: _Maker) -> bool:
 
 
 @dataclass
-class _Localiser:
+class Localiser:
     """Decides which operations to repeat, the latest first: those that they read are still undecided then."""
 
-    maker: _Maker
+    maker: Maker
     own_inputs: set[ir.Value]
     at_hand: set[ir.Value]
     firm: set[ir.Value]
     allowed: Callable[[ir.Op], bool]
-    copies: list[tuple[_Position, ir.Op]] = field(default_factory=list)
+    copies: list[tuple[Position, ir.Op]] = field(default_factory=list)
     repeated: dict[int, ir.Op] = field(default_factory=dict)
     made: set[ir.Value] = field(default_factory=set)
 

@@ -1,0 +1,73 @@
+"""Make one loop of a forward scan and its transpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from multimesh import ir
+from multimesh.ir import graph
+from multimesh.passes.reading.loops import topological
+
+
+def fuse(program: ir.Program) -> ir.Program:
+    """Join the forward loop of each ``microbatch`` with its transpose, where the backward needs no forward sum."""
+    program = _without_passed(program)
+    items = list(program.items)
+    for second in [i for i in items if isinstance(i, ir.Loop)]:
+        before = items[: items.index(second)] if second in items else []
+        firsts = [i for i in before if isinstance(i, ir.Loop) and i.uid == second.uid and _can_fuse(i, second, items)]
+        if firsts:
+            first = next((i for i in firsts if _reads_rows(second, i)), firsts[0])
+            items[items.index(second)] = _fused(first, second)
+            items.remove(first)
+            items = topological(items)
+    return replace(program, items=tuple(ir.live(items, program.outputs)))
+
+
+def _without_passed(program: ir.Program) -> ir.Program:
+    """Read the initial value of a carry that every iteration passes through, and drop the carry."""
+    loops = program.loops
+    rename: dict[ir.Value, ir.Atom] = {s.out: s.init for loop in loops for s in loop.sums if s.leaf is None}
+    items = [
+        replace(item, sums=tuple(s for s in item.sums if s.leaf is not None)) if isinstance(item, ir.Loop) else item
+        for item in (graph.rename_item(item, rename) for item in program.items)
+    ]
+    outputs = tuple(graph.resolve(o, rename) for o in program.outputs)
+    return replace(program, items=tuple(topological(items)), outputs=outputs)
+
+
+def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool:
+    """Whether ``second`` depends on ``first`` only row by row; ``items`` are in topological order.
+
+    Under `jax.checkpoint` it may read no row that ``first`` made, but those that both are given.
+    """
+    again = second.backward and not first.backward and not set(first.slices.values()).isdisjoint(second.slices.values())
+    if not again and not _reads_rows(second, first):
+        return False
+    tainted = set(first.outs)
+    for item in items[items.index(first) + 1 : items.index(second)]:
+        if any(v in tainted for v in item.reads):
+            tainted.update(item.outs)
+    others = {inner: outer for inner, outer in second.slices.items() if outer not in first.stacks}
+    return tainted.isdisjoint(replace(second, slices=others).reads)
+
+
+def _reads_rows(second: ir.Loop, first: ir.Loop) -> bool:
+    return any(outer in first.stacks for outer in second.slices.values())
+
+
+def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
+    rename: dict[ir.Value, ir.Atom] = {
+        inner: first.stacks[outer] for inner, outer in second.slices.items() if outer in first.stacks
+    }
+    second = graph.rename_body(second, rename)
+    return replace(
+        first,
+        ops=first.ops + tuple(replace(op, backward=True) for op in second.ops),
+        consts=first.consts | second.consts,
+        slices=first.slices | {k: v for k, v in second.slices.items() if k not in rename},
+        sums=first.sums + second.sums,
+        stacks=first.stacks | second.stacks,
+        carries=second.carries | first.carries,
+    )
