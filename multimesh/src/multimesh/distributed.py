@@ -169,7 +169,7 @@ def orbax_state_handler() -> type:
 
 def _orbax(name: str, module: str) -> Any:
     try:
-        return importlib.import_module(f"multimesh.processes.{module}")
+        return importlib.import_module(f"multimesh.checkpoints.{module}")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("multimesh"):
             raise
