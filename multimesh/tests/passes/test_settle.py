@@ -15,7 +15,7 @@ from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.stages import stages
 from multimesh.passes.placing.mincut import SINK, SOURCE, Cut
 from multimesh.passes.placing.place import place
-from multimesh.passes.placing.route import in_order
+from multimesh.passes.placing.route import order_submeshes
 from programs import loops, ones, separated
 
 import multimesh as mm
@@ -119,7 +119,7 @@ class Found:
             return 0
         ops = self.placed(meshes)
         parts = fragment(ops, self.results, phased=True)
-        loop = replace(self.loop, submeshes=in_order(ops))
+        loop = replace(self.loop, submeshes=order_submeshes(ops))
         made = stages(Pipeline(loop, parts, frozenset(self.results)), self.schedule)
         return made.chunks * len(made.submeshes)
 

@@ -15,7 +15,7 @@ from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.errors import UsageError
 from multimesh.ir.program import all_ops
-from multimesh.passes.placing.owners import held
+from multimesh.passes.placing.owners import find_extra_copies
 from multimesh.plan.idle import idle_axes
 from multimesh.plan.plan import Plan
 
@@ -30,7 +30,7 @@ class Remarks:
 
     def warn_of_copies(self, placed: ir.Program) -> None:
         """Warn of arguments that an operation outside of tasks places on one more submesh."""
-        for argument, meshes, op in held(placed):
+        for argument, meshes, op in find_extra_copies(placed):
             size = amount(placed.inputs[argument].nbytes, "bytes")
             _compat.warn_at(
                 _compat.user_line(op.source),

@@ -25,18 +25,18 @@ from multimesh.passes.cutting.stages import number_stages
 from multimesh.passes.cutting.states import check_states
 from multimesh.passes.cutting.tables import with_table
 from multimesh.passes.cutting.turns import with_turns_joined
-from multimesh.passes.cutting.unfuse import unfused
+from multimesh.passes.cutting.unfuse import unfuse
 from multimesh.passes.cutting.weights import with_weights_apart
 from multimesh.passes.placing.autoshard import autoshard
 from multimesh.passes.placing.place import place, task_meshes
-from multimesh.passes.placing.route import routed
+from multimesh.passes.placing.route import note_routes
 from multimesh.passes.planning.build_plan import build
 from multimesh.passes.planning.layouts import fix_layouts
-from multimesh.passes.planning.transposes import transposes_folded
+from multimesh.passes.planning.transposes import fold_plan
 from multimesh.passes.reading.fuse import fuse
 from multimesh.passes.reading.inline import inline
 from multimesh.passes.reading.separate import separate
-from multimesh.passes.reading.slices import slices_outside
+from multimesh.passes.reading.slices import hoist_slices
 from multimesh.passes.trimming.reductions import delay_reductions
 from multimesh.passes.trimming.repeats import cut_repeats
 from multimesh.passes.trimming.send_less import send_less
@@ -46,7 +46,7 @@ from multimesh.schedules import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A traced function and all that its partition depends on."""
+    """A traced function with everything that its partition depends on."""
 
     closed: Any  # jaxpr
     devices: tuple[jax.Device, ...]  # callbacks of `register_task` choose from these
@@ -80,10 +80,10 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "inline": _inline,
     "fuse": lambda program, _: fuse(program),
     "separate": lambda program, _: separate(program),
-    "slices": lambda program, _: slices_outside(program),
+    "slices": lambda program, _: hoist_slices(program),
     # placing
     "place": lambda program, traced: place(program, traced.alike),
-    "route": lambda program, _: routed(program),
+    "route": lambda program, _: note_routes(program),
     "autoshard": lambda program, traced: autoshard(program, traced.specs),
     # trimming
     "reductions": lambda program, traced: delay_reductions(program, traced.specs),
@@ -98,7 +98,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "keep_less": lambda parts, traced: parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts,
     "turns": _each(with_turns_joined),
     "order": _each(with_order),
-    "unfuse": lambda parts, traced: unfused(
+    "unfuse": lambda parts, traced: unfuse(
         parts,
         segments=not traced.options.enable_task_fusion or traced.options.only_fuse_loop_tasks,
         loops=not traced.options.enable_task_fusion,
@@ -107,7 +107,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     # planning
     "build_plan": lambda parts, traced: build(parts, traced.donated, traced.alike),
     "layouts": _layouts,
-    "transposes": lambda plan, _: transposes_folded(plan),
+    "transposes": lambda plan, _: fold_plan(plan),
 }
 """Every pass by name, in order. Each takes the value that the one before it made, and has a file of its name."""
 
@@ -117,7 +117,7 @@ LAST = [*PASSES][-1]
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What a pass made: an `ir.Program`, its `Parts`, or the `Plan`. ``str`` of it is a dump."""
+    """The result of a pass: an `ir.Program`, its `Parts`, or the `Plan`. ``str`` of it is a dump."""
 
     name: str
     made: Any
@@ -127,7 +127,7 @@ class Pass:
 
 
 def run(traced: Traced, after: Pass | None = None) -> Iterator[Pass]:
-    """Run the passes, one at each step of the iterator: all, or those ``after`` one that has been run.
+    """Run the passes, one at each step of the iterator: all, or those after a pass that has been run.
 
     Under ``MULTIMESH_VERIFY=1`` check what each made.
     """
@@ -135,6 +135,6 @@ def run(traced: Traced, after: Pass | None = None) -> Iterator[Pass]:
     made = None if after is None else after.made
     for name in names if after is None else names[names.index(after.name) + 1 :]:
         made = PASSES[name](made, traced)
-        if verifying.enabled():
+        if verifying.is_enabled():
             verifying.verify(name, made)
         yield Pass(name, made)

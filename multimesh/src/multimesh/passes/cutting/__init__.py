@@ -1,1 +1,1 @@
-"""Cuts a placed program into fragments, and orders them by their schedule."""
+"""Fragments of a placed program, in the order of their schedule."""

@@ -35,7 +35,7 @@ def fragment(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) 
 
 
 def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
-    """Submesh, phase and level of each operation.
+    """Return the submesh, phase and level of each operation.
 
     What depends on inputs only (a cast of a weight) joins the first fragment of its submesh that reads it, a forward
     one if there is any: so no forward fragment ever waits for a backward one.
@@ -65,7 +65,7 @@ def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
 
 
 def _coalesce(ops: Sequence[ir.Op], groups: dict[_Key, list[int]]) -> None:
-    """Join a fragment that only later fragments of its submesh and phase read to the first of those."""
+    """Merge a fragment into the first of its users if all of them are later ones of its submesh and phase."""
     group_of = {i: key for key, indices in groups.items() for i in indices}
     maker = {o: i for i, op in enumerate(ops) for o in op.outs}
     readers: dict[_Key, set[_Key]] = collections.defaultdict(set)

@@ -1,4 +1,4 @@
-"""Makes one global order of (fragment, microbatch) from the stages of a loop and its table."""
+"""One global order of (fragment, microbatch), from the stages of a loop and its table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multimesh.schedules.scheduler import run
 
 
 def with_order(pipeline: Pipeline) -> Pipeline:
-    """One global order: by fronts where the schedule has them, else by the time at which each cell could start.
+    """Return the loop with one global order: by fronts where the schedule has them, else by each cell's start time.
 
     What is late in a microbatch runs when what it reads is there.
     """
@@ -35,7 +35,7 @@ def with_order(pipeline: Pipeline) -> Pipeline:
 
 
 def _needs(fragments: Sequence[Fragment]) -> list[set[int]]:
-    """Of each fragment those that it waits for."""
+    """Return for each fragment the numbers of those whose values it uses."""
     maker = {o: i for i, f in enumerate(fragments) for o in f.made}
     return [{maker[v] for v in f.needs if v in maker} - {i} for i, f in enumerate(fragments)]
 
@@ -43,7 +43,7 @@ def _needs(fragments: Sequence[Fragment]) -> list[set[int]]:
 def _by_start(
     fragments: Sequence[Fragment], rows: Sequence[Sequence[tuple[int, int]]], late: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Merge per-submesh orders, and what is late, into one global order by the time each cell could start."""
+    """Merge the orders of submeshes, and late cells, into one global order by the time each cell could start."""
     needs = _needs(fragments)
     split = any(f.phase == "W" for f in fragments)
     times = run(

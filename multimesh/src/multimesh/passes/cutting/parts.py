@@ -54,7 +54,7 @@ class Fragment:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Straight code between loops; ``results`` are read outside of it."""
+    """Straight code between loops. Its ``results`` are used outside of it."""
 
     fragments: tuple[Fragment, ...]
     results: frozenset[ir.Value]
@@ -65,7 +65,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A loop, and what the passes have made of it so far.
+    """A loop in fragments, with its stages, table and order as far as the passes have come.
 
     From the pass ``stages`` on each fragment has a stage. Those of phase L are late: no table has them, and they run
     when what they read is there. Where the schedule has fronts, a transfer is issued ``ahead`` fronts before the cell
@@ -85,7 +85,7 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """Number of stages that have a fragment."""
+        """The number of stages that have a fragment."""
         return len({part.stage for part in self.fragments})
 
     @property
@@ -95,12 +95,12 @@ class Pipeline:
 
     @property
     def shape(self) -> tuple[int, int, int, bool]:
-        """Submeshes, stages on each, microbatches, and whether there is a backward pass: what a schedule asks for."""
+        """The arguments of a schedule: submeshes, stages on each, microbatches, whether there is a backward pass."""
         backward = any(part.phase == "B" for part in self.fragments)
         return len(self.submeshes), self.chunks, self.loop.mark.count, backward
 
     def issue(self, n: int, value: ir.Value, mesh: Mesh) -> int:
-        """Number of the cell before which a value that cell ``n`` makes is sent to a submesh; mostly ``n + 1``."""
+        """Return the number of the cell before which a value of cell ``n`` is sent to a submesh; mostly ``n + 1``."""
         if self.fronts is None:
             return n + 1
         readers = [i for i, part in enumerate(self.fragments) if part.mesh == mesh and value in part.ins]
@@ -119,13 +119,13 @@ class Pipeline:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A placed program, cut."""
+    """A placed program as a list of segments and pipelines."""
 
     program: ir.Program
     parts: tuple[Segment | Pipeline, ...]
 
     def each_pipeline(self, change: Callable[[Pipeline], Pipeline]) -> Parts:
-        """The parts with every pipeline changed."""
+        """Return the parts with ``change`` applied to every pipeline."""
         return replace(self, parts=tuple(change(p) if isinstance(p, Pipeline) else p for p in self.parts))
 
     def __str__(self) -> str:

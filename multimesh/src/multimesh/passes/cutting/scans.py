@@ -1,4 +1,4 @@
-"""Splits a scan in two: one makes what is needed soon, the other the rest, row by row from what the first stacks.
+"""The split of a scan in two: one computes values that are needed soon, the other the rest from stacked rows.
 
 Both go through the rows in the same order, and one of them has all of a carry, so no arithmetic is reordered.
 """
@@ -14,14 +14,14 @@ import jax
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.ir.evaluate import evaluate
-from multimesh.passes.reading.inline import flattened
+from multimesh.passes.reading.inline import flatten
 
 Cut = Callable[[Sequence[ir.Op], set[ir.Value], set[ir.Value]], tuple[Sequence[ir.Op], Sequence[ir.Op]]]
 
 
 @dataclass(frozen=True)
 class _Body:
-    """A scan as operations: what goes into an iteration maps to where it comes from outside, results the reverse."""
+    """A scan as operations. Inputs of an iteration map to their outer values, results the reverse."""
 
     ops: tuple[ir.Op, ...]
     consts: dict[ir.Value, ir.Atom]
@@ -35,7 +35,7 @@ class _Body:
 def _body(op: ir.Op) -> _Body | None:
     closed, (a, count) = op.params["jaxpr"], _compat.scan_counts(op.params)
     args = [ir.Value(v.aval) for v in closed.jaxpr.invars]
-    flat = flattened(op, closed, args)
+    flat = flatten(op, closed, args)
     if flat is None:
         return None
     ops, results = flat
@@ -52,7 +52,7 @@ def _body(op: ir.Op) -> _Body | None:
 
 
 def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cut) -> tuple[ir.Op, ir.Op] | None:
-    """A scan that makes at least what is ``needed``, and one that makes the rest; None where the first makes all.
+    """Split a scan in two: the values ``needed``, then the rest. Return None if the first would compute everything.
 
     ``cut(ops, needed, tainted)`` splits the body: the needed operations, and the rest, which may repeat what depends on
     nothing ``tainted``. Carries count as tainted.
@@ -62,7 +62,7 @@ def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cu
     body = _body(op)
     if body is None:
         return None
-    carries = _needed_carries(body, needed)
+    carries = _find_carries(body, needed)
     leaves = [*(body.carried[c] for c in carries), *(leaf for out, leaf in body.stacks.items() if out in needed)]
     outside = {**body.consts, **body.rows}
     held = {v for v, outer in outside.items() if isinstance(outer, ir.Value) and outer in tainted} | set(body.carries)
@@ -88,8 +88,8 @@ def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cu
     return first, second
 
 
-def _needed_carries(body: _Body, needed: set[ir.Value]) -> set[ir.Value]:
-    """Carries whose last value is needed, and those that they or needed rows read."""
+def _find_carries(body: _Body, needed: set[ir.Value]) -> set[ir.Value]:
+    """Return carries whose last value is needed, and those that they or needed rows read."""
     carries = {c for c, out in body.last.items() if out in needed}
     rows = [leaf for out, leaf in body.stacks.items() if out in needed]
     while True:
@@ -104,7 +104,7 @@ def _needed_carries(body: _Body, needed: set[ir.Value]) -> set[ir.Value]:
 def _scan(
     op: ir.Op, body: _Body, ops: Sequence[ir.Op], carries: set[ir.Value], stacks: dict[ir.Value, ir.Atom]
 ) -> ir.Op:
-    """The scan of some operations of a body: ``carries`` that it has, and outer values that it stacks."""
+    """Return the scan of some operations of a body, with the ``carries`` and the outer values that it stacks."""
     kept = [c for c in body.carries if c in carries]
     leaves = [*(body.carried[c] for c in kept), *stacks.values()]
     used = {v for o in ops for v in o.reads} | set(ir.values(leaves))

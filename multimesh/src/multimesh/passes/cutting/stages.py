@@ -1,4 +1,4 @@
-"""Makes stages of the fragments of a loop: at most one forward and one backward fragment each.
+"""The stages of a loop: at most one forward and one backward fragment each.
 
 The schedule says on which submesh a stage is. A forward fragment gets the first stage of its submesh that is not before
 the stages it reads from, a backward fragment likewise from the last stage down. Several stages of a submesh one after
@@ -42,7 +42,7 @@ def number_stages(pipeline: Pipeline) -> Pipeline:
 
 
 def stages(pipeline: Pipeline, schedule: Schedule) -> Pipeline:
-    """Number the stages of a loop with this schedule, and make one fragment of each stage and phase.
+    """Number the stages of a loop by its schedule, and make one fragment of each stage and phase.
 
     Submeshes come in the order of the loop, then those without a task as they are met.
     """
@@ -61,9 +61,9 @@ def stages(pipeline: Pipeline, schedule: Schedule) -> Pipeline:
         ops, back = ahead.get(start, []), behind.get(end, [])
         tasks = dict.fromkeys(op.task for op in (*ops, *reversed(back)) if op.task is not None)
         share = {task: n * size // len(tasks) for n, task in enumerate(tasks)}
-        groups |= {("F", start + n): part for n, part in _shared(ops, share).items()}
+        groups |= {("F", start + n): part for n, part in _group_by_stage(ops, share).items()}
         share = {task: size - 1 - n for task, n in share.items()}
-        groups |= {("B", start + size - 1 - n): part for n, part in _shared(back, share).items()}
+        groups |= {("B", start + size - 1 - n): part for n, part in _group_by_stage(back, share).items()}
 
     def level(phase: str, stage: int) -> int:
         return stage if phase == "F" else 2 * total - 1 - stage
@@ -86,7 +86,7 @@ def stages(pipeline: Pipeline, schedule: Schedule) -> Pipeline:
 
 
 def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[ir.Op]]:
-    """Operations of fragments by position on the way of a microbatch: the first that is not before what they read."""
+    """Group operations by position on the route: the first that is not before their producers."""
     maker = {o: part for part in parts for o in part.made}
     found: dict[int, int] = {}
     groups: dict[int, list[ir.Op]] = collections.defaultdict(list)
@@ -98,7 +98,7 @@ def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[i
 
 
 def _without_late(behind: dict[int, list[ir.Op]], total: int) -> tuple[dict[int, list[ir.Op]], dict[int, list[ir.Op]]]:
-    """The backward pass by position, without what would take it beyond ``total``; and that, with all that leads there.
+    """Return the backward pass by position up to ``total``, and the operations that would take it beyond.
 
     Only operations outside of tasks that no task waits for can: those over what several submeshes make backward.
     """
@@ -122,13 +122,13 @@ def _without_late(behind: dict[int, list[ir.Op]], total: int) -> tuple[dict[int,
 
 
 def _turns(route: Sequence[Mesh], total: int) -> list[tuple[int, int]]:
-    """First stage and number of those that are on one submesh one after another."""
+    """Return runs of consecutive stages on one submesh: the first stage, and how many there are."""
     starts = [s for s in range(total) if s % len(route) == 0 or route[s % len(route)] != route[s % len(route) - 1]]
     return [(start, end - start) for start, end in itertools.pairwise([*starts, total])]
 
 
-def _shared(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[int, list[ir.Op]]:
-    """Operations by number of the stage, of several on one submesh; ``share`` has that of each task."""
+def _group_by_stage(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[int, list[ir.Op]]:
+    """Group operations by stage, where several stages are on one submesh. ``share`` has the stage of each task."""
     number: dict[ir.Value, int] = {}
     chosen: list[int | None] = []
     for op in ops:

@@ -1,4 +1,4 @@
-"""Gives a loop the table of its schedule: for each submesh its cells in order. For ``auto`` it estimates costs."""
+"""The table of a loop: for each submesh its cells in order. For ``auto`` costs are estimated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multimesh.schedules.costs import PHASES, StageCosts
 
 
 def with_table(pipeline: Pipeline) -> Pipeline:
-    """Give a loop its table; ``auto`` chooses one by the costs that it has, or by estimated ones.
+    """Return the loop with the table of its schedule. ``auto`` chooses one by given or estimated costs.
 
     Refuses a loop without the stages that were asked for, and a schedule that has no valid table for it.
     """
@@ -34,7 +34,7 @@ def with_table(pipeline: Pipeline) -> Pipeline:
 
 
 def _table(pipeline: Pipeline) -> Table:
-    """The schedule's table for the shape of the loop, validated."""
+    """Return the schedule's table for the shape of the loop, validated."""
     mark = pipeline.loop.mark
     submeshes, chunks = len(pipeline.submeshes), pipeline.chunks
     placement = mark.schedule.placement(submeshes)
@@ -62,7 +62,7 @@ def _table(pipeline: Pipeline) -> Table:
 
 
 def _again(pipeline: Pipeline) -> str:
-    """Name the operation that brings a loop to a submesh for a second time; some schedules have no place for that."""
+    """Describe the operation that brings a loop to a submesh a second time; some schedules have no place for that."""
     late = [part for part in pipeline.fragments if part.stage is not None and part.stage >= len(pipeline.submeshes)]
     if not late:
         return ""
@@ -76,7 +76,7 @@ def _again(pipeline: Pipeline) -> str:
 
 
 def estimate(pipeline: Pipeline) -> StageCosts:
-    """Operations of F, B and W of every stage on each of its devices, and the bytes that a microbatch keeps there.
+    """Return floating-point operations of F, B and W of every stage for a device, and bytes kept by a microbatch.
 
     They say how unequal stages are, not how long they take (see `ir.flops`). Until the end of B the bytes are what F
     made or got and B or W reads; from then on what W reads.

@@ -1,4 +1,4 @@
-"""Cuts fragments into one kernel per task, the opposite of task fusion.
+"""One kernel per task, the opposite of task fusion.
 
 The schedule has ordered the fragments before: the pieces of one run one after the other in its place.
 """
@@ -13,8 +13,8 @@ from multimesh.ir import graph
 from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment, with_interfaces
 
 
-def unfused(parts: Parts, *, segments: bool, loops: bool) -> Parts:
-    """One fragment for each task: in ``segments``, in ``loops``."""
+def unfuse(parts: Parts, *, segments: bool, loops: bool) -> Parts:
+    """Return parts with one fragment for each task, in ``segments``, in ``loops`` or in both."""
 
     def cut(part: Segment | Pipeline) -> Segment | Pipeline:
         if isinstance(part, Pipeline):
@@ -25,7 +25,7 @@ def unfused(parts: Parts, *, segments: bool, loops: bool) -> Parts:
 
 
 def _loop(pipeline: Pipeline) -> Pipeline:
-    """One fragment for each task; forward and backward of a stage that were joined come apart as well."""
+    """Return the loop with one fragment for each task. A stage's merged forward and backward are separated as well."""
     turns = {(f.stage, f.phase) for f in pipeline.fragments}
     cut: list[list[Fragment]] = []
     for part in pipeline.fragments:
@@ -44,7 +44,7 @@ def _loop(pipeline: Pipeline) -> Pipeline:
 
 
 def pieces(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
-    """Cut a fragment; ``joined`` also between forward and backward operations.
+    """Cut a fragment by tasks; with ``joined`` also between forward and backward operations.
 
     A piece only reads from earlier ones. Unmarked operations go with what they read, or else with their first reader;
     so do forward operations that the backward pass repeats.

@@ -1,4 +1,4 @@
-"""Splits a backward fragment in two: B makes what other fragments wait for, W the rest, which is weight gradients.
+"""The split of a backward fragment in two: B feeds other fragments, W has the rest, which is weight gradients.
 
 A scan over layers makes both. Its body is split likewise, into a scan that carries the cotangents and one, in W, that
 makes the weight gradients from what the first stacks. W computes again what needs no cotangent, as the forward that
@@ -38,7 +38,7 @@ def back_to_back(table: Sequence[Sequence[Cell]], first: str, second: str) -> se
 
 
 def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: set[ir.Value]) -> tuple[Fragment, ...]:
-    """Split the backward fragments of ``stages``; all of one that nothing waits for, as the first, is W.
+    """Split the backward fragments of ``stages``. If nothing waits for a fragment, as for the first, it is all W.
 
     ``fragments`` are in the order of the data, and ``results`` are read outside of the loop.
     """
@@ -53,7 +53,7 @@ def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results:
         elsewhere = {v for f in others for v in f.needs}
         received = {v for f in others if f.phase == "B" for v in f.outs}
         cotangents = {v for v in part.ins if v in received or v.aval.size == 1}
-        tied = _repeated_forward(part.ops, cotangents)
+        tied = _find_repeats(part.ops, cotangents)
         here, later = _split(part.ops, elsewhere & part.made, cotangents, tied)
         if here:
             split.append(replace(part, ops=here))
@@ -62,8 +62,8 @@ def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results:
     return with_interfaces(sorted(split, key=lambda part: part.level), results)
 
 
-def _tainted(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> set[ir.Value]:
-    """Values that depend on any of ``sources``; a barrier only orders."""
+def _taint(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return the values that depend on any of ``sources``. A barrier only orders, and carries no dependence."""
     found = set(sources)
     for op in ops:
         if op.prim is _compat.optimization_barrier_p:
@@ -73,9 +73,9 @@ def _tainted(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> set[ir.Value]
     return found
 
 
-def _repeated_forward(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir.Value]:
-    """Values that `jax.checkpoint` computes again: a barrier ties their inputs to a cotangent."""
-    tainted = _tainted(ops, cotangents)
+def _find_repeats(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir.Value]:
+    """Return values that `jax.checkpoint` recomputes: a barrier ties their inputs to a cotangent."""
+    tainted = _taint(ops, cotangents)
     made = {o for op in ops for o in op.outs}
     found: set[ir.Value] = set()
     for op in ops:
@@ -91,9 +91,9 @@ def _repeated_forward(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir
 def _split(
     ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value], repeatable: set[ir.Value]
 ) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
-    """Operations that ``needed`` needs, and the others with copies of the ``repeatable`` ones that they read."""
+    """Return the operations behind ``needed``, and the others with copies of the ``repeatable`` ones that they use."""
     needed = set(needed)
-    tainted = _tainted(ops, cotangents)
+    tainted = _taint(ops, cotangents)
     here: list[ir.Op] = []
     later: list[ir.Op] = []
     for op in reversed(ops):
@@ -114,12 +114,12 @@ def _split(
 def _split_body(
     ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value]
 ) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
-    """Split the body of a scan: its carries are the cotangents, and each row may repeat what depends on none."""
-    return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - _tainted(ops, cotangents))
+    """Split the body of a scan: its carries are the cotangents, and each row may repeat operations without any."""
+    return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - _taint(ops, cotangents))
 
 
 def _with_copies(here: Sequence[ir.Op], later: Sequence[ir.Op], repeatable: set[ir.Value]) -> tuple[ir.Op, ...]:
-    """``later``, after copies of what it reads of ``here`` and may repeat."""
+    """Return ``later`` after copies of the ``repeatable`` operations of ``here`` whose values it uses."""
     wanted = {v for op in later for v in op.reads if v in repeatable}
     copied: list[ir.Op] = []
     for op in reversed(here):

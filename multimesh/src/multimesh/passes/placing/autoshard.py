@@ -22,7 +22,7 @@ from multimesh.ir.program import all_ops
 
 
 def autoshard(program: ir.Program, given: Sequence[PartitionSpec | None]) -> ir.Program:
-    """Derive the specs of those inputs that have none, on each submesh that reads them, as far as constraints reach."""
+    """Derive the specs of inputs that have none, on each submesh that reads them, as far as constraints reach."""
     if None not in given:
         return program
     arrays = spread_constraints(program)
@@ -40,12 +40,12 @@ Arrays = Mapping[ir.Value, Mapping[Mesh, Array]]
 
 
 def spread_constraints(program: ir.Program, given: Mapping[ir.Value, PartitionSpec] | None = None) -> Arrays:
-    """Axes of every dimension that a constraint of a placed program reaches, or the spec of an input.
+    """Return the arrays with the axes of every dimension that a constraint or an input's spec reaches.
 
     The specs of inputs hold on each submesh that reads them. Unlike a constraint, an input that is replicated stops no
     other layout.
     """
-    arrays, sources = _joined(program)
+    arrays, sources = _join_dimensions(program)
     for value, spec in (given or {}).items():
         for array in arrays[value].values():
             sources += [((array, d), axes) for d, axes in decided(spec, len(array.shape)) if axes]
@@ -53,8 +53,8 @@ def spread_constraints(program: ir.Program, given: Mapping[ir.Value, PartitionSp
     return arrays
 
 
-def _joined(program: ir.Program) -> tuple[dict[ir.Value, dict[Mesh, Array]], list[tuple[Dimension, Axes]]]:
-    """The arrays of a placed program, with dimensions joined that go together, and those that are constrained."""
+def _join_dimensions(program: ir.Program) -> tuple[dict[ir.Value, dict[Mesh, Array]], list[tuple[Dimension, Axes]]]:
+    """Return the arrays of a placed program, related dimensions joined, and the dimensions that are constrained."""
     arrays: dict[ir.Value, dict[Mesh, Array]] = collections.defaultdict(dict)
     constrained: list[tuple[Dimension, Axes]] = []
 
@@ -85,7 +85,7 @@ def _joined(program: ir.Program) -> tuple[dict[ir.Value, dict[Mesh, Array]], lis
 
 
 def _edges(loop: ir.Loop) -> list[tuple[ir.Atom, ir.Atom, int]]:
-    """Values inside and outside of a loop that are one, the outer one with so many dimensions more in front."""
+    """Return pairs of values inside and outside of a loop, and how many leading dimensions the outer one adds."""
     pairs = [(inner, outer, 0) for inner, outer in (*loop.consts.items(), *loop.linked.items())]
     pairs += [(inner, outer, 1) for inner, outer in loop.slices.items()]
     pairs += [(s.leaf, s.out, 0) for s in loop.sums]

@@ -33,7 +33,7 @@ Roots = dict[ir.Value, Mesh]  # the sources of a value that every reader recompu
 
 @dataclass
 class State:
-    """What following a program and its loops finds out."""
+    """The placement of values so far, in a program and its loops."""
 
     owners: Owners  # of floating values
     homes: Homes  # submesh of every other value
@@ -43,7 +43,7 @@ class State:
     lost: list[ir.Value] = field(default_factory=list)  # results on the default submesh, since nothing says whose
 
     def roots_of(self, values: Iterable[ir.Value]) -> Roots:
-        """The sources of values, each with its submesh; nothing for what may be anywhere."""
+        """Return the sources of values, each with its submesh. A value that may be anywhere has none."""
         found: Roots = {}
         for v in values:
             if v in self.homes:
@@ -61,7 +61,7 @@ class State:
         return found
 
     def largest(self, values: Iterable[ir.Value]) -> Mesh | None:
-        """Submesh that most of what values are computed from belongs to."""
+        """Return the submesh that owns the most bytes among the sources of values."""
         load: dict[Mesh, int] = collections.defaultdict(int)
         for v, mesh in self.roots_of(values).items():
             load[mesh] += v.nbytes
@@ -69,10 +69,10 @@ class State:
 
 
 class Follower:
-    """Walks operations in order and gives each a submesh: its task's, or that of most that it reads."""
+    """A walk over operations in order that gives each a submesh: its task's, or the one that owns most operands."""
 
     def __init__(self, state: State, route: Sequence[Mesh] = ()):
-        """``route`` has the submesh of each stage of the loop whose body this is; nothing outside of loops."""
+        """Start a walk. ``route`` has the submesh of each stage of the loop whose body this is, if it is one."""
         self.items: list[ir.Item] = []
         self.anchored: dict[int, Mesh] = {}
         self._state, self._owners, self._homes = state, state.owners, state.homes
@@ -86,7 +86,7 @@ class Follower:
         self._read_on: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
 
     def run(self, items: Sequence[ir.Op]) -> Follower:
-        """Place operations."""
+        """Place the operations of a program or of the body of a loop, in order."""
         self._leading = leading_to_tasks(items) if self._route else set()
         self.expect(items)
         for op in items:
@@ -94,7 +94,7 @@ class Follower:
         return self
 
     def expect(self, items: Iterable[ir.Item]) -> None:
-        """Note which tasks read what, before the walk."""
+        """Note which tasks use each value, before the walk."""
         for item in items:
             if isinstance(item, ir.Op) and item.task is not None:
                 for v in item.reads:
@@ -113,11 +113,11 @@ class Follower:
             self._unmarked(op)
 
     def near(self, mesh: Mesh) -> Mesh:
-        """Return the submesh; in a loop that never comes to it the first one of the loop, so that it gets no stage."""
+        """Return ``mesh``, or the first submesh of the loop if the loop never reaches it, so that it gets no stage."""
         return mesh if not self._route or mesh in self._route else self._route[0]
 
     def settle(self, awaited: Iterable[ir.Value] = (), pulled: Mapping[ir.Value, Mesh] = MappingProxyType({})) -> None:
-        """Move what saves a stage or a transfer elsewhere; some values are ``pulled`` to a submesh when all is done."""
+        """Move operations where that saves a stage or a transfer, then ``pulled`` values to their submesh."""
         numbers: list[int] = []
         nodes: list[Node] = []
         for i, item in enumerate(self.items):
@@ -142,7 +142,7 @@ class Follower:
         return Node(reads, op.outs, self.anchored[i], movable, staged, op.backward, op.after)
 
     def _parts(self, loop: ir.Loop) -> Iterator[Node]:
-        """What a placed loop reads and makes on each submesh."""
+        """Yield the reads and results of a placed loop on each submesh."""
         reads: dict[Mesh, Roots] = collections.defaultdict(dict)
         for op in loop.ops:
             for v in map(self._owners.outside, op.reads):
@@ -177,7 +177,7 @@ class Follower:
             self._anchor(op, self._home(op, roots))
 
     def _conditional(self, op: ir.Op, roots: Roots) -> None:
-        """One for each submesh of its results; those that read several submeshes are for a rewrite."""
+        """Cut a ``cond`` by the submeshes of its results. One that reads several submeshes is noted for a rewrite."""
 
         def home(reads: Iterable[ir.Value], out: ir.Value) -> Mesh:
             mine = self._state.roots_of(reads)
@@ -190,13 +190,13 @@ class Follower:
             self._anchor(part, mesh)
 
     def _spreads(self, op: ir.Op, roots: Roots, floats: bool) -> bool:
-        """Whether the sources of a result have at most half of its bytes."""
+        """Return whether the sources of a result have at most half of its bytes."""
         if op.effects or lookup(op).control or not (floats or lookup(op).spreads):
             return False
         return 0 < 2 * sum(v.nbytes for v in roots) <= sum(o.nbytes for o in op.outs)
 
     def _home(self, op: ir.Op, roots: Roots) -> Mesh:
-        """Submesh of most bytes; then of the result that it leads to, furthest along the pipeline, first."""
+        """Return the submesh that owns most bytes of the roots; then the one its result goes to; then the furthest."""
         load: dict[Mesh, int] = collections.defaultdict(int)
         furthest: dict[Mesh, int] = collections.defaultdict(int)
         for v, mesh in self._without_turns(op, {v: self.near(mesh) for v, mesh in roots.items()}).items():
@@ -208,7 +208,7 @@ class Follower:
         return max(load, key=lambda mesh: (load[mesh], mesh == pull, furthest[mesh], -self._owners.order.get(mesh, 0)))
 
     def _without_turns(self, op: ir.Op, roots: Roots) -> Roots:
-        """In a loop, the roots that an operation may follow."""
+        """Return the roots that an operation may follow in a loop without adding a turn through the submeshes."""
         made = {v: mesh for v, mesh in roots.items() if v in self._position}
         heavy = any(not is_small(v) for v in roots if v not in made) and all(map(is_small, made))
         if not self._route or not made or heavy or (self._is_back(op) and self._leading.isdisjoint(op.outs)):
@@ -220,14 +220,14 @@ class Follower:
         return any(o in self._turned for o in op.outs)
 
     def _at(self, op: ir.Op, value: ir.Value) -> int:
-        """Position of an operand in the pipeline; a forward value is at hand when the backward pass begins."""
+        """Return the position of an operand in the pipeline. The backward pass begins with forward values at hand."""
         return self._position.get(value, 0) if (value in self._turned) == self._is_back(op) else 0
 
     def _base(self, op: ir.Op, values: Iterable[ir.Value]) -> int:
         return max((self._at(op, v) for v in values), default=0)
 
     def _next(self, op: ir.Op, mesh: Mesh, base: int) -> int:
-        """First position of a submesh that is not before ``base``."""
+        """Return the first position of a submesh that is not before ``base``."""
         if mesh not in self._way:
             return base
         return position(self._way[::-1] if self._is_back(op) else self._way, mesh, base)
@@ -245,7 +245,7 @@ class Follower:
             self._position[o] = position
 
     def _split_barrier(self, op: ir.Op) -> None:
-        """One barrier per submesh: where the tied value is read, if that is one submesh, else where it is made.
+        """Split a barrier by submesh: that of the only user of the tied value, else that of its producer.
 
         Inputs that are nowhere yet pass through, those of other submeshes only order.
         """
@@ -269,12 +269,12 @@ def _is_mixed(roots: Roots) -> bool:
 
 
 def _keeps(op: ir.Op, roots: Roots) -> bool:
-    """Whether a result is as large as what it is made from (the square of a weight): its reader says where it goes."""
+    """Return whether the result is no smaller than its operands. Such an operation goes where its result is used."""
     return not lookup(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
 
 
 def _split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Mesh]) -> list[tuple[ir.Op, Mesh]]:
-    """Cut an unmarked ``cond`` into one per submesh of its results, each with the part of the branches that it needs.
+    """Cut an unmarked ``cond`` by the submeshes of its results, each with the branches' operations that it needs.
 
     ``optax.MultiSteps`` updates every parameter inside such a ``cond``. ``home`` gives the submesh of a result, from
     the operands that it depends on and the result.

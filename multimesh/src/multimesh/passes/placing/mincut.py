@@ -1,4 +1,4 @@
-"""Cheapest cut of a small graph in two: the maximum flow by Dinic's method, with capacities of any size."""
+"""The minimum cut of a small graph: Dinic's maximum flow, with capacities of any size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SOURCE, SINK = "source", "sink"
 
 
 class Cut:
-    """A graph of nodes that are given by what names them, from `SOURCE` to `SINK`."""
+    """A graph with an edge capacity for each pair of named nodes, to be cut between `SOURCE` and `SINK`."""
 
     def __init__(self) -> None:
         self._number: dict[Hashable, int] = {SOURCE: 0, SINK: 1}
@@ -25,14 +25,14 @@ class Cut:
         return self._number[name]
 
     def pay(self, source: Any, sink: Any, cost: int) -> None:
-        """Cost of ``source`` being on the side of `SOURCE` while ``sink`` is on that of `SINK`."""
+        """Add the cost of having ``source`` on the side of `SOURCE` and ``sink`` on that of `SINK`."""
         for a, b, capacity in ((source, sink, cost), (sink, source, 0)):
             self._edges[self._node(a)].append(len(self._target))
             self._target.append(self._node(b))
             self._left.append(capacity)
 
     def sink_side(self) -> set[Hashable]:
-        """Nodes on the side of `SINK` in a cheapest cut: as few as it can have."""
+        """Return the nodes on the side of `SINK` in a minimum cut: as few as it can have."""
         while level := self._levels(0, forward=True):
             position = [0] * len(self._edges)
             while self._augment(level, position):
@@ -41,7 +41,7 @@ class Cut:
         return {name for name, n in self._number.items() if n in reached}
 
     def _levels(self, start: int, *, forward: bool) -> dict[int, int]:
-        """Distance of nodes from the source over edges with capacity; or to the sink. Empty where both are apart."""
+        """Return each node's distance from ``start`` over edges with capacity. Empty if source and sink are apart."""
         level = {start: 0}
         queue = collections.deque([start])
         while queue:
@@ -54,7 +54,7 @@ class Cut:
         return level if not forward or 1 in level else {}
 
     def _augment(self, level: dict[int, int], position: list[int]) -> bool:
-        """Send flow along one shortest path; whether there was one."""
+        """Send flow along one shortest path. Return whether there was one."""
         path: list[int] = []
         node = 0
         while node != 1:

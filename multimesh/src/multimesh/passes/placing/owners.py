@@ -1,4 +1,4 @@
-"""Finds the owner of an argument: the submesh whose tasks read most of it.
+"""The owner of an argument: the submesh whose tasks read most of it.
 
 What depends on arguments only floats: any submesh can compute it. A floating value belongs to the submesh whose forward
 tasks read most of it, else to that of its backward tasks. An argument that no task reads (the moments of a weight)
@@ -19,10 +19,10 @@ from multimesh.ir.program import all_ops
 
 
 class Owners:
-    """What floats, and whose it is."""
+    """Values that float (depend on arguments only), and the submesh that owns each."""
 
     def __init__(self, program: ir.Program, order: Sequence[Mesh], homes: Mapping[ir.Value, Mesh]):
-        """``homes`` are those of an earlier placement, if there was one."""
+        """Find the floating values and their users. ``homes`` are those of an earlier placement, if there was one."""
         self.floating: set[ir.Value] = {*program.inputs, *program.consts}
         self.data = _cut_by_loops(program) | {
             v for v in program.inputs if not jnp.issubdtype(v.aval.dtype, jnp.inexact)
@@ -69,19 +69,19 @@ class Owners:
             mine[mesh] = min(v.nbytes, mine.get(mesh, 0) + nbytes)
 
     def outside(self, value: ir.Value) -> ir.Value:
-        """The value outside of the loop that a body's value stands for, or is a row of."""
+        """Return the value outside of the loop that a body's value stands for, or is a row of."""
         return self._outer.get(value, value)
 
     def is_read(self, value: ir.Value) -> bool:
-        """Whether tasks read a floating value, or what floats and is computed from it."""
+        """Return whether tasks use a floating value, or a floating value computed from it."""
         return any(read[value] for read in self._read[:2])
 
     def tasks_on(self, value: ir.Value) -> set[Mesh]:
-        """Submeshes whose tasks read a floating value, or what floats and is computed from it."""
+        """Return the submeshes whose tasks use a floating value, or a floating value computed from it."""
         return {mesh for read in self._read[:2] for mesh in read[value]}
 
     def of(self, value: ir.Value) -> Mesh | None:
-        """Owner of a floating value that tasks read, or of an argument that others do."""
+        """Return the owner of a floating value that tasks use, or of an argument that only other operations use."""
         for v in () if value in self.data else (value, self.outside(value)):
             for read in self._read if v in self._arguments else self._read[:2]:
                 if read[v]:
@@ -89,7 +89,7 @@ class Owners:
         return None
 
     def readers(self, placed: ir.Program) -> dict[ir.Value, dict[Mesh, ir.Op]]:
-        """Where a placed program reads large inputs that are no data: submeshes, with the first operation there."""
+        """Map each large input that is no data to the submeshes that read it, with the first operation there."""
         found: dict[ir.Value, dict[Mesh, ir.Op]] = {
             v: {} for v in placed.inputs if not is_small(v) and v not in self.data
         }
@@ -100,7 +100,7 @@ class Owners:
         return found
 
     def sliced_at_home(self, op: ir.Op) -> Mesh | None:
-        """Owner of a floating operand of which other submeshes read a part: they are sent that part."""
+        """Return the owner of a floating operand if another submesh uses only a part of it, and is sent that part."""
         for v in op.reads:
             owner = self.of(v)
             if owner is not None and halves(op, v) and not is_small(v):
@@ -111,7 +111,7 @@ class Owners:
 
 
 def leading_to_tasks(ops: Iterable[ir.Op]) -> set[ir.Value]:
-    """Values that a task reads, or what a task reads is computed from."""
+    """Return the values that a task uses, directly or through other operations."""
     found: set[ir.Value] = set()
     for op in reversed(tuple(ops)):
         if op.task is not None or any(o in found for o in op.outs):
@@ -119,8 +119,8 @@ def leading_to_tasks(ops: Iterable[ir.Op]) -> set[ir.Value]:
     return found
 
 
-def held(program: ir.Program) -> Iterator[tuple[int, tuple[Mesh, ...], ir.Op]]:
-    """Arguments of a placed program, except data, that lie on submeshes whose tasks do not read them, beside others.
+def find_extra_copies(program: ir.Program) -> Iterator[tuple[int, tuple[Mesh, ...], ir.Op]]:
+    """Yield arguments of a placed program, except data, that also lie on submeshes whose tasks do not read them.
 
     Yields the number of the argument, its submeshes, and an operation that reads it on the last ones, outside of tasks.
     """
@@ -134,7 +134,7 @@ def held(program: ir.Program) -> Iterator[tuple[int, tuple[Mesh, ...], ir.Op]]:
 
 
 def _cut_by_loops(program: ir.Program) -> set[ir.Value]:
-    """Values of which loops take a row in each iteration, and the largest source of each, outside of tasks."""
+    """Return values whose rows loops take one by one, and the largest source of each, outside of tasks."""
     found: set[ir.Value] = set()
     for item in reversed(program.items):
         if isinstance(item, ir.Loop):

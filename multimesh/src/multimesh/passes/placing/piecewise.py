@@ -1,4 +1,4 @@
-"""Computes piece by piece what one operation joined from several submeshes.
+"""Piecewise computation of an operation's results whose operands were joined from several submeshes.
 
 ``ravel_pytree`` concatenates the gradients of all stages, an optimizer updates the flat vector, and slices of it are
 the tree again. No device needs the vector. For ``c = concatenate(a, b)`` these hold:
@@ -28,7 +28,7 @@ from multimesh.core.grouping import grouped
 from multimesh.ir import graph
 from multimesh.ir.primitives import elementwise, is_small, reorders
 from multimesh.ir.program import all_ops
-from multimesh.passes.reading.inline import flattened
+from multimesh.passes.reading.inline import flatten
 
 _COMBINES = {
     "reduce_sum": primitives.add_p,
@@ -49,12 +49,12 @@ class _Pieces(NamedTuple):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Where each part starts, and where the last one ends."""
+        """The start of each part, and the end of the last one."""
         return (0, *itertools.accumulate(part.aval.shape[self.dim] for part in self.parts))
 
 
 def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Program, set[ir.Value]]:
-    """Do what follows some operations piece by piece; also return first results that need not be tried again.
+    """Rewrite the users of some operations piece by piece. Also return first results that need not be tried again.
 
     ``mixed`` has the first results of unmarked ``concatenate`` and ``cond`` operations over several submeshes.
     """
@@ -89,7 +89,7 @@ def _gains(
     alias: Mapping[ir.Value, list[ir.Value]],
     summed: Collection[ir.Value],
 ) -> bool:
-    """Whether elementwise operations lead from a value to what takes pieces of it, makes it smaller, or sums it up."""
+    """Return whether elementwise operations lead from a value to a slice, a reduction, or a sum of it."""
     seen = {value}
     stack = [value]
     while stack:
@@ -104,7 +104,7 @@ def _gains(
 
 
 class _Cutter:
-    """Rewrites operations in order; knows which values are pieces, and what others are called now."""
+    """A rewrite of operations in order. It knows which values are in pieces, and their new names."""
 
     def __init__(self, chosen: set[ir.Value]):
         self.joined: set[ir.Value] = set()
@@ -114,7 +114,7 @@ class _Cutter:
         self._rename: dict[ir.Value, ir.Atom] = {}
 
     def op(self, op: ir.Op) -> Iterator[ir.Op]:
-        """What an operation becomes."""
+        """Yield the operations that replace an operation."""
         new = graph.rename_op(op, self._rename)
         if new.task is None and all(is_small(v) or v in self._of_scalars for v in new.reads):
             self._of_scalars.update(new.outs)
@@ -122,7 +122,7 @@ class _Cutter:
             joins, ins = self.whole(new.ins)
             yield from joins
             new = replace(new, ins=tuple(ins))
-            inside = _selected(new)
+            inside = _select_branches(new)
             if inside is None:
                 self.joined.add(new.outs[0])
                 yield new
@@ -147,7 +147,7 @@ class _Cutter:
         return pieces.parts if pieces is not None and pieces.dim == dim else (value,)
 
     def whole(self, atoms: Iterable[ir.Atom]) -> tuple[list[ir.Op], list[ir.Atom]]:
-        """Operations that join what is in pieces, and the joined values."""
+        """Return operations that concatenate values that are in pieces, and the whole values."""
         ops: list[ir.Op] = []
         result: list[ir.Atom] = []
         for atom in atoms:
@@ -160,7 +160,7 @@ class _Cutter:
         return ops, result
 
     def loop(self, loop: ir.Loop, rows: set[ir.Value]) -> Iterator[ir.Item]:
-        """What a loop becomes: it reads pieces, and sums pieces."""
+        """Yield the loop rewritten so that it reads pieces and sums pieces, with the operations that this needs."""
         loop = graph.rename_loop(loop, self._rename)
         before, _ = self.whole([*loop.slices.values(), *ir.values(c.init for c in loop.carries.values())])
         yield from before
@@ -197,7 +197,7 @@ class _Cutter:
         yield replace(made, carries=carries, linked=linked)
 
     def _piecewise(self, op: ir.Op) -> list[ir.Op] | None:
-        """An operation that reads pieces, done for each; None where it needs them joined."""
+        """Return an operation done for each piece; None if it needs the pieces joined."""
         if elementwise(op):
             return self._pointwise(op)
         first = op.ins[0]
@@ -248,7 +248,7 @@ class _Cutter:
     def _slice(
         self, op: ir.Op, pieces: _Pieces, starts: Sequence[int], limits: Sequence[int], out: ir.Value
     ) -> list[ir.Op] | None:
-        """Name a slice after the parts that it takes, and return what cuts them. None where it takes nothing."""
+        """Name a slice after the parts that it takes, and return the operations that cut them. None if it is empty."""
         dim = pieces.dim
         ops: list[ir.Op] = []
         found: list[ir.Value] = []
@@ -258,7 +258,7 @@ class _Cutter:
                 continue
             lows, highs = list(starts), list(limits)
             lows[dim], highs[dim] = low - begin, high - begin
-            found.append(_sliced(op, part, lows, highs, ops))
+            found.append(_make_slice(op, part, lows, highs, ops))
         if len(found) == 1:
             self._rename[out] = found[0]
         elif found:
@@ -278,7 +278,7 @@ class _Cutter:
         return ops
 
     def _combined(self, op: ir.Op, operands: Sequence[tuple[ir.Value, ...]], combine: object) -> list[ir.Op]:
-        """A reduction of each part, and what makes one result of them."""
+        """Return the reduction of each part, and the operations that combine these into one result."""
         out = op.outs[0]
         partial = [ir.Value(out.aval) for _ in operands] if len(operands) > 1 else [out]
         ops = [replace(op, ins=ins, outs=(part,)) for ins, part in zip(operands, partial, strict=True)]
@@ -288,11 +288,11 @@ class _Cutter:
 def _cut(op: ir.Op, value: ir.Value, dim: int, begin: int, end: int, ops: list[ir.Op]) -> ir.Value:
     lows, highs = [0] * value.aval.ndim, list(value.aval.shape)
     lows[dim], highs[dim] = begin, end
-    return _sliced(op, value, lows, highs, ops)
+    return _make_slice(op, value, lows, highs, ops)
 
 
-def _sliced(op: ir.Op, value: ir.Value, lows: Sequence[int], highs: Sequence[int], ops: list[ir.Op]) -> ir.Value:
-    """A slice of a value, made beside ``op``; the value itself where that is all of it."""
+def _make_slice(op: ir.Op, value: ir.Value, lows: Sequence[int], highs: Sequence[int], ops: list[ir.Op]) -> ir.Value:
+    """Return a slice of a value, adding its operation to ``ops``; the value itself if the slice is all of it."""
     shape = tuple(high - low for low, high in zip(lows, highs, strict=True))
     if shape == value.aval.shape:
         return value
@@ -302,15 +302,17 @@ def _sliced(op: ir.Op, value: ir.Value, lows: Sequence[int], highs: Sequence[int
     return result
 
 
-def _selected(op: ir.Op) -> tuple[ir.Op, ...] | None:
-    """An unmarked ``cond`` as the operations of all branches and a choice between their results.
+def _select_branches(op: ir.Op) -> tuple[ir.Op, ...] | None:
+    """Replace an unmarked ``cond`` by the operations of all branches and a select. None if a branch captures arrays.
+
+    It computes more, and each result depends only on the operands that it needs.
 
     None where a branch captures arrays. It computes more, and each result depends only on what it is made from.
     """
     ops: list[ir.Op] = []
     cases: list[list[ir.Atom]] = []
     for branch in op.params["branches"]:
-        flat = flattened(op, branch, op.ins[1:])
+        flat = flatten(op, branch, op.ins[1:])
         if flat is None:
             return None
         ops += flat[0]

@@ -1,4 +1,4 @@
-"""Gives every operation a submesh.
+"""A submesh for every operation.
 
 Operations of a task run where the task is, others where most of what they read belongs (`follow_operands`). What
 depends on inputs only is cloned to each submesh whose tasks read it. A result that replaces an argument ends where that
@@ -24,7 +24,7 @@ from multimesh.ir.program import all_ops
 from multimesh.passes.placing.follow_operands import Follower, Homes, State
 from multimesh.passes.placing.owners import Owners
 from multimesh.passes.placing.piecewise import in_pieces
-from multimesh.passes.placing.route import in_order
+from multimesh.passes.placing.route import order_submeshes
 
 Moved = dict[ir.Value, ir.Value]
 
@@ -41,7 +41,7 @@ def place(program: ir.Program, alike: Mapping[int, int] | None = None) -> ir.Pro
     homes: Homes = {}
     tried: set[ir.Value] = set()
     while True:
-        placed, state = _placed(program, order, alike or {}, homes)
+        placed, state = _place_once(program, order, alike or {}, homes)
         mixed = [v for v in state.mixed if v not in tried]
         if mixed:
             program, done = in_pieces(program, mixed)
@@ -52,7 +52,7 @@ def place(program: ir.Program, alike: Mapping[int, int] | None = None) -> ir.Pro
             return replace(placed, homes=state.homes)
 
 
-def _placed(
+def _place_once(
     program: ir.Program, order: Sequence[Mesh], alike: Mapping[int, int], known: Homes
 ) -> tuple[ir.Program, State]:
     default = order[0]
@@ -87,7 +87,7 @@ def _placed(
 
 
 def _pulls(program: ir.Program, replaced: Mapping[int, Mesh]) -> Homes:
-    """Results that end on a submesh, and values of their shape on the way to them, to that submesh."""
+    """Map results that end on a given submesh, and values of their shape on the way to them, to that submesh."""
     producer = graph.makers(i for i in program.items if isinstance(i, ir.Op) and i.task is None)
     pulls: Homes = {}
     for i, mesh in replaced.items():
@@ -101,19 +101,19 @@ def _pulls(program: ir.Program, replaced: Mapping[int, Mesh]) -> Homes:
 
 
 def _has_homeless(placed: ir.Program, state: State) -> bool:
-    """Whether something large went anywhere because nothing says whose it is."""
+    """Return whether something large was placed anywhere because nothing says which submesh owns it."""
     readers = state.owners.readers(placed)
     return bool(state.lost) or any(len(on) > 1 and state.owners.of(v) is None for v, on in readers.items())
 
 
 def task_meshes(program: ir.Program) -> tuple[Mesh, ...]:
-    """Submeshes of the tasks of a program, in the order of their first forward use."""
+    """Return the submeshes of the tasks of a program, in the order of their first forward use."""
     ops = sorted(all_ops(program), key=lambda op: op.backward)
     return tuple(dict.fromkeys(op.task.mesh for op in ops if op.task is not None))
 
 
 def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
-    """Logical constraints outside tasks become one constraint per consuming task (else the producing task's)."""
+    """Replace logical constraints outside tasks by one for each task that uses the value, or for its producer."""
 
     def resolve(ops: Sequence[ir.Item]) -> list[ir.Item]:
         if not any(isinstance(i, ir.Op) and "logical" in i.params and i.task is None for i in ops):
@@ -160,11 +160,11 @@ def _only_ops(items: Iterable[ir.Item]) -> tuple[ir.Op, ...]:
 
 
 def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value], moved: Moved) -> ir.Loop:
-    """Place a loop's body; ``moved`` follows the ``rows`` that later loops are linked to when they are cloned."""
+    """Place a loop's body. ``moved`` follows the ``rows`` that later loops are linked to when they are cloned."""
     homes = state.homes
     loop = replace(loop, linked={k: moved.get(v, v) for k, v in loop.linked.items()})
     homes.update({inner: homes[row] for inner, row in loop.linked.items() if row in homes})
-    order = in_order(loop.ops) or tuple(state.owners.order)
+    order = order_submeshes(loop.ops) or tuple(state.owners.order)
     walked = Follower(state, [order[rank] for rank in loop.mark.schedule.placement(len(order))]).run(loop.ops)
     states = [graph.resolve(c.leaf, walked.renamed) for c in loop.carries.values()]
     walked.settle(ir.values(states))
@@ -185,7 +185,7 @@ def _clone_floating(
     default: Mesh,
     states: Collection[ir.Atom] = (),
 ) -> tuple[list[ir.Item], tuple[ir.Atom, ...]]:
-    """Copy what may run anywhere to every submesh that reads it, or where it is ``wanted``.
+    """Clone operations that may run anywhere to every submesh that uses them, or where they are ``wanted``.
 
     What only outputs read goes where what it is computed from belongs, or to ``default``. The first copy of one of the
     ``states`` that is read becomes the output, so that no iteration waits for it.
@@ -241,13 +241,13 @@ def _clone_floating(
 
 
 def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]:
-    """Outer values that a placed loop reads, each with the submesh that reads it."""
+    """Yield the outer values that a placed loop reads, each with the submesh that reads it."""
     for op in loop.ops:
         for v in op.reads:
             outer = loop.consts.get(v, loop.slices.get(v))
             if isinstance(outer, ir.Value) and op.mesh is not None:
                 yield outer, op.mesh
-    made_on = _made_on(loop) if loop.carries else {}
+    made_on = _map_submeshes(loop) if loop.carries else {}
     for c in loop.carries.values():
         if isinstance(c.init, ir.Value):
             yield c.init, made_on[c.leaf]
@@ -257,15 +257,15 @@ def _loop_needs(loop: ir.Loop, default: Mesh) -> Iterable[tuple[ir.Value, Mesh]]
             yield outer, default
 
 
-def _made_on(loop: ir.Loop) -> dict[ir.Value, Mesh]:
-    """Submeshes of the values that a placed loop makes."""
+def _map_submeshes(loop: ir.Loop) -> dict[ir.Value, Mesh]:
+    """Map the values that a placed loop computes to their submeshes."""
     return {o: op.mesh for op in loop.ops for o in op.outs if op.mesh is not None}
 
 
 def _read_copies(
     loop: ir.Loop, copy: dict[tuple[ir.Value, Mesh], ir.Value], floating: set[ir.Value], default: Mesh
 ) -> ir.Loop:
-    """Make each submesh's operations read that submesh's copy of an outer value."""
+    """Return the loop with each submesh's operations reading that submesh's copy of an outer value."""
     consts: dict[ir.Value, ir.Atom] = {}
     slices: dict[ir.Value, ir.Value] = {}
     inner_copy: dict[tuple[ir.Value, Mesh], ir.Value] = {}
@@ -289,6 +289,6 @@ def _read_copies(
     ops = tuple(replace(op, ins=tuple(localised(i, op.mesh) for i in op.ins)) for op in loop.ops if op.mesh is not None)
     sums = tuple(replace(s, leaf=localised(s.leaf, default)) for s in loop.sums)
     stacks = {o: localised(i, default) for o, i in loop.stacks.items()}
-    made_on = _made_on(loop)
+    made_on = _map_submeshes(loop)
     carries = {k: replace(c, init=copy.get((c.init, made_on[c.leaf]), c.init)) for k, c in loop.carries.items()}
     return replace(loop, ops=ops, consts=consts, slices=slices, sums=sums, stacks=stacks, carries=carries)

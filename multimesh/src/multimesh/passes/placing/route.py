@@ -1,4 +1,4 @@
-"""The way of a microbatch along the submeshes of a loop."""
+"""The route of a microbatch along the submeshes of a loop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jax.sharding import Mesh
 from multimesh import ir
 
 
-def routed(program: ir.Program) -> ir.Program:
-    """Note the submeshes of each loop, in order."""
-    return program.each_loop(lambda loop: replace(loop, submeshes=in_order(loop.ops)))
+def note_routes(program: ir.Program) -> ir.Program:
+    """Return the program with the submeshes of each loop noted, in the order of a microbatch."""
+    return program.each_loop(lambda loop: replace(loop, submeshes=order_submeshes(loop.ops)))
 
 
-def in_order(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:
-    """Submeshes of the tasks of a loop, as a microbatch comes to them.
+def order_submeshes(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:
+    """Return the submeshes of the tasks of a loop, in the order in which a microbatch comes to them.
 
     A submesh comes where something of its forward pass first leaves it: what a task makes of weights or labels alone
     counts where it is read with the microbatch. Where nothing leaves it, its latest operation counts; with a backward
@@ -56,5 +56,5 @@ def in_order(ops: Sequence[ir.Op]) -> tuple[Mesh, ...]:
 
 
 def position(route: Sequence[object], mesh: object, first: int) -> int:
-    """First position of a submesh that is not before ``first``, on a way that begins again at its end."""
+    """Return the first position of a submesh that is not before ``first``, on a route that begins again at its end."""
     return next(at for at in range(first, first + len(route)) if route[at % len(route)] == mesh)

@@ -1,4 +1,4 @@
-"""Moves operations outside of tasks to where they add no stage and save transfers.
+"""The moves of operations outside of tasks to where they add no stage and save transfers.
 
 `follow_operands` does not see the readers of an operation; here all operations are looked at together. In a loop a
 *place* is a position on the way of a microbatch: the stages forward, then backward, then any submesh for what only
@@ -31,7 +31,7 @@ from multimesh.passes.placing.route import position
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Something on a submesh: an operation, or what anything else reads or makes there."""
+    """An operation on a submesh, or the reads and results of anything else there."""
 
     reads: Mapping[ir.Value, Mesh]  # each with its submesh, which counts if no node makes it
     outs: Sequence[ir.Value]
@@ -43,7 +43,7 @@ class Node:
 
 
 def settle(nodes: Sequence[Node], route: Sequence[Mesh] = (), awaited: Iterable[ir.Value] = ()) -> dict[int, Mesh]:
-    """Numbers of the nodes that should move, each with its submesh; ``nodes`` are in topological order.
+    """Return the nodes that should move, by number, each with its new submesh. ``nodes`` are in topological order.
 
     In a loop ``route`` has the submesh of each stage, and the next iteration waits for the values ``awaited``.
     """
@@ -65,7 +65,7 @@ _Places = dict[int, int]  # movable node to the number of its place
 
 
 class _Problem:
-    """Which places there are, what may be where, and what it costs."""
+    """The places that there are, which of them a node may take, and their cost."""
 
     def __init__(self, nodes: Sequence[Node], route: tuple[Mesh, ...], awaited: Iterable[ir.Value]):
         self._nodes, self._route = nodes, route
@@ -92,7 +92,7 @@ class _Problem:
         self._never = sum(self._weight.values()) * len(submeshes) + len(nodes) + 1
 
     def _earliest(self, placed: Callable[[Node], bool]) -> list[int]:
-        """First position of each node on the way of its phase, if those that are ``placed`` are where they are."""
+        """Return the first position of each node on the route of its phase, with the ``placed`` ones where they are."""
         found: list[int] = []
         for n, node in enumerate(self._nodes):
             at = max((found[b] for b in self._before[n] if self._back[b] == self._back[n]), default=0)
@@ -102,7 +102,7 @@ class _Problem:
         return found
 
     def _leading(self, awaited: Iterable[ir.Value]) -> set[int]:
-        """Nodes that what is fixed, or the next iteration, waits for."""
+        """Return the nodes that a fixed node, or the next iteration, waits for."""
         found = {self._maker[v] for v in awaited if v in self._maker}
         for n in reversed(range(len(self._nodes))):
             if n in found or not self._nodes[n].movable:
@@ -110,7 +110,10 @@ class _Problem:
         return found
 
     def _weights(self) -> dict[ir.Value, int]:
-        """The cost of sending each value that a movable node makes or reads; in straight code scalars are free."""
+        """Map each value that a movable node makes or reads to the cost of sending it.
+
+        Scalars in straight code are free.
+        """
         sent = {
             v: v.nbytes
             for v, readers in self._readers.items()
@@ -125,7 +128,7 @@ class _Problem:
         return {v: (scalar if is_small(v) else array) + size * ties for v, size in sent.items()}
 
     def parts(self) -> Iterator[tuple[list[int], dict[ir.Value, int]]]:
-        """Movable nodes that are best looked at together, with what they may send: no value belongs to two parts."""
+        """Yield independent groups of movable nodes, with the values that they may send: no value is in two groups."""
         part = {n: [n] for n in self._moving}
         touched = {v: [n for n in (*self._readers[v], self._maker.get(v)) if n in part] for v in self._weight}
         linked = [[n, *(b for b in self._before[n] if b in part)] for n in self._moving]
@@ -142,7 +145,7 @@ class _Problem:
             yield sorted(moving), weights[id(moving)]
 
     def starts(self) -> Iterator[_Places]:
-        """Where `follow_operands` put everything, if tasks then have no further stages; where the last operand is."""
+        """Yield first placements: that of `follow_operands`, if it adds no stage, and each node at its last operand."""
         at = self._earliest(lambda node: True)
         known = not self._route or all(self._nodes[n].mesh in self._route for n in self._moving)
         if known and all(a == b for a, b, node in zip(at, self._fixed, self._nodes, strict=True) if not node.movable):
@@ -153,7 +156,7 @@ class _Problem:
             yield {n: self._fixed[n] + self._stages * self._back[n] for n in self._moving}
 
     def _place(self, n: int, at: int) -> int | None:
-        """Number of the place of a node at this position; None where it may not be that late."""
+        """Return the number of the place of a node at this position; None if it may not be that late."""
         if self._route and at < self._stages:
             return at + self._stages * self._back[n]
         return None if self._route and not self._may_be_late(n) else self._late[self._nodes[n].mesh]
@@ -167,7 +170,7 @@ class _Problem:
         return (place >= self._stages) == self._back[n]
 
     def _rank(self, n: int, places: _Places) -> int:
-        """How far along the way a node is; all late places are equally far."""
+        """Return how far along the route a node is. All late places are equally far."""
         if n in places:
             return min(places[n], 2 * self._stages)
         return self._fixed[n] + self._stages * self._back[n] if self._nodes[n].staged else -1
@@ -179,14 +182,14 @@ class _Problem:
         return self._mesh(self._maker[v], places) if v in self._maker else self._nodes[self._readers[v][0]].reads[v]
 
     def cost(self, places: _Places, weights: Mapping[ir.Value, int]) -> int:
-        """What a part sends, and how much of it is elsewhere than `follow_operands` has it."""
+        """Return the cost of a group's transfers, plus one for each node that `follow_operands` had elsewhere."""
         total = sum(self._mesh(n, places) != self._nodes[n].mesh for n in places)
         for v, weight in weights.items():
             total += weight * len({self._mesh(n, places) for n in self._readers[v]} - {self._home(v, places)})
         return total
 
     def expanded(self, places: _Places, weights: Mapping[ir.Value, int]) -> _Places:
-        """Places of a part that no expansion betters."""
+        """Improve the places of a group until no expansion betters them."""
         cost, idle = self.cost(places, weights), 0
         near = self._near(places, weights)
         while cost and idle < len(near):
@@ -199,14 +202,14 @@ class _Problem:
         return places
 
     def _near(self, places: _Places, weights: Mapping[ir.Value, int]) -> list[int]:
-        """Places on submeshes where the values of a part are made or read: nothing is saved on another."""
+        """Return the places on submeshes where the group's values are made or read. No other place saves anything."""
         beside = {n for v in weights for n in (*self._readers[v], self._maker.get(v)) if n is not None} | set(places)
         meshes = {self._nodes[n].mesh for n in beside} | {self.meshes[place] for place in places.values()}
         meshes |= {self._nodes[self._readers[v][0]].reads[v] for v in weights if v not in self._maker}
         return [place for place, mesh in enumerate(self.meshes) if mesh in meshes]
 
     def _expansion(self, places: _Places, place: int, weights: Mapping[ir.Value, int]) -> _Places:
-        """Move to a place what is cheaper there: the side of `SINK` moves."""
+        """Move the nodes that are cheaper at ``place`` there: those on the side of `SINK`."""
         cut, there = Cut(), self.meshes[place]
         for n in places:
             if places[n] != place:
@@ -220,7 +223,7 @@ class _Problem:
         return {n: place if n in moved else old for n, old in places.items()}
 
     def _order(self, cut: Cut, n: int, places: _Places, place: int) -> None:
-        """Nothing may be earlier than what it reads."""
+        """Forbid cuts in which a node is earlier than its operands."""
         rank = min(place, 2 * self._stages)
         for b in self._before[n]:
             if b not in places or places[b] == place:

@@ -1,1 +1,1 @@
-"""From fragments to a plan whose every slot has a layout."""
+"""The plan of a program in fragments: slots, instructions, and a layout for every slot."""

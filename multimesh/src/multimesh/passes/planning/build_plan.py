@@ -1,4 +1,4 @@
-"""Makes a `Plan` of a program that is cut and ordered: kernels, slots and instructions."""
+"""The `Plan` of a program that is cut and ordered: kernels, slots and instructions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(parts: Parts, donated: frozenset[int] = frozenset(), alike: Mapping[in
 
 @dataclass
 class _Builder:
-    """Accumulates slots, kernels and instructions in global order."""
+    """The slots, kernels and instructions of a plan, added in global order."""
 
     program: ir.Program
     parts: Sequence[Segment | Pipeline]
@@ -73,7 +73,7 @@ class _Builder:
         return self._number[mesh]
 
     def _slot(self, value: ir.Value, submesh: int, microbatch: int | None = None) -> int:
-        """Slot of a value on a submesh: an argument, a constant or something made there or received."""
+        """Return the slot of a value on a submesh: an argument, a constant, or a value made or received there."""
         key = (value, submesh, microbatch)
         if key not in self._index:
             self._index[key] = self._new_slot(value.aval, submesh)
@@ -89,7 +89,7 @@ class _Builder:
         return len(self.slots) - 1
 
     def _number_slot(self, number: int, submesh: int) -> int:
-        """Slot of a microbatch number, a constant on its submesh."""
+        """Return the slot of a microbatch number, a constant on its submesh."""
         key = (number, submesh)
         if key not in self._index:
             array = np.int32(number)
@@ -109,15 +109,15 @@ class _Builder:
         return outs
 
     def _send(self, values: Iterable[ir.Value], submesh: int, task: str) -> None:
-        """Send what a kernel made to every other submesh that reads it."""
+        """Send a kernel's results to every other submesh that uses them."""
         self._transfer((v, (submesh, other, task, None)) for v in values for other in self._others(v, submesh))
 
     def _others(self, value: ir.Value, submesh: int) -> list[int]:
-        """Submeshes that read a value which this one makes."""
+        """Return the other submeshes that use a value of this one."""
         return [other for other in self._readers[value] if other != submesh]
 
     def _transfer(self, sent: Iterable[tuple[ir.Value, _Lane]]) -> None:
-        """One SEND and one RECV for each lane."""
+        """Add one SEND and one RECV for each lane."""
         for (submesh, other, task, microbatch), values in grouped((lane, v) for v, lane in sent).items():
             ins = tuple(self._slot(v, submesh, microbatch) for v in values)
             outs = tuple(self._slot(v, other, microbatch) for v in values)
@@ -134,7 +134,7 @@ class _Builder:
             self._send(f.outs, kernel.submesh, kernel.name)
 
     def loop(self, part: Pipeline) -> None:
-        """Zero accumulators, every cell of the schedule, then stacks."""
+        """Zero the accumulators, run every cell of the schedule, then stack."""
         sums = grouped((self._submesh(self.program.homes[s.out]), s) for s in part.loop.sums)
         for submesh, mine in sorted(sums.items()):
             outs = self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
@@ -202,14 +202,14 @@ class _Builder:
         return task
 
     def _state(self, carry: ir.Carry, submesh: int, microbatch: int) -> int:
-        """Slot of the state that a microbatch reads."""
+        """Return the slot of the state that a microbatch reads."""
         first = self._slot(carry.init, submesh)
         read = first if microbatch == 0 else self._slot(carry.leaf, submesh, microbatch - 1)
         self._states.update(dict.fromkeys((first, read, self._slot(carry.leaf, submesh, microbatch)), first))
         return read
 
     def finish(self, donated: frozenset[int], alike: Mapping[int, int]) -> Plan:
-        """Results, layouts, donations and frees."""
+        """Return the plan, with results, layouts, donations and frees."""
         outputs, passed = self._outputs()
         like = self._layouts(outputs, alike) | passed
         kept = {value for kind, value in outputs if kind == "slot"}
@@ -235,14 +235,14 @@ class _Builder:
         return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, held)))
 
     def _derived(self) -> dict[tuple[int, int], PartitionSpec]:
-        """What constraints say of arguments: (argument leaf, submesh) to its spec there."""
+        """Map (argument leaf, submesh) to the spec that constraints give it there."""
         specs = self.program.specs
         keys = {(arg, self.slots[slot].submesh) for arg, slot in self.inputs}
         found = (((arg, n), specs.get((self.program.inputs[arg], self.meshes[n]))) for arg, n in keys)
         return {key: spec for key, spec in found if spec is not None}
 
     def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
-        """Where each result is, and the argument whose layout the copy of a passed-through argument has.
+        """Return the place of each result, and the argument whose layout the copy of a passed-through argument takes.
 
         As under `jax.jit` every result has a buffer of its own: an argument, or what is there twice, is copied.
         """
@@ -282,7 +282,7 @@ class _Builder:
         return "slot", self._slot(atom, self._submesh(self.program.homes[atom]))
 
     def _layouts(self, outputs: Sequence[tuple[str, Any]], alike: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """Layout of results and accumulators: that of the argument which each replaces or is combined with."""
+        """Map the slots of results and accumulators to the arguments that they replace, whose layouts they take."""
         producer = graph.makers(i for i in self.program.items if isinstance(i, ir.Op))
         label: dict[ir.Value, int] = {}
 
@@ -317,7 +317,7 @@ class _Builder:
 
 
 def _read(part: Segment | Pipeline, value: ir.Value) -> tuple[ir.Atom, ...]:
-    """What a fragment reads as a value: outside of its loop, of another loop, or of another microbatch."""
+    """Return the values that a fragment reads as ``value``: outside of its loop, of another loop or microbatch."""
     if isinstance(part, Segment):
         return (value,)
     loop = part.loop
@@ -327,8 +327,8 @@ def _read(part: Segment | Pipeline, value: ir.Value) -> tuple[ir.Atom, ...]:
 
 
 def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Accumulators always; elsewhere donated arguments at their last use, where a result replaces them."""
-    donated = donated - _aliased(plan)
+    """Return the donated operands of each kernel: accumulators, and donated arguments at their last use."""
+    donated = donated - _find_aliases(plan)
     arg_of = {slot: arg for arg, slot in plan.inputs}
     held = kept | {slot for _, slot in plan.constants}
     donations: dict[int, tuple[int, ...]] = {}
@@ -344,18 +344,18 @@ def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozen
                 for i, slot in enumerate(run.ins)
                 if last[slot] == n and slot not in held and (slot not in arg_of or arg_of[slot] in donated)
             ]
-            donations[run.kernel] = _matched(plan, run, free, arg_of)
+            donations[run.kernel] = _match_results(plan, run, free, arg_of)
     return donations
 
 
-def _aliased(plan: Plan) -> set[int]:
-    """Arguments held on submeshes that share devices: their slots may be one buffer."""
+def _find_aliases(plan: Plan) -> set[int]:
+    """Return the arguments on submeshes that share devices: their slots may be one buffer."""
     on = grouped((arg, set(plan.submeshes[plan.slots[slot].submesh].devices.flat)) for arg, slot in plan.inputs)
     return {arg for arg, sets in on.items() if sum(map(len, sets)) > len(set().union(*sets))}
 
 
-def _matched(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, int]) -> tuple[int, ...]:
-    """Positions among ``free`` whose buffers can hold one result each, the argument that a result replaces first."""
+def _match_results(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, int]) -> tuple[int, ...]:
+    """Return positions among ``free`` whose buffers can hold one result each, the result's own argument first."""
     chosen: list[int] = []
     open_results = list(run.outs)
     for i in free:

@@ -1,4 +1,4 @@
-"""Computes products of matrices the way round in which they are read.
+"""Products of matrices in the orientation in which they are used.
 
 JAX makes the gradient of a weight as ``(dy.T @ x).T``, against the order of the accumulator's memory. With its operands
 swapped the product has the same elements: each remains the sum of the same products in the same order.
@@ -19,14 +19,14 @@ from multimesh.ir import graph
 from multimesh.plan.plan import Plan
 
 
-def transposes_folded(plan: Plan) -> Plan:
-    """Fold the transposes of every kernel."""
+def fold_plan(plan: Plan) -> Plan:
+    """Return the plan with the transposes of every kernel folded into its products."""
     kernels = (replace(k, ops=fold_transposes(k.ops, (*k.sums, *k.outs))) for k in plan.kernels)
     return replace(plan, kernels=tuple(kernels))
 
 
 def fold_transposes(ops: Sequence[ir.Op], results: Iterable[ir.Value]) -> tuple[ir.Op, ...]:
-    """Replace each product whose only reader transposes it by the transposed product; ``results`` are read outside."""
+    """Replace each product whose only user transposes it by the transposed product. ``results`` are used outside."""
     reads = collections.Counter(v for op in ops for v in op.reads)
     reads.update(results)
     maker = graph.makers(ops)
@@ -36,13 +36,13 @@ def fold_transposes(ops: Sequence[ir.Op], results: Iterable[ir.Value]) -> tuple[
             continue
         product = maker.get(op.ins[0])
         if product is not None and reads[op.ins[0]] == 1 and _swaps_operands(product, op.params["permutation"]):
-            swapped[op.ins[0]] = replace(product, ins=product.ins[::-1], params=_swapped(product.params), outs=op.outs)
+            swapped[op.ins[0]] = replace(product, ins=product.ins[::-1], params=_swap(product.params), outs=op.outs)
     gone = {o for product in swapped.values() for o in product.outs}
     return tuple(swapped.get(op.outs[0], op) if op.outs else op for op in ops if not gone.intersection(op.outs))
 
 
 def _swaps_operands(product: ir.Op, permutation: Sequence[int]) -> bool:
-    """Whether a permutation of a product's dimensions exchanges those of its operands and nothing else."""
+    """Return whether a permutation of a product's dimensions only exchanges those of its two operands."""
     if product.prim.name != "dot_general" or _has_layout(product.params.get("out_sharding")):
         return False
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
@@ -53,21 +53,21 @@ def _swaps_operands(product: ir.Op, permutation: Sequence[int]) -> bool:
 
 
 def _has_layout(sharding: NamedSharding | None) -> bool:
-    """Whether the layout of a result is given; where the compiler chooses it, JAX writes down an empty one."""
+    """Return whether the layout of a result is given. Where the compiler chooses it, JAX has an empty one."""
     return sharding is not None and any(kind != AxisType.Auto for kind in sharding.mesh.axis_types)
 
 
-def _swapped(params: dict[str, Any]) -> dict[str, Any]:
+def _swap(params: dict[str, Any]) -> dict[str, Any]:
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     return params | {
         "out_sharding": None,
         "dimension_numbers": ((right, left), (right_batch, left_batch)),
-        "precision": _swapped_precision(params.get("precision")),
+        "precision": _swap_precision(params.get("precision")),
     }
 
 
-def _swapped_precision(precision: Any) -> Any:
-    """One precision for each operand, or an algorithm, which is a tuple as well and has some of its fields for each."""
+def _swap_precision(precision: Any) -> Any:
+    """Swap the precisions of two operands: one each, or an algorithm, which is a tuple as well."""
     if not isinstance(precision, lax.DotAlgorithm):
         return precision[::-1] if isinstance(precision, tuple) else precision
     return precision._replace(

@@ -1,4 +1,4 @@
-"""Jaxpr to `Program`: calls are inlined, marks become the ``task`` of operations, marked scans become `Loop`."""
+"""A jaxpr as a `Program`: calls are inlined, marks become the ``task`` of operations, marked scans become `Loop`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _IN_SMALLER: dict[str, Callable[..., list[jax.Array]]] = {"unstack": _unstack, "
 
 @dataclass(frozen=True)
 class _Where:
-    """Context of an equation, inherited by everything that it calls."""
+    """The context of an equation, inherited by everything that it calls."""
 
     task: Placement | None = None
     registered: bool = False  # the task is that of a scope, by `register_task`
@@ -63,13 +63,13 @@ class _Where:
     calls: tuple[Any, ...] = ()  # sources of the enclosing calls, outermost first
 
     def line(self, eqn: Any) -> str:
-        """The user's line of an equation, else that of the nearest call around it that has one."""
+        """Return the user's line of an equation, else that of the nearest call around it that has one."""
         sources = (eqn.source_info, *reversed(self.calls))
         return next(filter(None, map(_compat.user_line, sources)), "a line that JAX did not record")
 
 
 class _Inliner:
-    """Walks jaxprs; keeps scopes that were looked up, captured constants, and what tasks give back as they got it."""
+    """A walk over jaxprs, with scopes already looked up, captured constants, and arguments that tasks pass through."""
 
     def __init__(self, devices: tuple[jax.Device, ...], given: Mapping[ir.Value, PartitionSpec | None]):
         self._devices = devices
@@ -81,7 +81,7 @@ class _Inliner:
         self.passed: dict[ir.Value, ir.Atom] = {}  # copies of what tasks pass through, with the original
 
     def check_registrations(self, *, placed: bool) -> None:
-        """Tell of a registered pattern that no scope matches where a near name, or the lack of tasks, says it should.
+        """Warn of a registered pattern that no scope matches if a scope has a similar name, or nothing is placed.
 
         Where nothing is ``placed`` and a scope has a name near to the pattern, it raises an error.
         """
@@ -164,7 +164,7 @@ class _Inliner:
         return results
 
     def _lies_so(self, eqn: Any, ins: Sequence[ir.Atom]) -> bool:
-        """Whether a constraint asks an argument for the layout that it is given in."""
+        """Return whether a constraint asks for the layout that the argument has anyway."""
         sharding, (x,) = eqn.params["sharding"], ins
         given = self._given.get(x) if isinstance(x, ir.Value) else None
         return given is not None and isinstance(sharding, NamedSharding) and stripped(sharding.spec) == stripped(given)
@@ -184,12 +184,12 @@ class _Inliner:
     def _in_scope(self, eqn: Any, where: _Where, name: str) -> _Where:
         marked = marks.TASKS.find(name)
         if marked is not None:
-            where = replace(where, task=_nested(eqn, where, marked), registered=False)
+            where = replace(where, task=_check_nesting(eqn, where, marked), registered=False)
         found = self._registered(where) if self._registrations else None
         if found is None:
             return where
         if where.task is not None and not where.registered:
-            _nested(eqn, where, found)
+            _check_nesting(eqn, where, found)
             return where
         return replace(where, task=found, registered=True)
 
@@ -218,7 +218,7 @@ class _Inliner:
                 where = replace(where, loop=(loop, name), backward=where.backward and not again)
             task = marks.TASKS.find(name)
             if task is not None:
-                where = replace(where, task=_nested(eqn, where, task), registered=False)
+                where = replace(where, task=_check_nesting(eqn, where, task), registered=False)
                 return self._task(eqn, jaxpr, consts, ins, where, out)
         elif eqn.primitive is _compat.remat_p and where.backward and eqn.params.get("prevent_cse", True):
             whole = _calls(jaxpr, marks.LOOPS.find)  # runs stage by stage, in kernels apart from those of the forward
@@ -237,7 +237,7 @@ class _Inliner:
     def _task(
         self, eqn: Any, jaxpr: Any, consts: Sequence[Any], ins: list[ir.Atom], where: _Where, out: list[ir.Item]
     ) -> Sequence[ir.Atom]:
-        """Items of a marked call, and a copy there of each result that is a literal or an argument.
+        """Return the results of a marked call: a copy in the task of each that is a literal or an argument.
 
         A task that does nothing moves its arguments to its submesh. Of any other, only results of loops and of the
         function are copies: tasks read the original.
@@ -265,7 +265,7 @@ class _Inliner:
             yield graph.rename_item(item, self.passed) if through else item
 
     def _device_put(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Value]:
-        """One operation for each value, a constraint on the submesh that it is put on, which sends it there."""
+        """Add one operation for each value: a constraint on its target submesh, which sends it there."""
         results = [ir.Value(v.aval) for v in eqn.outvars]
         for i, (atom, result) in enumerate(zip(ins, results, strict=True)):
             target, task = eqn.params["devices"][i], where.task
@@ -334,7 +334,7 @@ class _Inliner:
         return outs
 
     def _task_inside(self, eqn: Any, where: _Where) -> Placement | None:
-        """The task of an operation with jaxprs inside (a scan, a condition): all of it must be on one submesh."""
+        """Return the task of an operation that runs jaxprs (a scan, a condition): all of it must be on one submesh."""
         inner = replace(where, calls=(*where.calls, eqn.source_info))
         outer = () if where.task is None else (where.task,)
         found = dict.fromkeys((*outer, *self._tasks_in(_compat.subjaxprs(eqn.params), inner)))
@@ -354,7 +354,7 @@ class _Inliner:
                 inner = self._at(eqn, where)
                 task = marks.TASKS.find(eqn.params["name"]) if eqn.primitive is _compat.jit_p else None
                 if task is not None:
-                    inner = replace(inner, task=_nested(eqn, inner, task), registered=False)
+                    inner = replace(inner, task=_check_nesting(eqn, inner, task), registered=False)
                 if inner.task is not None:
                     yield inner.task
                 deeper = replace(inner, calls=(*inner.calls, eqn.source_info))
@@ -369,24 +369,24 @@ def _with_ints(given: Any) -> Any:
 
 
 def _is_place(target: Any) -> bool:
-    """Whether a target of ``device_put`` says where; None and a memory space do not."""
+    """Return whether a target of ``device_put`` is a device or a sharding; None and a memory space are not."""
     return isinstance(target, jax.Device | jax.sharding.Sharding)
 
 
 def _is_microbatch_loop(eqn: Any, count: int) -> bool:
-    """Whether a scan is that of `microbatch`, not one of the user's that ``grad`` hoisted out of it."""
+    """Return whether a scan is that of `microbatch`, not one of the user's that ``grad`` hoisted out of it."""
     return eqn.params["length"] == count and _calls(eqn.params["jaxpr"].jaxpr, marks.BODY.__eq__)
 
 
 def _calls(jaxpr: Any, known: Callable[[str], Any]) -> bool:
-    """Whether a jaxpr calls a function of a known name, itself or in a jaxpr inside."""
+    """Return whether a jaxpr calls a function of a known name, itself or in a jaxpr inside."""
     named = (eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive is _compat.jit_p)
     return any(map(known, named)) or any(
         _calls(inner, known) for eqn in jaxpr.eqns for inner in _compat.subjaxprs(eqn.params)
     )
 
 
-def _nested(eqn: Any, where: _Where, inner: Placement) -> Placement:
+def _check_nesting(eqn: Any, where: _Where, inner: Placement) -> Placement:
     outer = where.task
     if outer is not None and outer.mesh != inner.mesh:
         raise UsageError(
@@ -414,8 +414,8 @@ def inline(
     return program
 
 
-def flattened(op: ir.Op, closed: Any, args: Sequence[ir.Value]) -> tuple[tuple[ir.Op, ...], list[ir.Atom]] | None:
-    """Body of a placed control-flow operation as operations, and its results; None where it captures arrays."""
+def flatten(op: ir.Op, closed: Any, args: Sequence[ir.Value]) -> tuple[tuple[ir.Op, ...], list[ir.Atom]] | None:
+    """Return the body of a placed control-flow operation as operations, and its results; None if it captures arrays."""
     walker = _Inliner((), {})
     walker._registrations = ()
     items: list[ir.Item] = []

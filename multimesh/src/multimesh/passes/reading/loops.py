@@ -29,7 +29,7 @@ def from_scan(
     ins: Sequence[ir.Atom],
     outs: Sequence[ir.Value],
 ) -> ir.Loop:
-    """Loop of a scan: carries are passed through or summed, or the state that `microbatch` was asked to carry.
+    """Return the loop of a scan. A carry is passed through, summed, or the state of `microbatch`.
 
     ``args`` and ``results`` are inputs and results of the body, ``ins`` and ``outs`` those of the scan.
     """
@@ -84,7 +84,7 @@ def _addends(
     readers: Mapping[ir.Value, Sequence[ir.Op]],
     returned: Mapping[ir.Value, int],
 ) -> tuple[list[ir.Atom], set[int]] | None:
-    """Addends of ``total = carry + a + b ...`` and the additions of the carry (by id), or None when it is no such sum.
+    """Return the addends of ``total = carry + a + b ...`` and the ids of its additions, or None if it is no such sum.
 
     The carry serves nothing else: neither other operations nor other results of the body. ``readers`` are the
     operations that read a value, and ``returned`` says how many results of the body it is.

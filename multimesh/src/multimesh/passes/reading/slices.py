@@ -1,4 +1,4 @@
-"""Cuts stacked weights once, before a microbatch loop, and joins their gradients once, after it.
+"""Slices of stacked weights, hoisted out of a microbatch loop, and their gradients, joined once after it.
 
 A slice of a constant is the same in every iteration, and ``sum(pad(x)) = pad(sum(x))`` exactly, as adding zeros rounds
 nothing. So no submesh holds accumulators of the whole stack, or is sent a part of it more than once. A
@@ -18,17 +18,17 @@ from multimesh.ir import graph
 from multimesh.ir.primitives import halves, is_zero
 
 
-def slices_outside(program: ir.Program) -> ir.Program:
-    """Move slices of constants before loops, and zero padding of sums behind them."""
+def hoist_slices(program: ir.Program) -> ir.Program:
+    """Hoist slices of constants out of loops, and sink zero padding of sums behind them."""
     rows = program.linked
     items: list[ir.Item] = []
     for item in program.items:
-        items += [item] if isinstance(item, ir.Op) else _moved(item, rows)
+        items += [item] if isinstance(item, ir.Op) else _hoist(item, rows)
     return replace(program, items=tuple(items))
 
 
-def _moved(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
-    """The loop between what is cut before it and joined after it; later loops read ``rows`` of some iterations."""
+def _hoist(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
+    """Return the loop between the slices cut before it and the sums padded after it. Later loops read ``rows``."""
     maker = graph.makers(loop.ops)
     given = [o for o in maker if o in rows]
     results = {*ir.values(loop.leaves), *given}
@@ -68,7 +68,7 @@ def _moved(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
 
 
 def _as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, tuple[Sequence[int], ...]] | None:
-    """What an operation puts between zeros, and how many of them."""
+    """Return the operand that an operation puts between zeros, and the number of these; None for any other."""
     if op.prim.name == "pad" and is_zero(op.ins[1], maker) and not isinstance(op.ins[1], ir.Value):
         part, config = op.ins[0], op.params["padding_config"]
     elif op.prim.name == "concatenate":
@@ -84,7 +84,7 @@ def _as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, t
 
 
 def _zero_of(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> ir.Atom:
-    """The literal that the zeros of a concatenation are made of."""
+    """Return the literal from which the zeros of a concatenation are made."""
     atom = next(i for i in op.ins if is_zero(i, maker))
     while isinstance(atom, ir.Value):
         atom = maker[atom].ins[0]

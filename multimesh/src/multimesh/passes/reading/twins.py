@@ -1,4 +1,4 @@
-"""Finds operations of a loop that repeat others, as `jax.checkpoint` makes them."""
+"""Operations of a loop that repeat others, as `jax.checkpoint` makes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multimesh.core.stable import text
 
 
 def live_with_originals(program: ir.Program, loop: ir.Loop, wanted: Sequence[ir.Atom]) -> tuple[ir.Op, ...]:
-    """Operations of a loop that wanted values need, and those of the forward pass that they repeat."""
+    """Return the operations of a loop that wanted values need, and those of the forward pass that they repeat."""
     ops = tuple(ir.live(loop.ops, wanted))
     if all(op.backward for op in set(loop.ops).difference(ops)):
         return ops
@@ -22,7 +22,7 @@ def live_with_originals(program: ir.Program, loop: ir.Loop, wanted: Sequence[ir.
 
 
 def twins(program: ir.Program, loop: ir.Loop) -> dict[ir.Value, ir.Value]:
-    """Values that the backward pass of a loop makes again, each with that of the forward pass.
+    """Map values that the backward pass of a loop recomputes to those of the forward pass.
 
     JAX moves what is the same in every iteration out of the loop: that counts, too.
     """
@@ -69,7 +69,7 @@ def twins(program: ir.Program, loop: ir.Loop) -> dict[ir.Value, ir.Value]:
 
 
 def _equal(first: ir.Op, second: ir.Op) -> bool:
-    """Whether two operations on the same operands make the same; a second scan may make more, for its backward."""
+    """Return whether two operations on the same operands have the same results. A second scan may have more."""
     if len(first.outs) == len(second.outs) and text(first.params) == text(second.params):
         return True
     if first.prim.name != "scan" or len(first.outs) > len(second.outs):

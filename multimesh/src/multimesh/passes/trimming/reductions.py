@@ -1,4 +1,4 @@
-"""Sums gradients over data-parallel devices once, after the loop, and not in every microbatch.
+"""Sums of gradients over data-parallel devices once, after the loop, and not in every microbatch.
 
 The rows of a microbatch lie on several devices, and a gradient sums over them: each backward kernel would end in an
 all-reduce. Instead accumulators hold a term for each device, as many bytes on each as before. Axes that lay out a
@@ -30,12 +30,12 @@ from multimesh.ir.evaluate import evaluate
 from multimesh.ir.primitives import Group, linear_in, sums_over
 from multimesh.passes.placing.autoshard import Arrays, spread_constraints
 from multimesh.passes.placing.place import Homes
-from multimesh.passes.reading.inline import flattened
+from multimesh.passes.reading.inline import flatten
 
 
 @dataclass(frozen=True, eq=False)
 class _Term:
-    """Where a leaf sums over rows, and the operations from that reduction to the leaf."""
+    """The reduction over rows that a leaf comes from, and the operations from that reduction to the leaf."""
 
     chain: tuple[ir.Op, ...]
     rows: Mapping[ir.Value, int]  # operand of the reduction to its dimension of rows
@@ -44,7 +44,7 @@ class _Term:
 
     @property
     def ways(self) -> int:
-        """Number of terms."""
+        """The number of terms."""
         return size(self.mesh, self.axes)
 
 
@@ -56,17 +56,15 @@ def delay_reductions(program: ir.Program, specs: Sequence[PartitionSpec | None])
     items: list[ir.Item] = []
     traces: _Traces = {}
     for item in program.items:
-        items += [item] if isinstance(item, ir.Op) else _delayed(item, arrays, program.linked, homes, traces)
+        items += [item] if isinstance(item, ir.Op) else _delay(item, arrays, program.linked, homes, traces)
     return replace(program, items=tuple(items), homes=homes)
 
 
 _Traces = dict[tuple[Any, ...], Any]  # layers repeat themselves: what was traced once is not traced again
 
 
-def _delayed(
-    loop: ir.Loop, arrays: Arrays, linked: Collection[ir.Value], homes: Homes, traces: _Traces
-) -> list[ir.Item]:
-    """The loop and what sums its accumulators up; ``homes`` learns where they are."""
+def _delay(loop: ir.Loop, arrays: Arrays, linked: Collection[ir.Value], homes: Homes, traces: _Traces) -> list[ir.Item]:
+    """Return the loop and the operations that sum up its accumulators. ``homes`` gets their submeshes."""
     sums: list[ir.Sum] = []
     totals: list[ir.Op] = []
     made: dict[ir.Op, tuple[ir.Op, ...]] = {}
@@ -88,7 +86,7 @@ def _delayed(
 
 
 class _Search:
-    """Looks for the reduction that a leaf comes from."""
+    """The search for the reduction that a leaf comes from."""
 
     def __init__(self, loop: ir.Loop, arrays: Arrays, linked: Collection[ir.Value]):
         self._arrays = arrays
@@ -101,7 +99,7 @@ class _Search:
                 self._of_weights[mesh].update(*array.divided)
 
     def term(self, leaf: ir.Atom) -> _Term | None:
-        """The term of a leaf: back through linear operations, each read by the next alone, to one that sums rows."""
+        """Return the term of a leaf: from a reduction over rows through linear operations with one user each."""
         op = self._maker.get(leaf) if isinstance(leaf, ir.Value) and self._uses[leaf] == 1 else None
         if op is None or op.mesh is None or len(op.outs) != 1 or op.effects or op.after:
             return None
@@ -122,7 +120,7 @@ class _Search:
 
 
 def _cut(term: _Term, traces: _Traces) -> tuple[tuple[ir.Op, ...], ir.Value]:
-    """Operations that make the terms of a leaf, stacked, and their result."""
+    """Return the operations that compute the terms of a leaf, stacked, and their result."""
     made = {op.outs[0] for op in term.chain}
     given = list(dict.fromkeys(v for op in term.chain for v in op.reads if v not in made))
     dims = [term.rows.get(v) for v in given]
@@ -141,7 +139,7 @@ def _cut(term: _Term, traces: _Traces) -> tuple[tuple[ir.Op, ...], ir.Value]:
         (op.prim.name, text(op.params), [numbers[i] if isinstance(i, ir.Value) else text(i.val) for i in op.ins])
         for op in term.chain
     ]
-    return _traced(terms, given, term.chain[0], term.mesh, traces, f"{term.ways} {dims} {wiring}")
+    return _trace(terms, given, term.chain[0], term.mesh, traces, f"{term.ways} {dims} {wiring}")
 
 
 def _split(x: Any, dim: int, ways: int) -> Any:
@@ -149,21 +147,21 @@ def _split(x: Any, dim: int, ways: int) -> Any:
 
 
 def _total(terms: ir.Value, out: ir.Value, term: _Term, loop: ir.Loop, traces: _Traces) -> tuple[ir.Op, ...]:
-    """The sum of an accumulator's terms, as the result that the loop had."""
+    """Return the operations that sum an accumulator's terms into the result that the loop had."""
     like = replace(term.chain[0], task=None, backward=loop.backward)
-    ops, result = _traced(lambda x: jnp.sum(x, 0, dtype=x.dtype), [terms], like, term.mesh, traces, "total")
+    ops, result = _trace(lambda x: jnp.sum(x, 0, dtype=x.dtype), [terms], like, term.mesh, traces, "total")
     return tuple(replace(op, outs=tuple(out if o is result else o for o in op.outs)) for op in ops)
 
 
-def _traced(
+def _trace(
     fn: Any, given: Sequence[ir.Value], like: ir.Op, mesh: Mesh, traces: _Traces, text: str
 ) -> tuple[tuple[ir.Op, ...], ir.Value]:
-    """A function, all of which ``text`` says, as operations beside ``like``, and its result."""
+    """Trace a function as operations beside ``like``, and return its result too. ``text`` identifies the function."""
     key = (mesh, text, *((v.aval.shape, v.aval.dtype) for v in given))
     if key not in traces:
         with _compat.abstract_mesh_context(mesh):
             traces[key] = jax.make_jaxpr(fn)(*(_compat.shape_of(v.aval) for v in given))
-    flat = flattened(like, traces[key], given)
+    flat = flatten(like, traces[key], given)
     if flat is None or not isinstance(flat[1][0], ir.Value):
         raise internal_error(f"no terms of {like}")
     ops, (result,) = flat

@@ -1,4 +1,4 @@
-"""Cuts what `jax.checkpoint` repeats at the borders between submeshes.
+"""Cuts, at the borders between submeshes, of the recomputation that `jax.checkpoint` asks for.
 
 A checkpoint around several stages repeats the forward of all of them: the backward pass would first go forward through
 the pipeline. But the forward pass sent each stage its input. The stage reads that input where it repeats its own part,
@@ -18,12 +18,12 @@ from multimesh.passes.reading.twins import twins
 
 
 def cut_repeats(program: ir.Program) -> ir.Program:
-    """Let no repeated operation of a loop of a placed program read what another submesh repeats."""
+    """Let recomputed operations of loops read the forward pass's value in place of another submesh's recomputed one."""
     return program.each_loop(lambda loop: replace(loop, ops=_cut(program, loop)))
 
 
 def _cut(program: ir.Program, loop: ir.Loop) -> tuple[ir.Op, ...]:
-    """Operations of a loop of a placed program, of which no repeated one reads what another submesh repeats."""
+    """Return a loop's operations; recomputed ones read no value that another submesh recomputes."""
     first = twins(program, loop)
     if not first:
         return loop.ops

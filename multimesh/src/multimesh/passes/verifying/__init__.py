@@ -1,4 +1,4 @@
-"""What must hold of a program, its parts and its plan after every pass: one function a rule.
+"""Invariants of a program, its parts and its plan after every pass: one function a rule.
 
 A rule takes what a pass made and yields a `Fault` for each place where that is broken. Nothing here changes anything.
 Set ``MULTIMESH_VERIFY=1`` to run the rules after every pass; otherwise none of them costs anything. A fault is a bug of
@@ -21,8 +21,8 @@ from multimesh.passes.verifying.faults import Fault
 VARIABLE = "MULTIMESH_VERIFY"
 
 
-def enabled() -> bool:
-    """Whether the environment asks for the rules."""
+def is_enabled() -> bool:
+    """Return whether the environment asks for the rules."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
@@ -38,7 +38,7 @@ def verify(name: str, made: Any) -> None:
 
 
 def faults(name: str, made: Any) -> Iterator[tuple[str, Fault]]:
-    """Each fault in what a pass made, with the name of the rule."""
+    """Yield each fault of a pass's result, with the name of the rule."""
     rules: Sequence[Any] = programs.rules_after(name) if isinstance(made, ir.Program) else plans.RULES
     if isinstance(made, Parts):
         rules, made = cut.RULES, made.parts

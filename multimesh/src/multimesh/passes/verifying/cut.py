@@ -11,14 +11,14 @@ from multimesh.core.submesh import describe
 from multimesh.passes.cutting.parts import Fragment, Pipeline, Segment
 from multimesh.passes.placing.owners import leading_to_tasks
 from multimesh.passes.placing.route import position
-from multimesh.passes.verifying.faults import Fault, in_order, shown, twice
+from multimesh.passes.verifying.faults import Fault, in_order, show, twice
 
 Part = Segment | Pipeline
 Rule = Callable[[Sequence[Part]], Iterator[Fault]]
 
 
 def on_one_submesh(parts: Sequence[Part]) -> Iterator[Fault]:
-    """The operations of a fragment run on its submesh."""
+    """Check that the operations of a fragment run on its submesh."""
     for fragment in _all(parts):
         for op in fragment.ops:
             if op.mesh != fragment.mesh:
@@ -26,12 +26,12 @@ def on_one_submesh(parts: Sequence[Part]) -> Iterator[Fault]:
 
 
 def fragments_are_assigned_once(parts: Sequence[Part]) -> Iterator[Fault]:
-    """No value is made by two fragments, or twice in one."""
+    """Check that no value is made by two fragments, or twice in one."""
     return twice((op.outs, op.source) for fragment in _all(parts) for op in fragment.ops)
 
 
 def operations_are_in_order(parts: Sequence[Part]) -> Iterator[Fault]:
-    """An operation of a fragment comes after those of it that it reads."""
+    """Check that an operation of a fragment comes after its producers in it."""
     for fragment in _all(parts):
         made = fragment.made
         given = {v for op in fragment.ops for v in op.needs if v not in made}
@@ -39,32 +39,32 @@ def operations_are_in_order(parts: Sequence[Part]) -> Iterator[Fault]:
 
 
 def interfaces_are_complete(parts: Sequence[Part]) -> Iterator[Fault]:
-    """A fragment lists as inputs what its operations read and do not make, and gives only what they make."""
+    """Check that a fragment lists all values that it uses and does not make, and gives only values of its own."""
     for fragment in _all(parts):
         made = fragment.made
         reads = {v: op for op in fragment.ops for v in op.reads if v not in made}
         for v in reads.keys() - set(fragment.ins):
-            yield Fault(f"a fragment of {_who(fragment)} reads {shown(v)}, which it is not given", reads[v].source)
+            yield Fault(f"a fragment of {_who(fragment)} reads {show(v)}, which it is not given", reads[v].source)
         for v in set(fragment.outs) - made:
-            yield Fault(f"a fragment of {_who(fragment)} gives {shown(v)}, which it does not make", _source(fragment))
+            yield Fault(f"a fragment of {_who(fragment)} gives {show(v)}, which it does not make", _source(fragment))
 
 
 def reads_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
-    """A fragment reads values that earlier fragments give."""
+    """Check that a fragment reads values that earlier fragments give."""
     maker = {o: fragment for fragment in _all(parts) for o in fragment.made}
     given = {v for fragment in _all(parts) for v in fragment.outs}
     known: set[ir.Value] = set()
     for fragment in _all(parts):
         for v in fragment.ins:
             if v in maker and v not in given:
-                yield Fault(f"{_who(fragment)} reads {shown(v)}, which {_who(maker[v])} keeps", _source(fragment))
+                yield Fault(f"{_who(fragment)} reads {show(v)}, which {_who(maker[v])} keeps", _source(fragment))
             elif v in maker and v not in known:
-                yield Fault(f"{_who(fragment)} reads {shown(v)} before {_who(maker[v])} has made it", _source(fragment))
+                yield Fault(f"{_who(fragment)} reads {show(v)} before {_who(maker[v])} has made it", _source(fragment))
         known |= fragment.made
 
 
 def leaves_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
-    """What an iteration sums, stacks or carries is given by one of its fragments."""
+    """Check that every sum, stack and carry of an iteration is given by one of its fragments."""
     for part in parts:
         if not isinstance(part, Segment):
             given = {v for fragment in _fragments(part) for v in fragment.outs}
@@ -74,7 +74,7 @@ def leaves_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
 
 
 def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
-    """A forward stage reads from forward stages before it, a backward stage from those behind; neither what is late."""
+    """Check that forward stages read from those before them, backward ones from those behind, none late values."""
     for part in parts:
         if not _numbered(part):
             continue
@@ -83,17 +83,17 @@ def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
             for v in f.needs:
                 other = maker.get(v, f)
                 if other.phase == f.phase == "F" and (other.stage or 0) > (f.stage or 0):
-                    yield Fault(f"forward stage {f.stage} reads {shown(v)} of stage {other.stage}", _source(f))
+                    yield Fault(f"forward stage {f.stage} reads {show(v)} of stage {other.stage}", _source(f))
                 elif other.phase == f.phase == "B" and (other.stage or 0) < (f.stage or 0):
-                    yield Fault(f"backward stage {f.stage} reads {shown(v)} of stage {other.stage}", _source(f))
+                    yield Fault(f"backward stage {f.stage} reads {show(v)} of stage {other.stage}", _source(f))
                 elif other.phase == "B" and f.phase == "F":
-                    yield Fault(f"forward stage {f.stage} reads {shown(v)} of the backward pass", _source(f))
+                    yield Fault(f"forward stage {f.stage} reads {show(v)} of the backward pass", _source(f))
                 elif other.phase == "L" and f.phase != "L":
-                    yield Fault(f"stage {f.phase}{f.stage} reads {shown(v)}, which is late", _source(f))
+                    yield Fault(f"stage {f.phase}{f.stage} reads {show(v)}, which is late", _source(f))
 
 
 def tasks_decide_the_stages(parts: Sequence[Part]) -> Iterator[Fault]:
-    """What tasks wait for takes a microbatch along the pipeline as often as the tasks alone would: it adds no stage.
+    """Check that operations outside tasks add no turn of a microbatch along the pipeline.
 
     What no task waits for may come back: gradients that are clipped by their norm over all stages go home again.
     """
@@ -110,14 +110,14 @@ def tasks_decide_the_stages(parts: Sequence[Part]) -> Iterator[Fault]:
             taken, last = _rounds(ops, way, tasks | {op for op in ops if not leading.isdisjoint(op.outs)})
             if last is not None and taken > max(needed, 1):
                 yield Fault(
-                    f"{last.prim.name} outside tasks makes {shown(last.outs[0])} so late that a microbatch goes "
+                    f"{last.prim.name} outside tasks makes {show(last.outs[0])} so late that a microbatch goes "
                     f"through the {len(meshes)} submeshes {taken} times, where its tasks do so {needed} times",
                     last.source,
                 )
 
 
 def _rounds(ops: Sequence[ir.Op], way: Sequence[object], fixed: set[ir.Op]) -> tuple[int, ir.Op | None]:
-    """How often operations go along a way if only ``fixed`` ones are anywhere, and the last unmarked one of those."""
+    """Return how often ``fixed`` operations take a microbatch along the route, and the last unmarked one of them."""
     at: dict[ir.Value, int] = {}
     end = -1
     last = None
@@ -132,7 +132,7 @@ def _rounds(ops: Sequence[ir.Op], way: Sequence[object], fixed: set[ir.Op]) -> t
 
 
 def cells_run_once(parts: Sequence[Part]) -> Iterator[Fault]:
-    """An ordered loop runs each of its fragments once for each microbatch."""
+    """Check that an ordered loop runs each of its fragments once for each microbatch."""
     for part in parts:
         if isinstance(part, Pipeline) and part.cells:
             times = collections.Counter(part.cells)
@@ -144,7 +144,7 @@ def cells_run_once(parts: Sequence[Part]) -> Iterator[Fault]:
 
 
 def cells_run_after_their_inputs(parts: Sequence[Part]) -> Iterator[Fault]:
-    """A cell comes after the cells of the same microbatch that make what it reads."""
+    """Check that a cell comes after the cells of its microbatch whose values it uses."""
     for part in parts:
         if not isinstance(part, Pipeline):
             continue
@@ -156,7 +156,7 @@ def cells_run_after_their_inputs(parts: Sequence[Part]) -> Iterator[Fault]:
             for v in f.needs:
                 if v in maker and (maker[v], k) not in done:
                     early, late = (f"{each.phase}{each.stage}" for each in (f, part.fragments[maker[v]]))
-                    yield Fault(f"{early} of microbatch {k} runs before {late}, which makes {shown(v)}", _source(f))
+                    yield Fault(f"{early} of microbatch {k} runs before {late}, which makes {show(v)}", _source(f))
 
 
 RULES: tuple[Rule, ...] = (
@@ -174,12 +174,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def _numbered(part: Part) -> TypeGuard[Pipeline]:
-    """Whether a part is a loop whose stages are numbered, and not yet split, joined or ordered."""
+    """Return whether a part is a loop whose stages are numbered, and not yet split, joined or ordered."""
     return isinstance(part, Pipeline) and bool(part.submeshes) and not part.table
 
 
 def _fragments(part: Part) -> tuple[Fragment, ...]:
-    """Fragments of a part, in the order in which data goes through them."""
+    """Return the fragments of a part, in the order in which data goes through them."""
     if isinstance(part, Segment) or not part.cells:
         return part.fragments
     first = {cell: n for n, cell in reversed([*enumerate(part.cells)])}

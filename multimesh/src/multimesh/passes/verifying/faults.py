@@ -1,4 +1,4 @@
-"""What a broken rule says, and what the rules share."""
+"""The report of a broken rule, and helpers of the rules."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class Fault:
 
 
 def kind(of: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a value, literal or slot."""
+    """Return the shape and dtype of a value, literal or slot."""
     aval = getattr(of, "aval", of)
     return tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
 
 
-def shown(of: Any) -> str:
-    """A value or literal with its type."""
+def show(of: Any) -> str:
+    """Format a value or literal with its type."""
     text = of.aval.str_short(short_dtypes=True) if hasattr(of.aval, "str_short") else str(of.aval)
     return f"{of}:{text}"
 
 
 def in_order(ops: Iterable[ir.Op], given: Iterable[ir.Value], where: str) -> Iterator[Fault]:
-    """Faults of operations that read, or wait for, what is neither given nor made before."""
+    """Yield faults of operations that use, or wait for, a value that is neither given nor made before."""
     known = set(given)
     for op in ops:
         for v in op.needs:
             if v not in known:
-                yield Fault(f"{op.prim.name} reads {shown(v)} {where}, before anything makes it", op.source)
+                yield Fault(f"{op.prim.name} reads {show(v)} {where}, before anything makes it", op.source)
         known.update(op.outs)
 
 
 def twice(makers: Iterable[tuple[Sequence[ir.Value], Any]]) -> Iterator[Fault]:
-    """Faults of values that are made a second time; ``makers`` are values, each with the source of what makes them."""
+    """Yield faults of values that are made a second time. ``makers`` has values with the source of their producer."""
     known: set[ir.Value] = set()
     for made, source in makers:
         for v in made:
             if v in known:
-                yield Fault(f"{shown(v)} is made twice", source)
+                yield Fault(f"{show(v)} is made twice", source)
             known.add(v)

@@ -1,4 +1,4 @@
-"""Rules of a `Plan`: what its instructions do with slots, and what its kernels compute."""
+"""Rules of a `Plan`: the use of slots by instructions, and the operations of kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from multimesh import ir
 from multimesh.core import specs
 from multimesh.core.grouping import grouped
-from multimesh.passes.verifying.faults import Fault, in_order, kind, shown, twice
+from multimesh.passes.verifying.faults import Fault, in_order, kind, show, twice
 from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send
 from multimesh.plan.plan import Plan
 
@@ -16,24 +16,24 @@ Rule = Callable[[Plan], Iterator[Fault]]
 
 
 def kernels_are_in_order(plan: Plan) -> Iterator[Fault]:
-    """Every operation of a kernel comes after what it reads, and every result is made."""
+    """Check that every operation of a kernel comes after its producers, and that every result is made."""
     for kernel in _computing(plan):
         given = (*kernel.rows, *kernel.ins)
         yield from in_order(kernel.ops, given, f"in kernel {kernel.name}")
         made = {*given, *(o for op in kernel.ops for o in op.outs)}
         for v in (*kernel.sums, *kernel.outs):
             if v not in made:
-                yield Fault(f"kernel {kernel.name} gives {shown(v)}, which it does not make", _source(kernel))
+                yield Fault(f"kernel {kernel.name} gives {show(v)}, which it does not make", _source(kernel))
 
 
 def kernels_assign_once(plan: Plan) -> Iterator[Fault]:
-    """No kernel makes a value twice, or one that it is given."""
+    """Check that no kernel makes a value twice, or one that is its argument."""
     for kernel in _computing(plan):
         yield from twice([((*kernel.rows, *kernel.ins), None), *((op.outs, op.source) for op in kernel.ops)])
 
 
 def slots_are_where_they_are_used(plan: Plan) -> Iterator[Fault]:
-    """A kernel runs on its submesh, with slots of that submesh; so do the ends of a transfer."""
+    """Check that a kernel runs on its submesh, with slots of that submesh, and so do the ends of a transfer."""
     for run in plan.runs:
         if plan.kernels[run.kernel].submesh != run.submesh:
             yield _fault(plan, run, "is of another submesh than its kernel")
@@ -44,7 +44,7 @@ def slots_are_where_they_are_used(plan: Plan) -> Iterator[Fault]:
 
 
 def slots_are_written_before_they_are_read(plan: Plan) -> Iterator[Fault]:
-    """An instruction reads arguments, constants and what an instruction before it wrote; so does the caller."""
+    """Check that every slot is an argument, a constant, or written before it is read."""
     full = set(plan.given)
     for instruction in plan.instructions:
         if not isinstance(instruction, Free):
@@ -58,7 +58,7 @@ def slots_are_written_before_they_are_read(plan: Plan) -> Iterator[Fault]:
 
 
 def slots_are_written_once(plan: Plan) -> Iterator[Fault]:
-    """A slot is written once, but for the accumulator that a kernel reads and writes."""
+    """Check that a slot is written once, but for the accumulator that a kernel reads and writes."""
     full = set(plan.given)
     for instruction in plan.instructions:
         sums = plan.kernels[instruction.kernel].sums if isinstance(instruction, Run) else ()
@@ -69,7 +69,7 @@ def slots_are_written_once(plan: Plan) -> Iterator[Fault]:
 
 
 def slots_are_freed_once(plan: Plan) -> Iterator[Fault]:
-    """A slot is freed once, after its last use; a result or a constant never."""
+    """Check that a slot is freed once, after its last use; a result or a constant never."""
     kept = {slot for what, slot in plan.outputs if what == "slot"} | {slot for _, slot in plan.constants}
     freed: set[int] = set()
     for instruction in plan.instructions:
@@ -86,7 +86,7 @@ def slots_are_freed_once(plan: Plan) -> Iterator[Fault]:
 
 
 def results_have_slots_of_their_own(plan: Plan) -> Iterator[Fault]:
-    """No two results share a slot, and none is that of an argument."""
+    """Check that no two results share a slot, and that none has that of an argument."""
     taken = {slot for _, slot in plan.inputs}
     for position, (what, slot) in enumerate(plan.outputs):
         if what == "slot" and slot in taken:
@@ -96,7 +96,7 @@ def results_have_slots_of_their_own(plan: Plan) -> Iterator[Fault]:
 
 
 def donated_slots_are_not_read_again(plan: Plan) -> Iterator[Fault]:
-    """What a kernel may overwrite is read by nothing after it, unless the kernel wrote it anew."""
+    """Check that a donated slot is not read again, unless the kernel wrote it anew."""
     kept = {slot for what, slot in plan.outputs if what == "slot"} | {slot for _, slot in plan.constants}
     gone: dict[int, Instruction] = {}
     for instruction in plan.instructions:
@@ -113,7 +113,7 @@ def donated_slots_are_not_read_again(plan: Plan) -> Iterator[Fault]:
 
 
 def slots_are_of_the_types_of_values(plan: Plan) -> Iterator[Fault]:
-    """A kernel's values have the shape and dtype of their slots."""
+    """Check that a kernel's values have the shape and dtype of their slots."""
     for run in plan.runs:
         kernel = plan.kernels[run.kernel]
         ins, outs = _values(kernel)
@@ -126,11 +126,11 @@ def slots_are_of_the_types_of_values(plan: Plan) -> Iterator[Fault]:
             shape, dtype = kind(v)
             held = plan.slots[slot].shape[1:] if stacked else plan.slots[slot].shape
             if (held, plan.slots[slot].dtype) != (shape, dtype):
-                yield _fault(plan, run, f"has {kind(plan.slots[slot])} in s{slot}, not {shown(v)}")
+                yield _fault(plan, run, f"has {kind(plan.slots[slot])} in s{slot}, not {show(v)}")
 
 
 def readers_see_the_type_that_was_made(plan: Plan) -> Iterator[Fault]:
-    """A kernel reads a value with the weak type with which another kernel made it, on whichever submesh."""
+    """Check that a kernel reads a value with its producer's weak type, on whichever submesh."""
     weak: dict[int, bool] = {}
     for instruction in plan.instructions:
         if isinstance(instruction, Send):
@@ -141,13 +141,13 @@ def readers_see_the_type_that_was_made(plan: Plan) -> Iterator[Fault]:
             ins, outs = _values(kernel)
             for v, slot in zip(ins, instruction.ins, strict=False):
                 if v is not None and v not in (*kernel.sums, *kernel.rows) and weak.get(slot, _weak(v)) != _weak(v):
-                    yield _fault(plan, instruction, f"reads {shown(v)}, made with another weak type")
+                    yield _fault(plan, instruction, f"reads {show(v)}, made with another weak type")
             made = zip(outs[len(kernel.sums) :], instruction.outs[len(kernel.sums) :], strict=False)
             weak.update((slot, _weak(v)) for v, slot in made)
 
 
 def transfers_have_equal_ends(plan: Plan) -> Iterator[Fault]:
-    """Both ends of a transfer have one shape and dtype, on the submeshes that it says."""
+    """Check that both ends of a transfer have one shape and dtype, on the submeshes that it names."""
     for transfer in plan.transfers:
         if len(transfer.ins) != len(transfer.outs):
             yield Fault(f"transfer {transfer.id} sends {len(transfer.ins)} arrays, {len(transfer.outs)} arrive")
@@ -159,7 +159,7 @@ def transfers_have_equal_ends(plan: Plan) -> Iterator[Fault]:
 
 
 def transfers_are_sent_then_received(plan: Plan) -> Iterator[Fault]:
-    """Each transfer is sent once and received once after that, as it says itself."""
+    """Check that each transfer is sent once, and received once after that, as it says itself."""
     ends = grouped((i.transfer, i) for i in plan.instructions if isinstance(i, (Send, Recv)))
     for n, transfer in enumerate(plan.transfers):
         found, source, target = ends.pop(n, []), transfer.source, transfer.target
@@ -171,7 +171,7 @@ def transfers_are_sent_then_received(plan: Plan) -> Iterator[Fault]:
 
 
 def layouts_fit(plan: Plan) -> Iterator[Fault]:
-    """Once they are planned, every slot has a layout on its submesh, by whose parts its dimensions divide."""
+    """Check that every slot of a plan with layouts has one, on its submesh, whose shards divide its dimensions."""
     if plan.layouts and len(plan.layouts) != len(plan.slots):
         yield Fault(f"{len(plan.slots)} slots have {len(plan.layouts)} layouts")
     for slot, layout in zip(range(len(plan.slots)), plan.layouts, strict=False):
@@ -200,12 +200,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def _computing(plan: Plan) -> Iterator[Kernel]:
-    """Kernels of operations; the others only make zeros or stack."""
+    """Yield kernels of operations; the others only make zeros or stack."""
     return (kernel for kernel in plan.kernels if kernel.make == "ops")
 
 
 def _values(kernel: Kernel) -> tuple[list[ir.Value | None], list[ir.Value]]:
-    """Values of a kernel's arguments, None for the microbatch number, and of its results.
+    """Return the values of a kernel's arguments, None for the microbatch number, and of its results.
 
     For a sum that is the leaf, whose shape and dtype the accumulator has.
     """
@@ -222,6 +222,6 @@ def _source(kernel: Kernel) -> Any:
 
 
 def _fault(plan: Plan, instruction: Instruction, what: str) -> Fault:
-    """A fault of an instruction; its source is that of the last operation that it runs."""
+    """Return a fault of an instruction. Its source is that of the last operation that it runs."""
     source = _source(plan.kernels[instruction.kernel]) if isinstance(instruction, Run) else None
     return Fault(f"'{instruction}' {what}", source)

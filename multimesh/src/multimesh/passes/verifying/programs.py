@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 from multimesh import ir
 from multimesh.core.submesh import describe
 from multimesh.ir.program import all_ops
-from multimesh.passes.verifying.faults import Fault, in_order, kind, shown, twice
+from multimesh.passes.verifying.faults import Fault, in_order, kind, show, twice
 
 
 def assigned_once(program: ir.Program) -> Iterator[Fault]:
-    """Every value has one maker: an input, a constant, an operation, a loop, or the edge of a loop's body."""
+    """Check that every value has one producer: an input, a constant, an operation, a loop, or the edge of a body."""
 
     def makers() -> Iterator[tuple[tuple[ir.Value, ...], object]]:
         yield (*program.inputs, *program.consts), None
@@ -28,7 +28,7 @@ def assigned_once(program: ir.Program) -> Iterator[Fault]:
 
 
 def made_before_read(program: ir.Program) -> Iterator[Fault]:
-    """What an operation, a loop or a result reads was made before, in the same body or outside of all."""
+    """Check that an operation, a loop or a result uses values made before, in the same body or outside of all."""
     known = {*program.inputs, *program.consts}
     for item in program.items:
         if isinstance(item, ir.Op):
@@ -36,17 +36,17 @@ def made_before_read(program: ir.Program) -> Iterator[Fault]:
         else:
             for v in item.reads:
                 if v not in known:
-                    yield Fault(f"a loop reads {shown(v)} before anything makes it", item.mark.where)
+                    yield Fault(f"a loop reads {show(v)} before anything makes it", item.mark.where)
             inner = {*_arguments(item), *program.consts}
             yield from in_order(item.ops, inner, "in a loop")
         known.update(item.outs)
     for v in ir.values(program.outputs):
         if v not in known:
-            yield Fault(f"result {shown(v)} is made by nothing")
+            yield Fault(f"result {show(v)} is made by nothing")
 
 
 def leaves_are_made(program: ir.Program) -> Iterator[Fault]:
-    """An operation of the iteration makes each value that leaves it, and so gives the value a submesh."""
+    """Check that an operation of the iteration makes each value that leaves it, and so gives the value a submesh."""
     for loop in program.loops:
         made = {o for op in loop.ops for o in op.outs}
         for what, leaf in _leaves(loop):
@@ -55,17 +55,17 @@ def leaves_are_made(program: ir.Program) -> Iterator[Fault]:
 
 
 def rows_are_made(program: ir.Program) -> Iterator[Fault]:
-    """An earlier loop makes the rows that a loop reads, iteration by iteration, and as often."""
+    """Check that an earlier loop makes the rows that a loop reads, iteration by iteration, and as often."""
     made: dict[ir.Value, int] = {}
     for loop in program.loops:
         for inner, row in loop.linked.items():
             if made.get(row) != loop.mark.count:
-                yield Fault(f"{shown(inner)} is row {row} of an earlier loop, which does not make it", loop.mark.where)
+                yield Fault(f"{show(inner)} is row {row} of an earlier loop, which does not make it", loop.mark.where)
         made |= {o: loop.mark.count for op in loop.ops for o in op.outs}
 
 
 def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
-    """Both sides of the edge of a loop have one shape and dtype; stacks one more dimension, and the weak type too."""
+    """Check that both sides of a loop's edge have one type; stacks have one dimension more."""
     for loop in program.loops:
         pairs: list[tuple[Any, Any, tuple[int, ...]]] = [
             *((i, o, ()) for i, o in loop.consts.items()),
@@ -80,26 +80,26 @@ def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
         for inner, outer, count in pairs:
             shape, dtype = kind(inner)
             if kind(outer) != ((*count, *shape), dtype):
-                yield Fault(f"{shown(inner)} inside a loop is {shown(outer)} outside", loop.mark.where)
+                yield Fault(f"{show(inner)} inside a loop is {show(outer)} outside", loop.mark.where)
         for inner, outer, _ in stacks:
             if getattr(inner.aval, "weak_type", False) != getattr(outer.aval, "weak_type", False):
-                yield Fault(f"{shown(inner)} and its stack {shown(outer)} differ in weak type", loop.mark.where)
+                yield Fault(f"{show(inner)} and its stack {show(outer)} differ in weak type", loop.mark.where)
 
 
 def placed(program: ir.Program) -> Iterator[Fault]:
-    """Every operation has a submesh."""
+    """Check that every operation has a submesh."""
     return (Fault(f"{op} has no submesh", op.source) for op in all_ops(program) if op.mesh is None)
 
 
 def tasks_are_at_home(program: ir.Program) -> Iterator[Fault]:
-    """An operation of a task is on the submesh of that; ``send_less`` repeats some elsewhere."""
+    """Check that an operation of a task is on the task's submesh. ``send_less`` repeats some elsewhere."""
     for op in all_ops(program):
         if op.mesh is not None and op.task is not None and op.task.mesh != op.mesh:
             yield Fault(f"{op} of task {op.task.name!r} is on {describe(op.mesh)}", op.source)
 
 
 def one_home(program: ir.Program) -> Iterator[Fault]:
-    """A value lives where its operation runs, and what leaves a loop where its leaf is made."""
+    """Check that a value lives where its operation runs, and a result of a loop where its leaf is made."""
     homes = program.homes
     made: dict[ir.Value, Mesh] = {}
     for op in all_ops(program):
@@ -108,10 +108,10 @@ def one_home(program: ir.Program) -> Iterator[Fault]:
         made |= {out: made[leaf] for out, leaf in zip(loop.outs, loop.leaves, strict=True) if leaf in made}
     for v, mesh in made.items():
         if v in homes and homes[v] != mesh:
-            yield Fault(f"{shown(v)} is made on {describe(mesh)}, and said to be on {describe(homes[v])}")
+            yield Fault(f"{show(v)} is made on {describe(mesh)}, and said to be on {describe(homes[v])}")
     for v in ir.values(program.outputs):
         if v in made and v not in homes:
-            yield Fault(f"result {shown(v)} has no home")
+            yield Fault(f"result {show(v)} has no home")
 
 
 Rule = Callable[[ir.Program], Iterator[Fault]]
@@ -125,7 +125,7 @@ _SINCE: dict[str, tuple[Rule, ...]] = {
 
 
 def rules_after(name: str) -> tuple[Rule, ...]:
-    """Rules that hold after a pass: its own and those of all passes before it."""
+    """Return the rules that hold after a pass: its own and those of all passes before it."""
     known = list(_SINCE)
     upto = known.index(name) + 1 if name in known else len(known)
     rules = (rule for rules in list(_SINCE.values())[:upto] for rule in rules)
@@ -134,7 +134,7 @@ def rules_after(name: str) -> tuple[Rule, ...]:
 
 
 def _arguments(loop: ir.Loop) -> tuple[ir.Value, ...]:
-    """What the body of a loop is given."""
+    """Return the arguments of the body of a loop."""
     given = (*loop.consts, *loop.slices, *loop.linked)
     return (*given, *(v for v in loop.carries if v not in given))
 
