@@ -30,6 +30,7 @@ class Signature:
     static: tuple[Any, ...]
     context: Any
     home: Mesh | None = None  # submesh of a function without tasks, if it gets a plan
+    homes: tuple[Mesh | None, ...] = ()  # submeshes of leaves that no task reads, if leaves lie on several
 
 
 class Given(NamedTuple):
@@ -225,6 +226,13 @@ def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:
     """Leaf number to kind of memory, for the leaves for which such a prefix names one."""
     given = enumerate(_spread(shardings, tree, what))
     return {i: s.memory_kind for i, s in given if isinstance(s, NamedSharding) and s.memory_kind is not None}
+
+
+def homes_of(leaves: Sequence[Any]) -> tuple[Mesh | None, ...]:
+    """Return the mesh of each leaf that has one; nothing if they all lie on the same devices."""
+    layouts = [None if _compat.is_tracer(x) else getattr(x, "sharding", None) for x in leaves]
+    homes = [s.mesh if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else None for s in layouts]
+    return tuple(homes) if len({frozenset(mesh.devices.flat) for mesh in homes if mesh is not None}) > 1 else ()
 
 
 def is_sharding(x: Any) -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.calling.arguments import Signature
 from multimesh.calling.transforms import Call
 from multimesh.core.specs import stripped
+from multimesh.ir.primitives import is_small
+from multimesh.passes.placing.owners import Owners
+from multimesh.passes.reading.inline import inline
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +50,27 @@ def traits(leaf: Any) -> tuple[Any, ...]:
     return (np.ndarray if type(leaf) is np.ndarray else None, None, np.shape(leaf), getattr(leaf, "dtype", None), False)
 
 
-class Trace(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Trace:
     """A function that was traced: the call, the values of an enclosing transformation that it captures first."""
 
     call: Call
     captured: list[Any]
     out_tree: Any
+    devices: tuple[jax.Device, ...]
+    defaults: dict[int, Mesh] = field(default_factory=dict)  # submesh of argument leaves that were given on none
+
+    @functools.cached_property
+    def _unowned(self) -> frozenset[int]:
+        """Argument leaves that no task reads."""
+        program = inline(self.call.closed, self.devices)
+        owners = Owners(program, (), {})
+        return frozenset(i for i, v in enumerate(program.inputs) if not is_small(v) and not owners.is_read(v))
+
+    def homes(self, given: Sequence[Mesh | None]) -> tuple[Mesh | None, ...]:
+        """Return the meshes that leaves are given on, as far as these decide where anything runs."""
+        found = [mesh if i in self._unowned and mesh != self.defaults.get(i) else None for i, mesh in enumerate(given)]
+        return tuple(found) if any(mesh is not None for mesh in found) else ()
 
     def bind(self, leaves: Sequence[Any]) -> Any:
         """Run the call, or let ``jax.grad``, ``jax.vmap`` and the like transform it."""

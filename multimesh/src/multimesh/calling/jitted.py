@@ -18,6 +18,7 @@ from multimesh.calling.arguments import (
     Parameters,
     Signature,
     abstract,
+    homes_of,
     host_kind,
     is_sharding,
     kind_of,
@@ -125,7 +126,7 @@ class Jitted:
 
     def _trace(self, given: Given, signature: Signature) -> Trace:
         """Trace the function, once for all layouts of these types. A trace that captures values is not kept."""
-        key = replace(signature, specs=(), home=None)
+        key = replace(signature, specs=(), home=None, homes=())
         trace = self._cache.traces.get(key)
         if trace is None:
             flat, structs = self._flat(given, signature)
@@ -133,7 +134,8 @@ class Jitted:
                 closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
                 closed, captured = _compat.hoisted(closed)
             alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
-            trace = Trace(Call(closed, alike), captured, jax.tree.structure(shapes))
+            devices = self._devices or tuple(jax.devices())
+            trace = Trace(Call(closed, alike), captured, jax.tree.structure(shapes), devices)
             if not captured:
                 trace = self._cache.traces.setdefault(key, trace)
         return trace
@@ -242,7 +244,9 @@ class Jitted:
             given_kinds = memory_kinds(self._in_shardings, tree, "in_shardings")
             kinds = tuple(host_kind(given_kinds.get(n, kind)) for n, kind in enumerate(kinds))
         home = None if context.options.enable_fast_path else _home(leaves)
-        return Signature(tree, avals, tuple(specs), kinds, given.key, context, home)
+        signature = Signature(tree, avals, tuple(specs), kinds, given.key, context, home)
+        homes = () if context.options.ignore_transforms else homes_of(leaves)
+        return signature if not homes else replace(signature, homes=self._trace(given, signature).homes(homes))
 
     def _flat(self, given: Given, signature: Signature) -> tuple[Callable[..., Any], list[Any]]:
         """Return the function of flat leaves, and their types."""
@@ -281,9 +285,9 @@ class Jitted:
         results = per_leaf(self._out_shardings, out_tree, "out_shardings")
         out_specs = {i: spec for i, spec in enumerate(results) if spec is not None}
         layouts = out_specs | {i: spec for i, spec in enumerate(self._layouts) if spec is not None}
-        traced = Traced(closed, devices, options, home, signature.specs, donated, alike, layouts)
+        traced = Traced(closed, devices, options, home, signature.specs, donated, alike, layouts, homes=signature.homes)
         stages = pipeline.run(traced)
-        if not has_tasks(next(stages).made) and options.enable_fast_path:
+        if not has_tasks(next(stages).made) and options.enable_fast_path and not signature.homes:
             if self._in_shardings is not None or self._out_shardings is not None:
                 raise MultiMeshError(
                     f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no "
@@ -295,6 +299,10 @@ class Jitted:
         fit = fitted(Made(traced, {stage.name: stage for stage in stages}))
         if self._devices is not None:
             check_devices(fit.passes["reductions"].made, self._devices)
+        if not signature.homes:
+            trace.defaults.update(
+                (arg, fit.plan.submeshes[fit.plan.slots[slot].submesh]) for arg, slot in fit.plan.inputs
+            )
         remarks = Remarks(self._name, fit.plan, leaf_names(signature.tree, parameters))
         remarks.warn_of_copies(fit.passes["place"].made)
         remarks.warn_of_idle_axes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,15 @@ def describe(mesh: Mesh) -> str:
         f"{ids[0]}..{ids[-1]}" if len(ids) > 2 and ids == list(range(ids[0], ids[-1] + 1)) else ",".join(map(str, ids))
     )
     return f"[{axes} | devices {span}]"
+
+
+def same_or_apart(mesh: Mesh, known: Iterable[Mesh]) -> Mesh | None:
+    """Return the known mesh of the same devices, the mesh itself if it shares no device with any, or else None."""
+    devices = set(mesh.devices.flat)
+    shared = [other for other in known if not devices.isdisjoint(other.devices.flat)]
+    if not shared:
+        return mesh
+    return next((other for other in shared if devices == set(other.devices.flat)), None)
 
 
 def make_task(

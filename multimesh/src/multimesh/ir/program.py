@@ -163,8 +163,9 @@ Item = Op | Loop
 class Program:
     """A whole traced function: inputs, captured constants, items in topological order, outputs.
 
-    ``home`` is the submesh of what no task decides. A placed program has ``homes``, the submesh of every value that an
-    operation or a loop makes, and may have ``specs``: those of inputs on submeshes that constraints say.
+    ``home`` is the submesh of what no task decides, and ``given`` has the submeshes that inputs are given on. A placed
+    program has ``homes``, the submesh of every value that an operation or a loop makes, and may have ``specs``: those
+    of inputs on submeshes that constraints say.
     """
 
     inputs: tuple[Value, ...]
@@ -172,6 +173,7 @@ class Program:
     items: tuple[Item, ...]
     outputs: tuple[Atom, ...]
     home: Mesh | None = None
+    given: Mapping[Value, Mesh] = field(default_factory=dict)
     homes: Mapping[Value, Mesh] = field(default_factory=dict)
     specs: Mapping[tuple[Value, Mesh], PartitionSpec] = field(default_factory=dict)
 

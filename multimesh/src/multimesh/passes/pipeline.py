@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.submesh import same_or_apart
 from multimesh.marking.contexts import Options
 from multimesh.passes import verifying
 from multimesh.passes.cutting.fragment import cut
@@ -56,13 +57,20 @@ class Traced:
     donated: frozenset[int]  # argument leaves whose buffers may be reused
     alike: Mapping[int, int]  # result leaf to the argument leaf that it replaces
     out_specs: Mapping[int, PartitionSpec]  # result leaf to the spec that it must have
+    homes: tuple[Mesh | None, ...] = ()  # submesh of each argument leaf, if they lie on several
     schedules: Mapping[int, Schedule] = field(default_factory=dict)  # number of a loop to another schedule
 
 
 def _inline(_: None, traced: Traced) -> ir.Program:
     with _compat.tried_version():
         program = inline(traced.closed, traced.devices, traced.specs)
-    return replace(program, home=next(iter(task_meshes(program)), traced.home))
+    known = dict.fromkeys(task_meshes(program))
+    given: dict[ir.Value, Mesh] = {}
+    for v, mesh in zip(program.inputs, traced.homes, strict=False):
+        found = None if mesh is None else same_or_apart(mesh, known)
+        if found is not None:
+            known[found], given[v] = None, found
+    return replace(program, home=next(iter(known), traced.home), given=given)
 
 
 def _layouts(plan: Plan, traced: Traced) -> Plan:

@@ -28,6 +28,7 @@ class Owners:
             v for v in program.inputs if not jnp.issubdtype(v.aval.dtype, jnp.inexact)
         }
         self.order = {mesh: i for i, mesh in enumerate(order)}
+        self._given = {v: mesh for v, mesh in program.given.items() if mesh in self.order}
         self._homes, self._arguments = homes, frozenset(program.inputs)
         self._outer: dict[ir.Value, ir.Value] = {}
         # Readers by forward tasks, by backward tasks, by others.
@@ -81,7 +82,10 @@ class Owners:
         return {mesh for read in self._read[:2] for mesh in read[value]}
 
     def of(self, value: ir.Value) -> Mesh | None:
-        """Return the owner of a floating value that tasks use, or of an argument that only other operations use."""
+        """Return the owner of a floating value that tasks use, or of an argument that others use or that is given."""
+        outer = self.outside(value)
+        if outer in self._given and not self.is_read(value) and not self.is_read(outer):
+            return self._given[outer]
         for v in () if value in self.data else (value, self.outside(value)):
             for read in self._read if v in self._arguments else self._read[:2]:
                 if read[v]:

@@ -35,7 +35,8 @@ def place(program: ir.Program, alike: Mapping[int, int] | None = None) -> ir.Pro
     ``alike`` maps result leaves to the argument leaves that they replace. A program has a task or a ``home``.
     """
     program = replace(program, items=tuple(_resolve_constraints(program)))
-    order = task_meshes(program) or ((program.home,) if program.home is not None else ())
+    order = tuple(dict.fromkeys((*task_meshes(program), *program.given.values())))
+    order = order or ((program.home,) if program.home is not None else ())
     if not order:
         raise MultiMeshError("nothing in this function is a task; wrap parts of it in multimesh.task(..., mesh=...)")
     homes: Homes = {}
