@@ -63,7 +63,7 @@ class Program:
     carry: int | None  # the stage that reads and replaces a state
     read: bool  # whether the state is read
     key: int | None  # the stage that draws random numbers
-    inner: bool  # a gradient inside of the first task
+    inner: bool  # a gradient inside of each task
     count: int
     rows: int
     clip: bool  # the gradients of each microbatch, by their norm
@@ -178,8 +178,7 @@ def _layer(given: Program, stage: int) -> Callable[..., Any]:
         return jnp.where(w[0] == w[1], x, bounded(product(w, x)))
 
     def with_inner(w: Any, x: Any) -> Any:
-        inner = jax.grad(lambda y: jnp.sum(jnp.sin(y) @ w))(x) if given.inner and stage == 0 else 0
-        return layer(w, x) + inner if given.inner and stage == 0 else layer(w, x)
+        return layer(w, x) + jax.grad(lambda y: jnp.sum(jnp.sin(y) @ w))(x) if given.inner else layer(w, x)
 
     return jax.checkpoint(with_inner) if given.checkpoint == "stage" else with_inner
 
@@ -273,12 +272,12 @@ def ways(given: Program) -> list[str]:
     return ["sum" if r.how == "mean" and not inexact and r.kind != "literal" else r.how for r in given.results]
 
 
-def step(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
-    """The whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or `plainly`.
+def step(given: Program, placed: Placed, loop: Any, jit: Any = lambda fn: fn) -> Callable[..., Any]:
+    """Return the whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or `plainly`.
 
-    It returns the result of the task apart too.
+    It returns the result of the task apart too. ``jit`` is of what a gradient outside of the loop is taken of.
     """
-    run = _pipeline(given, placed, loop)
+    run = _pipeline(given, placed, loop, jit)
     apart = placed(given.stages, lambda c: c[::-1], "apart")
     starts = {"zeros": jnp.zeros_like, "ones": jnp.ones_like}
 
@@ -291,7 +290,7 @@ def step(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
     return whole
 
 
-def _pipeline(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
+def _pipeline(given: Program, placed: Placed, loop: Any, jit: Any) -> Callable[..., Any]:
     """Return the loop, or its gradient; arguments as those of the whole function."""
     iteration, how = body(given, placed), ways(given)
     stack, reduce = tuple(w == "stack" for w in how), tuple("mean" if w == "mean" else "sum" for w in how)
@@ -328,6 +327,7 @@ def _pipeline(given: Program, placed: Placed, loop: Any) -> Callable[..., Any]:
     if given.gradient == "inside":
         return looped(gradients_of, (False, stack), ("sum", reduce))
 
+    @jit
     def total(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
         def one(*args: Any, number: Any) -> Any:
             value, (_, results) = loss(*args, number)
@@ -408,6 +408,12 @@ def places(given: Program, got: Any) -> None:
             assert x.devices() in where, f"result {n}, {r.kind} lies on {x.devices()}"
 
 
+def largest(want: Any) -> float:
+    """Return the largest number of all results: layers that centre make some gradients differences of larger ones."""
+    floats = [x for x in jax.tree.leaves(want) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return max((float(jnp.abs(x).max(initial=0)) for x in floats), default=0.0)
+
+
 def check(given: Program) -> None:
     """Run a program both ways, and compare values and places."""
     meshes = given.meshes()
@@ -423,9 +429,7 @@ def check(given: Program) -> None:
     got = jitted(*args)
     assert all(need.total for need in jitted.compiled[0].lowered.memory_forecast())
     want = jax.jit(step(given, alone, plainly))(*args)
-    floats = [x for x in jax.tree.leaves(want) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    # Layers that centre make some gradients differences of larger ones.
-    assert_same(got, want, least=max((float(jnp.abs(x).max(initial=0)) for x in floats), default=0.0))
+    assert_same(got, want, least=largest(want))
     types = jax.eval_shape(step(given, alone, mm.microbatch), *args)
     assert jax.tree.map(lambda x: x.weak_type, got) == jax.tree.map(lambda x: x.weak_type, types)
     places(given, got)

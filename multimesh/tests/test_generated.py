@@ -11,6 +11,7 @@ import graphs
 import jax
 import jax.numpy as jnp
 import pytest
+import surrounded
 from pipelines import assert_same, microbatched
 
 import multimesh as mm
@@ -41,6 +42,27 @@ def test_pipelines(first):
 @pytest.mark.parametrize("first", range(SEEDS, ALL, TOGETHER))
 def test_many_pipelines(first):
     each(first, TOGETHER, generated.program, generated.check)
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.longer) for first in range(TOGETHER, SEEDS, TOGETHER))]
+)
+def test_what_is_around_pipelines(first):
+    each(first, TOGETHER, surrounded.surrounded, surrounded.check)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(SEEDS, ALL, TOGETHER))
+def test_what_is_around_many_pipelines(first):
+    each(first, TOGETHER, surrounded.surrounded, surrounded.check)
+
+
+def test_the_seeds_draw_every_surrounding():
+    drawn = [surrounded.surrounded(seed) for seed in range(SEEDS)]
+    assert {d.around for d in drawn} == set(surrounded.AROUND)
+    assert {d.ambient for d in drawn} == set(surrounded.AMBIENT)
+    assert {d.ambient for d in drawn if d.around in ("vmap", "grad")} == set(surrounded.AMBIENT)
+    assert any(d.form == "block" and d.program.inner and d.program.gradient != "none" for d in drawn)
 
 
 def test_the_seeds_draw_everything():

@@ -46,7 +46,11 @@ class Call:
         return self._made[key]
 
     def _traced(self, fn: Callable[..., Any], *shapes: Any, layouts: Sequence[PartitionSpec | None] = ()) -> Call:
-        with partitioning(), _compat.devices_free():
+        with (
+            partitioning(),
+            _compat.devices_free(),
+            _compat.traced_as(lambda: "a transformed function of multimesh.jit"),
+        ):
             return Call(jax.make_jaxpr(fn)(*shapes), self._jit, layouts)
 
     @property
@@ -99,14 +103,14 @@ class Call:
         made = functools.partial(self._traced, pull, given, results, layouts=layouts)
         return self._once(("transposed", linear, layouts), made)
 
-    def batched(self, size: int, dims: tuple[int | None, ...]) -> tuple[Call, list[bool]]:
+    def batched(self, size: int, dims: tuple[int | None, ...], some: bool) -> tuple[Call, list[bool]]:
         """Return the function over ``size`` rows along ``dims`` of the arguments.
 
-        Also return whether each result has rows, which are then in front.
+        Also return whether each result has rows, which are then in front: ``some``, or all.
         """
-        return self._once(("batched", size, dims), lambda: self._batched(size, dims))
+        return self._once(("batched", size, dims, some), lambda: self._batched(size, dims, some))
 
-    def _batched(self, size: int, dims: tuple[int | None, ...]) -> tuple[Call, list[bool]]:
+    def _batched(self, size: int, dims: tuple[int | None, ...], some: bool) -> tuple[Call, list[bool]]:
         flags: list[bool] = []
 
         def fn(*args: Any) -> list[Any]:
@@ -114,7 +118,7 @@ class Call:
 
             def of(*row: Any) -> list[Any]:
                 results = [*map(_compat.leave_mesh, self.function(*row))]
-                flags[:] = map(_compat.has_rows, results)
+                flags[:] = [not some or _compat.has_rows(x) for x in results]
                 alone[:] = itertools.compress(results, map(operator.not_, flags))
                 return [*itertools.compress(results, flags)]
 
@@ -163,7 +167,8 @@ def _transpose(
 def _batch(
     size: int, args: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any, call: Call
 ) -> tuple[Sequence[Any], Sequence[bool]]:
-    batched, rows = call.batched(size, tuple(dims))
+    """Results without rows stay so, unless a mesh is in force: under that JAX can't repeat them on their devices."""
+    batched, rows = call.batched(size, tuple(dims), jax.sharding.get_abstract_mesh().empty)
     return batched(*args), rows
 
 

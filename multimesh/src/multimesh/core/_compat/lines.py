@@ -127,6 +127,12 @@ def traced_as(what: Callable[[], str]) -> Iterator[None]:
     except _CONCRETE as error:
         raise _not_concrete(what(), error) from error
     except Exception as error:
+        if "cannot change the size of the mesh" in str(error):
+            raise UsageError(
+                f"{error_line(error)}: in {what()} jax.vmap brings values of meshes of different sizes together, which "
+                "JAX can't do around blocks; write tasks as calls, multimesh.task(fn, mesh=...), in the place of "
+                f"`with multimesh.task(...)` or register_task. JAX says: {error}"
+            ) from None
         if "different trace level" not in str(error) or isinstance(error, errors.MultiMeshError):
             raise
         raise UsageError(
