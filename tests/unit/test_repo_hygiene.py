@@ -56,6 +56,7 @@ PUBLIC_HOSTS = {
     "www.apache.org",
     "www.w3.org",
 }
+PICTURES = ["docs/pictures/particle-mesh.png"]
 RESERVED_HOST = re.compile(
     r"(^|\.)(example(\.(com|org|net))?|invalid|test|localhost)$|^127\.|^\[?::1\]?$|^0\.0\.0\.0$|^$"
 )
@@ -74,6 +75,18 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return ""
+
+
+def test_every_file_is_text_or_a_picture_of_the_documentation(root: Path) -> None:
+    """What programs leave behind, such as caches of XLA, does not belong into git."""
+    assert relative(root, [path for path in tracked(root) if not is_text(path)]) == PICTURES
+
+
+def is_text(path: Path) -> bool:
+    try:
+        return b"\0" not in path.read_bytes() and path.read_text(encoding="utf-8") is not None
+    except UnicodeDecodeError:
+        return False
 
 
 def relative(root: Path, paths: list[Path]) -> list[str]:
