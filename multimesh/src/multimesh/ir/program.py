@@ -101,7 +101,7 @@ class Carry:
 
 @dataclass(frozen=True)
 class LoopMark:
-    """The arguments of a ``microbatch`` call: number of microbatches, schedule, user's line, with a state or not."""
+    """The arguments of a ``microbatch`` call: microbatches, schedule, user's line, whether with a state, dtype of sums."""
 
     count: int
     schedule: Any
@@ -109,6 +109,7 @@ class LoopMark:
     interleave: int = 1
     where: str = ""
     carries: bool = False
+    accumulate: Any = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
+from multimesh.core.numbers import accumulator
 from multimesh.core.prefixes import spread
 from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import kept, weak
@@ -43,6 +44,7 @@ def microbatch(
     reduce: Any = "sum",
     index: str | None = None,
     carry: int | None = None,
+    accumulate: Any = None,
 ) -> Callable[..., Any]:
     """Call ``fn`` once for each microbatch of one argument, and sum, average, join or stack the results.
 
@@ -79,6 +81,11 @@ def microbatch(
         The positional argument that is a state, which each microbatch hands to the next (batch-norm statistics, the
         history of a scale). ``fn`` then returns ``(state, result)``; the new state has the tree and types of the old.
         It stays on the submesh that updates it. Take gradients inside of the loop, or stop them at the state.
+    accumulate
+        The dtype in which floating results of fewer bits are summed, such as ``"float32"`` for gradients of bfloat16
+        parameters; the sums are cast back at the end. Many microbatches lose much in few bits: a term is rounded away
+        where it is 256 times smaller than its sum. None: float32 for results of at most 65,536 elements (losses, norms,
+        biases), for others their own. If the gradient is taken outside of the loop, `multimesh.jit` does the same.
 
     Returns
     -------
@@ -108,7 +115,7 @@ def microbatch(
     num_stages = None if num_stages is None else checks.whole("microbatch: num_stages", num_stages, 1)
     if carry is not None and carry == argnum:
         raise UsageError(f"microbatch: argument {argnum} can't be cut (argnum=) and carried (carry=)")
-    plan = _schedule(schedule, custom_schedule)
+    plan, accumulate = _schedule(schedule, custom_schedule), _float(accumulate)
     wanted = (stack, reduce)
 
     @functools.wraps(fn)
@@ -128,7 +135,7 @@ def microbatch(
                 f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch"
             )
         count = rows if size is None else rows // size
-        mark = marks.LoopMark(count, plan, num_stages, interleave, _compat.caller_line(), carry is not None)
+        mark = marks.LoopMark(count, plan, num_stages, interleave, _compat.caller_line(), carry is not None, accumulate)
         alone = not is_recording() and isinstance(fn, types.FunctionType)
         called = weak(fn) if alone else of_loop(fn)
 
@@ -148,13 +155,13 @@ def microbatch(
 
             state = None if carry is None else args[carry]
             ways = functools.partial(_ways, stack=stack, reduce=reduce, dim=dim, size=size)
-            last, results = _scan(jax.jit(_compat.named(call, marks.BODY)), slices, state, ways, dim)
+            last, results = _scan(jax.jit(_compat.named(call, marks.BODY)), slices, state, ways, dim, accumulate)
             return results if carry is None else (last, results)
 
         if not alone:
             return call_under_mark(marks.loop_name(mark), loop, args, kwargs)
         leaves, tree = jax.tree.flatten(wanted)
-        key = dim, size, argnum, count, index, carry, tuple(leaves), tree
+        key = dim, size, argnum, count, index, carry, accumulate, tuple(leaves), tree
         return call_under_mark("loop", loop, args, kwargs, lambda more, make: kept(fn, (*key, more), make))
 
     if index is not None:
@@ -182,6 +189,19 @@ def _schedule(schedule: str | schedules.Schedule, custom: Any) -> schedules.Sche
     if schedule not in ("1f1b", "custom"):  # the default, or the name of a custom schedule
         raise UsageError(f"microbatch: schedule={str(schedule)!r} and custom_schedule= are two orders; drop one")
     return custom if isinstance(custom, schedules.Custom) else schedules.custom(custom)
+
+
+def _float(dtype: Any) -> Any:
+    """Check the dtype of sums."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise checks.refuse("microbatch: accumulate", 'a floating dtype such as "float32"', dtype)
+    return found
 
 
 def _rows(arg: Any, dim: int, argnum: int) -> int:
@@ -229,11 +249,16 @@ def _join_rows(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _scan(
-    call: Callable[..., Any], slices: Any, state: Any, ways_of: Callable[[Any], tuple[Any, list[str]]], dim: int
+    call: Callable[..., Any],
+    slices: Any,
+    state: Any,
+    ways_of: Callable[[Any], tuple[Any, list[str]]],
+    dim: int,
+    dtype: Any,
 ) -> tuple[Any, Any]:
     """Run ``call(piece, state) -> (state, result)`` over slices.
 
-    Returns the last state and the reduced results.
+    Returns the last state and the reduced results. Few bits are summed in ``dtype``; see `accumulator`.
     """
     count = len(jax.tree.leaves(slices)[0])
     state = jax.tree.map(_strong, state)
@@ -242,29 +267,37 @@ def _scan(
         for i in range(count):
             state, result = _check_state(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
             results.append(jax.tree.map(jnp.asarray, result))
-        tree, ways = ways_of(results[0])
+        (tree, ways), types = ways_of(results[0]), jax.tree.leaves(results[0])
         rows = zip(*map(jax.tree.leaves, results), strict=True)
         made = [
-            jnp.stack(r) if way in _APART else functools.reduce(jnp.add, r) for r, way in zip(rows, ways, strict=True)
+            jnp.stack(r) if way in _APART else functools.reduce(jnp.add, (x.astype(accumulator(x, dtype)) for x in r))
+            for r, way in zip(rows, ways, strict=True)
         ]
     else:
         piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
         shapes = _check_state(jax.eval_shape(call, piece, state), state)[1]
-        tree, ways = ways_of(shapes)
+        (tree, ways), types = ways_of(shapes), jax.tree.leaves(shapes)
 
         def body(carried: Any, piece: Any) -> tuple[Any, list[Any]]:
             sums, state = carried
             state, result = call(piece, state)
             outs = list(zip(jax.tree.leaves(result), ways, strict=True))
-            summed = [jnp.add(c, o) for c, o in zip(sums, (o for o, way in outs if way not in _APART), strict=True)]
+            terms = (o for o, way in outs if way not in _APART)
+            summed = [
+                jnp.add(c, o if c.dtype == o.dtype else o.astype(c.dtype)) for c, o in zip(sums, terms, strict=True)
+            ]
             return (summed, jax.tree.map(_strong, state)), [o for o, way in outs if way in _APART]
 
-        zeros = [_zeros(leaf) for leaf, way in zip(jax.tree.leaves(shapes), ways, strict=True) if way not in _APART]
+        zeros = [
+            _zeros(leaf, accumulator(leaf, dtype)) for leaf, way in zip(types, ways, strict=True) if way not in _APART
+        ]
         (sums, state), stacks = lax.scan(body, (zeros, state), slices)
         sums_left, stacks_left = iter(sums), iter(stacks)
         made = [next(stacks_left if way in _APART else sums_left) for way in ways]
     last = {"mean": lambda x: x / count, "rows": lambda x: _join_rows(x, dim)}
-    return state, jax.tree.unflatten(tree, [last.get(way, lambda x: x)(x) for x, way in zip(made, ways, strict=True)])
+    whole = (last.get(way, lambda x: x)(x) for x, way in zip(made, ways, strict=True))
+    cast = (x if x.dtype == of.dtype else x.astype(of.dtype) for x, of in zip(whole, types, strict=True))
+    return state, jax.tree.unflatten(tree, cast)
 
 
 def _ways(result: Any, stack: Any, reduce: Any, dim: int, size: int | None) -> tuple[Any, list[str]]:
@@ -319,10 +352,10 @@ def _difference(given: Any, made: Any) -> str | None:
     return None if old_tree == new_tree else "it is in another container, or one with other static fields"
 
 
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return the zero that a sum starts from. Under Explicit axes its type has a layout."""
+def _zeros(like: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
+    """The zero that a sum starts from. Under Explicit axes its type has a layout."""
     layout = like.sharding if isinstance(like.sharding, NamedSharding) and any(like.sharding.spec) else None
-    return jnp.zeros(like.shape, like.dtype, out_sharding=layout)
+    return jnp.zeros(like.shape, dtype, out_sharding=layout)
 
 
 def _strong(x: Any) -> jax.Array:

@@ -34,6 +34,7 @@ from multimesh.passes.placing.route import note_routes
 from multimesh.passes.planning.build_plan import build
 from multimesh.passes.planning.layouts import fix_layouts
 from multimesh.passes.planning.transposes import fold_plan
+from multimesh.passes.reading.accumulate import widen_sums
 from multimesh.passes.reading.fuse import fuse
 from multimesh.passes.reading.inline import inline
 from multimesh.passes.reading.separate import separate
@@ -89,6 +90,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "fuse": lambda program, _: fuse(program),
     "separate": lambda program, _: separate(program),
     "slices": lambda program, _: hoist_slices(program),
+    "accumulate": lambda program, _: widen_sums(program),
     # placing
     "place": lambda program, traced: place(program, traced.alike),
     "route": lambda program, _: note_routes(program),

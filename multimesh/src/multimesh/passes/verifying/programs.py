@@ -120,6 +120,7 @@ _SINCE: dict[str, tuple[Rule, ...]] = {
     "fuse": (),
     "separate": (leaves_are_made,),
     "slices": (),
+    "accumulate": (),
     "place": (placed, one_home, tasks_are_at_home),
 }
 
